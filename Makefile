@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 SHAPES ?= not wide and not long
 # More arguments of pytest for the unit tier alone, for example UNIT_ARGS="-k planner"
 UNIT_ARGS ?=
-# More arguments of `python tools/mutants.py`, for example MUTANTS_ARGS="--sample 10 unicron_ctl/controller/nodes/bounds.py"
+# More arguments of `python tools/mutants.py`, for example MUTANTS_ARGS="--sample 10 unicron_ctl/unicron_ctl/controller/nodes/bounds.py"
 MUTANTS_ARGS ?=
 # More arguments of `python -m benchmarks.storms`, for example STORMS_ARGS="--only head-15"
 STORMS_ARGS ?=
@@ -29,9 +29,6 @@ WAITS := $(TEST) --no-loadscope-reorder
 # The releases of torch and Megatron-core in the environment
 CONSTRAINTS ?= constraints.txt
 
-# A .pth file with a path: with setuptools' import hook each start of Python would take half as long again.
-EDITABLE := --config-settings editable_mode=compat
-
 .PHONY: help venv system system-test system-wide plugin agent-folder deb rpm manpages docs demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix lint bench storms torture gpu-check peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
@@ -44,7 +41,7 @@ $(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	PYTHON=$(PYTHON) tools/system-packages.sh venv
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) $(EDITABLE) -e ".[train,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,dev]"
 	touch $@
 
 system:          ## installs missing Debian packages: Slurm, munge, a C compiler
@@ -72,14 +69,14 @@ docs: .venv-docs/ready   ## the site of the documents, in build/site: every link
 .venv-docs/ready: setup.cfg pyproject.toml
 	PYTHON=$(PYTHON) tools/system-packages.sh venv
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(EDITABLE) -e ".[docs]"
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e ".[docs]"
 	touch $@
 
 # The agent has no torch.
 .venv-agent/ready: setup.cfg pyproject.toml $(CONSTRAINTS)
 	PYTHON=$(PYTHON) tools/system-packages.sh venv
 	test -x .venv-agent/bin/python || $(PYTHON) -m venv .venv-agent
-	.venv-agent/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) $(EDITABLE) -e .
+	.venv-agent/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e .
 	touch $@
 
 deb:             ## the four Debian packages for this Debian and its Slurm, in build/deb (docs/install.md)

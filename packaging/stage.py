@@ -27,10 +27,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-from installed_packages import copy_package, write_release  # noqa: E402  (a neighbour, not a package)
+from installed_packages import copy_package, copy_project, write_release  # noqa: E402  (a neighbour, not a package)
 
 SIDE = ROOT / "slurm_plugin"
-PROGRAMS = {"unicronctl": "unicron.ctl.cli.unicronctl", "unicrond": "unicron.ctl.controller.unicrond"}
+PROGRAMS = {"unicronctl": "unicron_ctl.cli.unicronctl", "unicrond": "unicron_ctl.controller.unicrond"}
 # Isolated (-I): what a user's modules and PYTHONPATH bring is not for a program of the system's.
 PROGRAM = """#!/usr/bin/{python} -I
 import sys
@@ -106,7 +106,7 @@ def stage_files(pattern: str, target: Path, mode: int) -> None:
 def stage_project(destination: Path) -> None:
     """The project with its packages, compiled, and the programs."""
     project, packages = destination / "usr/lib/unicron/python", destination / "usr/lib/unicron/packages"
-    shutil.copytree(ROOT / "src/unicron", project / "unicron", ignore=shutil.ignore_patterns("__pycache__"))
+    copy_project(project)
     for name, _ in requirements():
         copy_package(name, packages)
     write_release(project, "unicron-slurm", version())

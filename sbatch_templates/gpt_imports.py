@@ -16,7 +16,7 @@ MODULES = (
     "megatron.core.optimizer",
     "megatron.core.optimizer_param_scheduler",
     "megatron.core.pipeline_parallel",
-    "unicron.transition.session.session",
+    "unicron_transition.session.session",
 )
 
 warnings.filterwarnings("ignore", module="megatron")  # optional packages that a small model does without

@@ -236,7 +236,7 @@ def take_layout(options: argparse.Namespace) -> None:
     command line. Raises ValueError (one line)."""
     if not (text := os.environ.get("UNICRON_LAYOUT")):
         return
-    from unicron.transition.generations.layout import stated
+    from unicron_transition.generations.layout import stated
 
     layout, virtual = stated(text)
     options.tensor_model_parallel_size, options.pipeline_model_parallel_size = layout.tensor, layout.pipeline

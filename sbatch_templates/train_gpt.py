@@ -151,7 +151,7 @@ class GradientSaver:
         """Call it after every step."""
         import torch
 
-        from unicron.transition.snapshot import parts
+        from unicron_transition.snapshot import parts
 
         held = [part for part in parts.parts(self._chunks, self._optimizer) if hasattr(part.parameter, "main_grad")]
         index = [(*part.box, part.begin, part.end) for part in held]

@@ -9,7 +9,7 @@ The interpreter, its libraries and the packages are copied from the Python that 
     bin/python                              the agent's own Python
     lib/                                    the interpreter, its loader and libraries, its standard library
     lib/packages/                           the agent's wheels
-    ranks/unicron/                          the project, which ranks in session mode import, too
+    ranks/                                  the project, which ranks in session mode import, too
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-from installed_packages import copy_package, write_release
+from installed_packages import copy_package, copy_project, write_release
 
-from unicron.ctl.system.release import DISTRIBUTION, release
+from unicron_ctl.shared.system.release import DISTRIBUTION, release
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build/unicron-agent"
 SPANK, CONTAINERS = ROOT / "slurm_plugin/spank", ROOT / "slurm_plugin/containers"
 WHEELS = ("click", "msgpack", "msgspec", "pyzmq", "xxhash")
 # Parts of the project that no agent and no rank imports
-NOT_OURS = ("cli", "controller", "lab", "planner", "sbatch_templates")
+NOT_OURS = ("cli", "controller", "lab", "unicron_planner", "sbatch_templates")
 # Parts of the standard library that it has no use for, some of which would bring large libraries with them
 NOT_STANDARD = (
     "__pycache__ config-* curses dbm dist-packages distutils ensurepip idlelib lib2to3 pydoc_data site-packages "
@@ -107,8 +107,7 @@ def copy_packages(new: Path) -> None:
     """The agent's wheels, and the project."""
     for name in WHEELS:
         copy_package(name, new / "lib/packages")
-    left_out = shutil.ignore_patterns("__pycache__", *NOT_OURS)
-    shutil.copytree(ROOT / "src/unicron", new / "ranks/unicron", ignore=left_out)
+    copy_project(new / "ranks", *NOT_OURS)
     write_release(new / "ranks", DISTRIBUTION, release())
 
 

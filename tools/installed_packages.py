@@ -1,5 +1,5 @@
-"""Copies of installed packages, for what brings its own: the agent's folder (agent_folder.py) and the system packages
-(packaging/stage.py)."""
+"""Copies of the project and of installed packages, for what brings its own: the agent's folder (agent_folder.py) and
+the system packages (packaging/stage.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib.metadata
 import shutil
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATES = "sbatch_templates"
 # What pip notes of its own work differs from one machine to the next.
 OF_PIP = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
 
@@ -19,6 +21,16 @@ def copy_package(name: str, target: Path) -> None:
         there = target / file
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(file.locate(), there)
+
+
+def copy_project(target: Path, *left_out: str) -> None:
+    """Copies the project's packages into one folder, as pip does. left_out: packages, and parts of any package."""
+    ignored = shutil.ignore_patterns("__pycache__", *left_out)
+    for package in sorted(path.parent for path in ROOT.glob("*/unicron*/__init__.py")):
+        if package.name not in left_out:
+            shutil.copytree(package, target / package.name, ignore=ignored)
+    if TEMPLATES not in left_out:
+        shutil.copytree(ROOT / TEMPLATES, target / "unicron" / TEMPLATES, ignore=ignored)
 
 
 def write_release(folder: Path, distribution: str, release: str) -> None:

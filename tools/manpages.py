@@ -26,11 +26,11 @@ import click
 from click.shell_completion import get_completion_class
 from reference_tables import SECTIONS, fields
 
-from unicron.ctl.agent.start.agent_main import cli as agent
-from unicron.ctl.cli.unicronctl import COMMANDS, unicronctl
-from unicron.ctl.controller.unicrond import unicrond
-from unicron.ctl.settings.variables import OF_JOBS, OF_PROGRAMS, Variable
-from unicron.ctl.system.errors import FAILURE, FOUND, WRONG_USE
+from unicron_ctl.agent.start.agent_main import cli as agent
+from unicron_ctl.cli.unicronctl import COMMANDS, unicronctl
+from unicron_ctl.controller.unicrond import unicrond
+from unicron_ctl.shared.settings.variables import OF_JOBS, OF_PROGRAMS, Variable
+from unicron_ctl.shared.system.errors import FAILURE, FOUND, WRONG_USE
 
 ROOT = Path(__file__).resolve().parent.parent
 SPANK, PLUGSTACK = ROOT / "slurm_plugin/spank", ROOT / "slurm_plugin/plugstack.conf.d/zz-unicron.conf"

@@ -124,7 +124,7 @@ def functions(module: str) -> list[FunctionType]:
 
 
 def module_name(path: str) -> str:
-    return "unicron." + path.removesuffix(".py").replace("/", ".").replace("unicron_ctl", "ctl")
+    return path.partition("/")[2].removesuffix(".py").replace("/", ".")
 
 
 def apply(mutant: Mutant) -> None:

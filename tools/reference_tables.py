@@ -15,14 +15,14 @@ from typing import get_args, get_origin
 
 import msgspec
 
-from unicron.ctl.settings import limits
-from unicron.ctl.settings.config import OTHER_TABLES, AgentConfig, ControllerConfig, PlannerConfig
-from unicron.ctl.settings.limits import FIXED, RULES, Range, label, number
-from unicron.ctl.settings.meanings import docstrings, meanings
-from unicron.ctl.settings.notify import NotifyConfig
-from unicron.ctl.settings.partitions import PartitionConfig
-from unicron.ctl.settings.variables import OF_JOBS, OF_PROGRAMS, Variable
-from unicron.detector.health.checks import HealthConfig
+from unicron_ctl.shared.settings import limits
+from unicron_ctl.shared.settings.config import OTHER_TABLES, AgentConfig, ControllerConfig, PlannerConfig
+from unicron_ctl.shared.settings.limits import FIXED, RULES, Range, label, number
+from unicron_ctl.shared.settings.meanings import docstrings, meanings
+from unicron_ctl.shared.settings.notify import NotifyConfig
+from unicron_ctl.shared.settings.partitions import PartitionConfig
+from unicron_ctl.shared.settings.variables import OF_JOBS, OF_PROGRAMS, Variable
+from unicron_detector.health.checks import HealthConfig
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 SECTIONS: dict[str, type[msgspec.Struct]] = {

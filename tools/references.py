@@ -26,13 +26,14 @@ FOLDERS = (
     "unicron",
     "unicron_ctl",
 )
-PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)}|docs)/[\w/.-]+)`")
+ROOTS = ("detector", "planner", "transition", "unicron", "unicron_ctl")  # of one package each
+PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)}|docs|unicron_\w+)/[\w/.-]+)`")
 REFERENCE = re.compile(r":(mod|class|func|meth|data|attr):`~?([\w.]+)`")
 
 
 @dataclass
 class Module:
-    """One source file. path: its dotted name without the package's. names: all that is defined or imported in it."""
+    """One source file. path: its dotted name. names: all that is defined or imported in it."""
 
     file: Path
     path: str
@@ -44,6 +45,7 @@ def read(file: Path) -> Module:
     """The module in a file, with the names in it."""
     text = file.read_text()
     parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] in ROOTS else parts
     module = Module(file, ".".join(part for part in parts if part != "__init__"), text)
     for node in ast.walk(ast.parse(text)):
         match node:
@@ -56,15 +58,18 @@ def read(file: Path) -> Module:
     return module
 
 
+def is_there(path: str) -> bool:
+    """Whether a path leads somewhere, from the repository's root or as it is imported."""
+    return any((ROOT / root / path).exists() for root in ("", *ROOTS))
+
+
 def exists(kind: str, name: str, module: Module, modules: list[Module]) -> bool:
     """Whether a reference in a module's text names something."""
-    name = re.sub(r"^unicron\.ctl\b", "unicron_ctl", name)
-    if name.startswith("unicron.") and name.count(".") == 1:  # what people import: unicron/__init__.py
-        return f'"{name.split(".")[1]}"' in (ROOT / "unicron/__init__.py").read_text()
-    name = name.removeprefix("unicron.")
+    if name.startswith("unicron.") and name.count(".") == 1:  # what people import
+        return f'"{name.split(".")[1]}"' in (ROOT / "unicron/unicron/__init__.py").read_text()
     if kind == "mod":
         end = name.lstrip(".")
-        return any(f".{each.path}".endswith(f".{end}") for each in modules) or (ROOT / end.replace(".", "/")).is_dir()
+        return any(f".{each.path}".endswith(f".{end}") for each in modules) or is_there(end.replace(".", "/"))
     owner, _, last = name.rpartition(".")
     if not owner:
         return last in module.names or any(each.path == "unicron" and last in each.names for each in modules)
@@ -82,7 +87,7 @@ def mistakes() -> Iterator[str]:
                 if not exists(kind, name, module, modules):
                     yield f"{module.file.relative_to(ROOT)}:{number}: :{kind}:`{name}` names nothing: mend it"
             for path in PATH.findall(line):
-                if not (ROOT / path).exists():
+                if not is_there(path):
                     yield f"{module.file.relative_to(ROOT)}:{number}: there is no `{path}`: mend it"
 
 

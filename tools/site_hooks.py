@@ -13,9 +13,9 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from unicron.ctl.agent.start.agent_main import cli as agent
-from unicron.ctl.cli.unicronctl import unicronctl
-from unicron.ctl.controller.unicrond import unicrond
+from unicron_ctl.agent.start.agent_main import cli as agent
+from unicron_ctl.cli.unicronctl import unicronctl
+from unicron_ctl.controller.unicrond import unicrond
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, SHOWN = ROOT / "docs", "repository"

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.marks import print_figure
-from unicron.planner.simulate.generate import llama3, rsc1, trace_a, trace_b, unicron
-from unicron.planner.simulate.trace import DAY, Trace
-from unicron.transition.snapshot import save_interval
-from unicron.transition.snapshot.save_interval import Risk
+from unicron_planner.simulate.generate import llama3, rsc1, trace_a, trace_b, unicron
+from unicron_planner.simulate.trace import DAY, Trace
+from unicron_transition.snapshot import save_interval
+from unicron_transition.snapshot.save_interval import Risk
 
 TRACES: dict[str, tuple[int, Callable[[int], Trace]]] = {
     "trace-a": (16, trace_a),

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from unicron.transition.snapshot.formats import convert, opening
+from unicron_transition.snapshot.formats import convert, opening
 
 RUNS = 4
 LAYERS = 16

@@ -21,13 +21,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.marks import print_figure
-from unicron.ctl.system.errors import WRONG_USE
-from unicron.planner.problem.objective import Job, Scenario
-from unicron.planner.simulate import POLICIES, Policy, Trace, simulate
-from unicron.planner.simulate.causes import CAUSES
-from unicron.planner.simulate.generate import LLAMA3_PER_NODE_DAY, RSC1_PER_NODE_DAY, poisson
-from unicron.planner.simulate.policies import detection_seconds
-from unicron.planner.simulate.trace import DAY, TraceEvent, make
+from unicron_ctl.shared.system.errors import WRONG_USE
+from unicron_planner.problem.objective import Job, Scenario
+from unicron_planner.simulate import POLICIES, Policy, Trace, simulate
+from unicron_planner.simulate.causes import CAUSES
+from unicron_planner.simulate.generate import LLAMA3_PER_NODE_DAY, RSC1_PER_NODE_DAY, poisson
+from unicron_planner.simulate.policies import detection_seconds
+from unicron_planner.simulate.trace import DAY, TraceEvent, make
 
 REPORTED_RATIO, REPORTED_FAILURES, REPORTED_DAYS = 0.6228, 11145.6, 256.0
 MINUTE = 60.0

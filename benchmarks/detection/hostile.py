@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from tests.support.scripted import FakeController
-from unicron.ctl.protocol import shared_plans, structs, wire
+from unicron_ctl.shared.protocol import shared_plans, structs, wire
 
 
 def _valid(rng: random.Random) -> list[bytes]:

@@ -12,13 +12,13 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from unicron.detector.failures.classify import Classifier, default_classifier
-from unicron.detector.failures.severity import Severity, load_table
-from unicron.detector.health.checks import Settings
-from unicron.detector.health.runner import run
-from unicron.detector.iterations.culprit import OWN_PHASES, slowest
-from unicron.detector.iterations.iteration_monitor import Health, IterationMonitor
-from unicron.detector.iterations.peer_metrics import PeerWatch
+from unicron_detector.failures.classify import Classifier, default_classifier
+from unicron_detector.failures.severity import Severity, load_table
+from unicron_detector.health.checks import Settings
+from unicron_detector.health.runner import run
+from unicron_detector.iterations.culprit import OWN_PHASES, slowest
+from unicron_detector.iterations.iteration_monitor import Health, IterationMonitor
+from unicron_detector.iterations.peer_metrics import PeerWatch
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
 

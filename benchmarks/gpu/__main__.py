@@ -27,7 +27,7 @@ from typing import IO, Any
 import psutil
 
 from benchmarks.gpu import rows
-from unicron.detector.processes.supervise import adopt_orphans
+from unicron_detector.processes.supervise import adopt_orphans
 
 # Read in NCCL's sources: several ranks on one card are allowed so, without NVLS and with few channels.
 ONE_CARD = {

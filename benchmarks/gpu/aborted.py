@@ -40,8 +40,8 @@ class Survivor:
         import torch
         import torch.distributed as dist
 
-        from unicron.transition.generations.unblock import Unblocker
-        from unicron.transition.seams.nccl import Aborter, keep_torch_from_aborting
+        from unicron_transition.generations.unblock import Unblocker
+        from unicron_transition.seams.nccl import Aborter, keep_torch_from_aborting
 
         self.torch, self.dist = torch, dist
         self.device = torch.device("cuda", 0) if on_card() else torch.device("cpu")

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 from benchmarks.gpu.rows import on_card, row
-from unicron.detector.health.checks import Settings
-from unicron.detector.health.runner import run
+from unicron_detector.health.checks import Settings
+from unicron_detector.health.runner import run
 
 
 def main() -> int:

@@ -37,9 +37,9 @@ from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 import unicron  # noqa: E402
 from benchmarks.gpu import cuda_errors  # noqa: E402
 from tests.support import fault_points, tiny_gpt  # noqa: E402
-from unicron.transition.seams import nccl, process_groups  # noqa: E402
-from unicron.transition.session import session  # noqa: E402
-from unicron.transition.snapshot import image_format, keeper  # noqa: E402
+from unicron_transition.seams import nccl, process_groups  # noqa: E402
+from unicron_transition.session import session  # noqa: E402
+from unicron_transition.snapshot import image_format, keeper  # noqa: E402
 
 
 def note(what: str, **figures: Any) -> None:

@@ -24,8 +24,8 @@ from sbatch_templates import build_dataset
 from sbatch_templates.training_metrics import read_metrics
 from tests.support.jobs import World
 from tests.support.processes import signal_step
-from unicron.transition.snapshot import folders
-from unicron.transition.snapshot.formats import verify
+from unicron_transition.snapshot import folders
+from unicron_transition.snapshot.formats import verify
 
 LIMIT = 60.0 * patience()
 FOREVER = str(10**6)  # iterations

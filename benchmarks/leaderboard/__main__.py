@@ -28,7 +28,7 @@ from benchmarks.leaderboard.play import BROKE_OFF, Limits, said
 from benchmarks.leaderboard.rows import Row, Share
 from benchmarks.leaderboard.systems import SYSTEMS, System
 from benchmarks.leaderboard.systems.base import Absent
-from unicron.ctl.system.errors import WRONG_USE, UserError, one_line
+from unicron_ctl.shared.system.errors import WRONG_USE, UserError, one_line
 
 FULL, QUICK = Limits(120.0, 120.0), Limits(60.0, 45.0)
 SEED = 1

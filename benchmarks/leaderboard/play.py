@@ -17,7 +17,7 @@ from benchmarks.leaderboard.notes import Figures
 from benchmarks.leaderboard.ranks.core import MICRO_BATCHES
 from benchmarks.leaderboard.systems.base import NODES, RANKS, System
 from tests.support.processes import of_a_world, wait_for
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.shared.system.errors import UserError
 
 START_LIMIT = 120.0  # seconds for all ranks to train
 WARM = 25  # iterations of the whole job before anything happens

@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 
 from benchmarks.marks import print_figure
-from unicron.ctl.cli.events import QUIET, Log
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.log.store import Store
-from unicron.ctl.protocol import client
+from unicron_ctl.cli.events import QUIET, Log
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.shared.protocol import client
 
 TIMES, CHUNK, NODES = 20, 10_000, 64
 LONGEST, LARGEST = 0.08, 0.1  # seconds of an answer; MB of a command's answers
@@ -116,7 +116,7 @@ def running(folder: Path) -> Iterator[tuple[str, int]]:
     """Runs a real controller on the state folder; yields its address and its number."""
     config = folder / "unicron.toml"
     config.write_text("[controller]\nslurm = 'none'\nauth = 'none'\n")
-    command = [sys.executable, "-m", "unicron.ctl.controller.unicrond", "--config", str(config)]
+    command = [sys.executable, "-m", "unicron_ctl.controller.unicrond", "--config", str(config)]
     options = ["--listen", "tcp://127.0.0.1:0", "--state-dir", str(folder)]
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
     try:

@@ -11,15 +11,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from benchmarks.scale.history import DAY, Month, failures
-from unicron.ctl.consensus import survivors_plan
-from unicron.ctl.controller.core.state_snapshot import freeze
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.records import Record
-from unicron.ctl.controller.log.store import Store
-from unicron.ctl.controller.model.fold import fold
-from unicron.ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, THIN_EVERY
-from unicron.ctl.protocol.structs import Settings
-from unicron.ctl.protocol.wire import Plan
+from unicron_ctl.controller.core.state_snapshot import freeze
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Record
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.fold import fold
+from unicron_ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, THIN_EVERY
+from unicron_ctl.shared.consensus import survivors_plan
+from unicron_ctl.shared.protocol.structs import Settings
+from unicron_ctl.shared.protocol.wire import Plan
 
 JOB = "1"
 EPOCH = 1.7e9

@@ -26,12 +26,12 @@ import torch
 from benchmarks.marks import print_figure
 from benchmarks.memory import iterations, losses
 from tests.support.jobs import World, json_lines
-from unicron.transition.snapshot import contents, image_format
-from unicron.transition.snapshot.checkpoint import Checkpoints, Writer, load_image
-from unicron.transition.snapshot.contents import Gatherer
-from unicron.transition.snapshot.image_format import Image
-from unicron.transition.snapshot.keeper import Keeper
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_transition.snapshot import contents, image_format
+from unicron_transition.snapshot.checkpoint import Checkpoints, Writer, load_image
+from unicron_transition.snapshot.contents import Gatherer
+from unicron_transition.snapshot.image_format import Image
+from unicron_transition.snapshot.keeper import Keeper
+from unicron_transition.snapshot.migrate import TrainingState
 
 ROUNDS = 5
 

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 import unicron
 from tests.support import tiny_gpt
-from unicron.transition.snapshot import contents
+from unicron_transition.snapshot import contents
 
 BLOCKS, EACH = int(os.environ["MEMORY_BLOCKS"]), int(os.environ["MEMORY_EACH"])
 WARM_UP = 3

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import tiny_gpt
-from unicron.transition.session import session
-from unicron.transition.sharded import buffer_pool, shards
+from unicron_transition.session import session
+from unicron_transition.sharded import buffer_pool, shards
 
 SECONDS: Counter[str] = Counter()
 

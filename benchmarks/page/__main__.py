@@ -26,11 +26,11 @@ from benchmarks.scale.agents import JOB
 from benchmarks.scale.lines import Failed, Sockets
 from benchmarks.scale.process import REPOSITORY, Controller, allow_descriptors, cores
 from benchmarks.scale.simulation import Simulation, names
-from unicron.ctl.cli.web.page_source import EXPLAIN_SECONDS, SCENARIO_SECONDS, STATUS, STATUS_SECONDS
+from unicron_ctl.cli.web.page_source import EXPLAIN_SECONDS, SCENARIO_SECONDS, STATUS, STATUS_SECONDS
 
 WATCHERS = 10
 FORM_SECONDS, SETTLE_SECONDS, PAINT_SECONDS, BESIDE_SECONDS = 120.0, 60.0, 240.0, 120.0  # limits
-WEB = "import sys; sys.argv = ['unicronctl', 'web', *sys.argv[1:]]; from unicron.ctl.cli.unicronctl import main; main()"
+WEB = "import sys; sys.argv = ['unicronctl', 'web', *sys.argv[1:]]; from unicron_ctl.cli.unicronctl import main; main()"
 
 
 class Beside:

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 
-from unicron.ctl.protocol.client import ask_controller
+from unicron_ctl.shared.protocol.client import ask_controller
 
 EVERY = 0.6  # seconds: longer than the controller keeps an answer
 

@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.paper import tables
-from unicron.planner.simulate import POLICIES, simulate
-from unicron.planner.simulate.cases import CASES, case
-from unicron.planner.simulate.generate import trace_a, trace_b
-from unicron.planner.simulate.splits import SHARES, split
-from unicron.planner.solver.solve import solve
+from unicron_planner.simulate import POLICIES, simulate
+from unicron_planner.simulate.cases import CASES, case
+from unicron_planner.simulate.generate import trace_a, trace_b
+from unicron_planner.simulate.splits import SHARES, split
+from unicron_planner.solver.solve import solve
 
 SEEDS = range(10)
 REPAIRS = (24.0, 6.0)  # median hours: the default, and a shorter one, because the results hang on it

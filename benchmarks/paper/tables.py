@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from benchmarks.crosschecks.__main__ import RATES
-from unicron.ctl.consensus.survivors_plan import deal
-from unicron.detector.iterations.iteration_monitor import Limits
-from unicron.planner.problem.objective import Job, Scenario
-from unicron.planner.simulate import POLICIES, simulate
-from unicron.planner.simulate.causes import CAUSES
-from unicron.planner.simulate.generate import RSC1_PER_NODE_DAY, UNICRON_MIX, llama3, rsc1, unicron
-from unicron.planner.simulate.policies import CHECKPOINT, D_TIMEOUT, REQUEUE, SETUP
-from unicron.planner.simulate.trace import DAY, TraceEvent, make
+from unicron_ctl.shared.consensus.survivors_plan import deal
+from unicron_detector.iterations.iteration_monitor import Limits
+from unicron_planner.problem.objective import Job, Scenario
+from unicron_planner.simulate import POLICIES, simulate
+from unicron_planner.simulate.causes import CAUSES
+from unicron_planner.simulate.generate import RSC1_PER_NODE_DAY, UNICRON_MIX, llama3, rsc1, unicron
+from unicron_planner.simulate.policies import CHECKPOINT, D_TIMEOUT, REQUEUE, SETUP
+from unicron_planner.simulate.trace import DAY, TraceEvent, make
 
 NODES = 16  # of the paper's evaluation, eight GPUs each
 MINUTE = 60.0
@@ -243,7 +243,7 @@ def _mechanisms() -> list[Row]:
             "an iteration has failed over so many times the average",
             "3",
             f"{Limits().failed:g}",
-            "unicron.detector.iterations.iteration_monitor",
+            "unicron_detector.iterations.iteration_monitor",
             "taken over",
         ),
         Row(
@@ -252,7 +252,7 @@ def _mechanisms() -> list[Row]:
             f"a lost rank's {k} micro-batches on {survivors} survivors (k / (DP - 1))",
             f"{k // survivors} each",
             f"{', '.join(map(str, each))} each",
-            "unicron.ctl.consensus.survivors_plan",
+            "unicron_ctl.shared.consensus.survivors_plan",
             "none",
         ),
     ]
@@ -385,7 +385,7 @@ def recalled(measured: Measured, ratios: Ratios, best: bool) -> list[Row]:
             "an iteration is degraded over so many times the average",
             "about 1.1",
             f"{Limits().degraded:g}",
-            "unicron.detector.iterations.iteration_monitor",
+            "unicron_detector.iterations.iteration_monitor",
             "taken over",
         ),
         Row(

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from benchmarks.marks import print_figure
-from unicron.planner.ahead.lookahead import Lookahead
-from unicron.planner.problem.objective import Job, Scenario
-from unicron.planner.simulate import POLICIES, simulate
-from unicron.planner.simulate.generate import rsc1, unicron
-from unicron.planner.simulate.trace import DAY
-from unicron.planner.solver.solve import solve
+from unicron_planner.ahead.lookahead import Lookahead
+from unicron_planner.problem.objective import Job, Scenario
+from unicron_planner.simulate import POLICIES, simulate
+from unicron_planner.simulate.generate import rsc1, unicron
+from unicron_planner.simulate.trace import DAY
+from unicron_planner.solver.solve import solve
 
 SHAPES = ("concave", "linear", "steps", "noisy")
 

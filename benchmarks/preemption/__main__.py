@@ -21,7 +21,7 @@ from benchmarks.marks import print_figure
 from tests.support.controller import Controller
 from tests.support.jobs import AGENT, FOREVER, TINY
 from tests.support.processes import ROOT, call, outside_slurm
-from unicron.ctl.lab.cluster import LocalCluster
+from unicron_ctl.lab.cluster import LocalCluster
 
 NODES, GRACE = 3, 10
 CONFIG = (

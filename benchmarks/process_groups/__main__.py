@@ -1,8 +1,9 @@
 """Three ranks with gloo; one is killed while the others wait for it, in each of four phases. Printed for each way to
 break off and to join anew: how long a survivor's wait goes on, and how long joining takes.
 
-`unicron`: sockets are shut down, the group is destroyed and made anew (transition/generations). `abort`: torch's
-`ProcessGroup.abort`, then the same. `reconfigure`: `abort`, then torch's `_reconfigure` of the same group (2.14 on).
+`unicron`: sockets are shut down, the group is destroyed and made anew (unicron_transition/generations). `abort`:
+torch's `ProcessGroup.abort`, then the same. `reconfigure`: `abort`, then torch's `_reconfigure` of the same group
+(2.14 on).
 """
 
 from __future__ import annotations

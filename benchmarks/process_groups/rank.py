@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unicron.transition.generations.unblock import Unblocker
-from unicron.transition.seams import gloo
+from unicron_transition.generations.unblock import Unblocker
+from unicron_transition.seams import gloo
 
 LIMIT = datetime.timedelta(seconds=10)
 VICTIM = 2

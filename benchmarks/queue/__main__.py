@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unicron.ctl.controller.plan.placement import Need, place
-from unicron.ctl.lab.cluster import LocalCluster
-from unicron.ctl.slurm import CommandLineClient
+from unicron_ctl.controller.plan.placement import Need, place
+from unicron_ctl.lab.cluster import LocalCluster
+from unicron_ctl.shared.slurm import CommandLineClient
 
 OF_AN_ARRAY = 4000  # elements of others
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.marks import print_figure
 from tests.support.rank_harness import Ranks
-from unicron.ctl.protocol.wire import Plan
+from unicron_ctl.shared.protocol.wire import Plan
 
 AT, ITERATIONS = 2, 4
 MODEL = {"TINY_HIDDEN": "32", "TINY_MICRO_BATCHES": "32", "TINY_ITERATIONS": str(ITERATIONS), "TINY_SAVE": "0"}

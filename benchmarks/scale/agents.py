@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unicron.ctl.protocol import shared_plans, structs, wire
+from unicron_ctl.shared.protocol import shared_plans, structs, wire
 
 JOB = "1"
 ITERATIONS = 1_000_000  # to train: more than any run sees

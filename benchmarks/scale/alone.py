@@ -11,16 +11,16 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.core.core import Core
-from unicron.ctl.controller.log.store import Store
-from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.controller.model.cluster_state import ClusterState
-from unicron.ctl.controller.server.server import PAUSE_SECONDS, RECEIVE_SECONDS, TICK_SECONDS
-from unicron.ctl.protocol import wire
-from unicron.ctl.settings.config import ControllerConfig
-from unicron.ctl.settings.partitions import PartitionConfig
-from unicron.detector.failures.classify import Classifier
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.core.core import Core
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.model.cluster_state import ClusterState
+from unicron_ctl.controller.server.server import PAUSE_SECONDS, RECEIVE_SECONDS, TICK_SECONDS
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.settings.config import ControllerConfig
+from unicron_ctl.shared.settings.partitions import PartitionConfig
+from unicron_detector.failures.classify import Classifier
 
 START = 1_000_000.0  # on this clock
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import msgspec
 
-from unicron.ctl.consensus import survivors_plan
-from unicron.ctl.controller.core.state_snapshot import freeze, read_state
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.store import Store
-from unicron.ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
-from unicron.ctl.controller.model.fold import fold
-from unicron.ctl.controller.model.job_state import Phase
-from unicron.ctl.controller.server.log_upkeep import SAVE_SECONDS
-from unicron.ctl.protocol.wire import Plan
+from unicron_ctl.controller.core.state_snapshot import freeze, read_state
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
+from unicron_ctl.controller.model.fold import fold
+from unicron_ctl.controller.model.job_state import Phase
+from unicron_ctl.controller.server.log_upkeep import SAVE_SECONDS
+from unicron_ctl.shared.consensus import survivors_plan
+from unicron_ctl.shared.protocol.wire import Plan
 
 DAYS = 30
 DAY = 86400.0

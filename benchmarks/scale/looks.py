@@ -19,7 +19,7 @@ class Look:
         return not (self.kernel or self.error)
 
 
-# The causes of unicron.planner.simulate.generate.LLAMA3_COUNTS; lines from public threads (tests/data/errors.jsonl).
+# The causes of unicron_planner.simulate.generate.LLAMA3_COUNTS; lines from public threads (tests/data/errors.jsonl).
 LOOKS = {
     "gpu_lost": Look("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus", "RuntimeError: CUDA error: unknown"),
     "ecc_error": Look(

@@ -19,7 +19,7 @@ from benchmarks.scale.lines import Failed, Sockets
 from benchmarks.scale.process import Controller, NotStarted
 from benchmarks.scale.simulation import Counts, Simulation, names
 from benchmarks.scale.zmtp import Connection
-from unicron.ctl.protocol.wire import BadMessage
+from unicron_ctl.shared.protocol.wire import BadMessage
 
 FORM_SECONDS = 120.0  # limits of the waits
 BREAK_SECONDS, PLAN_SECONDS, START_SECONDS, REJOIN_SECONDS, SETTLE_SECONDS = 20.0, 30.0, 30.0, 60.0, 60.0

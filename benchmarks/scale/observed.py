@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale.slurm import LiveSlurm
-from unicron.ctl.controller import unicrond
-from unicron.ctl.controller.core import core, listings
-from unicron.ctl.controller.model import view
-from unicron.ctl.controller.server import server
-from unicron.detector.failures.fault_history import Policy
+from unicron_ctl.controller import unicrond
+from unicron_ctl.controller.core import core, listings
+from unicron_ctl.controller.model import view
+from unicron_ctl.controller.server import server
+from unicron_detector.failures.fault_history import Policy
 
 WINDOWS = (
     "window",
     "storage_patience",
     "flap_window",
     "shared_seconds",
-)  # of unicron.detector.failures.fault_history.Policy
+)  # of unicron_detector.failures.fault_history.Policy
 PARTS = ("turn", "fold", "flush", "plan", "listing", "message")
 
 

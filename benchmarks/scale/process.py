@@ -64,7 +64,7 @@ class Controller:
         settle: float = 2.0,
         metrics: float = 0.0,
         slurm: str = "none",
-        program: Sequence[str] = ("-m", "unicron.ctl.controller.unicrond"),
+        program: Sequence[str] = ("-m", "unicron_ctl.controller.unicrond"),
         lines: str = "",
     ) -> None:
         self.folder, self.cpus, self.program = folder, cpus, program

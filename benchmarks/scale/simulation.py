@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.scale.agents import JOB, Agent, Layout
 from benchmarks.scale.lines import Failed, Lines
-from unicron.ctl.protocol import wire
+from unicron_ctl.shared.protocol import wire
 
 TURN_SECONDS = 0.002  # between two looks at the connections
 ITERATION_SECONDS = 1.0

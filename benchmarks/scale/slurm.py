@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.scale.agents import JOB
 from tests.support.world import FakeSlurm
-from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Queue
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo, Queue
 
 ADDRESS_ROOM = 250  # addresses 127.1.X.Y, X and Y from 1 on
 

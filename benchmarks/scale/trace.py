@@ -29,8 +29,8 @@ from benchmarks.scale.observing import observed_controller
 from benchmarks.scale.process import Controller, NotStarted, allow_descriptors, cores
 from benchmarks.scale.traced import Traced, schedule
 from benchmarks.scale.verdict import Judged, judge
-from unicron.ctl.controller.log.store import Store
-from unicron.planner.simulate.generate import LLAMA3_COUNTS, LLAMA3_PER_NODE_DAY, poisson
+from unicron_ctl.controller.log.store import Store
+from unicron_planner.simulate.generate import LLAMA3_COUNTS, LLAMA3_PER_NODE_DAY, poisson
 
 FULL = 2048  # nodes of the run whose failures these are
 FORM_SECONDS, WHOLE_SECONDS = 120.0, 120.0  # limits of the waits

@@ -18,10 +18,10 @@ from benchmarks.scale.looks import LOOKS, Look
 from benchmarks.scale.simulation import ITERATION_SECONDS, REGISTER_RATE, Simulation
 from benchmarks.scale.simulation import names as lines
 from benchmarks.scale.slurm import address_of, names
-from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.reach import Reach
-from unicron.detector.chaos import blackhole
-from unicron.planner.simulate.trace import Trace
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol.reach import Reach
+from unicron_detector.chaos import blackhole
+from unicron_planner.simulate.trace import Trace
 
 START_SECONDS = 1.0  # from Slurm's start of an element until its agent comes
 LATER_SECONDS = 0.5  # before a failure is tried again that found nobody to strike

@@ -31,9 +31,9 @@ from benchmarks.scale.lines import Failed
 from benchmarks.scale.observing import observed_controller
 from benchmarks.scale.process import REPOSITORY, NotStarted, allow_descriptors, cores
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.server.metric_counts import Recorded
-from unicron.ctl.controller.server.metric_gauges import Kept, present
-from unicron.ctl.lab.cluster import ports
+from unicron_ctl.controller.server.metric_counts import Recorded
+from unicron_ctl.controller.server.metric_gauges import Kept, present
+from unicron_ctl.lab.cluster import ports
 
 MOST_MS = 50.0
 PROMETHEUS_SECONDS = 15.0  # between two scrapes, as Prometheus' own example has it

@@ -26,8 +26,8 @@ from benchmarks.marks import print_figure
 from tests.support.jobs import json_lines
 from tests.support.plugin_site import Site
 from tests.support.processes import wait_for
-from unicron.ctl.lab.cluster import LocalCluster
-from unicron.ctl.lab.cluster.health_program import PROLOG, wrapper
+from unicron_ctl.lab.cluster import LocalCluster
+from unicron_ctl.lab.cluster.health_program import PROLOG, wrapper
 
 NODES, TASKS, LIMIT = 2, 2, 120.0
 EPILOG = PROLOG.parent.parent / "epilog.d" / PROLOG.name

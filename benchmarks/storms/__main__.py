@@ -24,7 +24,7 @@ from benchmarks.storms.rows import Row, rows
 from benchmarks.storms.stage import OUT_OF_SERVICE, Storm
 from tests.support.links import LinksCluster
 from tests.support.processes import wait_for
-from unicron.ctl.system.errors import UserError, one_line
+from unicron_ctl.shared.system.errors import UserError, one_line
 
 NODES = 4
 CLEAN_LIMIT = 45.0  # seconds for all jobs to be gone and all nodes to serve again; else a new cluster

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.support.links import LinksCluster, LinksJob
 from tests.support.processes import wait_for
-from unicron.detector.iterations.iteration_monitor import Limits
+from unicron_detector.iterations.iteration_monitor import Limits
 
 ELEMENTS = 3
 LEARNED = Limits()

@@ -31,9 +31,9 @@ from benchmarks.storms.stage import START_LIMIT, Storm
 from tests.support.controller import ACTS, COMMAND
 from tests.support.links import CLONE_NEWNET, PORT, LinksCluster
 from tests.support.processes import ROOT, outside_slurm, wait_for
-from unicron.ctl.lab.cluster.network import HEAD, MOUNTS
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.lab.cluster.network import HEAD, MOUNTS
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.system.errors import UserError
 
 HOSTS = ("n4", "n5")  # of the two controllers; Slurm's own head has neither
 NODES, ELEMENTS = 5, 3

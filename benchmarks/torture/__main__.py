@@ -26,9 +26,9 @@ from benchmarks.torture.progress import Progress
 from benchmarks.torture.run import Defect, Run, Stopped, begin
 from benchmarks.torture.show import Show
 from benchmarks.torture.stage import CHECKPOINTS, ELEMENTS, KEEP_MINUTES, NODES, TRAININGS, Site, end_leftovers
-from unicron.ctl.lab.cluster.cluster_layout import default_state_dir
-from unicron.ctl.system.errors import WRONG_USE, UserError, one_line
-from unicron.planner.problem.objective import PlanError
+from unicron_ctl.lab.cluster.cluster_layout import default_state_dir
+from unicron_ctl.shared.system.errors import WRONG_USE, UserError, one_line
+from unicron_planner.problem.objective import PlanError
 
 INTERRUPTED = 130
 FINISHED, PROVEN = "finished", "proven"

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from benchmarks.torture.schedule import Fault
 from benchmarks.torture.sound import JobNow
 from benchmarks.torture.stage import Site
-from unicron.ctl.system.errors import UserError
-from unicron.detector.chaos.memory_cage import Cage, CageError
+from unicron_ctl.shared.system.errors import UserError
+from unicron_detector.chaos.memory_cage import Cage, CageError
 
 AGAIN = 1.0  # seconds until what could not be done is tried once more
 PATIENCE = 120.0  # then it is a failure of the run

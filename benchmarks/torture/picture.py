@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unicron.planner.simulate import figure
+from unicron_planner.simulate import figure
 
 CALM, STRUCK, FAULT = figure.INK, figure.PARTS[0][2], figure.PARTS[2][2]
 TINIEST = 1e-12  # where a logarithm needs something to show

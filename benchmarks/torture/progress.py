@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from unicron.ctl.system.errors import WRONG_USE, UserError
+from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 
 FILE = "torture.json"
 FORMAT = 1

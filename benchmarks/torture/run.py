@@ -15,9 +15,9 @@ from benchmarks.torture.schedule import NOBODY, Fault
 from benchmarks.torture.show import Show
 from benchmarks.torture.sound import RUNNING, JobNow, Wound, sound, strikable, whole
 from benchmarks.torture.stage import ELEMENTS, TRAININGS, Site
-from unicron.ctl.controller.model.view import SUSPECT_SECONDS
-from unicron.ctl.system.errors import UserError, one_line
-from unicron.detector.failures.fault_history import Policy
+from unicron_ctl.controller.model.view import SUSPECT_SECONDS
+from unicron_ctl.shared.system.errors import UserError, one_line
+from unicron_detector.failures.fault_history import Policy
 
 START_LIMIT = 240.0  # seconds; the ranks of all nodes start on this machine's few cores
 HEAL_LIMIT = 240.0  # from a fault to a sound job, and to all nodes in use

@@ -8,8 +8,8 @@ from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from unicron.ctl.cli.demo import console
-from unicron.ctl.system.live_region import LiveRegion
+from unicron_ctl.cli.demo import console
+from unicron_ctl.shared.system.live_region import LiveRegion
 
 
 class Show(LiveRegion):

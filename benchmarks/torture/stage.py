@@ -21,9 +21,9 @@ from tests.support.controller import Controller
 from tests.support.jobs import FOREVER, TINY
 from tests.support.links import AGENT, OTHER_STEP
 from tests.support.processes import LIMIT, ROOT, outside_slurm
-from unicron.ctl.lab.cluster import LocalCluster, cluster_processes
-from unicron.ctl.system.errors import UserError
-from unicron.detector.health.oom_kills import counter_file
+from unicron_ctl.lab.cluster import LocalCluster, cluster_processes
+from unicron_ctl.shared.system.errors import UserError
+from unicron_detector.health.oom_kills import counter_file
 
 NODES = 5
 CHECKPOINTS = "checkpoints"  # of the jobs, below the run's folder
@@ -192,7 +192,7 @@ class Site:
 
     def reads(self, name: str) -> int:
         """How often a rank of the job has said that it begins with a checkpoint's file
-        (`transition/snapshot/beginnings.py`)."""
+        (`unicron_transition/snapshot/beginnings.py`)."""
         return reads(self.folder / name, self.checkpoints / name)
 
     # ------------------------------------------------------------ nodes and processes
@@ -237,7 +237,7 @@ OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED",
 
 
 def _cages() -> dict[str, int]:
-    """The memory cgroups that `oom-kill` makes (detector/chaos/memory_cage.py), as if they were files."""
+    """The memory cgroups that `oom-kill` makes (unicron_detector/chaos/memory_cage.py), as if they were files."""
     file = counter_file()
     if file is None:
         return {}

@@ -68,7 +68,10 @@ def zygote(rank: int) -> int | None:
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-            if fields[1] == parent and b"detector/processes/zygote.py" in (path.parent / "cmdline").read_bytes():
+            if (
+                fields[1] == parent
+                and b"unicron_detector/processes/zygote.py" in (path.parent / "cmdline").read_bytes()
+            ):
                 found.append((int(fields[19]), int(path.parent.name)))
         except OSError:
             continue

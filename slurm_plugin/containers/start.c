@@ -89,7 +89,7 @@ int main(int argc, char **argv)
 	if (is_agent) {
 		line[words++] = (char *) "-I";
 		line[words++] = (char *) "-m";
-		line[words++] = (char *) "unicron.ctl.agent.start.entry";
+		line[words++] = (char *) "unicron_ctl.agent.start.entry";
 	}
 	for (int i = 0; i < words; ++i)
 		if (line[i] == NULL || (line[i][0] == '/' && access(line[i], R_OK) < 0))

@@ -4,7 +4,7 @@
 #define UNICRON_LAUNCH_H
 
 #define UNICRON_LAUNCHER "unicron-launch"
-/* The number of all that it and the agent tell each other, this file's and wait.h's (detector/formats.py), and where the agent finds it: */
+/* The number of all that it and the agent tell each other, this file's and wait.h's (unicron_detector/formats.py), and where the agent finds it: */
 #define UNICRON_LAUNCH_NUMBER "1"
 #define UNICRON_LAUNCH_FORMAT "_UNICRON_LAUNCH"
 #define UNICRON_LAUNCH_TRY "--try"    /* its only argument: it ends with 0 */

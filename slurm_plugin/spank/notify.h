@@ -11,7 +11,7 @@
 
 #include "unicron.h"
 
-#define UNICRON_HINT_NUMBER 1             /* of the message (detector/formats.py) */
+#define UNICRON_HINT_NUMBER 1             /* of the message (unicron_detector/formats.py) */
 #define UNICRON_NODE_MAX 256
 #define UNICRON_CONTROLLER_ADDRESSES 8    /* of all names; the others get no hint */
 

@@ -16,8 +16,8 @@ from tests.support.controller import Controller
 from tests.support.jobs import AGENT, FOREVER, Job, scripted
 from tests.support.processes import ROOT, call, is_alive, outside_slurm, undated, wait_for
 from tests.support.scripted import FakeController
-from unicron.ctl.protocol import wire
-from unicron.detector.formats import PROTOCOL
+from unicron_ctl.shared.protocol import wire
+from unicron_detector.formats import PROTOCOL
 
 pytestmark = pytest.mark.process
 TEMPLATE = ROOT / "sbatch_templates" / "train_gpt.py"
@@ -196,8 +196,8 @@ def test_a_script_that_fails_at_its_start_ends_the_job(controller, tmp_path):
 # ---------------------------------------------------------------- a controller in the test's hands
 RANK = """
 import os, signal, sys, time
-from unicron.detector.processes.rank_channel import RankChannel
-from unicron.detector.processes.rank_messages import Status
+from unicron_detector.processes.rank_channel import RankChannel
+from unicron_detector.processes.rank_messages import Status
 heard = []
 channel = RankChannel.from_environment(heard.append)
 channel.send(Status(os.environ.get("SAYS", "running"), iteration=3))
@@ -347,7 +347,7 @@ os._exit(3)
 
 STORE = """#!/bin/sh
 case "$*" in
-    "-m unicron.transition.generations.store_host")
+    "-m unicron_transition.generations.store_host")
         echo x >> {0}/tries
         [ -e {0}/no_torch ] && {{ echo no torch >&2; exit 1; }}
         echo $$ > {0}/pid
@@ -520,7 +520,7 @@ def test_a_users_file_that_hides_unicrons_is_named(tmp_path, hides):
     beside = tmp_path / "scripts"
     (beside / hides).parent.mkdir(parents=True)
     (beside / hides).write_text("raise SystemExit('the wrong one')\n")
-    (beside / "train.py").write_text("import unicron.transition.session.session\n")
+    (beside / "train.py").write_text("import unicron_transition.session.session\n")
     for words, where in ((["scripts/train.py"], tmp_path), (["-m", "train"], beside)):
         done = run_agent(where, "run", "--", sys.executable, *words)
         assert done.returncode == 2

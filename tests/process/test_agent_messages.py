@@ -16,8 +16,8 @@ import zmq
 from tests.support.jobs import SLEEPS, Agent, Job, scripted
 from tests.support.processes import wait_for
 from tests.support.scripted import FakeController
-from unicron.ctl.protocol import shared_plans, structs, wire
-from unicron.detector.chaos import blackhole
+from unicron_ctl.shared.protocol import shared_plans, structs, wire
+from unicron_detector.chaos import blackhole
 
 pytestmark = pytest.mark.process
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.processes import state_of, wait_for
-from unicron.ctl.agent.node.sampling import TRIES, Sampling
-from unicron.ctl.agent.ranks.vitals import Vitals
-from unicron.ctl.protocol import structs
-from unicron.detector.health.sampler import Patient, Sampler, machine
+from unicron_ctl.agent.node.sampling import TRIES, Sampling
+from unicron_ctl.agent.ranks.vitals import Vitals
+from unicron_ctl.shared.protocol import structs
+from unicron_detector.health.sampler import Patient, Sampler, machine
 
 pytestmark = pytest.mark.process
 

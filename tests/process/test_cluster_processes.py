@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.lab.cluster import cluster_processes
-from unicron.ctl.lab.cluster.cluster_processes import Marks
+from unicron_ctl.lab.cluster import cluster_processes
+from unicron_ctl.lab.cluster.cluster_processes import Marks
 
 pytestmark = pytest.mark.process
 HERE = f"/x/{os.getpid()}"  # another run of these tests on this machine is left alone

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.support.processes import LIMIT, ROOT
-from unicron.ctl.agent.ranks.counted import Counted, Folder
+from unicron_ctl.agent.ranks.counted import Counted, Folder
 
 pytestmark = pytest.mark.process
 
@@ -89,7 +89,7 @@ def test_an_unmodified_script_that_starts_cold_is_counted(tmp_path):
 def test_what_belongs_to_models_fits_what_is_installed():
     """In a process of its own: these modules compile functions when they are imported."""
     program = (
-        "import torch, unicron.transition.seams.table as t; print(t.difference(t.TORCH_MODELS, torch.__version__))"
+        "import torch, unicron_transition.seams.table as t; print(t.difference(t.TORCH_MODELS, torch.__version__))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT)
     assert done.stdout.strip() == "None", done.stderr
@@ -99,7 +99,7 @@ def test_a_script_may_import_megatron_after_the_world_is_made():
     """Nothing imports it before: that takes seconds, and a plain module never needs it."""
     code = """
 import sys
-from unicron.transition.seams import elastic_buckets
+from unicron_transition.seams import elastic_buckets
 elastic_buckets.prepare_when_imported()
 elastic_buckets.prepare_when_imported()
 assert not any(name.startswith("megatron") for name in sys.modules)

@@ -24,11 +24,11 @@ import zmq
 from tests.support.controller import COMMAND, Controller
 from tests.support.processes import LIMIT, ROOT, call, outside_slurm, unicronctl, wait_for
 from tests.support.scripted import ScriptedAgent, form
-from unicron.ctl.protocol import datagrams, structs, wire
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.protocol.reach import Reach
-from unicron.ctl.system.errors import UserError
-from unicron.detector.formats import HINT
+from unicron_ctl.shared.protocol import datagrams, structs, wire
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.protocol.reach import Reach
+from unicron_ctl.shared.system.errors import UserError
+from unicron_detector.formats import HINT
 
 pytestmark = pytest.mark.process
 PATIENT = "lease_periods = 40\n"
@@ -236,7 +236,7 @@ def test_the_live_view_on_a_terminal_of_24_lines(controller, running):
     where = ["--controller", controller.address, "--interval", "0.2"]
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
-    program = "from unicron.ctl.cli.unicronctl import main; main()"
+    program = "from unicron_ctl.cli.unicronctl import main; main()"
     command = [sys.executable, "-c", program, "top", *where]
     process = subprocess.Popen(
         command,

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.flips import flip
 from tests.support.jobs import World
-from unicron.transition.snapshot import folders
-from unicron.transition.snapshot.image_format import Found, inventory
+from unicron_transition.snapshot import folders
+from unicron_transition.snapshot.image_format import Found, inventory
 
 pytestmark = pytest.mark.process
 SETTINGS = {"TINY_ITERATIONS": "100000", "TINY_SLOW": "0.02", "TINY_LAYOUT": "2 1 1"}

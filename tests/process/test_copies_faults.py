@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.test_copies import SETTINGS, Halves
-from unicron.transition.snapshot import folders
+from unicron_transition.snapshot import folders
 
 pytestmark = pytest.mark.process
 SLOWLY = {"UNICRON_MEMORY_RATE": "0.1"}  # MB a second: a transfer takes long enough to be hit

@@ -10,8 +10,8 @@ import pytest
 from tests.support.controller import Controller
 from tests.support.jobs import SLEEPS, Job, scripted
 from tests.support.munged import controller_in, own_realm
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.system.addresses import join, split
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.system.addresses import join, split
 
 pytestmark = [
     pytest.mark.process,

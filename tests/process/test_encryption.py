@@ -10,10 +10,10 @@ import zmq
 from tests.support.controller import COMMAND, Controller
 from tests.support.processes import call
 from tests.support.scripted import ScriptedAgent
-from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.protocol.encryption import SECRET_FILE, make_key
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.protocol.encryption import SECRET_FILE, make_key
+from unicron_ctl.shared.system.errors import UserError
 
 pytestmark = pytest.mark.process
 

@@ -64,8 +64,8 @@ def test_state_that_arrives_corrupted_is_never_trained_with(tmp_path, reference)
 # ---------------------------------------------------------------- a job that fails by its own bug
 BUGGY = """
 import threading
-from unicron.detector.processes.rank_channel import RankChannel
-from unicron.detector.processes.rank_messages import Status
+from unicron_detector.processes.rank_channel import RankChannel
+from unicron_detector.processes.rank_messages import Status
 planned = threading.Event()
 channel = RankChannel.from_environment(lambda message: planned.set() if message.kind == "plan" else None)
 channel.install_excepthook()
@@ -90,8 +90,8 @@ def test_a_job_that_fails_by_its_own_bug_on_every_node_is_ended(tmp_path):
 # ---------------------------------------------------------------- an action that does not come to its end
 STUCK = """
 import os, time
-from unicron.detector.processes.rank_channel import RankChannel
-from unicron.detector.processes.rank_messages import Status
+from unicron_detector.processes.rank_channel import RankChannel
+from unicron_detector.processes.rank_messages import Status
 channel = RankChannel.from_environment(lambda message: None)
 if os.environ["UNICRON_INCARNATION"] == "1" and os.environ["UNICRON_SLOT"] == "1":
     time.sleep(600)  # stuck in its start, as on a file system that does not answer

@@ -15,7 +15,7 @@ RANK = """
 import os, sys, time
 import torch, torch.distributed as dist
 from types import SimpleNamespace
-from unicron.transition.iteration import exchange as module
+from unicron_transition.iteration import exchange as module
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=3)

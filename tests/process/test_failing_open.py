@@ -24,8 +24,8 @@ from tests.support.jobs import AGENT, Job, scripted
 from tests.support.processes import ROOT, call, is_alive, outside_slurm, undated, wait_for
 from tests.support.scripted import FakeController
 from tests.support.users import User
-from unicron.ctl.agent.node.rendezvous_store import StoreProcess
-from unicron.ctl.protocol import wire
+from unicron_ctl.agent.node.rendezvous_store import StoreProcess
+from unicron_ctl.shared.protocol import wire
 
 pytestmark = pytest.mark.process
 PRIVATE_MOUNTS = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
@@ -81,7 +81,7 @@ def test_what_the_user_has_set_for_python_is_the_commands_not_the_agents(fake, t
     if module:
         (theirs / module).write_text("raise SystemExit(9)\n")
     mine = tmp_path / "agent"
-    mine.write_text(f'#!/bin/sh\nexec {sys.executable} -m unicron.ctl.agent.start.entry "$@"\n')
+    mine.write_text(f'#!/bin/sh\nexec {sys.executable} -m unicron_ctl.agent.start.entry "$@"\n')
     mine.chmod(0o755)
     environment = agents_of(fake, tmp_path) | {"PYTHONPATH": str(theirs)} | ({"PYTHONHOME": home} if home else {})
     show = f'echo "ran ${{PYTHONHOME:-}} $PYTHONPATH"; env | grep -c _UNICRON_USERS; exit {CODE}'
@@ -121,7 +121,7 @@ def test_with_too_few_threads_the_command_runs_unprotected(fake, tmp_path, ranks
 
 def few_threads() -> None:
     """An agent of a user who may have six processes and threads."""
-    from unicron.ctl.agent.start.agent_main import main
+    from unicron_ctl.agent.start.agent_main import main
 
     resource.setrlimit(resource.RLIMIT_NPROC, (6, 6))
     sys.argv = ["unicron-agent", "run", "--", *COMMAND]
@@ -156,7 +156,7 @@ def test_where_tmpdir_is_full_another_place_is_taken_and_without_any_the_command
 def test_where_the_agents_packages_cannot_be_imported_the_command_runs_unprotected(tmp_path):
     """A library of the agent's own is missing, or another's hides it."""
     (tmp_path / "msgspec.py").write_text("raise ImportError('not this one')\n")
-    entry = [sys.executable, "-m", "unicron.ctl.agent.start.entry", "run", "--", *COMMAND]
+    entry = [sys.executable, "-m", "unicron_ctl.agent.start.entry", "run", "--", *COMMAND]
     environment = outside_slurm() | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SLURM_JOB_ID": "30"}
     done = call(*entry, environment=environment)
     assert done.returncode == CODE and "ran" in done.stdout
@@ -166,7 +166,7 @@ def test_where_the_agents_packages_cannot_be_imported_the_command_runs_unprotect
 def test_the_command_has_the_locale_that_was_given_and_not_the_agents_own(tmp_path):
     """A Python sets LC_CTYPE for itself where there is no locale, as in a container."""
     (tmp_path / "msgspec.py").write_text("raise ImportError('not this one')\n")
-    entry = [sys.executable, "-m", "unicron.ctl.agent.start.entry", "run", "--", "sh", "-c", "echo ${LC_CTYPE-none}"]
+    entry = [sys.executable, "-m", "unicron_ctl.agent.start.entry", "run", "--", "sh", "-c", "echo ${LC_CTYPE-none}"]
     bare = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}:{ROOT}", "SLURM_JOB_ID": "30"}
     assert call(*entry, environment=bare).stdout == "none\n"
     assert call(*entry, environment=bare | {"LC_CTYPE": "C.UTF-8"}).stdout == "C.UTF-8\n"
@@ -199,8 +199,8 @@ def full_pipe() -> Iterator[int]:
 # ---------------------------------------------------------------- while it trains
 LOUD = """
 import os, signal, sys, threading, time
-from unicron.detector.processes.rank_channel import RankChannel
-from unicron.detector.processes.rank_messages import Status
+from unicron_detector.processes.rank_channel import RankChannel
+from unicron_detector.processes.rank_messages import Status
 saved = threading.Event()
 channel = RankChannel.from_environment(lambda message: None)
 signal.signal(signal.SIGTERM, lambda *_: (open(os.environ["NOTE"], "w").write("saved"), os._exit(0)))
@@ -277,8 +277,8 @@ def test_a_log_that_is_read_late_and_slowly_loses_nothing(fake, tmp_path):
 
 SLEEPS = """
 import time
-from unicron.detector.processes.rank_channel import RankChannel
-from unicron.detector.processes.rank_messages import Status
+from unicron_detector.processes.rank_channel import RankChannel
+from unicron_detector.processes.rank_messages import Status
 channel = RankChannel.from_environment(lambda message: None)
 channel.send(Status("running", iteration=3))
 channel.flush(5)

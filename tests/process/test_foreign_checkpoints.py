@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from tests.support import proof
 from tests.support.rank_harness import Ranks
-from unicron.transition.snapshot import foreign
-from unicron.transition.snapshot.formats import convert, opening, verify
-from unicron.transition.snapshot.formats.index import BadCheckpoint
+from unicron_transition.snapshot import foreign
+from unicron_transition.snapshot.formats import convert, opening, verify
+from unicron_transition.snapshot.formats.index import BadCheckpoint
 
 pytestmark = pytest.mark.process
 SUPPORT = Path(__file__).resolve().parents[1] / "support"

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from unicron.detector.health.checks import Finding, Settings
-from unicron.detector.health.runner import run
+from unicron_detector.health.checks import Finding, Settings
+from unicron_detector.health.runner import run
 
 pytestmark = pytest.mark.process
 

@@ -17,7 +17,7 @@ from msgspec import inspect
 from tests.support import hostile
 from tests.support.controller import Controller
 from tests.support.scripted import ScriptedAgent, form
-from unicron.ctl.protocol import datagrams, wire
+from unicron_ctl.shared.protocol import datagrams, wire
 
 pytestmark = pytest.mark.process
 KNOWN = {

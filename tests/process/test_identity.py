@@ -20,12 +20,12 @@ from tests.support.jobs import SLEEPS, Job, scripted
 from tests.support.munged import MUNGE, STRANGER, Munged, controller_in
 from tests.support.processes import outside_slurm, wait_for
 from tests.support.scripted import ScriptedAgent, form
-from unicron.ctl.agent.start.agent_main import REGISTER_TIMEOUT
-from unicron.ctl.protocol import claims, datagrams, ranges, structs, wire
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.protocol.controller_discovery import Hello
-from unicron.ctl.protocol.encryption import SECRET_FILE, new_pair, secure_client
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.agent.start.agent_main import REGISTER_TIMEOUT
+from unicron_ctl.shared.protocol import claims, datagrams, ranges, structs, wire
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.protocol.controller_discovery import Hello
+from unicron_ctl.shared.protocol.encryption import SECRET_FILE, new_pair, secure_client
+from unicron_ctl.shared.system.errors import UserError
 
 pytestmark = [
     pytest.mark.process,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import FOREVER, World
-from tests.support.processes import ROOT, call
+from tests.support.processes import ROOT, SOURCES, call
 
 pytestmark = pytest.mark.wide
 IMAGE, WHEELS = ("torch", "numpy"), ("msgpack", "pyzmq", "xxhash")
@@ -51,8 +51,9 @@ def python(tmp_path: Path) -> Path:
             if source.exists() and not (packages / top).exists():
                 (packages / top).symlink_to(source)
     sources = tmp_path / "sources"  # pip builds in the folder of the sources
-    shutil.copytree(ROOT / "unicron", sources / "src/unicron", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+    for name in (*SOURCES, "tools"):
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
     install = [*PIP, "--python", venv, "install", "--no-deps", "--no-index", "--no-build-isolation", sources]
     done = call(*map(str, install), environment=dict(os.environ))

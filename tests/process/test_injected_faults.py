@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.support.processes import call
-from unicron.detector.chaos import blackhole, memory_cage
+from unicron_detector.chaos import blackhole, memory_cage
 
 pytestmark = pytest.mark.process
 
@@ -23,7 +23,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_out_of_memory_is_the_ranks_own_and_leaves_it_able_to_report():
     code = (
-        "from unicron.detector.chaos.inject import Injector\ni = Injector()\ni.on_order({'fault': 'oom'})\n"
+        "from unicron_detector.chaos.inject import Injector\ni = Injector()\ni.on_order({'fault': 'oom'})\n"
         "try: i.point()\nexcept MemoryError as e: print('reported', len(bytearray(200 << 20)), e)"
     )
     done = run(code)
@@ -32,7 +32,7 @@ def test_out_of_memory_is_the_ranks_own_and_leaves_it_able_to_report():
 
 def test_the_interpreters_lock_is_held():
     code = (
-        "import threading, time\nfrom unicron.detector.chaos.inject import hold_gil\nticks = []\n"
+        "import threading, time\nfrom unicron_detector.chaos.inject import hold_gil\nticks = []\n"
         "def tick():\n while True: ticks.append(time.monotonic()); time.sleep(0.01)\n"
         "threading.Thread(target=tick, daemon=True).start(); time.sleep(0.1)\n"
         "b = time.monotonic(); hold_gil(0.6); e = time.monotonic()\n"
@@ -62,7 +62,7 @@ def test_a_black_hole_swallows_packets_and_breaks_no_connection():
 
 
 def test_the_kernel_kills_a_process_in_a_cage_or_the_cage_says_why_it_cannot_be_made():
-    program = "import sys; from unicron.detector.chaos import memory_cage; sys.stdin.readline(); memory_cage.fill()"
+    program = "import sys; from unicron_detector.chaos import memory_cage; sys.stdin.readline(); memory_cage.fill()"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, text=True) as process:
         try:
             made = memory_cage.Cage(process.pid, 32 << 20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.jobs import FOREVER, World
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.shared.system.errors import UserError
 
 pytestmark = pytest.mark.process
 SILENT = 8.0  # seconds for which the network is lost: well beyond the lease

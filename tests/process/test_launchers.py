@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tests.support.controller import Controller
 from tests.support.jobs import AGENT, FOREVER, HERE, PLAIN, Job, json_lines
 from tests.support.processes import call, outside_slurm, wait_for
-from unicron.ctl.cli.unicronctl import unicronctl
+from unicron_ctl.cli.unicronctl import unicronctl
 
 pytestmark = pytest.mark.process
 SETTINGS = "lease_periods = 4\nforming_settle_seconds = 4\njoin_after_seconds = 1\n"
@@ -139,7 +139,7 @@ def test_a_launcher_that_cannot_be_read_runs_as_it_is(tmp_path: Path) -> None:
     code = "torchrun() { echo mine; }; torchrun train.py; exit 3"
     nowhere = environment | {"TMPDIR": "/nonexistent", "HOME": "/nonexistent"}
     program = "import tempfile; tempfile._get_default_tempdir = lambda: '/nonexistent'\n"
-    program += "import sys; from unicron.ctl.agent.start.agent_main import main; main()"
+    program += "import sys; from unicron_ctl.agent.start.agent_main import main; main()"
     words = [sys.executable, "-P", "-c", program, "run", "--", "bash", "-c", code]
     shell = call(*words, cwd=tmp_path, environment=nowhere)
     assert (shell.stdout, shell.returncode) == ("mine\n", 3)

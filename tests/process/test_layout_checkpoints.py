@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import proof
 from tests.support.rank_harness import Ranks
-from unicron.transition.snapshot.checkpoint import Checkpoints
+from unicron_transition.snapshot.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.process
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LIMIT))
 if os.environ["HOW"] == "given up":
-    from unicron.transition.seams import gloo
+    from unicron_transition.seams import gloo
 
     gloo.abandon_lost_messages(lambda: True)
     gloo.GRACE_SECONDS = 3.0  # before which the other is dead

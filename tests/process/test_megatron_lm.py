@@ -22,9 +22,9 @@ from tests.support import megatron_lm
 from tests.support.jobs import World
 from tests.support.processes import call, of_a_world, outside_slurm
 from tests.support.warm import Script
-from unicron.transition.seams import megatron_lm as seams
-from unicron.transition.seams import table
-from unicron.transition.snapshot.formats import convert, opening
+from unicron_transition.seams import megatron_lm as seams
+from unicron_transition.seams import table
+from unicron_transition.snapshot.formats import convert, opening
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 TENSOR = ["--tensor-model-parallel-size", "2"]
@@ -231,7 +231,7 @@ def test_what_cannot_be_healed_is_one_line(dataset, tmp_path):
 OTHER = """
 import sys
 sys.path.insert(0, {folder!r})
-from unicron.transition.seams import megatron_lm as seams
+from unicron_transition.seams import megatron_lm as seams
 seams.check()
 import megatron.core, megatron.training.training as training
 def refusal():

@@ -20,10 +20,10 @@ import pytest
 from tests.support.jobs import HERE, World, json_lines, undisturbed
 from tests.support.moments import fault
 from tests.support.processes import LIMIT, of_a_world, signal_step
-from unicron.transition.snapshot import folders
-from unicron.transition.snapshot.cuts import COPY_PREFIX
-from unicron.transition.snapshot.formats import opening, verify
-from unicron.transition.snapshot.image_format import inventory
+from unicron_transition.snapshot import folders
+from unicron_transition.snapshot.cuts import COPY_PREFIX
+from unicron_transition.snapshot.formats import opening, verify
+from unicron_transition.snapshot.image_format import inventory
 
 pytestmark = pytest.mark.process
 ITERATIONS = 12

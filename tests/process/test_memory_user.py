@@ -16,7 +16,7 @@ from tests.support.controller import Controller
 from tests.support.jobs import HERE, Job
 from tests.support.processes import of_a_world, wait_for
 from tests.support.warm import Script
-from unicron.transition.snapshot.image_format import inventory, read_page
+from unicron_transition.snapshot.image_format import inventory, read_page
 
 pytestmark = pytest.mark.process
 LIMIT = 120.0

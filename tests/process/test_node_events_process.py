@@ -15,10 +15,10 @@ import pytest
 from tests.support.controller import Controller
 from tests.support.jobs import FOREVER, Agent, Job, World
 from tests.support.processes import wait_for
-from unicron.ctl.agent.node.node_watch import NodeWatch
-from unicron.ctl.settings.config import AgentConfig
-from unicron.detector.failures.classify import default_classifier
-from unicron.detector.health.oom_kills import counter_file
+from unicron_ctl.agent.node.node_watch import NodeWatch
+from unicron_ctl.shared.settings.config import AgentConfig
+from unicron_detector.failures.classify import default_classifier
+from unicron_detector.health.oom_kills import counter_file
 
 pytestmark = pytest.mark.process
 PAGE_FAULT = "NVRM: Xid (PCI:0000:3b:00): 31, pid={pid}, name=python, Ch 00000010, intr 00000000. MMU Fault"

@@ -20,9 +20,9 @@ from tests.support.munged import STRANGER, Munged, controller_in, own_realm
 from tests.support.processes import LIMIT, UNICRONCTL
 from tests.support.scripted import ScriptedAgent, form
 from tests.support.web_page import HOSTILE, Site, busy_world, hurt
-from unicron.ctl.cli.web.page_server import HALF
-from unicron.ctl.protocol import claims
-from unicron.ctl.protocol.controller_discovery import Hello
+from unicron_ctl.cli.web.page_server import HALF
+from unicron_ctl.shared.protocol import claims
+from unicron_ctl.shared.protocol.controller_discovery import Hello
 
 pytestmark = [
     pytest.mark.process,

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from unicron.detector.health.pair_probe import MARK, ports
+from unicron_detector.health.pair_probe import MARK, ports
 
 pytestmark = pytest.mark.process
 
@@ -23,7 +23,7 @@ def probe(nodes: str, token: str, backend: str = "sockets", fault: str = "") -> 
             [
                 sys.executable,
                 "-m",
-                "unicron.detector.health.pair_probe",
+                "unicron_detector.health.pair_probe",
                 *options,
                 "--node",
                 node,
@@ -91,7 +91,7 @@ def test_wrong_use() -> None:
     line = [
         sys.executable,
         "-m",
-        "unicron.detector.health.pair_probe",
+        "unicron_detector.health.pair_probe",
         "--nodes",
         "a,b",
         "--address",

@@ -13,9 +13,9 @@ import pytest
 import zmq
 
 from tests.support.processes import wait_for
-from unicron.ctl.agent.connections.peer_connections import Peers
-from unicron.ctl.protocol import peer_messages, structs, wire
-from unicron.ctl.protocol.encryption import new_pair
+from unicron_ctl.agent.connections.peer_connections import Peers
+from unicron_ctl.shared.protocol import peer_messages, structs, wire
+from unicron_ctl.shared.protocol.encryption import new_pair
 
 pytestmark = pytest.mark.process
 QUIET = 1.0  # seconds: what is let in comes within milliseconds

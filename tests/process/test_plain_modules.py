@@ -139,9 +139,10 @@ def test_a_wish_to_stop_is_everybodys(tmp_path):
 
 
 def test_all_of_transition_can_be_imported_where_megatron_is_not_installed():
-    paths = sorted(path.relative_to(ROOT).with_suffix("") for path in (ROOT / "transition").rglob("*.py"))
+    root = ROOT / "transition"
+    paths = sorted(path.relative_to(root).with_suffix("") for path in root.rglob("*.py"))
     names = [".".join(path.parts).removesuffix(".__init__") for path in paths if path.name != "__main__"]
-    code = f"import sys; sys.modules['megatron'] = None\nimport {', '.join(f'unicron.{name}' for name in names)}"
+    code = f"import sys; sys.modules['megatron'] = None\nimport {', '.join(names)}"
     done = call(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
 

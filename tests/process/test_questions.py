@@ -14,16 +14,16 @@ import zmq
 
 from tests.support.processes import wait_for
 from tests.support.scripted import ScriptedAgent, form
-from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.log.store import Store
-from unicron.ctl.controller.model.asker import Asker
-from unicron.ctl.controller.server import credentials
-from unicron.ctl.controller.server.server import Server
-from unicron.ctl.controller.server.sockets import bind
-from unicron.ctl.protocol import structs, wire
-from unicron.ctl.protocol.encryption import new_pair
-from unicron.ctl.settings.config import Config, ControllerConfig
-from unicron.detector.failures.classify import Classifier
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.controller.server import credentials
+from unicron_ctl.controller.server.server import Server
+from unicron_ctl.controller.server.sockets import bind
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_ctl.shared.protocol.encryption import new_pair
+from unicron_ctl.shared.settings.config import Config, ControllerConfig
+from unicron_detector.failures.classify import Classifier
 
 pytestmark = pytest.mark.process
 ANSWER_SECONDS = 0.01  # of one answer: some 1,000 nodes, or a job of 16,384 ranks

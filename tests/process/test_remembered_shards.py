@@ -14,8 +14,8 @@ import pytest
 from tests.support import proof
 from tests.support.moments import fault
 from tests.support.rank_harness import Ranks
-from unicron.transition.snapshot import checkpoint_file
-from unicron.transition.snapshot.image_format import inventory
+from unicron_transition.snapshot import checkpoint_file
+from unicron_transition.snapshot.image_format import inventory
 
 pytestmark = pytest.mark.process
 

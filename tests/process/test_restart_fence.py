@@ -15,7 +15,7 @@ import pytest
 from tests.support.controller import Controller
 from tests.support.jobs import Job, json_lines, scripted
 from tests.support.processes import is_alive, wait_for
-from unicron.ctl.consensus.restart_lease import MINORITY_SECONDS
+from unicron_ctl.shared.consensus.restart_lease import MINORITY_SECONDS
 
 pytestmark = pytest.mark.process
 SETTINGS = "lease_periods = 4\nforming_settle_seconds = 1\nrestart_grace = 20\nallow_inject = true\n"

@@ -15,7 +15,7 @@ import torch
 from tests.support.processes import ROOT, outside_slurm
 from tests.support.sharded_states import merged
 from tests.support.warm import Script
-from unicron.transition.sharded.shard_exchange import TRIES
+from unicron_transition.sharded.shard_exchange import TRIES
 
 pytestmark = pytest.mark.process
 

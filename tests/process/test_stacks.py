@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from tests.support.processes import outside_slurm, state_of, wait_for
-from unicron.detector.processes import stacks
-from unicron.detector.processes.stacks import Dump
+from unicron_detector.processes import stacks
+from unicron_detector.processes.stacks import Dump
 
 pytestmark = pytest.mark.process
 
 REGISTERED = (
-    "import sys; from unicron.detector.processes import stacks; stacks.register(sys.argv[1]); print('up', flush=True)\n"
+    "import sys; from unicron_detector.processes import stacks; stacks.register(sys.argv[1]); print('up', flush=True)\n"
 )
 HANGS = {
     "sleeping": "import time\ndef stuck_in_sleep(): time.sleep(60)\nstuck_in_sleep()",

@@ -17,7 +17,7 @@ import pytest
 from tests.support.heads import Head, Heads, contiguous, free_port
 from tests.support.jobs import SLEEPS, Job, scripted
 from tests.support.processes import ROOT, outside_slurm, wait_for
-from unicron.ctl.protocol.client import ask_and_see
+from unicron_ctl.shared.protocol.client import ask_and_see
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 TAKES_OVER_SECONDS = 5.0

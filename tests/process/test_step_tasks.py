@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.plugin_site import SOURCE
 from tests.support.processes import wait_for
-from unicron.ctl.agent.connections.step_tasks import CHANNELS, StepTask, StepTasks, TasksMissing
+from unicron_ctl.agent.connections.step_tasks import CHANNELS, StepTask, StepTasks, TasksMissing
 
 pytestmark = pytest.mark.process
 SHOW = "import os; print('ran as', os.environ.get('RANK'), os.environ.get('_UNICRON_TASK')); raise SystemExit(4)"

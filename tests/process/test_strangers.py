@@ -14,10 +14,10 @@ import pytest
 from tests.support.controller import COMMAND, Controller, is_alive
 from tests.support.processes import call
 from tests.support.stranger import MORE, Stranger, framed, resident
-from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.protocol.encryption import make_key
-from unicron.ctl.protocol.wire import MAX_BYTES
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.protocol.encryption import make_key
+from unicron_ctl.shared.protocol.wire import MAX_BYTES
 
 pytestmark = pytest.mark.process
 MOST_GROWTH = 150  # MiB

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.jobs import World
-from unicron.ctl.cli.unicronctl import unicronctl
+from unicron_ctl.cli.unicronctl import unicronctl
 
 pytestmark = pytest.mark.process
 

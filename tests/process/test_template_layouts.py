@@ -147,7 +147,7 @@ def test_saved_gradients_are_those_of_one_process_with_the_whole_model(dataset, 
     train(dataset, ranks, *options.split(), "--save-gradients", tmp_path, PLAIN_LAST="3")
     assert len(list(tmp_path.glob("*.pt"))) == 2 * ranks
     words = ["--data-path", dataset, *SMALL, *options.split()]
-    done = call(sys.executable, "-m", "unicron.ctl.lab.demo.verify", tmp_path, *words)
+    done = call(sys.executable, "-m", "unicron_ctl.lab.demo.verify", tmp_path, *words)
     assert done.returncode == 0, done
     assert all(0 < difference < 2e-7 for difference in json.loads(done.stdout).values()), done.stdout
     assert list(json.loads(done.stdout)) == ["1", "2"]
@@ -255,10 +255,10 @@ runpy.run_path({plain!r})
 import os
 import gpt_model, gpt_options, train_gpt
 from megatron.core import parallel_state
-from unicron.transition.generations import preparing
-from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
-from unicron.transition.generations.layout import Layout
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_transition.generations import preparing
+from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
+from unicron_transition.generations.layout import Layout
+from unicron_transition.snapshot.migrate import TrainingState
 slot, layout = int(os.environ["RANK"]), Layout(tensor=2, pipeline=2)
 options = gpt_options.parse(sys.argv[1:])
 device, _ = train_gpt.prepare(options)

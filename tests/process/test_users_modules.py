@@ -3,6 +3,7 @@ also where a folder has no `__init__.py`."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,11 +11,18 @@ import pytest
 
 from tests.support.controller import Controller
 from tests.support.jobs import Job
+from unicron_ctl.shared.system.release import rank_roots
 
 pytestmark = pytest.mark.process
-SOURCE = str(Path(__file__).parents[2] / "src")  # what an editable install has on sys.path
+SOURCE = os.pathsep.join(rank_roots())  # what an editable install has on sys.path
 PATIENCE = 300.0  # seconds; cold starts of a rank and of a store, which has a low priority, on a busy machine
-USERS = ("detector/__init__.py", "detector/processes.py", "transition/mine.py", "planner.py", "unicron_ctl.py")
+USERS = (
+    "detector/__init__.py",
+    "detector/processes.py",
+    "transition/mine.py",
+    "planner.py",
+    "unicron_ctl.py",
+)
 IMPORTS = """
 import detector, detector.processes, planner, transition.mine, unicron_ctl
 of_the_user = [each.WHOSE for each in (detector, detector.processes, planner, transition.mine, unicron_ctl)]

@@ -15,8 +15,8 @@ import pytest
 
 from tests.support.processes import is_alive, state_of, wait_for
 from tests.support.warm import Warm
-from unicron.ctl.agent.ranks.zygote_client import TRIES, ZygoteClient
-from unicron.detector.processes.supervise import Child, adopt_orphans, reap_orphans
+from unicron_ctl.agent.ranks.zygote_client import TRIES, ZygoteClient
+from unicron_detector.processes.supervise import Child, adopt_orphans, reap_orphans
 
 pytestmark = pytest.mark.process
 
@@ -350,7 +350,7 @@ def test_a_fork_that_is_not_wanted_any_more_never_begins(script, begin, tmp_path
 
 
 def test_a_zygote_that_dies_again_and_again_is_given_up(script, begin, monkeypatch):
-    monkeypatch.setattr("unicron.ctl.agent.ranks.zygote_client.REST_SECONDS", 0.01)
+    monkeypatch.setattr("unicron_ctl.agent.ranks.zygote_client.REST_SECONDS", 0.01)
     script("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", "dies.py")
     warm = begin(script("import dies\n"))
     warm.serve(lambda: warm.zygote._tries == TRIES)
@@ -376,7 +376,7 @@ def test_fifty_processes_in_a_row_leave_nothing_behind(script, begin, tmp_path):
 
 
 def test_imports_that_take_too_long_are_not_waited_for(script, begin, tmp_path, monkeypatch):
-    monkeypatch.setattr("unicron.ctl.agent.ranks.zygote_client.LOAD_SECONDS", 0.3)
+    monkeypatch.setattr("unicron_ctl.agent.ranks.zygote_client.LOAD_SECONDS", 0.3)
     gate = tmp_path / "gate"
     script(f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\n", "slow.py")
     warm = begin(script("import slow\nprint('here')\n"))

@@ -19,7 +19,7 @@ from tests.support.jobs import FOREVER, PLAIN, Job, World
 from tests.support.moments import fault
 from tests.support.processes import children, is_alive, unicronctl, wait_for
 from tests.support.scripted import FakeController
-from unicron.ctl.protocol import wire
+from unicron_ctl.shared.protocol import wire
 
 pytestmark = pytest.mark.process
 WAITS = "import os, sys, time\nprint('rank', os.environ['UNICRON_INCARNATION'], file=sys.stderr)\ntime.sleep(600)\n"
@@ -54,7 +54,9 @@ def answers(address: str) -> bool:
 def warm_ones(agent: int) -> list[int]:
     """The agent's zygote and its forks, which have the same command line; the oldest, the zygote, first."""
     paths = [(pid, Path(f"/proc/{pid}/cmdline")) for pid in children(agent)]
-    found = [pid for pid, path in paths if path.is_file() and b"detector/processes/zygote.py" in path.read_bytes()]
+    found = [
+        pid for pid, path in paths if path.is_file() and b"unicron_detector/processes/zygote.py" in path.read_bytes()
+    ]
     return sorted(found, key=began_at)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.processes import wait_for
 from tests.unit.transition.generations.test_watch import Kicks, broken, inside
-from unicron.transition.generations.watch import Watch
+from unicron_transition.generations.watch import Watch
 
 pytestmark = pytest.mark.process
 

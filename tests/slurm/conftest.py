@@ -15,8 +15,8 @@ from tests.support.controller import Controller, quick_on_slurm
 from tests.support.nodes import all_idle
 from tests.support.plugin_site import Site
 from tests.support.processes import ROOT, outside_slurm, wait_for
-from unicron.ctl.lab.cluster import LocalCluster
-from unicron.ctl.slurm import ElementInfo, SlurmClient
+from unicron_ctl.lab.cluster import LocalCluster
+from unicron_ctl.shared.slurm import ElementInfo, SlurmClient
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,10 @@ from tests.support.controller import Controller
 from tests.support.nodes import all_idle
 from tests.support.processes import UNICRONCTL, call, line_in, outside_slurm, wait_for
 from tests.support.scripted import ScriptedAgent
-from unicron.ctl.lab.cluster import LocalCluster
-from unicron.ctl.lab.cluster.cluster_layout import Layout
-from unicron.ctl.lab.cluster.health_program import PROLOG, health_conf, health_lines, wrapper
-from unicron.ctl.slurm.slurm_client import NodeInfo
+from unicron_ctl.lab.cluster import LocalCluster
+from unicron_ctl.lab.cluster.cluster_layout import Layout
+from unicron_ctl.lab.cluster.health_program import PROLOG, health_conf, health_lines, wrapper
+from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 
 pytestmark = pytest.mark.slurm
 SETTINGS = 'slurm = "command"\nslurm_poll_seconds = 0.5\nlease_periods = 1.8\nadmission_seconds = 600\n'

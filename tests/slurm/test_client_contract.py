@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.processes import LIMIT, wait_for
-from unicron.ctl.cli import pair_test
-from unicron.ctl.lab.cluster import LocalCluster, binaries
-from unicron.ctl.lab.cluster.cluster_processes import Process, kill_all
-from unicron.ctl.slurm import CommandLineClient, ElementInfo, PartitionInfo, SlurmClient, SlurmError
-from unicron.ctl.slurm.pyslurm_backend import PyslurmClient, matching_pyslurm
+from unicron_ctl.cli import pair_test
+from unicron_ctl.lab.cluster import LocalCluster, binaries
+from unicron_ctl.lab.cluster.cluster_processes import Process, kill_all
+from unicron_ctl.shared.slurm import CommandLineClient, ElementInfo, PartitionInfo, SlurmClient, SlurmError
+from unicron_ctl.shared.slurm.pyslurm_backend import PyslurmClient, matching_pyslurm
 
 pytestmark = pytest.mark.slurm
 
@@ -120,7 +120,7 @@ def test_an_element_tells_what_its_user_asked_for(client: SlurmClient, submit: S
 def test_partitions_are_listed_and_what_is_allowed_in_them(cluster: LocalCluster, tmp_path: Path) -> None:
     assert cluster.client().partitions() == [PartitionInfo("main", 6, "UP")]
     (tmp_path / "unicron.toml").write_text("[partition.main]\nmode = 'act'\n[partition.mian]\nmode = 'off'\n")
-    call = [sys.executable, "-c", "from unicron.ctl.cli.unicronctl import main; main()"]
+    call = [sys.executable, "-c", "from unicron_ctl.cli.unicronctl import main; main()"]
     command = [*call, "config", "check", "--config", tmp_path / "unicron.toml"]
     env = os.environ | cluster.env()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)

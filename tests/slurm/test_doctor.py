@@ -16,7 +16,7 @@ import pytest
 from tests.support.plugin_site import Site
 from tests.support.processes import ROOT, UNICRONCTL, call, outside_slurm, wait_for
 from tests.support.users import User
-from unicron.ctl.lab.cluster import LocalCluster, ports
+from unicron_ctl.lab.cluster import LocalCluster, ports
 
 pytestmark = pytest.mark.slurm
 HOOKS = ROOT / "slurm_plugin"
@@ -116,7 +116,7 @@ def test_a_controller_of_another_user_is_believed_once_it_is_named(cluster: Loca
 
     try:
         words = ["--config", str(config), "--state-dir", str(daemon.folder / "state")]
-        daemon.start("unicron.ctl.controller.unicrond:main", *words)
+        daemon.start("unicron_ctl.controller.unicrond:main", *words)
         wait_for(lambda: "listening on" in daemon.log.read_text(), daemon.log.read_text)
         found = checks()
         assert found["controller"]["verdict"] == "problem" and "belongs to daemon" in found["controller"]["text"]
@@ -147,7 +147,7 @@ def test_setup_asks_a_real_slurm_and_unicrond_takes_its_file(cluster: LocalClust
     said = setup()
     assert f"wrote {path}" in said and "nohold_on_prolog_fail" in said and "ReturnToService" not in said
     assert "is there already" in setup()
-    unicrond = [sys.executable, "-m", "unicron.ctl.controller.unicrond"]
+    unicrond = [sys.executable, "-m", "unicron_ctl.controller.unicrond"]
     done = call(*unicrond, "--check", "--config", path, environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     done = call(*UNICRONCTL, "config", "check", "--config", path, environment=environment)

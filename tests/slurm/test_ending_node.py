@@ -15,7 +15,7 @@ import pytest
 from tests.slurm.test_spares import submit
 from tests.support.controller import Controller, quick_on_slurm
 from tests.support.processes import LIMIT, outside_slurm, wait_for
-from unicron.ctl.lab.cluster import LocalCluster, cluster_processes
+from unicron_ctl.lab.cluster import LocalCluster, cluster_processes
 
 pytestmark = pytest.mark.slurm
 

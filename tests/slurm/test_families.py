@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.links import NEEDS_ROOT, LinksCluster
-from unicron.ctl.lab.cluster.network import BOTH, IPV6
+from unicron_ctl.lab.cluster.network import BOTH, IPV6
 
 pytestmark = [pytest.mark.slurm, NEEDS_ROOT]
 PATIENT = 300.0  # seconds: torch is imported on each node, by processes that share a busy machine

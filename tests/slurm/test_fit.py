@@ -16,13 +16,13 @@ import pytest
 from tests.support.controller import Controller, quick_on_slurm
 from tests.support.jobs import sleepers
 from tests.support.processes import call, outside_slurm, wait_for
-from unicron.ctl.controller.model.view import Listing
-from unicron.ctl.controller.plan.eligible_nodes import Ground, misfit
-from unicron.ctl.controller.plan.placement import PIN_SECONDS
-from unicron.ctl.lab.cluster import LocalCluster, configuration
-from unicron.ctl.lab.cluster.cluster_layout import Layout, Spec
-from unicron.ctl.slurm import ElementInfo, SlurmClient, SlurmError, pending_reasons, squeue
-from unicron.ctl.slurm.slurm_client import NodeInfo
+from unicron_ctl.controller.model.view import Listing
+from unicron_ctl.controller.plan.eligible_nodes import Ground, misfit
+from unicron_ctl.controller.plan.placement import PIN_SECONDS
+from unicron_ctl.lab.cluster import LocalCluster, configuration
+from unicron_ctl.lab.cluster.cluster_layout import Layout, Spec
+from unicron_ctl.shared.slurm import ElementInfo, SlurmClient, SlurmError, pending_reasons, squeue
+from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 
 pytestmark = pytest.mark.slurm
 NODES = 10

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.processes import outside_slurm
-from unicron.ctl.agent.connections.signals import proctrack_type
-from unicron.ctl.agent.ranks import static_world
-from unicron.ctl.lab.cluster import LocalCluster
-from unicron.ctl.slurm import CommandLineClient, ElementInfo
-from unicron.ctl.slurm.host_lists import folded, hosts
+from unicron_ctl.agent.connections.signals import proctrack_type
+from unicron_ctl.agent.ranks import static_world
+from unicron_ctl.lab.cluster import LocalCluster
+from unicron_ctl.shared.slurm import CommandLineClient, ElementInfo
+from unicron_ctl.shared.slurm.host_lists import folded, hosts
 
 pytestmark = pytest.mark.slurm
 Wait = Callable[..., ElementInfo]

@@ -16,8 +16,8 @@ import pytest
 from tests.support.controller import Controller, quick_on_slurm
 from tests.support.jobs import sleepers
 from tests.support.processes import call, outside_slurm, wait_for
-from unicron.ctl.lab.cluster import LocalCluster
-from unicron.ctl.protocol.reach import Reach, reach
+from unicron_ctl.lab.cluster import LocalCluster
+from unicron_ctl.shared.protocol.reach import Reach, reach
 
 pytestmark = pytest.mark.slurm
 POLL = 0.5  # seconds, as `quick_on_slurm` has it

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import line_in, wait_for
-from unicron.ctl.lab.cluster.health_program import HEALTH, PROLOG
+from unicron_ctl.lab.cluster.health_program import HEALTH, PROLOG
 
 BAD = "[health]\nmemory_mb = 999999999\n"
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import unicronctl, wait_for
-from unicron.ctl.lab.cluster import LocalCluster
-from unicron.planner.simulate.history import COMMAND, load
+from unicron_ctl.lab.cluster import LocalCluster
+from unicron_planner.simulate.history import COMMAND, load
 
 pytestmark = pytest.mark.slurm
 

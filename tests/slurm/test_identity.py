@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.controller import Controller
 from tests.support.processes import ROOT, outside_slurm
-from unicron.ctl.lab.cluster import LocalCluster
+from unicron_ctl.lab.cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
 
@@ -22,7 +22,7 @@ def test_a_job_s_agent_is_known_by_its_key(cluster: LocalCluster, tmp_path, monk
     monkeypatch.setenv("SLURM_CONF", conf)
     controller = Controller(tmp_path, 'auth = "munge"\n', outside_slurm() | {"SLURM_CONF": conf})
     script = tmp_path / "job.sh"
-    agent = f"{controller.command[0]} -m unicron.ctl.agent.start.agent_main run -- sleep 600"
+    agent = f"{controller.command[0]} -m unicron_ctl.agent.start.agent_main run -- sleep 600"
     script.write_text(
         f"#!/bin/bash\nexport PATH=$PATH:/usr/bin:/bin PYTHONPATH={ROOT} SLURM_CONF={conf} UNICRON_MODE=session "
         f"UNICRON_CONTROLLER={controller.address} UNICRON_REGISTER_TIMEOUT=80\nsrun {agent}\n"

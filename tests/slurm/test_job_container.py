@@ -15,7 +15,7 @@ import pytest
 from tests.support.jobs import FOREVER
 from tests.support.plugin_site import Site
 from tests.support.processes import ROOT, call, wait_for
-from unicron.ctl.lab.cluster import cluster_layout
+from unicron_ctl.lab.cluster import cluster_layout
 
 # As slurmstepd does it: it holds the namespace of a child that has ended by a mount. Linux 6.18 may refuse that where
 # slurmd itself is in a namespace, for a later one can have a lower number on another CPU.

@@ -17,7 +17,7 @@ import pytest
 from tests.support.links import NEEDS_ROOT
 from tests.support.nodes import all_idle
 from tests.support.processes import LIMIT, ROOT, unicronctl, wait_for
-from unicron.ctl.lab.cluster import LocalCluster, network
+from unicron_ctl.lab.cluster import LocalCluster, network
 
 pytestmark = [pytest.mark.slurm, NEEDS_ROOT]
 SLURMD = 6818
@@ -70,7 +70,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outbox:
 # Ends itself with SIGKILL before the n-th call of a network tool or start of a daemon.
 CRASHING_UP = """
 import os, signal, sys
-from unicron.ctl.lab.cluster import LocalCluster, network
+from unicron_ctl.lab.cluster import LocalCluster, network
 left = [int(sys.argv[2])]
 def deadly(function):
     def call(*arguments):

@@ -21,10 +21,10 @@ import pytest
 
 from tests.support.controller import is_alive
 from tests.support.processes import ROOT, line_in, unicronctl, wait_for
-from unicron.ctl.lab.cluster import LocalCluster, binaries, ports, protection
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.protocol.reach import Reach, reach
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.lab.cluster import LocalCluster, binaries, ports, protection
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.protocol.reach import Reach, reach
+from unicron_ctl.shared.system.errors import UserError
 
 pytestmark = pytest.mark.slurm
 
@@ -70,7 +70,7 @@ def _output(command: list[str], cluster: LocalCluster) -> str:
 
 CRASHING_UP = """
 import os, signal, sys
-from unicron.ctl.lab.cluster import LocalCluster
+from unicron_ctl.lab.cluster import LocalCluster
 launch, left = LocalCluster._launch, [int(sys.argv[2])]
 def launch_or_die(self, name, command, host):
     pid = launch(self, name, command, host)

@@ -21,7 +21,7 @@ import pytest
 from tests.support.controller import Controller, quick_on_slurm
 from tests.support.jobs import sleepers
 from tests.support.processes import ROOT, call, outside_slurm, wait_for
-from unicron.ctl.lab.cluster import LocalCluster, ports
+from unicron_ctl.lab.cluster import LocalCluster, ports
 
 pytestmark = [pytest.mark.slurm, pytest.mark.wide]
 FOLDER = ROOT / "slurm_plugin" / "monitoring"

@@ -20,13 +20,13 @@ import zmq
 from tests.support.controller import Controller
 from tests.support.processes import outside_slurm, wait_for
 from tests.support.users import AGENT, User
-from unicron.ctl.lab.cluster import LocalCluster
-from unicron.ctl.protocol import structs, wire
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.protocol.controller_discovery import Hello
-from unicron.ctl.protocol.encryption import secure_client
-from unicron.ctl.slurm import ElementInfo
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.lab.cluster import LocalCluster
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.protocol.controller_discovery import Hello
+from unicron_ctl.shared.protocol.encryption import secure_client
+from unicron_ctl.shared.slurm import ElementInfo
+from unicron_ctl.shared.system.errors import UserError
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(os.getuid() != 0, reason="only root can be two other users")]
 SETTINGS = 'auth = "munge"\nslurm = "command"\nslurm_poll_seconds = 0.5\nallow_inject = true\n'

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import ROOT, outside_slurm, wait_for
-from unicron.ctl.protocol.client import ask_controller
+from unicron_ctl.shared.protocol.client import ask_controller
 
 pytestmark = pytest.mark.slurm
 PAGE = ROOT / "docs" / "own-training.md"

@@ -12,8 +12,8 @@ import pytest
 from tests.support.controller import Controller, quick_on_slurm
 from tests.support.jobs import sleepers
 from tests.support.processes import UNICRONCTL, call, outside_slurm, wait_for
-from unicron.ctl.lab.cluster import LocalCluster
-from unicron.ctl.slurm.slurm_client import slurms_own
+from unicron_ctl.lab.cluster import LocalCluster
+from unicron_ctl.shared.slurm.slurm_client import slurms_own
 
 pytestmark = pytest.mark.slurm
 

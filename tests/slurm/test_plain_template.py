@@ -15,7 +15,7 @@ from sbatch_templates.training_metrics import read_metrics
 from tests.support.controller import Controller
 from tests.support.jobs import FOREVER
 from tests.support.processes import ROOT, call, outside_slurm
-from unicron.ctl.lab.cluster import LocalCluster
+from unicron_ctl.lab.cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
 FOLDER = ROOT / "sbatch_templates"

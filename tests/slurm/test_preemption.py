@@ -12,7 +12,7 @@ import pytest
 from tests.support.controller import Controller
 from tests.support.jobs import AGENT, FOREVER, PLAIN, TINY
 from tests.support.processes import ROOT, call, outside_slurm
-from unicron.ctl.lab.cluster import LocalCluster
+from unicron_ctl.lab.cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
 TIMES = 1

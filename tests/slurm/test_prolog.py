@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.agent.connections.rank_socket import socket_folder
-from unicron.ctl.lab.cluster.local_cluster import LocalCluster
+from unicron_ctl.agent.connections.rank_socket import socket_folder
+from unicron_ctl.lab.cluster.local_cluster import LocalCluster
 
 HOOKS = Path(__file__).resolve().parents[2] / "slurm_plugin"
 PROLOG, EPILOG = (HOOKS / f"{name}.d" / "50-unicron" for name in ("prolog", "epilog"))

@@ -23,7 +23,7 @@ import pytest
 from tests.support.plugin_site import SOURCE, build
 from tests.support.processes import ROOT, wait_for
 from tests.support.small_root import add, make_root, plugin_line
-from unicron.ctl.lab.cluster.local_cluster import LocalCluster
+from unicron_ctl.lab.cluster.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
 

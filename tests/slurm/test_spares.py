@@ -11,7 +11,7 @@ import pytest
 from tests.support.controller import Controller
 from tests.support.jobs import AGENT, FOREVER, TINY, json_lines
 from tests.support.processes import ROOT, call, outside_slurm
-from unicron.ctl.lab.cluster import LocalCluster
+from unicron_ctl.lab.cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
 SCRIPT = """#!/bin/bash

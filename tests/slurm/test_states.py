@@ -10,8 +10,8 @@ import pytest
 from tests.support.controller import Controller
 from tests.support.jobs import sleepers
 from tests.support.processes import call, outside_slurm
-from unicron.ctl.controller.plan.reconcile import GONE_SECONDS
-from unicron.ctl.lab.cluster import LocalCluster
+from unicron_ctl.controller.plan.reconcile import GONE_SECONDS
+from unicron_ctl.lab.cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
 

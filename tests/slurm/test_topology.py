@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.lab.cluster import LocalCluster
+from unicron_ctl.lab.cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
 TREE = ["SwitchName=leaf1 Nodes=n[1-2]", "SwitchName=leaf2 Nodes=n3", "SwitchName=top Switches=leaf[1-2]"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tests.support import entered
 from tests.support.processes import ROOT
 
-PROGRAMS = {"unicron-agent": "unicron.ctl.agent.start.agent_main", "unicrond": "unicron.ctl.controller.unicrond"}
+PROGRAMS = {"unicron-agent": "unicron_ctl.agent.start.agent_main", "unicrond": "unicron_ctl.controller.unicrond"}
 
 
 def become(name: str, environment: str, words: Sequence[str]) -> None:

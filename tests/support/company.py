@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from tests.support.clock import START
-from unicron.ctl.consensus import survivors_plan
-from unicron.ctl.consensus.participant import Participant
-from unicron.ctl.consensus.proposals import has_stopped, proposers_of
-from unicron.ctl.protocol import peer_messages, shared_plans, structs, wire
+from unicron_ctl.shared.consensus import survivors_plan
+from unicron_ctl.shared.consensus.participant import Participant
+from unicron_ctl.shared.consensus.proposals import has_stopped, proposers_of
+from unicron_ctl.shared.protocol import peer_messages, shared_plans, structs, wire
 
 MICRO_BATCHES = 8
 TURN, HEARTBEAT, LEASE = 0.05, 1.0, 3.0

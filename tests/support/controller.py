@@ -15,12 +15,12 @@ import msgspec
 
 from tests.support import lent
 from tests.support.processes import LIMIT, ROOT, outside_slurm, wait_for
-from unicron.ctl.protocol.answer_schema import Pong
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.system.errors import UserError
-from unicron.ctl.system.release import release
+from unicron_ctl.shared.protocol.answer_schema import Pong
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.system.errors import UserError
+from unicron_ctl.shared.system.release import release
 
-COMMAND = [sys.executable, "-m", "unicron.ctl.controller.unicrond"]
+COMMAND = [sys.executable, "-m", "unicron_ctl.controller.unicrond"]
 PAGE = 5000  # events of one answer
 # The tests are about what happens, and the machine may be busy with something else: nobody is lost for being late.
 CALM = """

@@ -1,7 +1,7 @@
 """Which files of the product a process enters: `sys.setprofile` in each of its Python threads.
 
 A folder, named by the variable ENTERED, holds a byte that all processes see: in which window they are. At DUMP each
-process writes what it has seen, a file a process, `ROLE.PID.json`: {window: [path from the repository's root, ...]}.
+process writes what it has seen, a file a process, `ROLE.PID.json`: {window: [path, ...]}.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ def watch(role: str) -> None:
 
 
 def product(names: set[str]) -> set[str]:
-    """Those that lie in the product, as paths from the repository's root."""
+    """Those that lie in the product, as the paths by which they are imported."""
     found = set()
     for name in names:
         path = os.path.realpath(name)
         inside = os.path.relpath(path, ROOT)
-        if inside.split(os.sep)[0] in PRODUCT:
-            found.add(inside)
+        root, _, imported = inside.partition(os.sep)
+        if root in PRODUCT:
+            found.add(imported)
     return found

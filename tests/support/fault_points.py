@@ -96,7 +96,7 @@ def strike(fault: dict) -> None:
 
 def flip_images() -> None:
     """In the memory of its node, of the newest state that it has."""
-    from unicron.transition.snapshot.image_format import inventory
+    from unicron_transition.snapshot.image_format import inventory
 
     for found in inventory(Path(os.environ["UNICRON_MEMORY"])):
         if (found.key.slot, found.key.iteration) == (SLOT, now["iteration"]):
@@ -109,7 +109,7 @@ def flip_images() -> None:
 
 def lose_packets(seconds: float) -> None:
     """For so long nothing that peers send arrives here; the program goes on."""
-    from unicron.detector.chaos import blackhole
+    from unicron_detector.chaos import blackhole
 
     hole = blackhole.dig(pace=False)
     threading.Timer(seconds, blackhole.fill, [hole]).start()
@@ -117,7 +117,7 @@ def lose_packets(seconds: float) -> None:
 
 def strike_session(kind: str) -> None:
     """What needs the session."""
-    from unicron.transition.iteration import rank_process
+    from unicron_transition.iteration import rank_process
 
     if kind == "stop":
         SESSIONS[0].request_stop()
@@ -171,10 +171,10 @@ def around(owner, name: str, before: str, after: str = "") -> None:
 
 def around_generations() -> None:
     """Points in what every session does."""
-    from unicron.transition.generations import groups
-    from unicron.transition.session import session
-    from unicron.transition.sharded import shards
-    from unicron.transition.snapshot import checkpoint, migrate
+    from unicron_transition.generations import groups
+    from unicron_transition.session import session
+    from unicron_transition.sharded import shards
+    from unicron_transition.snapshot import checkpoint, migrate
 
     around(groups.Groups, "build", "enter", "entered")
     around(groups.Groups, "_connect_roles", "world")
@@ -210,7 +210,7 @@ def around_copies() -> None:
     """Points in the thread that copies the state to memory; the iteration is that of the copy."""
     import torch
 
-    from unicron.transition.snapshot import contents, image_format, keeper
+    from unicron_transition.snapshot import contents, image_format, keeper
 
     of = {"iteration": -1}
     fill, copy = contents.Copier.copy, keeper.Keeper._copy
@@ -254,7 +254,7 @@ def silent(original, result):
     def call(*arguments, **keywords):
         import torch
 
-        from unicron.transition.iteration import rank_process
+        from unicron_transition.iteration import rank_process
 
         def or_garbage(call):
             try:
@@ -296,7 +296,7 @@ def silent_reduces() -> None:
     """So end torch's own reduces, and what members tell each other."""
     import torch.distributed as dist
 
-    from unicron.transition.iteration import exchange
+    from unicron_transition.iteration import exchange
 
     dist.all_reduce = silent(dist.all_reduce, lambda tensor, *rest: [tensor])
     told = silent(exchange.largest_of_all, lambda tensor, *rest: [tensor])
@@ -307,7 +307,7 @@ def around_reduces(counts=lambda group: True) -> None:
     """Points before and after each all-reduce, the commit's too, of the groups that count."""
     import torch.distributed as dist
 
-    from unicron.transition.iteration import exchange
+    from unicron_transition.iteration import exchange
 
     def after(wait):
         wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unicron.transition.snapshot.image_format import Found
+from unicron_transition.snapshot.image_format import Found
 
 
 def flip(found: Found) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.support.controller import ACTS, CALM, COMMAND
 from tests.support.processes import ROOT, outside_slurm, wait_for
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.system.errors import UserError
 
 
 def free_port() -> int:

@@ -11,7 +11,7 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from unicron.detector.formats import HINT
+from unicron_detector.formats import HINT
 
 Known = Mapping[str, st.SearchStrategy[Any]]
 ENDS = (0, 1, -1, 2**31, 2**53 + 1, 2**62, -(2**63), 2**63 - 1, 2**64 - 1)

@@ -16,7 +16,7 @@ from tests.support.processes import LIMIT, ROOT, outside_slurm, wait_for
 HERE = Path(__file__).resolve().parent
 TINY, PLAIN = HERE / "tiny_gpt.py", HERE / "plain_train.py"
 # As the program does it: the working folder is not on its path.
-AGENT = [sys.executable, "-P", "-m", "unicron.ctl.agent.start.agent_main"]
+AGENT = [sys.executable, "-P", "-m", "unicron_ctl.agent.start.agent_main"]
 FOREVER = "1000000"  # iterations
 SLEEPS = "import time\ntime.sleep(600)\n"
 

@@ -3,7 +3,7 @@
 python -m tests.support.keep_formats 0.1
 
 A release's copy is made once, before it is tagged, and never again: what changes it changes a format
-(detector/formats.py says how that is done).
+(unicron_detector/formats.py says how that is done).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from msgspec import inspect
 
 from tests.support.hostile import alternatives
 from tests.support.processes import ROOT
-from unicron.ctl.controller.log import records
-from unicron.ctl.protocol import datagrams, peer_messages, shared_plans, wire
-from unicron.detector.formats import HINT, IMAGE, LOG, PROTOCOL, RANKS
-from unicron.detector.processes import rank_messages
+from unicron_ctl.controller.log import records
+from unicron_ctl.shared.protocol import datagrams, peer_messages, shared_plans, wire
+from unicron_detector.formats import HINT, IMAGE, LOG, PROTOCOL, RANKS
+from unicron_detector.processes import rank_messages
 
 KEPT = ROOT / "tests/data/formats"
 NUMBERS = {"protocol": PROTOCOL, "hint": HINT, "ranks": RANKS, "log": LOG, "image": IMAGE}
@@ -127,9 +127,9 @@ def log_records() -> Iterator[Message]:
 def write_log(folder: Path) -> dict[str, Any]:
     """An event log of two jobs, one of which was disturbed, with two saved states. Returns what is in it."""
     from tests.support.world import World
-    from unicron.ctl.controller.core.state_snapshot import freeze, read_state
-    from unicron.ctl.controller.log.store import Store
-    from unicron.ctl.controller.model.fold import replay
+    from unicron_ctl.controller.core.state_snapshot import freeze, read_state
+    from unicron_ctl.controller.log.store import Store
+    from unicron_ctl.controller.model.fold import replay
 
     world = World()
     disturbed, _ = world.start_job("1", nodes=3), world.start_job("2", nodes=2)
@@ -152,7 +152,7 @@ def write_log(folder: Path) -> dict[str, Any]:
 def write_checkpoint(folder: Path) -> list[list[float]]:
     """A checkpoint of a small training. Returns its tensors."""
     from tests.support.kept import everything, training
-    from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
+    from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
 
     state = training(seed=SEED)
     Checkpoints(folder / "checkpoint").save_last(state, ITERATION, Writer())

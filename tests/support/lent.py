@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO
 
 from tests.support.warm import warm
-from unicron.detector.processes.supervise import Forked
-from unicron.detector.processes.zygote import READ_IN_C
+from unicron_detector.processes.supervise import Forked
+from unicron_detector.processes.zygote import READ_IN_C
 
 AGENT, CONTROLLER = (str(Path(__file__).resolve().with_name(f"lent_{name}.py")) for name in ("agent", "controller"))
 

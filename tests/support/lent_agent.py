@@ -69,8 +69,8 @@ def wait(line: socket.socket, agent: int) -> None:
 
 def lend(line: socket.socket, pid: int) -> None:
     """The first zygote that this process starts is the one at the other end of `line`."""
-    from unicron.ctl.agent.ranks import zygote_client
-    from unicron.detector.processes.supervise import Child
+    from unicron_ctl.agent.ranks import zygote_client
+    from unicron_detector.processes.supervise import Child
 
     def start(command: Sequence[str], environment: Mapping[str, str], keep: Sequence[int]) -> Child:
         setattr(zygote_client, "Child", Child)  # noqa: B010

@@ -36,11 +36,11 @@ from sbatch_templates.training_metrics import MetricsError, read_metrics
 from tests.support.controller import Controller
 from tests.support.jobs import FOREVER, TINY, json_lines
 from tests.support.processes import LIMIT, ROOT, UNICRONCTL, outside_slurm, wait_for
-from unicron.ctl.lab.cluster import LocalCluster
-from unicron.ctl.lab.cluster.network import HEAD, IPV4, MOUNTS
-from unicron.ctl.lab.demo.stage import MODEL_OPTIONS, TEMPLATES
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.system.addresses import join
+from unicron_ctl.lab.cluster import LocalCluster
+from unicron_ctl.lab.cluster.network import HEAD, IPV4, MOUNTS
+from unicron_ctl.lab.demo.stage import MODEL_OPTIONS, TEMPLATES
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.system.addresses import join
 
 NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="network namespaces need root")
 PORT = 7451

@@ -138,8 +138,8 @@ def main() -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from unicron.transition.snapshot.checkpoint import Checkpoints
-    from unicron.transition.snapshot.migrate import TrainingState
+    from unicron_transition.snapshot.checkpoint import Checkpoints
+    from unicron_transition.snapshot.migrate import TrainingState
 
     (folder / "theirs").mkdir()
     save_file(weights(), folder / "theirs" / "model.safetensors", {"format": "pt"})

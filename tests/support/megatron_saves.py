@@ -31,7 +31,7 @@ SHARDING = os.environ.get("SAVES_SHARDING", "fully_reshardable")
 IMPORTED = (  # once for all ranks
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.optimizer.distrib_optimizer",
-    "unicron.transition.snapshot.migrate",
+    "unicron_transition.snapshot.migrate",
 )
 ITERATIONS, MORE = 2, int(os.environ.get("SAVES_MORE", "0"))
 
@@ -157,8 +157,8 @@ def begin(folder: Path, out: Path, chunks, optimizer, scheduler) -> int:
     """As a session does; returns the iteration."""
     from megatron.core import parallel_state
 
-    from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
-    from unicron.transition.snapshot.migrate import TrainingState
+    from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
+    from unicron_transition.snapshot.migrate import TrainingState
 
     state = TrainingState(chunks, optimizer, scheduler)
     with_ = os.environ.get("SAVES_WITH", "all")
@@ -180,7 +180,7 @@ def begin(folder: Path, out: Path, chunks, optimizer, scheduler) -> int:
 
 def held(chunks, optimizer) -> dict:
     """name of the whole tensor -> [(box, begin, end, key -> tensor)], as this project's own checkpoints have it."""
-    from unicron.transition.snapshot import parts
+    from unicron_transition.snapshot import parts
 
     found: dict = {}
     for part in parts.parts(chunks, optimizer):

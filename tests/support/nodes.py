@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unicron.ctl.slurm import SlurmClient
+from unicron_ctl.shared.slurm import SlurmClient
 
 
 def all_idle(client: SlurmClient) -> bool:

@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.consensus.participant import Participant
-from unicron.ctl.protocol import peer_messages, shared_plans, structs, wire
+from unicron_ctl.shared.consensus.participant import Participant
+from unicron_ctl.shared.protocol import peer_messages, shared_plans, structs, wire
 
 TURN, HEARTBEAT = 0.05, 0.5
 BREAKS = 0.3  # that a collective whose peers are gone breaks in one turn

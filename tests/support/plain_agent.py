@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tests.support.world import FakeAgent, World
-from unicron.ctl.protocol import structs, wire
+from unicron_ctl.shared.protocol import structs, wire
 
 
 class PlainAgent(FakeAgent):

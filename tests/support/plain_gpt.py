@@ -26,7 +26,7 @@ def main() -> None:
     import train_gpt
     from megatron.core import parallel_state
 
-    from unicron.transition.snapshot import checkpoint, migrate
+    from unicron_transition.snapshot import checkpoint, migrate
 
     options = gpt_options.parse(sys.argv[1:])
     device, backend = train_gpt.prepare(options)
@@ -79,8 +79,8 @@ class Loop:
 
     def writer(self, loss: float):
         """Of this rank's part of a checkpoint."""
-        from unicron.transition.generations.layout import Layout
-        from unicron.transition.snapshot.checkpoint import Writer
+        from unicron_transition.generations.layout import Layout
+        from unicron_transition.snapshot.checkpoint import Writer
 
         options = self.options
         layout = Layout(options.tensor_model_parallel_size, 1, options.pipeline_model_parallel_size)
@@ -112,7 +112,7 @@ class Loop:
         """Forward, backward, reduce, by Megatron's schedule."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from unicron.transition.iteration import randomness
+        from unicron_transition.iteration import randomness
 
         taken = dict.fromkeys(range(len(self.chunks)), 0)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.support.controller import Controller
 from tests.support.jobs import json_lines
 from tests.support.processes import ROOT, outside_slurm, wait_for
-from unicron.ctl.lab.cluster import LocalCluster
+from unicron_ctl.lab.cluster import LocalCluster
 
 SOURCE = ROOT / "slurm_plugin" / "spank"
 SETTINGS = 'slurm = "command"\nslurm_poll_seconds = 0.5\n'

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from unicron.ctl.lab.cluster import ports
+from unicron_ctl.lab.cluster import ports
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("detector", "planner", "sbatch_templates", "transition", "unicron", "unicron_ctl")  # what a wheel is made of
 LIMIT = 90.0  # generous: the tests are about what happens, and the machine may be busy with something else
-UNICRONCTL = [sys.executable, "-c", "from unicron.ctl.cli.unicronctl import main; main()"]
+UNICRONCTL = [sys.executable, "-c", "from unicron_ctl.cli.unicronctl import main; main()"]
 # Variables that would tell a process where it is, or that torch has set in this one.
 FOREIGN = ("SLURM", "SBATCH", "UNICRON", "TINY", "PLAIN", "TORCHINDUCTOR", "TRITON")
 T = TypeVar("T")

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.core.core import Core
-from unicron.ctl.controller.log.store import Store
-from unicron.ctl.controller.model.asker import EVERYBODY, Asker
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.core.core import Core
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.asker import EVERYBODY, Asker
 
 
 def told(core: Core, what: str, asker: Asker = EVERYBODY, store: Store | None = None, **args: Any) -> Any:

@@ -1,6 +1,6 @@
 """Real ranks over real ZeroMQ and gloo, with a minimal agent and controller in one loop: `transition` without Slurm.
 
-The decisions are the controller's own (`unicron.ctl.consensus.survivors_plan`); only their transport is shortened.
+The decisions are the controller's own (`unicron_ctl.shared.consensus.survivors_plan`); their transport is shortened.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import zmq
 from tests.support import lent
 from tests.support.processes import outside_slurm, state_of
 from tests.support.warm import warm
-from unicron.ctl.agent.connections.job_environment import Place
-from unicron.ctl.agent.connections.rank_socket import for_rank, from_rank
-from unicron.ctl.agent.ranks.ranks import Rank, rank_environment, stop_all
-from unicron.ctl.consensus import survivors_plan
-from unicron.ctl.controller.replication.forming import formed
-from unicron.ctl.protocol import shared_plans, structs, wire
-from unicron.detector.processes.rank_messages import Step, Timing
-from unicron.transition.generations import layout
+from unicron_ctl.agent.connections.job_environment import Place
+from unicron_ctl.agent.connections.rank_socket import for_rank, from_rank
+from unicron_ctl.agent.ranks.ranks import Rank, rank_environment, stop_all
+from unicron_ctl.controller.replication.forming import formed
+from unicron_ctl.shared.consensus import survivors_plan
+from unicron_ctl.shared.protocol import shared_plans, structs, wire
+from unicron_detector.processes.rank_messages import Step, Timing
+from unicron_transition.generations import layout
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 240.0  # a busy machine may need minutes for the imports
@@ -36,7 +36,7 @@ STOP_LIMIT = 40.0  # for all survivors to stop, and for all members to enter
 @functools.cache
 def store_address() -> str:
     """The rendezvous store of all runs of this process."""
-    process = lent.Fork(["-m", "unicron.transition.generations.store_host", "forked"])
+    process = lent.Fork(["-m", "unicron_transition.generations.store_host", "forked"])
     atexit.register(process.kill)
     assert process.stdout is not None
     return f"127.0.0.1:{int(process.stdout.readline().split()[1])}"

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import zmq
 
 from tests.support.processes import LIMIT
-from unicron.ctl.protocol import claims, datagrams, shared_plans, structs, wire
-from unicron.ctl.protocol.encryption import secure_client
-from unicron.ctl.protocol.munge import MungeError, make_credential
-from unicron.ctl.protocol.reach import Reach
+from unicron_ctl.shared.protocol import claims, datagrams, shared_plans, structs, wire
+from unicron_ctl.shared.protocol.encryption import secure_client
+from unicron_ctl.shared.protocol.munge import MungeError, make_credential
+from unicron_ctl.shared.protocol.reach import Reach
 
 BEAT = 0.2  # seconds between a scripted agent's statuses
 M = TypeVar("M", bound=wire.Message)

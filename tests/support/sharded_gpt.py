@@ -38,15 +38,15 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from tests.support.sharded_states import merged  # noqa: E402
-from unicron.detector.chaos.inject import injector  # noqa: E402
-from unicron.transition.generations import groups, preparing, sharding, unblock  # noqa: E402
-from unicron.transition.generations.layout import Layout  # noqa: E402
-from unicron.transition.iteration.gradient_copies import Snapshots, Where  # noqa: E402
-from unicron.transition.megatron.gradient_slices import own_parts_only  # noqa: E402
-from unicron.transition.seams import elastic_buckets, megatron_core, process_groups  # noqa: E402
-from unicron.transition.seams.nccl import Aborter  # noqa: E402
-from unicron.transition.sharded import shards  # noqa: E402
-from unicron.transition.snapshot import tensor_transfer  # noqa: E402
+from unicron_detector.chaos.inject import injector  # noqa: E402
+from unicron_transition.generations import groups, preparing, sharding, unblock  # noqa: E402
+from unicron_transition.generations.layout import Layout  # noqa: E402
+from unicron_transition.iteration.gradient_copies import Snapshots, Where  # noqa: E402
+from unicron_transition.megatron.gradient_slices import own_parts_only  # noqa: E402
+from unicron_transition.seams import elastic_buckets, megatron_core, process_groups  # noqa: E402
+from unicron_transition.seams.nccl import Aborter  # noqa: E402
+from unicron_transition.sharded import shards  # noqa: E402
+from unicron_transition.snapshot import tensor_transfer  # noqa: E402
 
 VOCABULARY, SEQUENCE, SIZE, MICRO_BATCHES = 96, 16, 2, 12
 POSITIONS = torch.arange(SEQUENCE)[None].expand(SIZE, -1)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from zmq.utils import z85
 
-from unicron.ctl.protocol.encryption import new_pair
-from unicron.ctl.protocol.sodium import Box, key_pair
+from unicron_ctl.shared.protocol.encryption import new_pair
+from unicron_ctl.shared.protocol.sodium import Box, key_pair
 
 MORE, COMMAND = 1, 4
 

@@ -10,12 +10,12 @@ from functools import cache
 
 from tests.support.clock import START
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.failure_detector.probes import Tick
-from unicron.ctl.controller.model import allocation
-from unicron.ctl.controller.model.agent_view import AgentView
-from unicron.ctl.controller.model.suspicion import OWN, Answer, Key, Suspicion
-from unicron.ctl.controller.model.view import Listing, SlurmView, View
-from unicron.ctl.protocol.reach import Reach
+from unicron_ctl.controller.failure_detector.probes import Tick
+from unicron_ctl.controller.model import allocation
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.suspicion import OWN, Answer, Key, Suspicion
+from unicron_ctl.controller.model.view import Listing, SlurmView, View
+from unicron_ctl.shared.protocol.reach import Reach
 
 NOW = START + 4096.0
 PERIOD, LEASE, LATE = 1.25, 2.25, 1.625  # of heartbeats; without one an agent is lost, or suspected

@@ -23,7 +23,7 @@ from pathlib import Path
 
 UNICRON_PRELOAD = ("sbatch_templates.gpt_imports",)
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from unicron.transition.generations import layout  # noqa: E402
+from unicron_transition.generations import layout  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -263,8 +263,8 @@ def forward_step(data_iterator, model):
 def gather_gradients(chunks) -> None:
     """With a distributed optimizer each rank has reduced its own part only: the others' come beside it, and what was
     there is put back, since a recovery goes on from it."""
-    from unicron.transition.seams.elastic_buckets import own_part
-    from unicron.transition.seams.megatron_core import bucket_groups
+    from unicron_transition.seams.elastic_buckets import own_part
+    from unicron_transition.seams.megatron_core import bucket_groups
 
     for chunk in chunks:
         for group in bucket_groups(chunk):
@@ -380,7 +380,7 @@ def main() -> None:
         ITERATIONS,
         checkpoints=unicron.Checkpoints(CHECKPOINTS, interval=EVERY, begin_from=BEGIN) if CHECKPOINTS else None,
     )
-    from unicron.transition.megatron import auxiliary
+    from unicron_transition.megatron import auxiliary
 
     more = lambda: {"scale": float(optimizer.get_loss_scale()), "biases": str(auxiliary.biases(chunks))}  # noqa: E731
     train(session, more, data)

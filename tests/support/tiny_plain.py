@@ -54,7 +54,7 @@ torch.set_num_threads(1)
 from torch.nn import functional  # noqa: E402
 
 import unicron  # noqa: E402
-from unicron.transition.plain import flat_gradients  # noqa: E402
+from unicron_transition.plain import flat_gradients  # noqa: E402
 
 OPTIMIZERS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=5e-3),

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
-from unicron.ctl.consensus.survivors_plan import deal
-from unicron.ctl.protocol import structs, wire
-from unicron.transition.generations import layout
+from unicron_ctl.shared.consensus.survivors_plan import deal
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_transition.generations import layout
 
 LATER = (wire.Break, wire.PlanShare, wire.Withdraw, wire.StartRank, wire.StopRank)
 

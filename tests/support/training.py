@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.support.world import MICRO_BATCHES, World
-from unicron.ctl.consensus.survivors_plan import deal
-from unicron.ctl.controller.log.records import Event
-from unicron.ctl.protocol import structs, wire
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.shared.consensus.survivors_plan import deal
+from unicron_ctl.shared.protocol import structs, wire
 
 USUAL = 0.4
 ORDERS = (wire.Break, wire.StopRank, wire.StartRank)

@@ -15,8 +15,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import torch.distributed as dist
 
 from benchmarks.cost import gates, plain_ranks
-from unicron.detector.processes import rank_channel
-from unicron.transition.iteration import exchange
+from unicron_detector.processes import rank_channel
+from unicron_transition.iteration import exchange
 
 counted: Counter[str] = Counter()
 

@@ -13,12 +13,12 @@ from pathlib import Path
 # What the agent and the commands import late.
 LATE = (
     "encodings.idna",
-    "unicron.ctl.agent.loop.agent",
-    "unicron.ctl.agent.loop.plain_ranks",
-    "unicron.ctl.agent.start.unprotected",
-    "unicron.ctl.protocol.controller_discovery",
+    "unicron_ctl.agent.loop.agent",
+    "unicron_ctl.agent.loop.plain_ranks",
+    "unicron_ctl.agent.start.unprotected",
+    "unicron_ctl.shared.protocol.controller_discovery",
 )
-AGENT = "unicron.ctl.agent.start.agent_main:main"
+AGENT = "unicron_ctl.agent.start.agent_main:main"
 
 
 class User:

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.support.processes import outside_slurm
-from unicron.ctl.agent.ranks.zygote_client import ANSWER_SECONDS, HUNG_SECONDS, Coming, ZygoteClient
-from unicron.detector.processes.supervise import Child, Surroundings, adopt_orphans
-from unicron.detector.processes.zygote import READ_IN_C
+from unicron_ctl.agent.ranks.zygote_client import ANSWER_SECONDS, HUNG_SECONDS, Coming, ZygoteClient
+from unicron_detector.processes.supervise import Child, Surroundings, adopt_orphans
+from unicron_detector.processes.zygote import READ_IN_C
 
 SCRIPT = Path(__file__).resolve().with_name("tiny_gpt.py")
 LIMIT = 90.0
-PROGRAMS = ("unicron.ctl.agent.loop.plain_ranks", "unicron.ctl.controller.unicrond")  # which run in forks, too
+PROGRAMS = ("unicron_ctl.agent.loop.plain_ranks", "unicron_ctl.controller.unicrond")  # which run in forks, too
 
 
 class Warm:
@@ -120,7 +120,7 @@ def warm() -> Warm:
     """The one of this process."""
     global _warm
     if _warm is None:
-        _warm = OfAll([str(SCRIPT)], "unicron.transition.session.session", *PROGRAMS)
+        _warm = OfAll([str(SCRIPT)], "unicron_transition.session.session", *PROGRAMS)
         atexit.register(_warm.close)
     return _warm
 

@@ -10,26 +10,26 @@ from typing import Any
 from msgspec.structs import replace
 
 from tests.support import clock
-from unicron.ctl.consensus.survivors_plan import deal
-from unicron.ctl.controller.core.core import Core
-from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.log.thinning import redundant
-from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.controller.model.cluster_state import ClusterState
-from unicron.ctl.controller.model.fold import replay
-from unicron.ctl.controller.model.job_state import JobState
-from unicron.ctl.controller.model.requests import Knock, Poll, Probe, Run
-from unicron.ctl.controller.server.worker import perform
-from unicron.ctl.protocol import shared_plans, structs, wire
-from unicron.ctl.protocol.reach import Reach
-from unicron.ctl.settings.config import ControllerConfig
-from unicron.ctl.settings.partitions import PartitionConfig
-from unicron.ctl.slurm.admin_comment import with_own
-from unicron.ctl.slurm.host_lists import hosts
-from unicron.ctl.slurm.slurm_client import UNSAID, ElementInfo, NodeInfo, Queue, SlurmError
-from unicron.ctl.slurm.squeue import names_of
-from unicron.detector.failures.classify import Classifier
-from unicron.transition.generations import layout
+from unicron_ctl.controller.core.core import Core
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.log.thinning import redundant
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.model.cluster_state import ClusterState
+from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.controller.model.job_state import JobState
+from unicron_ctl.controller.model.requests import Knock, Poll, Probe, Run
+from unicron_ctl.controller.server.worker import perform
+from unicron_ctl.shared.consensus.survivors_plan import deal
+from unicron_ctl.shared.protocol import shared_plans, structs, wire
+from unicron_ctl.shared.protocol.reach import Reach
+from unicron_ctl.shared.settings.config import ControllerConfig
+from unicron_ctl.shared.settings.partitions import PartitionConfig
+from unicron_ctl.shared.slurm.admin_comment import with_own
+from unicron_ctl.shared.slurm.host_lists import hosts
+from unicron_ctl.shared.slurm.slurm_client import UNSAID, ElementInfo, NodeInfo, Queue, SlurmError
+from unicron_ctl.shared.slurm.squeue import names_of
+from unicron_detector.failures.classify import Classifier
+from unicron_transition.generations import layout
 
 MICRO_BATCHES = 8
 CHANGES = itertools.count(1)  # an agent dates every change of a rank, and no two alike

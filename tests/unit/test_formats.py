@@ -23,19 +23,19 @@ from tests.support.keep_formats import ITERATION, KEPT, NUMBERS, READERS
 from tests.support.kept import everything, training
 from tests.support.processes import LIMIT, ROOT, wait_for
 from tests.support.world import FakeAgent, World
-from unicron.ctl.agent.connections.rank_socket import for_rank, from_rank
-from unicron.ctl.controller.core.state_snapshot import read_state
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.store import Store, StoreError
-from unicron.ctl.controller.server.server import Server
-from unicron.ctl.controller.server.sockets import bind
-from unicron.ctl.protocol import datagrams, peer_messages, shared_plans, wire
-from unicron.ctl.settings.config import Config, ControllerConfig
-from unicron.detector.failures.classify import Classifier
-from unicron.detector.formats import HINT, IMAGE, LAUNCH, LOG, PROTOCOL, RANKS, TOGETHER, ZYGOTE, Format
-from unicron.detector.processes import rank_messages, zygote
-from unicron.transition.snapshot.checkpoint import Checkpoints
-from unicron.transition.snapshot.image_format import BadImage, read_page
+from unicron_ctl.agent.connections.rank_socket import for_rank, from_rank
+from unicron_ctl.controller.core.state_snapshot import read_state
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.store import Store, StoreError
+from unicron_ctl.controller.server.server import Server
+from unicron_ctl.controller.server.sockets import bind
+from unicron_ctl.shared.protocol import datagrams, peer_messages, shared_plans, wire
+from unicron_ctl.shared.settings.config import Config, ControllerConfig
+from unicron_detector.failures.classify import Classifier
+from unicron_detector.formats import HINT, IMAGE, LAUNCH, LOG, PROTOCOL, RANKS, TOGETHER, ZYGOTE, Format
+from unicron_detector.processes import rank_messages, zygote
+from unicron_transition.snapshot.checkpoint import Checkpoints
+from unicron_transition.snapshot.image_format import BadImage, read_page
 
 RELEASES = sorted(path for path in KEPT.iterdir() if path.is_dir())
 FURTHER = [-1, 1]  # from the oldest that is read, and from this release's own
@@ -241,7 +241,7 @@ def test_an_agent_of_another_release_than_the_plugin_runs_the_command_and_says_s
     command = [
         sys.executable,
         "-m",
-        "unicron.ctl.agent.start.entry",
+        "unicron_ctl.agent.start.entry",
         "run",
         "--",
         "sh",

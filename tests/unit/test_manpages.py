@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.processes import LIMIT, ROOT
-from unicron.ctl.agent.start.agent_main import cli as agent
-from unicron.ctl.cli.unicronctl import COMMANDS, unicronctl
-from unicron.ctl.controller.unicrond import unicrond
-from unicron.ctl.settings.config import ControllerConfig, fields_of
-from unicron.ctl.system import release
+from unicron_ctl.agent.start.agent_main import cli as agent
+from unicron_ctl.cli.unicronctl import COMMANDS, unicronctl
+from unicron_ctl.controller.unicrond import unicrond
+from unicron_ctl.shared.settings.config import ControllerConfig, fields_of
+from unicron_ctl.shared.system import release
 
 SHELLS = {
     "bash": "bash-completion/completions/",

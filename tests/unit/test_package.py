@@ -1,4 +1,4 @@
-"""What pip installs: one package, `unicron`, and nothing that could hide a user's own modules."""
+"""What pip installs: packages whose names begin with `unicron`, and nothing that could hide a user's own modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import LIMIT, ROOT
+from tests.support.processes import LIMIT, ROOT, SOURCES
 
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
 
@@ -18,18 +18,9 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_w
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of the tracked tree, built in a copy, so that nothing is written into the checkout."""
     copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         (copy / name).write_bytes((ROOT / name).read_bytes())
-    for name in (
-        "detector",
-        "planner",
-        "sbatch_templates",
-        "slurm_plugin",
-        "src",
-        "transition",
-        "unicron",
-        "unicron_ctl",
-    ):
+    for name in (*SOURCES, "slurm_plugin"):
         subprocess.run(["cp", "-r", "--no-dereference", str(ROOT / name), str(copy / name)], check=True)
     done = subprocess.run(
         [sys.executable, "-c", BUILD, str(out)], cwd=copy, capture_output=True, text=True, timeout=120
@@ -38,16 +29,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / done.stdout.splitlines()[-1]
 
 
-def test_it_has_one_package_with_all_parts(wheel: Path) -> None:
-    names = [name.split("/") for name in zipfile.ZipFile(wheel).namelist()]
-    tops = {name[0] for name in names}
-    assert {top for top in tops if not top.endswith((".dist-info", ".data"))} == {"unicron"}
-    parts = {name[1] for name in names if name[0] == "unicron" and len(name) > 2}
-    assert parts == {"ctl", "detector", "planner", "sbatch_templates", "transition"}
-    kinds = ("*.py", "*.html", "*.css", "*.js")  # all of the page included
-    sources = {path.relative_to(ROOT / "unicron_ctl") for kind in kinds for path in (ROOT / "unicron_ctl").rglob(kind)}
-    assert Path("cli/web/page.js") in sources
-    assert {Path(*name[2:]) for name in names if name[:2] == ["unicron", "ctl"]} >= sources
+def test_it_has_all_packages_whole_and_no_other(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    packages = {path.parent.name for path in ROOT.glob("*/unicron*/__init__.py")}
+    assert len(packages) == 5 and {top for top in tops if not top.endswith((".dist-info", ".data"))} == packages
+    kinds = ("*.py", "*.toml", "*.csv", "*.html", "*.css", "*.js")  # all of the page included
+    roots = [ROOT / name for name in SOURCES if name != "sbatch_templates"]
+    sources = {str(path.relative_to(root)) for root in roots for kind in kinds for path in root.rglob(kind)}
+    assert "unicron_ctl/cli/web/page.js" in sources and set(names) >= sources, sources - set(names)
+    templates = {f"unicron/sbatch_templates/{path.name}" for path in (ROOT / "sbatch_templates").glob("*.[ps]*")}
+    assert len(templates) > 12 and set(names) >= templates, templates - set(names)
 
 
 def test_it_has_what_slurms_side_needs(wheel: Path) -> None:
@@ -62,7 +54,7 @@ def test_what_is_installed_works_without_the_checkout(wheel: Path, tmp_path: Pat
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     script = (
         f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
-        "import unicron; from unicron.ctl.cli.unicronctl import main\n"
+        "import unicron; from unicron_ctl.cli.unicronctl import main\n"
         f"assert unicron.__file__.startswith({str(tmp_path)!r}), unicron.__file__\n"
         "print(unicron.Layout(tensor=2)); sys.argv = ['unicronctl', 'template']; main()"
     )

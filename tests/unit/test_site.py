@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from tests.support.processes import ROOT
-from unicron.ctl.controller.model import requests
-from unicron.ctl.slurm import admin_comment
+from unicron_ctl.controller.model import requests
+from unicron_ctl.shared.slurm import admin_comment
 
 DOCS = ROOT / "docs"
 PROGRAMS = ("detector", "planner", "slurm_plugin", "transition", "unicron_ctl")

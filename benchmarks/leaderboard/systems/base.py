@@ -15,7 +15,7 @@ from benchmarks.leaderboard import notes, processes
 from benchmarks.leaderboard.failures import Missed
 from benchmarks.leaderboard.notes import Note
 from tests.support.processes import ROOT, outside_slurm, wait_for
-from unicron.ctl.lab.cluster import ports
+from unicron_ctl.lab.cluster import ports
 
 NODES = 4
 HEAD = "head"

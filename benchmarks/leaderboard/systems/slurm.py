@@ -13,8 +13,8 @@ from pathlib import Path
 from benchmarks.leaderboard import processes
 from benchmarks.leaderboard.systems.base import NODES, PEERS, RANKS, System, free_port, program
 from tests.support.processes import outside_slurm
-from unicron.ctl.lab.cluster.local_cluster import LocalCluster
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.lab.cluster.local_cluster import LocalCluster
+from unicron_ctl.shared.system.errors import UserError
 
 RESUME_SECONDS = 60.0  # that an operator tries to bring a node back into service
 SCRIPT = """#!/bin/bash

@@ -21,7 +21,7 @@ from benchmarks.leaderboard.ranks import core
 from benchmarks.leaderboard.rows import Row, Share
 from benchmarks.leaderboard.systems import SYSTEMS, System
 from tests.support.processes import ROOT, wait_for
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.shared.system.errors import UserError
 
 RANKS = 4
 
@@ -376,7 +376,7 @@ def test_a_cluster_that_does_not_go_down_leaves_no_process_to_the_next_row(tmp_p
         raise TimeoutError("slurmctld is still there")
 
     killed: list[str] = []
-    monkeypatch.setattr("unicron.ctl.lab.cluster.local_cluster.LocalCluster.down", stays)
+    monkeypatch.setattr("unicron_ctl.lab.cluster.local_cluster.LocalCluster.down", stays)
     monkeypatch.setattr(processes, "kill", killed.append)
     system = SYSTEMS["slurm-requeue"](tmp_path / "run")
     with pytest.raises(TimeoutError):

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import tables
-from unicron.planner.simulate.generate import UNICRON_MIX
+from unicron_planner.simulate.generate import UNICRON_MIX
 
 NOTHING = tables.Measured.of([])
 RATIOS = {("trace-a", "megatron"): (1.2, 1.1), ("trace-a", "varuna"): (1.4, 1.3), ("trace-b", "megatron"): (6.0, 2.0)}

@@ -11,8 +11,8 @@ from benchmarks.scale.agents import Agent, Layout
 from benchmarks.scale.history import DAY, DAYS, failures, fill_month
 from benchmarks.scale.zmtp import Connection, Lost
 from tests.support.world import World
-from unicron.ctl.controller.log.store import Store
-from unicron.ctl.protocol import shared_plans, wire
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.shared.protocol import shared_plans, wire
 
 LIMIT = 5.0
 

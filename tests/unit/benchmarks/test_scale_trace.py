@@ -13,14 +13,14 @@ from benchmarks.scale.observed import compressed
 from benchmarks.scale.slurm import LiveSlurm, address_of
 from benchmarks.scale.traced import Injected, schedule
 from benchmarks.scale.verdict import judge
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.records import Event
-from unicron.ctl.slurm.slurm_client import SlurmClient
-from unicron.detector.failures.classify import Classifier
-from unicron.detector.failures.fault_history import Policy
-from unicron.planner.simulate.causes import CAUSES
-from unicron.planner.simulate.generate import LLAMA3_COUNTS, llama3
-from unicron.planner.simulate.trace import DAY, TraceEvent, make
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.shared.slurm.slurm_client import SlurmClient
+from unicron_detector.failures.classify import Classifier
+from unicron_detector.failures.fault_history import Policy
+from unicron_planner.simulate.causes import CAUSES
+from unicron_planner.simulate.generate import LLAMA3_COUNTS, llama3
+from unicron_planner.simulate.trace import DAY, TraceEvent, make
 
 RANKS = 8
 

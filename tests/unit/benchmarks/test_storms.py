@@ -11,7 +11,7 @@ import pytest
 from benchmarks.storms import __main__ as runner
 from benchmarks.storms.rows import Row, rows
 from benchmarks.storms.stage import Storm
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.shared.system.errors import UserError
 
 
 class Sites:

@@ -21,8 +21,8 @@ from benchmarks.torture.progress import Done, Leg, Progress
 from benchmarks.torture.schedule import KINDS
 from benchmarks.torture.sound import JobNow, Stepped, Wound, sound, strikable, whole
 from benchmarks.torture.stage import TRAININGS, Tail
-from unicron.ctl.system.errors import UserError
-from unicron.detector.chaos.inject import FAULTS, parse
+from unicron_ctl.shared.system.errors import UserError
+from unicron_detector.chaos.inject import FAULTS, parse
 
 NAMES = list(KINDS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unicron.detector.words import all_of, counted
+from unicron_detector.words import all_of, counted
 
 
 def test_one_and_many() -> None:

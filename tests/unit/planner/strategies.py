@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from unicron.planner.problem.objective import Job, Scenario
+from unicron_planner.problem.objective import Job, Scenario
 
 Pick = Callable[[Sequence[Any]], Any]  # one of a sequence: Hypothesis chooses, or a seed does, which is much faster
 RATES = (*(k * 1e14 for k in range(7)), 1.9e15, 3.7e14)  # equal values, so that plans tie

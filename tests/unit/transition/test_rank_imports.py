@@ -15,15 +15,15 @@ import sys
 class Refused:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        if top in ("msgspec", "click", "rich", "prometheus_client") or name == "unicron.ctl":
+        if top in ("msgspec", "click", "rich", "prometheus_client") or name == "unicron_ctl":
             raise AssertionError(f"a rank imports {name}")
 
 sys.meta_path.insert(0, Refused())
 import unicron
 for name in unicron.__all__:
     getattr(unicron, name)
-import unicron.detector.processes.zygote
-import unicron.transition.megatron_lm
+import unicron_detector.processes.zygote
+import unicron_transition.megatron_lm
 print("all")
 """
 

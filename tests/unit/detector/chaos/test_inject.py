@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from unicron.detector.chaos import memory_cage
-from unicron.detector.chaos.inject import EXCEPTIONS, FAULTS, InjectError, Injector, parse
-from unicron.detector.failures.classify import default_classifier
+from unicron_detector.chaos import memory_cage
+from unicron_detector.chaos.inject import EXCEPTIONS, FAULTS, InjectError, Injector, parse
+from unicron_detector.failures.classify import default_classifier
 
 EXPECTED = {
     "python": ("application", 2),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from unicron.detector.failures.classify import Classifier
-from unicron.detector.failures.text_budget import (
+from unicron_detector.failures.classify import Classifier
+from unicron_detector.failures.text_budget import (
     _WHO_AND_WHEN,
     END_JUDGED,
     NOT_JUDGED,

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron.ctl.agent.ranks.ranks import last_words
-from unicron.detector.failures.classify import MAX_TEXT, default_classifier
-from unicron.detector.failures.severity import Severity
+from unicron_ctl.agent.ranks.ranks import last_words
+from unicron_detector.failures.classify import MAX_TEXT, default_classifier
+from unicron_detector.failures.severity import Severity
 
 CORPUS = [json.loads(line) for line in (Path(__file__).parents[3] / "data" / "errors.jsonl").read_text().splitlines()]
 CLASSIFIER = default_classifier()

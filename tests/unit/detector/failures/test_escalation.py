@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.clock import START
-from unicron.detector.failures import escalation
-from unicron.detector.failures.classify import default_classifier
-from unicron.detector.failures.escalation import action_failed, apply_failed, as_fault, decide
-from unicron.detector.failures.escalation_table import TABLE, Event, State
-from unicron.detector.failures.fault_history import WHOLE_JOB, Fault, History, Policy, moments
-from unicron.detector.failures.severity import Severity
+from unicron_detector.failures import escalation
+from unicron_detector.failures.classify import default_classifier
+from unicron_detector.failures.escalation import action_failed, apply_failed, as_fault, decide
+from unicron_detector.failures.escalation_table import TABLE, Event, State
+from unicron_detector.failures.fault_history import WHOLE_JOB, Fault, History, Policy, moments
+from unicron_detector.failures.severity import Severity
 
 CLASSIFIER = default_classifier()
 

@@ -6,10 +6,10 @@ import pytest
 
 from tests.support.clock import START
 from tests.unit.detector.failures.test_escalation import Run, verdict
-from unicron.detector.failures import fault_history
-from unicron.detector.failures.escalation import action_failed, as_fault
-from unicron.detector.failures.escalation_table import Event, State
-from unicron.detector.failures.fault_history import Fault, Recent, moments, near
+from unicron_detector.failures import fault_history
+from unicron_detector.failures.escalation import action_failed, as_fault
+from unicron_detector.failures.escalation_table import Event, State
+from unicron_detector.failures.fault_history import Fault, Recent, moments, near
 
 DIED = {"uptime": 5.0, "worked": False}  # before it had finished an iteration
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from unicron.detector.failures.classify import default_classifier
-from unicron.detector.failures.severity import REPORT, Severity
-from unicron.detector.health.kernel_check import proven
-from unicron.detector.health.kernel_log import KernelFaults
+from unicron_detector.failures.classify import default_classifier
+from unicron_detector.failures.severity import REPORT, Severity
+from unicron_detector.health.kernel_check import proven
+from unicron_detector.health.kernel_log import KernelFaults
 
 KERNEL = Path(__file__).parents[4] / "docs" / "behaviour" / "kernel"
 DRIVERS = tomllib.loads((KERNEL / "drivers.toml").read_text())

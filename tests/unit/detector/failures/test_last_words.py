@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from unicron.detector.failures.classify import default_classifier
-from unicron.detector.failures.labels import Weight, label
-from unicron.detector.failures.statements import exception, statements
+from unicron_detector.failures.classify import default_classifier
+from unicron_detector.failures.labels import Weight, label
+from unicron_detector.failures.statements import exception, statements
 
 CLASSIFIER = default_classifier()
 FRAMES = "\n".join(

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.depth import cases
-from unicron.detector.failures.classify import MAX_TEXT, Classifier
-from unicron.detector.failures.labels import label
-from unicron.detector.failures.prefilter import LONGEST_REPEAT, Alternative, bounded
-from unicron.detector.failures.severity import default_table, parse_rule
-from unicron.detector.failures.statements import LONGEST_LINE, LONGEST_TEXT, head_and_tail, statements
+from unicron_detector.failures.classify import MAX_TEXT, Classifier
+from unicron_detector.failures.labels import label
+from unicron_detector.failures.prefilter import LONGEST_REPEAT, Alternative, bounded
+from unicron_detector.failures.severity import default_table, parse_rule
+from unicron_detector.failures.statements import LONGEST_LINE, LONGEST_TEXT, head_and_tail, statements
 
 TABLE = default_table()
 TEXT_RULES = TABLE.of_kind("text")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from unicron.detector.failures.classify import default_classifier
-from unicron.detector.failures.labels import Weight, label
-from unicron.detector.failures.root_cause import one_line
-from unicron.detector.failures.severity import Verdict
-from unicron.detector.failures.statements import lines_outside_frames
+from unicron_detector.failures.classify import default_classifier
+from unicron_detector.failures.labels import Weight, label
+from unicron_detector.failures.root_cause import one_line
+from unicron_detector.failures.severity import Verdict
+from unicron_detector.failures.statements import lines_outside_frames
 
 SEEN = Path(__file__).parents[4] / "docs/behaviour"
 CLASSIFIER = default_classifier()

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from unicron.detector.failures.prefilter import Prefilter, alternatives, search
-from unicron.detector.failures.severity import default_table, folded, load_table
+from unicron_detector.failures.prefilter import Prefilter, alternatives, search
+from unicron_detector.failures.severity import default_table, folded, load_table
 
 LINES = [
     line

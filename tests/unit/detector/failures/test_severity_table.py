@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.depth import DEEP
-from unicron.detector.failures.classify import default_classifier
-from unicron.detector.failures.severity import (
+from unicron_detector.failures.classify import default_classifier
+from unicron_detector.failures.severity import (
     SCOPES,
     Severity,
     SeverityTableError,

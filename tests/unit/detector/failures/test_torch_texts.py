@@ -10,8 +10,8 @@ import pytest
 import torch
 from megatron.core import rerun_state_machine
 
-from unicron.detector.failures.classify import default_classifier
-from unicron.detector.failures.severity import Severity
+from unicron_detector.failures.classify import default_classifier
+from unicron_detector.failures.severity import Severity
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
 TEXTS = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from unicron.detector.health import checks as module
-from unicron.detector.health.checks import (
+from unicron_detector.health import checks as module
+from unicron_detector.health.checks import (
     CHECKS,
     Settings,
     check_clock,
@@ -21,7 +21,7 @@ from unicron.detector.health.checks import (
     check_nic,
     judge_gpus,
 )
-from unicron.detector.health.runner import run
+from unicron_detector.health.runner import run
 
 
 def tree(root: Path, files: dict[str, str]) -> Settings:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from unicron.detector.failures.classify import default_classifier
-from unicron.detector.health.checks import Settings, check_kernel
-from unicron.detector.health.kernel_check import proven
+from unicron_detector.failures.classify import default_classifier
+from unicron_detector.health.checks import Settings, check_kernel
+from unicron_detector.health.kernel_check import proven
 
 GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 FATAL = [

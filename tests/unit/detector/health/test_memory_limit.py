@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron.detector.health.memory_limit import left
+from unicron_detector.health.memory_limit import left
 
 V1 = "34 31 0:32 / {root} rw,relatime - cgroup cgroup rw,memory\n", "4:memory:{path}\n0::/\n"
 V2 = "25 30 0:23 / {root} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n", "0::{path}\n"

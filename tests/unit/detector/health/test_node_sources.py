@@ -7,8 +7,8 @@ import select
 
 import pytest
 
-from unicron.detector.failures.classify import default_classifier
-from unicron.detector.health.kernel_log import (
+from unicron_detector.failures.classify import default_classifier
+from unicron_detector.health.kernel_log import (
     BURST_SECONDS,
     LONGEST_BURST,
     PER_MINUTE,
@@ -18,8 +18,8 @@ from unicron.detector.health.kernel_log import (
     pid_in,
     why_not,
 )
-from unicron.detector.health.links import LinkWatch, describe
-from unicron.detector.health.oom_kills import CLAIM_SECONDS, REPORT_SECONDS, OomKills, counter_file, read_count
+from unicron_detector.health.links import LinkWatch, describe
+from unicron_detector.health.oom_kills import CLAIM_SECONDS, REPORT_SECONDS, OomKills, counter_file, read_count
 
 XID = "NVRM: Xid (PCI:0000:3b:00): 31, pid=77, name=python, Ch 00000010"
 # As Linux 6.1 writes them for one kill in a memory cgroup.

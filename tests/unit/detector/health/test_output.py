@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron.detector.health.program_output import MOST_BYTES, TooMuchOutput, run_program
+from unicron_detector.health.program_output import MOST_BYTES, TooMuchOutput, run_program
 
 WRITER = "import os; [os.write({}, b'x' * 65536) for _ in range({})]"
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from unicron.detector.health.pair_test import Outcome, first_round, judge, second_round, suspects
+from unicron_detector.health.pair_test import Outcome, first_round, judge, second_round, suspects
 
 
 def test_runs(groups, bad, slow=()):

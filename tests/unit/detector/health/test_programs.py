@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.settings.config import HealthConfig, problems
-from unicron.ctl.settings.config_file import parse_sections
-from unicron.detector.health.checks import Settings, checks_of
-from unicron.detector.health.programs import HealthProgram, check_program, judge
-from unicron.detector.health.runner import run
+from unicron_ctl.shared.settings.config import HealthConfig, problems
+from unicron_ctl.shared.settings.config_file import parse_sections
+from unicron_detector.health.checks import Settings, checks_of
+from unicron_detector.health.programs import HealthProgram, check_program, judge
+from unicron_detector.health.runner import run
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 HEALTHY = """\

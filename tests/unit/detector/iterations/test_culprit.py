@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from unicron.detector.iterations.culprit import OWN_PHASES, Progress, slowest, stuck
+from unicron_detector.iterations.culprit import OWN_PHASES, Progress, slowest, stuck
 
 USUAL = {"data": 0.02, "forward": 0.30, "backward": 0.60, "reduce": 0.05, "step": 0.03}
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron.detector.iterations.iteration_monitor import Health, IterationMonitor, Limits
+from unicron_detector.iterations.iteration_monitor import Health, IterationMonitor, Limits
 
 DATA = Path(__file__).parents[3] / "data" / "iteration_times.json"
 ITERATIONS = 200_000

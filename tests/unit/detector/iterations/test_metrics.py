@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from unicron.detector.iterations.peer_metrics import (
+from unicron_detector.iterations.peer_metrics import (
     PeerWatch,
     Rates,
     link_flaps,

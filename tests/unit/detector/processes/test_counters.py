@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 
-from unicron.ctl.agent.ranks.counted import Counted, Folder
-from unicron.ctl.protocol.structs import RankStatus
-from unicron.detector.processes import counters
-from unicron.detector.processes.counters import Counters
+from unicron_ctl.agent.ranks.counted import Counted, Folder
+from unicron_ctl.shared.protocol.structs import RankStatus
+from unicron_detector.processes import counters
+from unicron_detector.processes.counters import Counters
 
 
 @pytest.fixture

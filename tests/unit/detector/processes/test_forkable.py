@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from unicron.detector.processes import forkable
+from unicron_detector.processes import forkable
 
 
 @pytest.fixture

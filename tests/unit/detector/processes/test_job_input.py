@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron.detector.processes.job_input import JobInput
+from unicron_detector.processes.job_input import JobInput
 
 TEXT = b"print('trained')\n" * 20_000  # more than a pipe holds
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.detector.processes.job_output import FULL_BYTES, MOST_BYTES, JobOutput
+from unicron_detector.processes.job_output import FULL_BYTES, MOST_BYTES, JobOutput
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron.detector.processes.log_format import log_line
+from unicron_detector.processes.log_format import log_line
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from unicron.detector.processes.job_output import JobOutput
-from unicron.detector.processes.rank_output import LogFile, RankOutput
+from unicron_detector.processes.job_output import JobOutput
+from unicron_detector.processes.rank_output import LogFile, RankOutput
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} "
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from unicron.detector.processes.fork_seeds import Seeds
+from unicron_detector.processes.fork_seeds import Seeds
 
 STATE = random.Random(7).getstate()
 

@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 from tests.support.processes import LIMIT
-from unicron.ctl.agent.ranks import watchdog
-from unicron.detector.processes import step_signals
-from unicron.detector.processes.step_signals import STEP_SIGNALS
+from unicron_ctl.agent.ranks import watchdog
+from unicron_detector.processes import step_signals
+from unicron_detector.processes.step_signals import STEP_SIGNALS
 
 
 def test_a_process_ignores_them_and_tells_which_it_heard_before():

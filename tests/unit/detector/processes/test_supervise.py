@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from tests.support.processes import wait_for
-from unicron.detector.processes.job_output import JobOutput
-from unicron.detector.processes.supervise import LINE_BYTES, TAIL_LINES, Child, Surroundings
+from unicron_detector.processes.job_output import JobOutput
+from unicron_detector.processes.supervise import LINE_BYTES, TAIL_LINES, Child, Surroundings
 
 BARS = """
 import sys

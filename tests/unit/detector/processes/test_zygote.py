@@ -12,8 +12,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from unicron.detector.processes import zygote
-from unicron.detector.processes.zygote import Files, different, leading_imports, restore, uncollected, watched
+from unicron_detector.processes import zygote
+from unicron_detector.processes.zygote import Files, different, leading_imports, restore, uncollected, watched
 
 
 def imports(source: str) -> list[str]:

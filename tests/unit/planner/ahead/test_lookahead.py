@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from tests.support.depth import cases
 from tests.support.processes import wait_for
 from tests.unit.planner.strategies import SHAPES, jobs, scale, scenarios, shaped
-from unicron.planner.ahead import lookahead
-from unicron.planner.ahead.expected import after_failure, candidates, solve_expected
-from unicron.planner.ahead.lookahead import Keeper, Lookahead
-from unicron.planner.ahead.next_events import after, pairs_of_losses, single_events
-from unicron.planner.problem.objective import Job, PlanError, Scenario
-from unicron.planner.solver import tables
-from unicron.planner.solver.solve import solve
+from unicron_planner.ahead import lookahead
+from unicron_planner.ahead.expected import after_failure, candidates, solve_expected
+from unicron_planner.ahead.lookahead import Keeper, Lookahead
+from unicron_planner.ahead.next_events import after, pairs_of_losses, single_events
+from unicron_planner.problem.objective import Job, PlanError, Scenario
+from unicron_planner.solver import tables
+from unicron_planner.solver.solve import solve
 
 QUICK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 

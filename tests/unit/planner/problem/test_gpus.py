@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron.planner.problem.gpus import BEST, gpu_memory, gpu_peak, node_peak
+from unicron_planner.problem.gpus import BEST, gpu_memory, gpu_peak, node_peak
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from unicron.planner.ahead.lookahead import Lookahead
-from unicron.planner.problem import layouts, megatron_costs
-from unicron.planner.problem.layouts import Known, Split
-from unicron.planner.problem.megatron_costs import Gpt, Hardware, Parallel
-from unicron.planner.problem.objective import Job, PlanError, Scenario
-from unicron.planner.problem.scenario import from_dict
-from unicron.planner.solver.explain import explain
-from unicron.planner.solver.solve import solve
+from unicron_planner.ahead.lookahead import Lookahead
+from unicron_planner.problem import layouts, megatron_costs
+from unicron_planner.problem.layouts import Known, Split
+from unicron_planner.problem.megatron_costs import Gpt, Hardware, Parallel
+from unicron_planner.problem.objective import Job, PlanError, Scenario
+from unicron_planner.problem.scenario import from_dict
+from unicron_planner.solver.explain import explain
+from unicron_planner.solver.solve import solve
 
 SMALL = Gpt(layers=24, hidden=2048, heads=16, global_batch=64)
 LARGE = Gpt(layers=48, hidden=8192, heads=64, global_batch=64)  # 39 billion parameters

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unicron.planner.problem.objective import Job, PlanError, Rates, Scenario, number, whole
+from unicron_planner.problem.objective import Job, PlanError, Rates, Scenario, number, whole
 
 
 def job(**changes: Any) -> Job:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron.planner.problem.objective import Job, PlanError, Scenario
-from unicron.planner.problem.scenario import check_minima, from_dict, load
-from unicron.planner.solver.solve import solve
+from unicron_planner.problem.objective import Job, PlanError, Scenario
+from unicron_planner.problem.scenario import check_minima, from_dict, load
+from unicron_planner.solver.solve import solve
 
 CONTRACT = """
 [cluster]

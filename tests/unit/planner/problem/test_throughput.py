@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.planner.problem import megatron_costs
-from unicron.planner.problem.megatron_costs import A100, Gpt, Hardware, Parallel
-from unicron.planner.problem.objective import PlanError
-from unicron.planner.problem.throughput import Throughput, isotonic
+from unicron_planner.problem import megatron_costs
+from unicron_planner.problem.megatron_costs import A100, Gpt, Hardware, Parallel
+from unicron_planner.problem.objective import PlanError
+from unicron_planner.problem.throughput import Throughput, isotonic
 
 GPT_7B = Gpt(layers=32, hidden=4096, heads=32, global_batch=512)
 GPT_175B = Gpt(layers=96, hidden=12288, heads=96, global_batch=1536)

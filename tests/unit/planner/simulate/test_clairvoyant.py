@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from unicron.planner.problem.objective import Job, Scenario
-from unicron.planner.simulate import POLICIES, clairvoyant, simulate
-from unicron.planner.simulate.cases import case
-from unicron.planner.simulate.causes import CAUSES
-from unicron.planner.simulate.clairvoyant import spans
-from unicron.planner.simulate.generate import GENERATORS
-from unicron.planner.simulate.trace import TraceEvent, make
+from unicron_planner.problem.objective import Job, Scenario
+from unicron_planner.simulate import POLICIES, clairvoyant, simulate
+from unicron_planner.simulate.cases import case
+from unicron_planner.simulate.causes import CAUSES
+from unicron_planner.simulate.clairvoyant import spans
+from unicron_planner.simulate.generate import GENERATORS
+from unicron_planner.simulate.trace import TraceEvent, make
 
 BOUND = POLICIES["clairvoyant"]
 OURS = ("unicron", "unicron-ahead", "equally", "by_weight", "by_size")

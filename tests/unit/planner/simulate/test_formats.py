@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unicron.planner.problem.objective import PlanError
-from unicron.planner.simulate import load
+from unicron_planner.problem.objective import PlanError
+from unicron_planner.simulate import load
 
 DAY = 86400.0
 

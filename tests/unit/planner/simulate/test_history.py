@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from unicron.planner.problem.objective import PlanError
-from unicron.planner.simulate.figure import draw_history
-from unicron.planner.simulate.history import COMMAND, Costs, Run, judge, load
+from unicron_planner.problem.objective import PlanError
+from unicron_planner.simulate.figure import draw_history
+from unicron_planner.simulate.history import COMMAND, Costs, Run, judge, load
 
 HEADER = "JobID|User|JobName|State|ExitCode|Submit|Start|End|NNodes"
 FREE = Costs(checkpoint=0.0, setup=0.0)

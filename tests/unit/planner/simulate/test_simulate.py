@@ -11,19 +11,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from unicron.detector.failures.severity import TABLE_PATH
-from unicron.planner.problem.objective import Job, PlanError, Scenario
-from unicron.planner.simulate import POLICIES, simulate
-from unicron.planner.simulate import load as load_trace
-from unicron.planner.simulate.cases import CASES, case
-from unicron.planner.simulate.causes import CAUSES, find
-from unicron.planner.simulate.clairvoyant import spans
-from unicron.planner.simulate.figure import draw, page
-from unicron.planner.simulate.generate import DAY, GENERATORS, counted, llama3, rsc1, trace_a, trace_b, unicron
-from unicron.planner.simulate.policies import ITERATION, policy
-from unicron.planner.simulate.splits import split
-from unicron.planner.simulate.trace import TraceEvent, make, with_notice, write
-from unicron.planner.solver.solve import solve
+from unicron_detector.failures.severity import TABLE_PATH
+from unicron_planner.problem.objective import Job, PlanError, Scenario
+from unicron_planner.simulate import POLICIES, simulate
+from unicron_planner.simulate import load as load_trace
+from unicron_planner.simulate.cases import CASES, case
+from unicron_planner.simulate.causes import CAUSES, find
+from unicron_planner.simulate.clairvoyant import spans
+from unicron_planner.simulate.figure import draw, page
+from unicron_planner.simulate.generate import DAY, GENERATORS, counted, llama3, rsc1, trace_a, trace_b, unicron
+from unicron_planner.simulate.policies import ITERATION, policy
+from unicron_planner.simulate.splits import split
+from unicron_planner.simulate.trace import TraceEvent, make, with_notice, write
+from unicron_planner.solver.solve import solve
 
 SYSTEMS = sorted(set(POLICIES) - {"clairvoyant"})  # that one is a bound
 FLOPS = {k: 1e15 * k for k in range(1, 5)}

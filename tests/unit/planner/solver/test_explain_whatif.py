@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.support.depth import cases
 from tests.unit.planner.strategies import brute_force, scale, scenarios, sizes_of
-from unicron.planner.ahead.whatif import suppose, suppose_all
-from unicron.planner.problem.objective import Job, PlanError, Scenario
-from unicron.planner.solver.explain import duration_text, explain, runner_up
-from unicron.planner.solver.solve import solve
+from unicron_planner.ahead.whatif import suppose, suppose_all
+from unicron_planner.problem.objective import Job, PlanError, Scenario
+from unicron_planner.solver.explain import duration_text, explain, runner_up
+from unicron_planner.solver.solve import solve
 
 
 @settings(max_examples=cases(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from tests.support.depth import cases
-from unicron.planner.ahead.lookahead import Lookahead
-from unicron.planner.problem.objective import Job, PlanError, Scenario
-from unicron.planner.solver.shares import claim, divide
-from unicron.planner.solver.solve import best, by_owner, solve
+from unicron_planner.ahead.lookahead import Lookahead
+from unicron_planner.problem.objective import Job, PlanError, Scenario
+from unicron_planner.solver.shares import claim, divide
+from unicron_planner.solver.solve import best, by_owner, solve
 
 CLUSTERS = cases(10_000)
 FACTORS = (0.0, 0.5, 0.95, 1.05, 1.25, 3.0, 1e3)

@@ -12,10 +12,10 @@ from ortools.sat.python import cp_model
 
 from tests.support.depth import cases
 from tests.unit.planner.strategies import SHAPES, brute_force, scale, scenarios, seeded, shaped, sizes_of
-from unicron.planner.problem.objective import Job, PlanError, Scenario
-from unicron.planner.solver import keys, tables
-from unicron.planner.solver.keys import Row
-from unicron.planner.solver.solve import solve
+from unicron_planner.problem.objective import Job, PlanError, Scenario
+from unicron_planner.solver import keys, tables
+from unicron_planner.solver.keys import Row
+from unicron_planner.solver.solve import solve
 
 QUICK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron.planner.problem.objective import Job, PlanError, Scenario
-from unicron.planner.problem.scenario import from_dict
-from unicron.planner.solver.solve import solve
-from unicron.planner.solver.spares import worth
+from unicron_planner.problem.objective import Job, PlanError, Scenario
+from unicron_planner.problem.scenario import from_dict
+from unicron_planner.solver.solve import solve
+from unicron_planner.solver.spares import worth
 
 MTBF, WAIT = 1000.0, 3600.0
 

@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from unicron.transition.generations import groups
-from unicron.transition.generations.layout import Layout
-from unicron.transition.generations.unblock import Unblocker
-from unicron.transition.seams import megatron_core, process_groups
-from unicron.transition.seams.nccl import Aborter
+from unicron_transition.generations import groups
+from unicron_transition.generations.layout import Layout
+from unicron_transition.generations.unblock import Unblocker
+from unicron_transition.seams import megatron_core, process_groups
+from unicron_transition.seams.nccl import Aborter
 
 pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
 SHAPE = Layout(tensor=2, pipeline=2)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.transition.generations import layout
-from unicron.transition.generations.layout import Layout
+from unicron_transition.generations import layout
+from unicron_transition.generations.layout import Layout
 
 SIZES = st.integers(1, 4)
 LAYOUTS = st.builds(Layout, SIZES, SIZES, SIZES)

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.detector.chaos.blackhole import SO_ATTACH_FILTER, SO_DETACH_FILTER
-from unicron.transition.generations.pulse import RETRY_SECONDS, Pulse
+from unicron_detector.chaos.blackhole import SO_ATTACH_FILTER, SO_DETACH_FILTER
+from unicron_transition.generations.pulse import RETRY_SECONDS, Pulse
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.transition.generations.sharding import Buckets, Uncovered, partner_shifts
-from unicron.transition.seams.bucket_cut import capacity, padded
+from unicron_transition.generations.sharding import Buckets, Uncovered, partner_shifts
+from unicron_transition.seams.bucket_cut import capacity, padded
 
 COUNTS = st.integers(1, 9)
 SIZES = st.lists(st.integers(1, 5000), min_size=1, max_size=4).map(tuple)

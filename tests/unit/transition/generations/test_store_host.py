@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.processes import ROOT, outside_slurm, wait_for
-from unicron.transition.generations import store_host
-from unicron.transition.generations.store_host import KEPT_KEYS_SECONDS, KEYS_SECONDS, OldKeys, forget
+from unicron_transition.generations import store_host
+from unicron_transition.generations.store_host import KEPT_KEYS_SECONDS, KEYS_SECONDS, OldKeys, forget
 
 LIMIT = datetime.timedelta(seconds=90)
 RANKS = 2
@@ -66,7 +66,7 @@ def test_the_newest_generation_and_what_still_grows_stay():
 
 
 QUICK = """
-from unicron.transition.generations import store_host
+from unicron_transition.generations import store_host
 store_host.KEYS_SECONDS, store_host.KEPT_KEYS_SECONDS = 0.05, 0.2
 store_host.main()
 """
@@ -92,6 +92,6 @@ def test_a_nodes_store_does_so_and_ends_with_its_input():
 
 
 def test_a_generation_has_time_to_be_entered():
-    from unicron.transition.generations.groups import ENTER_TIMEOUT
+    from unicron_transition.generations.groups import ENTER_TIMEOUT
 
     assert 3 * ENTER_TIMEOUT <= store_host.KEPT_KEYS_SECONDS

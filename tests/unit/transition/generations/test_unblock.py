@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from unicron.transition.generations.unblock import Unblocker, tcp_sockets
+from unicron_transition.generations.unblock import Unblocker, tcp_sockets
 
 
 class Connection:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron.detector.processes.rank_messages import Break, Plan, StopRank, Withdraw
-from unicron.transition.generations.watch import Dismissed, PlanTimeout, Watch
+from unicron_detector.processes.rank_messages import Break, Plan, StopRank, Withdraw
+from unicron_transition.generations.watch import Dismissed, PlanTimeout, Watch
 
 
 def plan(generation: int, boundary: bool = False, **more) -> Plan:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unicron.transition.iteration.exchange import Exchange
-from unicron.transition.megatron.gradients import PeerLost
+from unicron_transition.iteration.exchange import Exchange
+from unicron_transition.megatron.gradients import PeerLost
 
 
 @pytest.fixture

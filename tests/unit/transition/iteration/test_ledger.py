@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.transition.iteration.ledger import Ledger, LedgerError, deal
+from unicron_transition.iteration.ledger import Ledger, LedgerError, deal
 
 
 @given(st.integers(0, 60), st.integers(1, 9))

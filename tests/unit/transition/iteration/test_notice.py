@@ -107,7 +107,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "handler":
         signal.signal(signal.SIGUSR1, lambda *_: heard.append("USR1"))
     import torch  # as in a rank
-    from unicron.transition.iteration import notice
+    from unicron_transition.iteration import notice
     notice.outlive_notice()
     main(*sys.argv[1:])
 """
@@ -131,7 +131,7 @@ def test_what_a_rank_starts_outlives_the_signals_of_its_step(tmp_path: Path, han
 def test_a_process_that_the_rank_forks_by_itself_ends_by_sigterm_as_ever(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(
-        "import os, signal, subprocess, time\nfrom unicron.transition.iteration import notice\n"
+        "import os, signal, subprocess, time\nfrom unicron_transition.iteration import notice\n"
         "notice.outlive_notice()\n"
         "pid = os.fork()\nif not pid:\n    time.sleep(600)\ntime.sleep(0.2)\nos.kill(pid, signal.SIGTERM)\n"
         "assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM\n"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unicron.transition.iteration import randomness
+from unicron_transition.iteration import randomness
 
 TRACKER = "megatron.core.tensor_parallel.random"
 NAMES = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")

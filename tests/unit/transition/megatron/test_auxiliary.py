@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unicron.transition.iteration.deferred_changes import DeferredChanges, hold_scalers
-from unicron.transition.megatron import auxiliary
-from unicron.transition.megatron.auxiliary import Auxiliary
+from unicron_transition.iteration.deferred_changes import DeferredChanges, hold_scalers
+from unicron_transition.megatron import auxiliary
+from unicron_transition.megatron.auxiliary import Auxiliary
 
 TOTAL = 8
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from megatron.core import parallel_state
 
-from unicron.transition.generations.layout import Layout
-from unicron.transition.megatron import supported
-from unicron.transition.seams.table import UnsupportedLayout
+from unicron_transition.generations.layout import Layout
+from unicron_transition.megatron import supported
+from unicron_transition.seams.table import UnsupportedLayout
 
 
 def session_of(monkeypatch, sizes: dict[str, int], tied: bool = True, **settings) -> None:

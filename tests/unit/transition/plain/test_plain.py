@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from unicron.transition.generations.layout import Layout
-from unicron.transition.plain.module import Plain
-from unicron.transition.seams.table import UnsupportedLayout
-from unicron.transition.session import model_kinds
-from unicron.transition.snapshot.checkpoint import Checkpoints
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_transition.generations.layout import Layout
+from unicron_transition.plain.module import Plain
+from unicron_transition.seams.table import UnsupportedLayout
+from unicron_transition.session import model_kinds
+from unicron_transition.snapshot.checkpoint import Checkpoints
+from unicron_transition.snapshot.migrate import TrainingState
 
 
 def plain(model: nn.Module, optimizer: Any = None, scheduler: Any = None, **more: Any) -> Plain:
@@ -182,7 +182,7 @@ def assert_same(one: Plain, other: Plain) -> None:
 
 
 def moved(source: TrainingState, target: TrainingState) -> None:
-    """As :func:`unicron.transition.snapshot.migrate.transfer` does it."""
+    """As :func:`unicron_transition.snapshot.migrate.transfer` does it."""
     target.adopt(source.header(3))
     for mine, its in zip(target.tensors(), source.tensors(), strict=True):
         assert (mine.shape, mine.dtype) == (its.shape, its.dtype)

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from unicron.detector.processes.rank_channel import micro_batch_of
-from unicron.transition.generations.layout import Layout
-from unicron.transition.iteration.accumulation import PeerLost, Sum, Work
-from unicron.transition.iteration.deferred_changes import DeferredChanges
-from unicron.transition.iteration.gradient_copies import Where
-from unicron.transition.iteration.ledger import Ledger
-from unicron.transition.plain import flat_gradients
-from unicron.transition.plain.flat_gradients import Bucket, buckets
-from unicron.transition.plain.module import Plain
-from unicron.transition.seams.table import UnsupportedLayout
+from unicron_detector.processes.rank_channel import micro_batch_of
+from unicron_transition.generations.layout import Layout
+from unicron_transition.iteration.accumulation import PeerLost, Sum, Work
+from unicron_transition.iteration.deferred_changes import DeferredChanges
+from unicron_transition.iteration.gradient_copies import Where
+from unicron_transition.iteration.ledger import Ledger
+from unicron_transition.plain import flat_gradients
+from unicron_transition.plain.flat_gradients import Bucket, buckets
+from unicron_transition.plain.module import Plain
+from unicron_transition.seams.table import UnsupportedLayout
 
 TOTAL = 4
 PROOF = torch.tensor([[1, 0, 1, 2], [3, 0, 0, 0], [1 / 3, -1e300, 0, 2.5], [7, 1e9 + 1, 0, 0]], dtype=torch.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unicron.transition.iteration.gradient_copies import Snapshots, Where, chosen
+from unicron_transition.iteration.gradient_copies import Snapshots, Where, chosen
 
 
 @pytest.mark.parametrize("where", [Where.CARD, Where.HOST])

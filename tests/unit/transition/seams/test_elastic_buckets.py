@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from sbatch_templates import cpu_adapter
-from unicron.transition.seams import elastic_buckets, process_groups
-from unicron.transition.seams.table import UnsupportedLayout
-from unicron.transition.sharded.buffer_pool import BufferPool
-from unicron.transition.sharded.shards import STATES, Shards, named
-from unicron.transition.snapshot import checkpoint_file, contents, image_format
-from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
-from unicron.transition.snapshot.frozen import Untrained
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_transition.seams import elastic_buckets, process_groups
+from unicron_transition.seams.table import UnsupportedLayout
+from unicron_transition.sharded.buffer_pool import BufferPool
+from unicron_transition.sharded.shards import STATES, Shards, named
+from unicron_transition.snapshot import checkpoint_file, contents, image_format
+from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
+from unicron_transition.snapshot.frozen import Untrained
+from unicron_transition.snapshot.migrate import TrainingState
 
 MOST = 7
 SHAPES = [(100,), (7, 3), (129,), (640,), (1,), (33, 5)]

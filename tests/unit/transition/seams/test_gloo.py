@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from unicron.transition.seams import gloo
-from unicron.transition.seams.gloo import abandonable_connections, run_until
+from unicron_transition.seams import gloo
+from unicron_transition.seams.gloo import abandonable_connections, run_until
 
 GONE = ConnectionError("gone")
 

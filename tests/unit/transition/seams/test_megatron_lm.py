@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from unicron.transition.generations.layout import Layout
-from unicron.transition.megatron_lm import arguments, batches, data, loop, save_load, world
-from unicron.transition.seams.megatron_lm import Refused, growing_batches
-from unicron.transition.session.session import StepResult
-from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
-from unicron.transition.snapshot.formats import opening, write_dcp
-from unicron.transition.snapshot.formats.tracker import TRACKER
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_transition.generations.layout import Layout
+from unicron_transition.megatron_lm import arguments, batches, data, loop, save_load, world
+from unicron_transition.seams.megatron_lm import Refused, growing_batches
+from unicron_transition.session.session import StepResult
+from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
+from unicron_transition.snapshot.formats import opening, write_dcp
+from unicron_transition.snapshot.formats.tracker import TRACKER
+from unicron_transition.snapshot.migrate import TrainingState
 
 
 def args(**more):

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.processes import wait_for
-from unicron.transition.seams.nccl import MAKING, SETTINGS, Aborter, keep_torch_from_aborting
+from unicron_transition.seams.nccl import MAKING, SETTINGS, Aborter, keep_torch_from_aborting
 
 LIMIT = 30.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import unicron
-from unicron.transition.seams.table import UnsupportedLayout
+from unicron_transition.seams.table import UnsupportedLayout
 
 
 def test_a_script_with_another_layout_than_the_job_runs_in_ends_with_one_line(monkeypatch):

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from unicron.transition.seams import megatron_core, table
-from unicron.transition.seams.table import (
+from unicron_transition.seams import megatron_core, table
+from unicron_transition.seams.table import (
     C10D,
     MEGATRON_CORE,
     MEGATRON_LM,
@@ -167,7 +167,7 @@ def test_private_names_of_torch_and_megatron_are_held_by_the_seams_alone():
             name = line.rpartition(".")[2]
             if f"def {name}(" not in text and f"self.{name}" not in text:
                 found.append(line)
-    assert not found, "move these to transition/seams, with a row in its table:\n" + "\n".join(found)
+    assert not found, "move these to unicron_transition/seams, with a row in its table:\n" + "\n".join(found)
 
 
 def private_words(path: Path) -> set[str]:
@@ -186,7 +186,7 @@ def private_words(path: Path) -> set[str]:
 def test_every_private_name_in_the_seams_has_a_row():
     rows = (*TORCH, *TORCH_MODELS, *TORCH_CHECKPOINTS, *MEGATRON_CORE, *MEGATRON_LM)
     known = {part.strip("?()~") for row in rows for part in (*row.name.split("."), *row.module.split("."))}
-    folder = ROOT / "transition/seams"
+    folder = ROOT / "transition/unicron_transition/seams"
     texts = {path: path.read_text() for path in sorted(folder.glob("*.py"))}
     own = {
         name

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from unicron.transition.session.evaluation import MOST, NONE, Evaluations
+from unicron_transition.session.evaluation import MOST, NONE, Evaluations
 
 
 class Members:

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from unicron.detector.processes.rank_messages import Status
-from unicron.transition.generations.layout import Layout
-from unicron.transition.iteration.accumulation import PeerLost
-from unicron.transition.seams.nccl import Aborter
-from unicron.transition.session.member import Member
+from unicron_detector.processes.rank_messages import Status
+from unicron_transition.generations.layout import Layout
+from unicron_transition.iteration.accumulation import PeerLost
+from unicron_transition.seams.nccl import Aborter
+from unicron_transition.session.member import Member
 
 ABORTED = dist.DistBackendError("NCCL communicator was aborted on rank 0. ")
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from unicron.transition.iteration.exchange import Said
-from unicron.transition.session.save_schedule import SaveSchedule
-from unicron.transition.snapshot import save_interval
-from unicron.transition.snapshot.checkpoint import MINUTES, Checkpoints, Writer
-from unicron.transition.snapshot.save_interval import Risk
+from unicron_transition.iteration.exchange import Said
+from unicron_transition.session.save_schedule import SaveSchedule
+from unicron_transition.snapshot import save_interval
+from unicron_transition.snapshot.checkpoint import MINUTES, Checkpoints, Writer
+from unicron_transition.snapshot.save_interval import Risk
 
 
 class Memory:

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from unicron.detector.processes.rank_messages import Cut
-from unicron.transition.sharded import buffer_pool
-from unicron.transition.sharded.buffer_pool import BufferPool, claimant
-from unicron.transition.snapshot import checkpoint_file, contents, image_format
-from unicron.transition.snapshot.cuts import Cuts, Wanted
-from unicron.transition.snapshot.image_format import PAGE, SHARD, BadImage, Found, Key, read_page
+from unicron_detector.processes.rank_messages import Cut
+from unicron_transition.sharded import buffer_pool
+from unicron_transition.sharded.buffer_pool import BufferPool, claimant
+from unicron_transition.snapshot import checkpoint_file, contents, image_format
+from unicron_transition.snapshot.cuts import Cuts, Wanted
+from unicron_transition.snapshot.image_format import PAGE, SHARD, BadImage, Found, Key, read_page
 
 ELEMENTS = 3000
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unicron.transition.snapshot.formats import buckets
-from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Index, Raw, Tensor
-from unicron.transition.snapshot.formats.written import cast
+from unicron_transition.snapshot.formats import buckets
+from unicron_transition.snapshot.formats.index import BadCheckpoint, Block, Index, Raw, Tensor
+from unicron_transition.snapshot.formats.written import cast
 
 HIDDEN, LAYERS = 24, 3
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unicron.transition.snapshot import checkpoint, folders, foreign, migrate, parts
-from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
-from unicron.transition.snapshot.formats import opening
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_transition.snapshot import checkpoint, folders, foreign, migrate, parts
+from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
+from unicron_transition.snapshot.formats import opening
+from unicron_transition.snapshot.migrate import TrainingState
 
 
 def training(seed: int = 0, width: int = 3) -> TrainingState:

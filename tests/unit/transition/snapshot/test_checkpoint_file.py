@@ -10,8 +10,8 @@ import msgpack
 import pytest
 
 from tests.support.flips import flip
-from unicron.transition.snapshot import checkpoint_file, contents
-from unicron.transition.snapshot.image_format import SHARD, SUFFIX, UNTRAINED, BadImage, Image, Key, read_page
+from unicron_transition.snapshot import checkpoint_file, contents
+from unicron_transition.snapshot.image_format import SHARD, SUFFIX, UNTRAINED, BadImage, Image, Key, read_page
 
 MARK = "f00"
 

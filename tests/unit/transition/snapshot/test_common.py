@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.transition.snapshot import tensor_transfer
-from unicron.transition.snapshot.common import Choice, There, World, choices
+from unicron_transition.snapshot import tensor_transfer
+from unicron_transition.snapshot.common import Choice, There, World, choices
 
 
 def there(node: int, place: int, size: int = 4, iteration: int = 7, base: int = 1, name: str = "x") -> There:

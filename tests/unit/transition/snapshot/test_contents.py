@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.support.kept import step, training
-from unicron.transition.snapshot import contents, parts
-from unicron.transition.snapshot.contents import (
+from unicron_transition.snapshot import contents, parts
+from unicron_transition.snapshot.contents import (
     ALIGN,
     SMALL,
     STEP,
@@ -26,8 +26,8 @@ from unicron.transition.snapshot.contents import (
     opened,
     raw,
 )
-from unicron.transition.snapshot.image_format import Found, Image, Key, read_page
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_transition.snapshot.image_format import Found, Image, Key, read_page
+from unicron_transition.snapshot.migrate import TrainingState
 
 
 def test_a_repeated_copy_is_of_the_present_values_and_leaves_zeros_between_them() -> None:

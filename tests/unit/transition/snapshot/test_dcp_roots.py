@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from unicron.transition.snapshot.formats import convert, opening
-from unicron.transition.snapshot.formats.index import BadCheckpoint, Index
+from unicron_transition.snapshot.formats import convert, opening
+from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 DONE = torch.tensor(7, dtype=torch.int32)

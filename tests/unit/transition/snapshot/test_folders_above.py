@@ -14,10 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from unicron.ctl.cli import checkpoint
-from unicron.ctl.system.errors import UserError
-from unicron.transition.snapshot.formats import below, opening
-from unicron.transition.snapshot.formats.index import BadCheckpoint
+from unicron_ctl.cli import checkpoint
+from unicron_ctl.shared.system.errors import UserError
+from unicron_transition.snapshot.formats import below, opening
+from unicron_transition.snapshot.formats.index import BadCheckpoint
 
 WEIGHTS = {"weight": torch.arange(4.0).reshape(2, 2), "bias": torch.ones(2)}
 

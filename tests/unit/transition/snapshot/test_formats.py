@@ -20,15 +20,15 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from unicron.ctl.cli.checkpoint import command
-from unicron.ctl.protocol import client
-from unicron.ctl.system.errors import UserError
-from unicron.transition.snapshot import foreign
-from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
-from unicron.transition.snapshot.formats import convert, opening, pickles, verify, write_dcp
-from unicron.transition.snapshot.formats.index import BadCheckpoint
-from unicron.transition.snapshot.formats.written import cast
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_ctl.cli.checkpoint import command
+from unicron_ctl.shared.protocol import client
+from unicron_ctl.shared.system.errors import UserError
+from unicron_transition.snapshot import foreign
+from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
+from unicron_transition.snapshot.formats import convert, opening, pickles, verify, write_dcp
+from unicron_transition.snapshot.formats.index import BadCheckpoint
+from unicron_transition.snapshot.formats.written import cast
+from unicron_transition.snapshot.migrate import TrainingState
 
 LIMIT = 120.0
 
@@ -445,7 +445,7 @@ def test_a_plain_module_is_not_written_for_megatron(tmp_path, saved):
 MEASURED = """
 import sys
 from pathlib import Path
-from unicron.transition.snapshot.formats import convert, opening
+from unicron_transition.snapshot.formats import convert, opening
 def most():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 index = opening.index_of(Path(sys.argv[1]))

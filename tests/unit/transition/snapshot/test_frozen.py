@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unicron.transition.snapshot.cuts import Cuts, Wanted
-from unicron.transition.snapshot.frozen import Untrained
-from unicron.transition.snapshot.image_format import UNTRAINED, inventory, read_page
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_transition.snapshot.cuts import Cuts, Wanted
+from unicron_transition.snapshot.frozen import Untrained
+from unicron_transition.snapshot.image_format import UNTRAINED, inventory, read_page
+from unicron_transition.snapshot.migrate import TrainingState
 
 
 class Chunk:

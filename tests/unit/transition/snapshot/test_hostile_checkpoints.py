@@ -31,13 +31,13 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from unicron.ctl.cli.checkpoint import command
-from unicron.transition.snapshot import contents, reading
-from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
-from unicron.transition.snapshot.formats import opening, pickles, verify
-from unicron.transition.snapshot.formats.index import BadCheckpoint, Block, Raw, Tensor, in_pieces, tiles
-from unicron.transition.snapshot.image_format import BadImage, read_page
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_ctl.cli.checkpoint import command
+from unicron_transition.snapshot import contents, reading
+from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
+from unicron_transition.snapshot.formats import opening, pickles, verify
+from unicron_transition.snapshot.formats.index import BadCheckpoint, Block, Raw, Tensor, in_pieces, tiles
+from unicron_transition.snapshot.image_format import BadImage, read_page
+from unicron_transition.snapshot.migrate import TrainingState
 
 LIMIT = 120.0
 HOLE = 40 << 30  # bytes of a file that takes a few on disk
@@ -245,7 +245,7 @@ def test_a_tensor_within_its_bytes_is_read_in_any_strides(tmp_path):
 
 @pytest.mark.parametrize("piece", [8, 64, 1 << 20])
 def test_a_part_is_read_without_the_rest(tmp_path, monkeypatch, piece):
-    from unicron.transition.snapshot.formats import index
+    from unicron_transition.snapshot.formats import index
 
     monkeypatch.setattr(index, "PIECE", piece)
     values = np.arange(2 * 5 * 7 * 3, dtype="<f4").reshape(2, 5, 7, 3)
@@ -591,7 +591,7 @@ def holes() -> dict[str, Callable[[Path], Path]]:
         return sparse(folder / "metadata.json", b"{")
 
     def image(folder: Path) -> Path:
-        from unicron.transition.snapshot.image_format import Key, file_front
+        from unicron_transition.snapshot.image_format import Key, file_front
 
         at = folder / "iteration-00000001"
         at.mkdir(parents=True)

@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from unicron.ctl.cli import checkpoint
-from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
-from unicron.transition.snapshot.formats import convert, opening
-from unicron.transition.snapshot.formats.index import BadCheckpoint
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_ctl.cli import checkpoint
+from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
+from unicron_transition.snapshot.formats import convert, opening
+from unicron_transition.snapshot.formats.index import BadCheckpoint
+from unicron_transition.snapshot.migrate import TrainingState
 
 NAMES = ("head.weight", "layers.0.weight", "layers.1.weight")
 

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from unicron.transition.snapshot import contents, image_format
-from unicron.transition.snapshot.image_format import PAGE, BadImage, Found, Image, Key, inventory, read_page
+from unicron_transition.snapshot import contents, image_format
+from unicron_transition.snapshot.image_format import PAGE, BadImage, Found, Image, Key, inventory, read_page
 
 KEY = Key("state", 3, 17, place=1, size=2, base=4, mark="0123abcd")
 HEAD = b"what is in it" * 20

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from unicron.transition.snapshot import cuts
-from unicron.transition.snapshot.image_format import Key
-from unicron.transition.snapshot.image_ring import ImageRing
+from unicron_transition.snapshot import cuts
+from unicron_transition.snapshot.image_format import Key
+from unicron_transition.snapshot.image_ring import ImageRing
 
 
 @pytest.fixture

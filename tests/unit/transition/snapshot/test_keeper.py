@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from tests.support.kept import WRITER, beginnings, everything, iterations, kept, same, spoil, step, training
-from unicron.detector.processes.rank_messages import Cut, Save
-from unicron.transition.iteration.exchange import Said
-from unicron.transition.session.save_schedule import SaveSchedule
-from unicron.transition.snapshot import checkpoint_file, contents, image_format
-from unicron.transition.snapshot.checkpoint import Checkpoints
-from unicron.transition.snapshot.contents import Gatherer
-from unicron.transition.snapshot.image_format import BadImage, inventory, read_page
-from unicron.transition.snapshot.image_ring import ImageRing
-from unicron.transition.snapshot.keeper import Keeper, Settings
-from unicron.transition.snapshot.whole_state import WholeState
+from unicron_detector.processes.rank_messages import Cut, Save
+from unicron_transition.iteration.exchange import Said
+from unicron_transition.session.save_schedule import SaveSchedule
+from unicron_transition.snapshot import checkpoint_file, contents, image_format
+from unicron_transition.snapshot.checkpoint import Checkpoints
+from unicron_transition.snapshot.contents import Gatherer
+from unicron_transition.snapshot.image_format import BadImage, inventory, read_page
+from unicron_transition.snapshot.image_ring import ImageRing
+from unicron_transition.snapshot.keeper import Keeper, Settings
+from unicron_transition.snapshot.whole_state import WholeState
 
 
 # ------------------------------------------------------------ what is copied

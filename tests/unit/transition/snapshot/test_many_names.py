@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp_of_torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from unicron.transition.snapshot import contents, reading
-from unicron.transition.snapshot.checkpoint_file import folder_name, stem
-from unicron.transition.snapshot.formats import convert, dcp, index, opening, safetensors
-from unicron.transition.snapshot.formats.index import BadCheckpoint
-from unicron.transition.snapshot.image_format import STATE, SUFFIX, BadImage, Key, digest, file_front, read_page
+from unicron_transition.snapshot import contents, reading
+from unicron_transition.snapshot.checkpoint_file import folder_name, stem
+from unicron_transition.snapshot.formats import convert, dcp, index, opening, safetensors
+from unicron_transition.snapshot.formats.index import BadCheckpoint
+from unicron_transition.snapshot.image_format import STATE, SUFFIX, BadImage, Key, digest, file_front, read_page
 
 MOST = 10
 MODELS = Path(__file__).parents[4] / "docs" / "behaviour" / "largest-models.toml"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unicron.transition.snapshot import migrate, tensor_transfer
+from unicron_transition.snapshot import migrate, tensor_transfer
 
 SIZES = (20, 24, 44)  # bytes of the two tensors of a State, and of both
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from unicron.transition.snapshot import foreign
-from unicron.transition.snapshot.formats import convert, megatron_arguments, names, opening
-from unicron.transition.snapshot.formats.index import BadCheckpoint
+from unicron_transition.snapshot import foreign
+from unicron_transition.snapshot.formats import convert, megatron_arguments, names, opening
+from unicron_transition.snapshot.formats.index import BadCheckpoint
 
 HEADS, GROUPS, SIZE, HIDDEN, INNER, WORDS, LAYERS = 4, 2, 3, 12, 20, 11, 2
 NAMED = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS}

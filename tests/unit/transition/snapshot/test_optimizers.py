@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from unicron.ctl.cli.checkpoint import command
-from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
-from unicron.transition.snapshot.formats import convert, opening
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_ctl.cli.checkpoint import command
+from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
+from unicron_transition.snapshot.formats import convert, opening
+from unicron_transition.snapshot.migrate import TrainingState
 
 STEPS = 3
 WITH: dict[str, list[dict[str, Any]]] = {  # settings with which an optimizer has more, or less, of a state

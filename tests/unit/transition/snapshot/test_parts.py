@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.transition.snapshot import parts
-from unicron.transition.snapshot.checkpoint import Checkpoints, Writer
-from unicron.transition.snapshot.migrate import TrainingState
-from unicron.transition.snapshot.parts import PARAMETER, Box, Missing, Source, assemble
+from unicron_transition.snapshot import parts
+from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
+from unicron_transition.snapshot.migrate import TrainingState
+from unicron_transition.snapshot.parts import PARAMETER, Box, Missing, Source, assemble
 
 
 def cut(shape: tuple[int, ...], counts: tuple[int, ...]) -> list[Box]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from unicron.transition.snapshot import foreign
-from unicron.transition.snapshot.formats import opening
-from unicron.transition.snapshot.formats.index import BadCheckpoint
+from unicron_transition.snapshot import foreign
+from unicron_transition.snapshot.formats import opening
+from unicron_transition.snapshot.formats.index import BadCheckpoint
 
 HIDDEN, LAYERS, TENSOR, STAGES = 8, 4, 2, 2
 TRACKER = "latest_checkpointed_iteration.txt"

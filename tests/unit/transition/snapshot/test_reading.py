@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from unicron.ctl.cli.checkpoint import command
-from unicron.transition.snapshot import reading
+from unicron_ctl.cli.checkpoint import command
+from unicron_transition.snapshot import reading
 
 ALICE, BOB = 65533, 65534
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root reads for another user")

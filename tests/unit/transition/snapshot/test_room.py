@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from unicron.detector.health.memory_limit import Left
-from unicron.transition.snapshot import shared_memory
-from unicron.transition.snapshot.image_format import Image
+from unicron_detector.health.memory_limit import Left
+from unicron_transition.snapshot import shared_memory
+from unicron_transition.snapshot.image_format import Image
 
 MB = 1 << 20
 NEEDED = shared_memory.BESIDE + MB  # for files of a few kilobytes

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.transition.snapshot import save_interval
-from unicron.transition.snapshot.save_interval import Risk, SaveClock, interval, optimum
+from unicron_transition.snapshot import save_interval
+from unicron_transition.snapshot.save_interval import Risk, SaveClock, interval, optimum
 
 
 def test_the_optimum_is_youngs_for_a_cheap_save_and_dalys_for_a_dear_one():

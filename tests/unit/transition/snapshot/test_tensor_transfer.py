@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron.transition.snapshot import tensor_transfer
+from unicron_transition.snapshot import tensor_transfer
 
 
 def test_messages_are_full_and_in_order(monkeypatch):

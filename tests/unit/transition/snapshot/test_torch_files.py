@@ -11,10 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 
-from unicron.transition.snapshot.checkpoint import Checkpoints
-from unicron.transition.snapshot.formats import convert, opening, pickles, verify
-from unicron.transition.snapshot.formats.index import RAW
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_transition.snapshot.checkpoint import Checkpoints
+from unicron_transition.snapshot.formats import convert, opening, pickles, verify
+from unicron_transition.snapshot.formats.index import RAW
+from unicron_transition.snapshot.migrate import TrainingState
 
 RARE = {name: getattr(torch, name) for name in RAW if hasattr(torch, name)}
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from unicron.ctl.cli import checkpoint
-from unicron.transition.snapshot.checkpoint import CheckpointError, Checkpoints
-from unicron.transition.snapshot.formats import beside, convert, opening
-from unicron.transition.snapshot.formats.index import BadCheckpoint, some
-from unicron.transition.snapshot.migrate import TrainingState
+from unicron_ctl.cli import checkpoint
+from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
+from unicron_transition.snapshot.formats import beside, convert, opening
+from unicron_transition.snapshot.formats.index import BadCheckpoint, some
+from unicron_transition.snapshot.migrate import TrainingState
 
 WEIGHTS = {"weight": torch.arange(4.0).reshape(2, 2), "bias": torch.ones(2)}
 STATES = "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state_0.pth", "rng_state_1.pth", "training_args.bin"

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import unicron
-from unicron.transition.snapshot import user
-from unicron.transition.snapshot.cuts import Wanted, write_cut_note
-from unicron.transition.snapshot.image_format import inventory, read_page
+from unicron_transition.snapshot import user
+from unicron_transition.snapshot.cuts import Wanted, write_cut_note
+from unicron_transition.snapshot.image_format import inventory, read_page
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from unicron.ctl.cli import check_folder
-from unicron.ctl.cli.unicronctl import unicronctl
-from unicron.ctl.system.errors import FOUND, UserError
+from unicron_ctl.cli import check_folder
+from unicron_ctl.cli.unicronctl import unicronctl
+from unicron_ctl.shared.system.errors import FOUND, UserError
 
 
 @pytest.fixture(autouse=True)

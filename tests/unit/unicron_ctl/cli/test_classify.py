@@ -7,8 +7,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from unicron.ctl.cli.classify import command
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.cli.classify import command
+from unicron_ctl.shared.system.errors import UserError
 
 
 def call(*arguments, stdin=None, code=0):

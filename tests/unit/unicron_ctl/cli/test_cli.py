@@ -13,12 +13,12 @@ import click
 import pytest
 
 from tests.support.processes import LIMIT
-from unicron.ctl.cli import ping, unicronctl
-from unicron.ctl.cli.options import DURATION
-from unicron.ctl.cli.plan import by_id
-from unicron.ctl.system.addresses import named, resolve
-from unicron.ctl.system.errors import UserError
-from unicron.planner.problem.objective import PlanError
+from unicron_ctl.cli import ping, unicronctl
+from unicron_ctl.cli.options import DURATION
+from unicron_ctl.cli.plan import by_id
+from unicron_ctl.shared.system.addresses import named, resolve
+from unicron_ctl.shared.system.errors import UserError
+from unicron_planner.problem.objective import PlanError
 
 
 @click.group()
@@ -102,7 +102,7 @@ def cpu_seconds_of_children() -> float:
 
 def test_help_is_instant_and_imports_nothing_heavy() -> None:
     script = (
-        "import sys; from unicron.ctl.cli.unicronctl import run, unicronctl; run('u', unicronctl, ['--help']); "
+        "import sys; from unicron_ctl.cli.unicronctl import run, unicronctl; run('u', unicronctl, ['--help']); "
         "print([m for m in ('torch', 'numpy', 'zmq', 'msgspec', 'rich', 'sqlite3') if m in sys.modules])"
     )
     took = []
@@ -117,7 +117,7 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     script = (
-        "import sys; from unicron.ctl.cli.unicronctl import run, unicronctl; sys.exit(run('u', unicronctl, ['--help']))"
+        "import sys; from unicron_ctl.cli.unicronctl import run, unicronctl; sys.exit(run('u', unicronctl, ['--help']))"
     )
     reader, writer = os.pipe()
     os.close(reader)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from unicron.ctl.cli.config_check import allowed, command, table
-from unicron.ctl.settings.config import Config, ControllerConfig
-from unicron.ctl.settings.partitions import Claim, PartitionConfig
-from unicron.ctl.slurm import PartitionInfo
+from unicron_ctl.cli.config_check import allowed, command, table
+from unicron_ctl.shared.settings.config import Config, ControllerConfig
+from unicron_ctl.shared.settings.partitions import Claim, PartitionConfig
+from unicron_ctl.shared.slurm import PartitionInfo
 
 PARTITIONS = {
     "gpu": PartitionConfig(mode="act", actions=["drain", "pin"], account={"lab": Claim(max_weight=4.0)}, spare_nodes=2),

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from unicron.ctl.cli.doctor import _print, command
-from unicron.ctl.doctor import host_facts
-from unicron.ctl.doctor.facts import ControllerFacts, HostFacts, Question
-from unicron.ctl.slurm import CommandLineClient, SlurmError
-from unicron.ctl.system import program
+from unicron_ctl.cli.doctor import _print, command
+from unicron_ctl.doctor import host_facts
+from unicron_ctl.doctor.facts import ControllerFacts, HostFacts, Question
+from unicron_ctl.shared.slurm import CommandLineClient, SlurmError
+from unicron_ctl.shared.system import program
 
 
 @pytest.fixture

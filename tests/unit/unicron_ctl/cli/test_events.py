@@ -13,18 +13,18 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.world import FakeSlurm, World
-from unicron.ctl.cli import event_groups, events
-from unicron.ctl.cli.times import SINCE, duration, moment, short
-from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log import store as stores
-from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.log.store import Store
-from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.answer_schema import ASKED_TOO_MUCH
-from unicron.ctl.system import columns
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.cli import event_groups, events
+from unicron_ctl.cli.times import SINCE, duration, moment, short
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log import store as stores
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol.answer_schema import ASKED_TOO_MUCH
+from unicron_ctl.shared.system import columns
+from unicron_ctl.shared.system.errors import UserError
 
 STEP = records.Step(
     iteration=1, loss=1.0, seconds=0.5, ranks=2, nodes=2, flops=1e9, train_iterations=9, micro_batches=8, computed=8
@@ -269,7 +269,7 @@ def test_times_as_people_write_them(monkeypatch: pytest.MonkeyPatch, text: str, 
         def now(cls, tz: Any = None) -> Clock:
             return cls.fromtimestamp(NOW.timestamp(), tz)
 
-    monkeypatch.setattr("unicron.ctl.cli.times.datetime", Clock)
+    monkeypatch.setattr("unicron_ctl.cli.times.datetime", Clock)
     assert SINCE.convert(text, None, None) == NOW.timestamp() - seconds_ago
 
 

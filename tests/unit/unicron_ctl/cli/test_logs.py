@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.processes import wait_for
-from unicron.ctl.cli.logs import MOST_LINE, RankFile
-from unicron.ctl.cli.unicronctl import unicronctl
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.cli.logs import MOST_LINE, RankFile
+from unicron_ctl.cli.unicronctl import unicronctl
+from unicron_ctl.shared.system.errors import UserError
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_what_is_not_there_is_one_line(folder: Path, words: list[str]) -> None:
 
 
 def test_it_follows_old_and_new_files(folder: Path) -> None:
-    code = "import sys; from unicron.ctl.cli.unicronctl import main; main()"
+    code = "import sys; from unicron_ctl.cli.unicronctl import main; main()"
     command = [sys.executable, "-u", "-c", code, "logs", "7", "--dir", str(folder), "-f"]
     out = folder / "out"
     with out.open("wb") as file:

@@ -8,9 +8,9 @@ import types
 
 import pytest
 
-from unicron.ctl.cli.unicronctl import unicronctl
-from unicron.ctl.system.program import run
-from unicron.planner.simulate.cases import case
+from unicron_ctl.cli.unicronctl import unicronctl
+from unicron_ctl.shared.system.program import run
+from unicron_planner.simulate.cases import case
 
 SACCT = "JobID|User|JobName|State|ExitCode|Submit|Start|End|NNodes"
 SCENARIO = """
@@ -72,14 +72,14 @@ def answer(scenario):
 
 def test_plan_live_asks_the_controller(files, capsys, monkeypatch):
     asked = []
-    module = types.ModuleType("unicron.ctl.protocol.client")
+    module = types.ModuleType("unicron_ctl.shared.protocol.client")
 
     def ask(question, controller):
         asked.append((question["kind"], controller))
         return answer(case(2)) if question["kind"] == "scenario" else [{"job": "task6-13b", "name": "gpt"}]
 
     module.ask_controller = ask
-    monkeypatch.setitem(sys.modules, "unicron.ctl.protocol.client", module)
+    monkeypatch.setitem(sys.modules, "unicron_ctl.shared.protocol.client", module)
     where = ("--controller", "tcp://head:1")
     for name in ("task6-13b", "gpt"):
         status, out, _ = call(capsys, "plan", "--live", "--if", f"job {name} finishes", "--json", *where)

@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 from tests.unit.unicron_ctl.system.test_redaction import SECRETS
-from unicron.ctl.cli import bundle, reporting
-from unicron.ctl.cli.unicronctl import unicronctl
-from unicron.ctl.controller.log.week import week
-from unicron.ctl.protocol.answer_schema import Report
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.cli import bundle, reporting
+from unicron_ctl.cli.unicronctl import unicronctl
+from unicron_ctl.controller.log.week import week
+from unicron_ctl.shared.protocol.answer_schema import Report
+from unicron_ctl.shared.system.errors import UserError
 
 PLANTED = [form.format(secret) for form, secret in SECRETS.values()]
 

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 from tests.support.questions import told
 from tests.support.world import FakeSlurm, World
-from unicron.ctl.cli.unicronctl import unicronctl
-from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY
-from unicron.ctl.protocol import answer_schema
-from unicron.ctl.protocol.answer_schema import ADMIN, OWNER, Explanation, Job, Node, Status, redacted
+from unicron_ctl.cli.unicronctl import unicronctl
+from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY
+from unicron_ctl.shared.protocol import answer_schema
+from unicron_ctl.shared.protocol.answer_schema import ADMIN, OWNER, Explanation, Job, Node, Status, redacted
 
 # What programs rely on; keys may be added.
 JOB_KEYS = set(

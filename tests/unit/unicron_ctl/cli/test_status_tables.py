@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from rich.text import Text
 
-from unicron.ctl.cli import pair_test, status_tables, top, trouble
-from unicron.ctl.protocol.answer_schema import Attention, Explanation, Failure, Job, JobBase, Node, Status
-from unicron.ctl.slurm.host_lists import hosts
-from unicron.ctl.system import columns
-from unicron.ctl.system.columns import WIDTH, Listing, lines_of, show
+from unicron_ctl.cli import pair_test, status_tables, top, trouble
+from unicron_ctl.shared.protocol.answer_schema import Attention, Explanation, Failure, Job, JobBase, Node, Status
+from unicron_ctl.shared.slurm.host_lists import hosts
+from unicron_ctl.shared.system import columns
+from unicron_ctl.shared.system.columns import WIDTH, Listing, lines_of, show
 
 FAILURE: dict[str, Any] = dict.fromkeys(Failure.__struct_fields__) | {
     "id": 1,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from unicron.ctl.cli import templates
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.cli import templates
+from unicron_ctl.shared.system.errors import UserError
 
 
 def call(*words: str) -> str:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.company import CONTROLLER, Company
-from unicron.ctl.consensus import proposer
-from unicron.ctl.consensus.proposals import PROPOSERS
-from unicron.ctl.protocol import peer_messages
+from unicron_ctl.shared.consensus import proposer
+from unicron_ctl.shared.consensus.proposals import PROPOSERS
+from unicron_ctl.shared.protocol import peer_messages
 
 SOON = 2.0  # seconds from a death to the next step, without the groups' own time
 

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from tests.unit.unicron_ctl.consensus.test_tables import ME, company, plan, promise, share
-from unicron.ctl.consensus.acceptor import AcceptorState
-from unicron.ctl.consensus.controller_silence import ASK_SECONDS, AWAY_SECONDS, TELL_SECONDS
-from unicron.ctl.consensus.participant import REPEAT_SECONDS, TICK_SECONDS, Participant
-from unicron.ctl.consensus.proposals import make_proposal, proposal_for
-from unicron.ctl.protocol import shared_plans, structs, wire
-from unicron.ctl.protocol.peer_messages import (
+from unicron_ctl.shared.consensus.acceptor import AcceptorState
+from unicron_ctl.shared.consensus.controller_silence import ASK_SECONDS, AWAY_SECONDS, TELL_SECONDS
+from unicron_ctl.shared.consensus.participant import REPEAT_SECONDS, TICK_SECONDS, Participant
+from unicron_ctl.shared.consensus.proposals import make_proposal, proposal_for
+from unicron_ctl.shared.protocol import shared_plans, structs, wire
+from unicron_ctl.shared.protocol.peer_messages import (
     Accept,
     Accepted,
     Ballot,

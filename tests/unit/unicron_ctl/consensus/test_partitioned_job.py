@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from tests.support.partitioned_job import PartitionedJob
-from unicron.ctl.controller.failure_detector import quorum
+from unicron_ctl.controller.failure_detector import quorum
 
 
 def story(count: int, random: Random) -> None:

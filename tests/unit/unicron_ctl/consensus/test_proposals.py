@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tests.unit.unicron_ctl.consensus.test_tables import company, plan, promise
-from unicron.ctl.consensus.proposals import (
+from unicron_ctl.shared.consensus.proposals import (
     PROPOSERS,
     Membership,
     is_agents_prefix,
@@ -14,8 +14,8 @@ from unicron.ctl.consensus.proposals import (
     proposal_for,
     proposers_of,
 )
-from unicron.ctl.protocol import shared_plans, structs, wire
-from unicron.ctl.protocol.peer_messages import Promise
+from unicron_ctl.shared.protocol import shared_plans, structs, wire
+from unicron_ctl.shared.protocol.peer_messages import Promise
 
 
 def made(members: Membership, promises: dict[int, Promise], **more) -> wire.Plan | None:

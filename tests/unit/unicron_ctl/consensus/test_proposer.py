@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from tests.unit.unicron_ctl.consensus.test_tables import ME, company, pairs, promise
-from unicron.ctl.consensus.proposals import Membership, make_proposal, proposal_for
-from unicron.ctl.consensus.proposer import (
+from unicron_ctl.shared.consensus.proposals import Membership, make_proposal, proposal_for
+from unicron_ctl.shared.consensus.proposer import (
     BALLOT_SECONDS,
     GATHER_SECONDS,
     PAUSE_SECONDS,
@@ -22,8 +22,8 @@ from unicron.ctl.consensus.proposer import (
     Proposer,
     ProposerState,
 )
-from unicron.ctl.protocol import peer_messages, shared_plans, structs
-from unicron.ctl.protocol.peer_messages import Accept, Halt, Learn, Prepare, Promise, Proposal
+from unicron_ctl.shared.protocol import peer_messages, shared_plans, structs
+from unicron_ctl.shared.protocol.peer_messages import Accept, Halt, Learn, Prepare, Promise, Proposal
 
 IDLE, PREPARING, HALTING = ProposerState.IDLE, ProposerState.PREPARING, ProposerState.HALTING
 ACCEPTING, TEACHING = ProposerState.ACCEPTING, ProposerState.TEACHING

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.consensus.survivors_plan import decide, newest_state
-from unicron.ctl.protocol.structs import RankStatus, Shards
-from unicron.transition.generations import layout
+from unicron_ctl.shared.consensus.survivors_plan import decide, newest_state
+from unicron_ctl.shared.protocol.structs import RankStatus, Shards
+from unicron_transition.generations import layout
 
 TOTAL = 8
 

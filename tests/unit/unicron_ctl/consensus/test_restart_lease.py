@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.consensus.restart_lease import MARGIN_SECONDS, MINORITY_SECONDS, PART_SECONDS, Lease, seconds_to_expiry
-from unicron.ctl.protocol.ranges import MOST_DOORS
+from unicron_ctl.shared.consensus.restart_lease import (
+    MARGIN_SECONDS,
+    MINORITY_SECONDS,
+    PART_SECONDS,
+    Lease,
+    seconds_to_expiry,
+)
+from unicron_ctl.shared.protocol.ranges import MOST_DOORS
 
 
 def lease(others: int) -> Lease:

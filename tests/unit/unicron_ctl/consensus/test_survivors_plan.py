@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.consensus.survivors_plan import deal, decide
-from unicron.ctl.protocol.structs import RankStatus
+from unicron_ctl.shared.consensus.survivors_plan import deal, decide
+from unicron_ctl.shared.protocol.structs import RankStatus
 
 
 def stopped(iteration: int, phase: str = "computing", done: list[int] | None = None) -> RankStatus:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from unicron.ctl.consensus import acceptor, proposer
-from unicron.ctl.consensus.controller_silence import ASK_SECONDS, ControllerSilence
-from unicron.ctl.consensus.participant import Participant
-from unicron.ctl.consensus.proposals import (
+from unicron_ctl.shared.consensus import acceptor, proposer
+from unicron_ctl.shared.consensus.controller_silence import ASK_SECONDS, ControllerSilence
+from unicron_ctl.shared.consensus.participant import Participant
+from unicron_ctl.shared.consensus.proposals import (
     PROPOSERS,
     Membership,
     has_stopped,
@@ -17,7 +17,7 @@ from unicron.ctl.consensus.proposals import (
     proposal_for,
     proposers_of,
 )
-from unicron.ctl.protocol import peer_messages, shared_plans, structs, wire
+from unicron_ctl.shared.protocol import peer_messages, shared_plans, structs, wire
 
 ME = structs.Peer(0, "agent0", "n0:1", "key0")
 

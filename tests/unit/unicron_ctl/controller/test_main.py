@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from tests.support.processes import undated
-from unicron.ctl.cli import unicronctl
-from unicron.ctl.controller import unicrond as main
-from unicron.ctl.controller.server import journal
-from unicron.ctl.settings.config import Config, ControllerConfig
-from unicron.ctl.settings.config_file import examine
-from unicron.ctl.system import descriptors
+from unicron_ctl.cli import unicronctl
+from unicron_ctl.controller import unicrond as main
+from unicron_ctl.controller.server import journal
+from unicron_ctl.shared.settings.config import Config, ControllerConfig
+from unicron_ctl.shared.settings.config_file import examine
+from unicron_ctl.shared.system import descriptors
 
 
 @pytest.fixture(autouse=True)

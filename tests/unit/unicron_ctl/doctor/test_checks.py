@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from unicron.ctl.doctor.examination import CHECKS, Result, by_weight, examine, no_answer, summary
-from unicron.ctl.doctor.facts import (
+from unicron_ctl.doctor.examination import CHECKS, Result, by_weight, examine, no_answer, summary
+from unicron_ctl.doctor.facts import (
     COMPUTE,
     HEAD,
     LOGIN,
@@ -28,10 +28,10 @@ from unicron.ctl.doctor.facts import (
     ShmFacts,
     SiteFacts,
 )
-from unicron.ctl.settings.config import Config
-from unicron.ctl.settings.config_file import parse
-from unicron.ctl.slurm import NodeInfo, PartitionInfo
-from unicron.ctl.slurm.slurm_settings import SlurmSettings
+from unicron_ctl.shared.settings.config import Config
+from unicron_ctl.shared.settings.config_file import parse
+from unicron_ctl.shared.slurm import NodeInfo, PartitionInfo
+from unicron_ctl.shared.slurm.slurm_settings import SlurmSettings
 
 ADDRESS = "tcp://head:7451"
 TOML = "/etc/unicron/unicron.toml"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.doctor import host_facts, on_nodes
-from unicron.ctl.doctor.facts import COMPUTE, HEAD, LOGIN, HostFacts, PluginFacts, Question, SiteFacts
-from unicron.ctl.doctor.on_nodes import (
+from unicron_ctl.doctor import host_facts, on_nodes
+from unicron_ctl.doctor.facts import COMPUTE, HEAD, LOGIN, HostFacts, PluginFacts, Question, SiteFacts
+from unicron_ctl.doctor.on_nodes import (
     DOOR,
     FACTS,
     Collector,
@@ -28,11 +28,11 @@ from unicron.ctl.doctor.on_nodes import (
     own_program,
     pieces,
 )
-from unicron.ctl.doctor.plugstack import candidates, in_plugin_dir, plugin_facts
-from unicron.ctl.doctor.site_facts import find_role, patterns, question_for
-from unicron.ctl.settings.config_file import parse
-from unicron.ctl.slurm import NodeInfo
-from unicron.ctl.slurm.slurm_settings import SlurmSettings
+from unicron_ctl.doctor.plugstack import candidates, in_plugin_dir, plugin_facts
+from unicron_ctl.doctor.site_facts import find_role, patterns, question_for
+from unicron_ctl.shared.settings.config_file import parse
+from unicron_ctl.shared.slurm import NodeInfo
+from unicron_ctl.shared.slurm.slurm_settings import SlurmSettings
 
 BUILT = b"\x7fELF\0unicron 0.1.0, built for Slurm 24.11.5\0more"
 
@@ -163,7 +163,7 @@ def test_containers_mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_this_host_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unicron.ctl.doctor.controller_facts.ASK_SECONDS", 0.3)
+    monkeypatch.setattr("unicron_ctl.doctor.controller_facts.ASK_SECONDS", 0.3)
     facts = host_facts.collect(Question(role=LOGIN, users=["root", "no-such-user"], controller="tcp://127.0.0.1:1"))
     assert facts.users == {"root": 0, "no-such-user": None}
     assert facts.shm.size > 0 and facts.limits["nofile"] > 0 and facts.limits.keys() == {"nofile", "memlock", "core"}
@@ -271,7 +271,7 @@ def test_a_step_is_one_task_on_each_node() -> None:
     question = Question(role=COMPUTE, config=TOML, users=["slurm"], door=60.0)
     line = command("gpu", ["n1", "n2"], question, Wish(interpreter("/p"), seconds=90.0, queue=7), "t")
     assert {"--nodes=2", "--nodelist=n1,n2", "--ntasks=2", "--partition=gpu", "--immediate=7"} <= set(line)
-    assert line[-5:-1] == ["/p", "-P", "-m", "unicron.ctl.doctor.host_facts"]
+    assert line[-5:-1] == ["/p", "-P", "-m", "unicron_ctl.doctor.host_facts"]
     assert on_nodes.decode_question(line[-1]) == question
 
 
@@ -293,7 +293,7 @@ TOML = "/etc/unicron/unicron.toml"
 def no_daemons(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The programs that run on this host, as the doctor sees them."""
     running: set[str] = set()
-    monkeypatch.setattr("unicron.ctl.doctor.site_facts.processes", lambda name: [Path("/")] if name in running else [])
+    monkeypatch.setattr("unicron_ctl.doctor.site_facts.processes", lambda name: [Path("/")] if name in running else [])
     return running
 
 

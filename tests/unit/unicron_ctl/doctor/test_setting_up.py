@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from unicron.ctl.cli.setup import command
-from unicron.ctl.doctor.facts import PluginFacts
-from unicron.ctl.doctor.first_file import Wish, unicron_toml
-from unicron.ctl.doctor.plugstack import lines_of
-from unicron.ctl.doctor.setting_up import Site, plugin_line, slurm_conf_lines, steps
-from unicron.ctl.doctor.slurm_lines import WANTED
-from unicron.ctl.settings.config import Config, ControllerConfig, fields_of
-from unicron.ctl.settings.config_file import examine, parse
-from unicron.ctl.settings.notify import NotifyConfig
-from unicron.ctl.slurm.slurm_settings import SlurmSettings
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.cli.setup import command
+from unicron_ctl.doctor.facts import PluginFacts
+from unicron_ctl.doctor.first_file import Wish, unicron_toml
+from unicron_ctl.doctor.plugstack import lines_of
+from unicron_ctl.doctor.setting_up import Site, plugin_line, slurm_conf_lines, steps
+from unicron_ctl.doctor.slurm_lines import WANTED
+from unicron_ctl.shared.settings.config import Config, ControllerConfig, fields_of
+from unicron_ctl.shared.settings.config_file import examine, parse
+from unicron_ctl.shared.settings.notify import NotifyConfig
+from unicron_ctl.shared.slurm.slurm_settings import SlurmSettings
+from unicron_ctl.shared.system.errors import UserError
 
 BARE = {"SlurmUser": "slurm(64030)", "SchedulerParameters": "bf_interval=30", "PrologFlags": "Contain"}
 CONFIG = """SlurmUser = slurm(64030)

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from tests.support.clock import START
-from unicron.ctl.controller.model.requests import OURS
-from unicron.ctl.controller.nodes.readmission import Report
-from unicron.ctl.nodes import admission
-from unicron.ctl.slurm.slurm_client import NodeInfo
-from unicron.ctl.system.errors import UserError
-from unicron.detector.health.checks import Settings
+from unicron_ctl.controller.model.requests import OURS
+from unicron_ctl.controller.nodes.readmission import Report
+from unicron_ctl.nodes import admission
+from unicron_ctl.shared.slurm.slurm_client import NodeInfo
+from unicron_ctl.shared.system.errors import UserError
+from unicron_detector.health.checks import Settings
 
 
 def info(*states: str, reason: str = "") -> NodeInfo:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from click.testing import CliRunner
 
 from tests.support.world import FakeSlurm
-from unicron.ctl.cli.retire import command
-from unicron.ctl.nodes.leftovers import leftovers, take_all_back
-from unicron.ctl.slurm import CommandLineClient, SlurmError
-from unicron.ctl.slurm.admin_comment import HELD
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.cli.retire import command
+from unicron_ctl.nodes.leftovers import leftovers, take_all_back
+from unicron_ctl.shared.slurm import CommandLineClient, SlurmError
+from unicron_ctl.shared.slurm.admin_comment import HELD
+from unicron_ctl.shared.system.errors import UserError
 
 
 def left() -> FakeSlurm:
@@ -90,7 +90,7 @@ def test_the_command_asks_first(monkeypatch) -> None:
         if not controllers:
             raise UserError("no controller answers")
 
-    monkeypatch.setattr("unicron.ctl.cli.retire.ask_controller", ask)
+    monkeypatch.setattr("unicron_ctl.cli.retire.ask_controller", ask)
     said = CliRunner().invoke(command, ["--dry-run"])
     assert said.exit_code == 0 and said.output.splitlines()[0].startswith("n1 returns to service; check it")
     refused = CliRunner().invoke(command, ["--yes"])

@@ -8,13 +8,13 @@ import json
 import msgspec
 import pytest
 
-from unicron.ctl.cli import pair_test
-from unicron.ctl.cli.pair_test import report_of
-from unicron.ctl.nodes import pairs
-from unicron.ctl.slurm.slurm_client import NodeInfo
-from unicron.ctl.system.errors import UserError
-from unicron.detector.health.pair_probe import MARK, added, numbers, ports
-from unicron.detector.health.pair_test import Outcome
+from unicron_ctl.cli import pair_test
+from unicron_ctl.cli.pair_test import report_of
+from unicron_ctl.nodes import pairs
+from unicron_ctl.shared.slurm.slurm_client import NodeInfo
+from unicron_ctl.shared.system.errors import UserError
+from unicron_detector.health.pair_probe import MARK, added, numbers, ports
+from unicron_detector.health.pair_test import Outcome
 
 
 def cluster(count: int = 6, **states: set[str]) -> list[NodeInfo]:
@@ -79,7 +79,7 @@ def test_the_command_asks_for_exactly_the_two_nodes_and_all_their_gpus() -> None
     line = pairs.command(("n2", "n1"), nodes, wish, "abc")
     for word in ("--nodelist=n2,n1", "--nodes=2", "--gres=gpu:2", "--partition=debug", "--address=ip-n2"):
         assert word in line
-    assert line.index("/opt/python") < line.index("-P") < line.index("unicron.detector.health.pair_probe")
+    assert line.index("/opt/python") < line.index("-P") < line.index("unicron_detector.health.pair_probe")
     assert not any("gres" in word for word in pairs.command(("n1", "n2"), nodes, pairs.Wish(gpus=False), "abc"))
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.doctor import on_nodes
-from unicron.ctl.doctor.facts import COMPUTE, Question
-from unicron.ctl.nodes import pairs
-from unicron.ctl.nodes.steps import Steps
-from unicron.ctl.slurm.slurm_client import NodeInfo
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.doctor import on_nodes
+from unicron_ctl.doctor.facts import COMPUTE, Question
+from unicron_ctl.nodes import pairs
+from unicron_ctl.nodes.steps import Steps
+from unicron_ctl.shared.slurm.slurm_client import NodeInfo
+from unicron_ctl.shared.system.errors import UserError
 
 LIMIT = 20.0  # seconds; the sruns here would take longer
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from unicron.ctl.controller.model.asker import NOBODY, Asker
-from unicron.ctl.controller.model.quotas import (
+from unicron_ctl.controller.model.asker import NOBODY, Asker
+from unicron_ctl.controller.model.quotas import (
     BYTES_OF_ONE,
     OF_A_STRANGER,
     OF_A_USER,
@@ -14,11 +14,11 @@ from unicron.ctl.controller.model.quotas import (
     Quotas,
     cost,
 )
-from unicron.ctl.controller.server.question_queue import Question
-from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.connection_limits import KNOWN_SECONDS, ConnectionLimits
-from unicron.ctl.protocol.wire import MAX_BYTES
-from unicron.ctl.system.throttle import NAMES, Throttle
+from unicron_ctl.controller.server.question_queue import Question
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol.connection_limits import KNOWN_SECONDS, ConnectionLimits
+from unicron_ctl.shared.protocol.wire import MAX_BYTES
+from unicron_ctl.shared.system.throttle import NAMES, Throttle
 
 
 def test_strangers_go_first_and_agents_stay() -> None:

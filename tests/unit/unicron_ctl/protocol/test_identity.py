@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from unicron.ctl.protocol import claims, controller_discovery, datagrams, encryption, munge, structs, wire
-from unicron.ctl.system import addresses
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.shared.protocol import claims, controller_discovery, datagrams, encryption, munge, structs, wire
+from unicron_ctl.shared.system import addresses
+from unicron_ctl.shared.system.errors import UserError
 
 KEY = "k" * 40
 REGISTER = wire.Register(

@@ -12,11 +12,11 @@ import zmq
 
 from tests.support.processes import wait_for
 from tests.support.stranger import COMMAND, MORE, Stranger, framed
-from unicron.ctl.protocol import listener as module
-from unicron.ctl.protocol.encryption import new_pair
-from unicron.ctl.protocol.listener import Connection, Listener, listening
-from unicron.ctl.protocol.zmtp import Keys
-from unicron.ctl.system.addresses import origin
+from unicron_ctl.shared.protocol import listener as module
+from unicron_ctl.shared.protocol.encryption import new_pair
+from unicron_ctl.shared.protocol.listener import Connection, Listener, listening
+from unicron_ctl.shared.protocol.zmtp import Keys
+from unicron_ctl.shared.system.addresses import origin
 
 MOST = 1 << 20
 

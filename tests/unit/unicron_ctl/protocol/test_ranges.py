@@ -12,8 +12,8 @@ from msgspec import inspect
 
 from tests.support import hostile
 from tests.support.depth import cases
-from unicron.ctl.protocol import datagrams, ranges, shared_plans, structs, wire
-from unicron.detector.formats import HINT, PROTOCOL
+from unicron_ctl.shared.protocol import datagrams, ranges, shared_plans, structs, wire
+from unicron_detector.formats import HINT, PROTOCOL
 
 ANY_NUMBER = {"RankStatus.loss", "RankStep.loss"}  # of a training that diverges it is none
 ANYTHING = {"Answer.data", "PlanShare.common"}  # what the controller says; a plan's part has a type of its own

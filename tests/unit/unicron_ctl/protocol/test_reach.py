@@ -9,8 +9,8 @@ from typing import NoReturn
 
 import pytest
 
-from unicron.ctl.protocol import reach as module
-from unicron.ctl.protocol.reach import Door, Reach, door_at, reach
+from unicron_ctl.shared.protocol import reach as module
+from unicron_ctl.shared.protocol.reach import Door, Reach, door_at, reach
 
 
 @pytest.fixture

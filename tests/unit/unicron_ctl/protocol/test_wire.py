@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.protocol import ranges, shared_plans, structs, wire
+from unicron_ctl.shared.protocol import ranges, shared_plans, structs, wire
 
 SLOTS = st.lists(st.integers(0, 200), unique=True)
 PLANS = st.builds(

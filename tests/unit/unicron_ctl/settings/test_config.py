@@ -12,11 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.settings.config import AgentConfig, Config, ControllerConfig, listen_problem, port_notes, problems
-from unicron.ctl.settings.config_file import examine, load, parse, parse_sections, search_path
-from unicron.ctl.settings.places import controller_address, is_guess, state_dir
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.settings.config import (
+    AgentConfig,
+    Config,
+    ControllerConfig,
+    listen_problem,
+    port_notes,
+    problems,
+)
+from unicron_ctl.shared.settings.config_file import examine, load, parse, parse_sections, search_path
+from unicron_ctl.shared.settings.places import controller_address, is_guess, state_dir
+from unicron_ctl.shared.system.errors import UserError
 
 ANY_ENVIRONMENT: dict[str, str] = {}
 

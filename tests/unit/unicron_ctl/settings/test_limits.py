@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from tests.support.processes import LIMIT, ROOT
-from unicron.ctl.settings import limits
-from unicron.ctl.settings.config import OTHER_TABLES, AgentConfig, ControllerConfig, rule_values
-from unicron.ctl.settings.limits import (
+from unicron_ctl.shared.settings import limits
+from unicron_ctl.shared.settings.config import OTHER_TABLES, AgentConfig, ControllerConfig, rule_values
+from unicron_ctl.shared.settings.limits import (
     FIXED,
     RULES,
     VARIABLES,
@@ -29,15 +29,15 @@ from unicron.ctl.settings.limits import (
 
 # Whose constants they are, and the folder or file that has them.
 HOMES = {
-    "controller": "unicron_ctl/controller",
-    "agent": "unicron_ctl/agent",
-    "register": "unicron_ctl/agent/start/agent_main.py",
+    "controller": "unicron_ctl/unicron_ctl/controller",
+    "agent": "unicron_ctl/unicron_ctl/agent",
+    "register": "unicron_ctl/unicron_ctl/agent/start/agent_main.py",
     "rank": "transition",
-    "node": "unicron_ctl/nodes",
-    "consensus": "unicron_ctl/consensus",
-    "settings": "unicron_ctl/settings/limits.py",
-    "protocol": "unicron_ctl/protocol",
-    "process": "unicron_ctl/system/descriptors.py",
+    "node": "unicron_ctl/unicron_ctl/nodes",
+    "consensus": "unicron_ctl/unicron_ctl/shared/consensus",
+    "settings": "unicron_ctl/unicron_ctl/shared/settings/limits.py",
+    "protocol": "unicron_ctl/unicron_ctl/shared/protocol",
+    "process": "unicron_ctl/unicron_ctl/shared/system/descriptors.py",
     "prolog": "slurm_plugin/prolog.d/50-unicron",
     "health": "slurm_plugin/health/unicron-health",
     "service": "slurm_plugin/systemd/unicrond.service",

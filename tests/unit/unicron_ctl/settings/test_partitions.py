@@ -6,10 +6,10 @@ import tomllib
 
 import pytest
 
-from unicron.ctl.settings.config_file import parse, parse_sections
-from unicron.ctl.settings.partitions import ACT, NEEDED, OBSERVE, OFF, PERMISSIONS, Rules, strictest
-from unicron.ctl.slurm import SlurmClient
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.shared.settings.config_file import parse, parse_sections
+from unicron_ctl.shared.settings.partitions import ACT, NEEDED, OBSERVE, OFF, PERMISSIONS, Rules, strictest
+from unicron_ctl.shared.slurm import SlurmClient
+from unicron_ctl.shared.system.errors import UserError
 
 FILE = """
 [partition.default]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 import unicron
-from unicron.ctl.settings.places import nodes_python, program
+from unicron_ctl.shared.settings.places import nodes_python, program
 
-MODULE = "unicron.ctl.controller.unicrond"
+MODULE = "unicron_ctl.controller.unicrond"
 
 
 def test_here_it_is_this_python():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from unicron.ctl.settings.variables import OF_JOBS, OF_PROGRAMS
+from unicron_ctl.shared.settings.variables import OF_JOBS, OF_PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[4]
 NAME = re.compile(r"""["'`]_?(UNICRON_[A-Z_]+)[="'`]""")
@@ -25,5 +25,5 @@ def test_every_variable_of_the_sources_is_listed_and_the_other_way_round() -> No
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path.name != "variables.py"]
     found = {name for path in sources for name in NAME.findall(path.read_text())}
     listed = {variable.name for variable in (*OF_JOBS, *OF_PROGRAMS)}
-    assert found - OTHERS - listed == set(), "list them in unicron_ctl/settings/variables.py"
+    assert found - OTHERS - listed == set(), "list them in unicron_ctl/shared/settings/variables.py"
     assert listed - found == set(), "nobody reads them"

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.unicron_ctl.slurm.test_pyslurm_backend import FakePyslurm
-from unicron.ctl.slurm.admin_comment import HELD, MOST, OWN_MOST, own_part, with_own
-from unicron.ctl.slurm.command_line import CommandLineClient
-from unicron.ctl.slurm.pyslurm_backend import PyslurmClient
-from unicron.ctl.slurm.slurm_client import ElementInfo, SlurmError
+from unicron_ctl.shared.slurm.admin_comment import HELD, MOST, OWN_MOST, own_part, with_own
+from unicron_ctl.shared.slurm.command_line import CommandLineClient
+from unicron_ctl.shared.slurm.pyslurm_backend import PyslurmClient
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo, SlurmError
 
 OWN = "unicron: 2 failures healed, 9 s lost"
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.slurm import asked
-from unicron.ctl.slurm.slurm_client import Asked
+from unicron_ctl.shared.slurm import asked
+from unicron_ctl.shared.slurm.slurm_client import Asked
 
 PLAIN = {"NumNodes": "1", "NumCPUs": "1", "MinCpus": "1", "NumTasks": "1", "MinMemory": "0", "MinTmpDisk": "0"}
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import ROOT
-from unicron.ctl.slurm import ElementInfo, NodeInfo, SlurmError, command_line
-from unicron.ctl.slurm.command_line import (
+from unicron_ctl.shared.slurm import ElementInfo, NodeInfo, SlurmError, command_line
+from unicron_ctl.shared.slurm.command_line import (
     CommandLineClient,
     count_gpus,
     parse_node,
     parse_reservations,
     parse_topology,
 )
-from unicron.ctl.slurm.sizes import parse_partitions
-from unicron.ctl.slurm.slurm_client import PartitionInfo, Reserved, Size
-from unicron.ctl.slurm.states import parse_states
+from unicron_ctl.shared.slurm.sizes import parse_partitions
+from unicron_ctl.shared.slurm.slurm_client import PartitionInfo, Reserved, Size
+from unicron_ctl.shared.slurm.states import parse_states
 
 SEEN = tomllib.loads((ROOT / "docs" / "behaviour" / "slurm-jobs.toml").read_text())
 NODE = (

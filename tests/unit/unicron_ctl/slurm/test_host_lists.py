@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from unicron.ctl.slurm.host_lists import folded, hosts, natural
+from unicron_ctl.shared.slurm.host_lists import folded, hosts, natural
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.slurm import squeue
-from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron_ctl.shared.slurm import squeue
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 
 S = "\x1f"
 FACTS = ("7", "2", "9", "RUNNING", "ann", "1000", "1970-01-02T00:00:01", "1-00:00:00", "17", "N/A", "main", "(null)")

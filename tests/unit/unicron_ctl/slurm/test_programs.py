@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.slurm import programs
-from unicron.ctl.slurm.command_line import CommandLineClient
-from unicron.ctl.slurm.programs import MOST_STUCK, Programs
-from unicron.ctl.slurm.slurm_client import SlurmError, SlurmTimeout
+from unicron_ctl.shared.slurm import programs
+from unicron_ctl.shared.slurm.command_line import CommandLineClient
+from unicron_ctl.shared.slurm.programs import MOST_STUCK, Programs
+from unicron_ctl.shared.slurm.slurm_client import SlurmError, SlurmTimeout
 
 ENV = {"PATH": "/usr/bin:/bin"}
 

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from unicron.ctl.slurm import (
+from unicron_ctl.shared.slurm import (
     CommandLineClient,
     NodeInfo,
     SlurmError,
@@ -19,8 +19,8 @@ from unicron.ctl.slurm import (
     command_line,
     pyslurm_backend,
 )
-from unicron.ctl.slurm.pyslurm_backend import NAMES, PyslurmClient, expand_indices, matching_pyslurm
-from unicron.ctl.slurm.slurm_client import Reserved
+from unicron_ctl.shared.slurm.pyslurm_backend import NAMES, PyslurmClient, expand_indices, matching_pyslurm
+from unicron_ctl.shared.slurm.slurm_client import Reserved
 
 
 def _record(number: int, **fields: object) -> SimpleNamespace:
@@ -291,7 +291,7 @@ def test_without_an_answer_of_slurm_its_library_is_not_initialised(
     def settings(self: CommandLineClient) -> None:
         raise SlurmError("scontrol show config: no configuration file")
 
-    monkeypatch.setattr("unicron.ctl.slurm.pyslurm_backend.matching_pyslurm", lambda release: fake)
+    monkeypatch.setattr("unicron_ctl.shared.slurm.pyslurm_backend.matching_pyslurm", lambda release: fake)
     monkeypatch.setattr(CommandLineClient, "version", lambda self: "25.11.8")
     monkeypatch.setattr(CommandLineClient, "settings", settings)
     assert type(choose_client()) is CommandLineClient
@@ -307,7 +307,8 @@ def test_another_cluster_than_this_processes_own_is_reached_by_command_line(monk
 def test_choose_client_asks_the_cluster_for_its_release(monkeypatch: pytest.MonkeyPatch, fake: FakePyslurm) -> None:
     monkeypatch.setenv("SLURM_CONF", "/c/slurm.conf")
     monkeypatch.setattr(
-        "unicron.ctl.slurm.pyslurm_backend.matching_pyslurm", lambda release: fake if release == "25.11.1" else None
+        "unicron_ctl.shared.slurm.pyslurm_backend.matching_pyslurm",
+        lambda release: fake if release == "25.11.1" else None,
     )
     monkeypatch.setattr(CommandLineClient, "settings", lambda self: None)
     for release, backend in (("25.11.1", PyslurmClient), ("22.05.8", CommandLineClient)):

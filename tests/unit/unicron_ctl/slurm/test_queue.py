@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.controller.model.view import Listing
-from unicron.ctl.slurm import CommandLineClient, SlurmError, command_line, queue, squeue
-from unicron.ctl.slurm.slurm_client import Queue
-from unicron.ctl.slurm.squeue import columns_format
+from unicron_ctl.controller.model.view import Listing
+from unicron_ctl.shared.slurm import CommandLineClient, SlurmError, command_line, queue, squeue
+from unicron_ctl.shared.slurm.slurm_client import Queue
+from unicron_ctl.shared.slurm.squeue import columns_format
 
 USUAL = {
     "ArrayJobID": "7",

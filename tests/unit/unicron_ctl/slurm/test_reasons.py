@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from unicron.ctl.slurm.pending_reasons import Bar, bar_of, barred, explained, refusal_seconds, understand
-from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron_ctl.shared.slurm.pending_reasons import Bar, bar_of, barred, explained, refusal_seconds, understand
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 
 LIMITS = (
     "JobArrayTaskLimit Licenses AccountingPolicy PowerNotAvail PowerReserved QOSMaxJobsPerUserLimit QOSGrpNodeLimit "

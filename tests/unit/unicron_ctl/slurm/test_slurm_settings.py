@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unicron.ctl.slurm.slurm_settings import parse_settings
+from unicron_ctl.shared.slurm.slurm_settings import parse_settings
 
 TEXT = """Configuration data as of 2026-11-27T17:45:01
 AuthInfo                = socket=/run/munge/socket,cred_expire=5

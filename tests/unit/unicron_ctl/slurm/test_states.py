@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.processes import ROOT
-from unicron.ctl.cli.web import page_view
-from unicron.ctl.controller.sense.slurm_states import NODE_STATES
-from unicron.ctl.slurm import command_line, pending_reasons, squeue, states
-from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, current_reason
-from unicron.detector.failures.classify import default_classifier
-from unicron.planner.simulate import history
+from unicron_ctl.cli.web import page_view
+from unicron_ctl.controller.sense.slurm_states import NODE_STATES
+from unicron_ctl.shared.slurm import command_line, pending_reasons, squeue, states
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo, current_reason
+from unicron_detector.failures.classify import default_classifier
+from unicron_planner.simulate import history
 
 SEEN = tomllib.loads((ROOT / "docs" / "behaviour" / "slurm-states.toml").read_text())
 FACTS = "7 2 9 STATE ann 1000 1970-01-02T00:00:01 5:00 PRIORITY N/A main (null) n3 (null)".split()

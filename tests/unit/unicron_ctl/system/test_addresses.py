@@ -12,16 +12,16 @@ import pytest
 import zmq
 
 from tests.support.processes import wait_for
-from unicron.ctl.agent.connections import job_environment
-from unicron.ctl.agent.connections.controller_connection import Line
-from unicron.ctl.agent.snapshots.image_server import _listen
-from unicron.ctl.protocol import datagrams, encryption, wire
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.protocol.controller_discovery import Hello
-from unicron.ctl.protocol.reach import Door, Reach, first_open, reach
-from unicron.ctl.system import addresses
-from unicron.ctl.system.addresses import canonical, endpoint, is_loopback, join, listen_at, resolve, split
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.agent.connections import job_environment
+from unicron_ctl.agent.connections.controller_connection import Line
+from unicron_ctl.agent.snapshots.image_server import _listen
+from unicron_ctl.shared.protocol import datagrams, encryption, wire
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.protocol.controller_discovery import Hello
+from unicron_ctl.shared.protocol.reach import Door, Reach, first_open, reach
+from unicron_ctl.shared.system import addresses
+from unicron_ctl.shared.system.addresses import canonical, endpoint, is_loopback, join, listen_at, resolve, split
+from unicron_ctl.shared.system.errors import UserError
 
 NEEDS_IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 SILENT, LIVE = "127.0.0.1", "127.0.0.2"

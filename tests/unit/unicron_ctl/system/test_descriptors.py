@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from unicron.ctl.system.descriptors import CONNECTIONS, MOST, OWN, raise_limit, shortage
+from unicron_ctl.shared.system.descriptors import CONNECTIONS, MOST, OWN, raise_limit, shortage
 
 INFINITE = resource.RLIM_INFINITY
 

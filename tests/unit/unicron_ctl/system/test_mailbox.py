@@ -6,7 +6,7 @@ import os
 import select
 import threading
 
-from unicron.ctl.system.mailbox import Mailbox
+from unicron_ctl.shared.system.mailbox import Mailbox
 
 
 def test_what_many_threads_put_is_taken_and_wakes_the_loop() -> None:

@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from tests.support.processes import LIMIT
-from unicron.ctl.system.one_thread import THREADS
+from unicron_ctl.shared.system.one_thread import THREADS
 
 PROGRAM = """
 import json, os, sys
-from unicron.ctl.system.one_thread import one_thread
+from unicron_ctl.shared.system.one_thread import one_thread
 before = dict(os.environ)
 with one_thread():
     import {module}
@@ -25,8 +25,8 @@ print(json.dumps([before == dict(os.environ), "numpy" in sys.modules, len(os.lis
 @pytest.mark.parametrize(
     ("module", "told"),
     [
-        ("unicron.ctl.controller.server.server", {}),
-        ("unicron.ctl.controller.server.server", {THREADS: "2"}),
+        ("unicron_ctl.controller.server.server", {}),
+        ("unicron_ctl.controller.server.server", {THREADS: "2"}),
     ],
 )
 def test_what_is_imported_has_no_threads_unless_the_user_wants_them(module, told):
@@ -46,5 +46,5 @@ def test_what_is_imported_has_no_threads_unless_the_user_wants_them(module, told
 
 
 def test_an_agent_does_not_import_numpy():
-    program = "import sys, unicron.ctl.agent.loop.plain_ranks; sys.exit('numpy' in sys.modules)"
+    program = "import sys, unicron_ctl.agent.loop.plain_ranks; sys.exit('numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], timeout=LIMIT, check=True)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
-from unicron.ctl.cli.unicronctl import unicronctl
-from unicron.ctl.system import columns
-from unicron.ctl.system.printable import clean, print_text, printable
+from unicron_ctl.cli.unicronctl import unicronctl
+from unicron_ctl.shared.system import columns
+from unicron_ctl.shared.system.printable import clean, print_text, printable
 
 TEXTS = st.text(alphabet=st.characters(), max_size=30)
 

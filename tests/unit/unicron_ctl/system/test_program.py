@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import os, sys
 import click
-from unicron.ctl.system.program import run
+from unicron_ctl.shared.system.program import run
 
 @click.command()
 @click.argument("how")

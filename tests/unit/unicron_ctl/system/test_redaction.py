@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unicron.ctl.system.redaction import is_secret_name, redacted, secret_values, without_secrets
+from unicron_ctl.shared.system.redaction import is_secret_name, redacted, secret_values, without_secrets
 
 SECRETS = {
     "curve": ('secret_key = "{}"', "JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6"),

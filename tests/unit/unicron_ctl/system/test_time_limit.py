@@ -9,8 +9,8 @@ import time
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.system import time_limit
-from unicron.ctl.system.time_limit import TimeLimit
+from unicron_ctl.shared.system import time_limit
+from unicron_ctl.shared.system.time_limit import TimeLimit
 
 
 def test_what_ends_in_time_gives_its_result_or_raises() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.unicron_ctl.agent.snapshots.test_copies import HERE
-from unicron.ctl.agent.connections import interfaces
-from unicron.ctl.agent.connections.interfaces import collectives_address
-from unicron.ctl.agent.connections.job_environment import read_place
-from unicron.ctl.agent.snapshots.peer_copies import Copies
-from unicron.ctl.protocol import structs
+from unicron_ctl.agent.connections import interfaces
+from unicron_ctl.agent.connections.interfaces import collectives_address
+from unicron_ctl.agent.connections.job_environment import read_place
+from unicron_ctl.agent.snapshots.peer_copies import Copies
+from unicron_ctl.shared.protocol import structs
 
 ADDRESSES = {"lo": "127.0.0.1", "eth0": "198.18.0.5", "eth01": "198.18.0.6", "ib0": "", "ib1": "198.18.4.7"}
 

@@ -10,14 +10,14 @@ import pytest
 import zmq
 
 from tests.support.processes import wait_for
-from unicron.ctl.agent.connections import controller_connection
-from unicron.ctl.agent.connections.controller_connection import OUTLIVED_SECONDS, Line
-from unicron.ctl.agent.connections.job_environment import Place
-from unicron.ctl.protocol import claims, controller_discovery, datagrams, structs, wire
-from unicron.ctl.protocol.client import ask_controller
-from unicron.ctl.protocol.encryption import PLAIN, new_pair
-from unicron.ctl.protocol.munge import Credential, MungeError
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.agent.connections import controller_connection
+from unicron_ctl.agent.connections.controller_connection import OUTLIVED_SECONDS, Line
+from unicron_ctl.agent.connections.job_environment import Place
+from unicron_ctl.shared.protocol import claims, controller_discovery, datagrams, structs, wire
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.protocol.encryption import PLAIN, new_pair
+from unicron_ctl.shared.protocol.munge import Credential, MungeError
+from unicron_ctl.shared.system.errors import UserError
 
 PLACE = Place(job="7", element=0, node="n1", address="127.0.0.1", settings=structs.Settings(name="a", user="b"))
 

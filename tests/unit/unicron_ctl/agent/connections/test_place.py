@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from unicron.ctl.agent.connections.job_environment import memory_rate, read_place
-from unicron.ctl.agent.snapshots import image_stream
-from unicron.ctl.protocol.ranges import LAUNCHES
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.agent.connections.job_environment import memory_rate, read_place
+from unicron_ctl.agent.snapshots import image_stream
+from unicron_ctl.shared.protocol.ranges import LAUNCHES
+from unicron_ctl.shared.system.errors import UserError
 
 SLURM = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURMD_NODENAME": "n2", "SLURM_STEP_ID": "3"}
 

@@ -10,12 +10,12 @@ import msgpack
 import msgspec
 import pytest
 
-from unicron.ctl.agent.connections.rank_socket import for_rank, from_rank
-from unicron.ctl.agent.ranks.ranks import AGENTS_OWN
-from unicron.ctl.protocol import structs, wire
-from unicron.detector.formats import RANKS
-from unicron.detector.processes import rank_messages
-from unicron.detector.processes.rank_messages import FROM_RANK, TO_RANK, Fault, Moved, Plan, Status, Step, Timing
+from unicron_ctl.agent.connections.rank_socket import for_rank, from_rank
+from unicron_ctl.agent.ranks.ranks import AGENTS_OWN
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_detector.formats import RANKS
+from unicron_detector.processes import rank_messages
+from unicron_detector.processes.rank_messages import FROM_RANK, TO_RANK, Fault, Moved, Plan, Status, Step, Timing
 
 OF_THE_CONTROLLER = {kind: each for each in wire.Message.__subclasses__() if (kind := each.__struct_config__.tag)}
 STEP = Step(1, 3, [0, 2], [0, 2, 2], 4, 0.5, 2.5, 1000.0, {"data": 0.1}, Status("running", done=[0, 2]))

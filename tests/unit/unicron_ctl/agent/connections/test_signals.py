@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.agent.connections.signals import proctrack_type
+from unicron_ctl.agent.connections.signals import proctrack_type
 
 
 @pytest.mark.parametrize(("signals", "found"), [(0, "proctrack/linuxproc"), (2, "proctrack/linuxproc"), (9, "")])

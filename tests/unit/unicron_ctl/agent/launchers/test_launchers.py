@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.agent.launchers import option_tables as options
-from unicron.ctl.agent.launchers import readers
-from unicron.ctl.agent.launchers.commands import (
+from unicron_ctl.agent.launchers import option_tables as options
+from unicron_ctl.agent.launchers import readers
+from unicron_ctl.agent.launchers.commands import (
     LAUNCHERS,
     MODULES,
     NAMES,
@@ -20,10 +20,10 @@ from unicron.ctl.agent.launchers.commands import (
     is_submitit,
     takes_value,
 )
-from unicron.ctl.agent.launchers.option_tables import Unreadable, name_of, read_options
-from unicron.ctl.agent.launchers.readers import Taken, take_over
-from unicron.ctl.agent.launchers.world import count_ranks, describe, fewest_nodes
-from unicron.ctl.agent.ranks.placeholders import fill_words
+from unicron_ctl.agent.launchers.option_tables import Unreadable, name_of, read_options
+from unicron_ctl.agent.launchers.readers import Taken, take_over
+from unicron_ctl.agent.launchers.world import count_ranks, describe, fewest_nodes
+from unicron_ctl.agent.ranks.placeholders import fill_words
 
 ROOT = Path(__file__).resolve().parents[5]
 

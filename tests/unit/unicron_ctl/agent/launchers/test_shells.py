@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.support.processes import ROOT
-from unicron.ctl.agent.launchers.commands import NotTaken
-from unicron.ctl.agent.launchers.readers import take_over
-from unicron.ctl.agent.launchers.shells import (
+from unicron_ctl.agent.launchers.commands import NotTaken
+from unicron_ctl.agent.launchers.readers import take_over
+from unicron_ctl.agent.launchers.shells import (
     FOLDER,
     kept_in_container,
     launches,
@@ -25,7 +25,7 @@ from unicron.ctl.agent.launchers.shells import (
     meaning_the_agent,
     starts_own_ranks,
 )
-from unicron.ctl.agent.start import bare
+from unicron_ctl.agent.start import bare
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_the_launchers_name_in_a_shell_means_the_agent(agent: Path, text: str) -> None:
     code = f"N='--nproc 2'\n{text}"
     assert run_shell(["bash", "-c", code], os.environ) == 0
-    front = "-I -m unicron.ctl.agent.start.entry run --"
+    front = "-I -m unicron_ctl.agent.start.entry run --"
     assert agent.read_text() == f"2|{front} torchrun --nproc 2 train.py\n"
 
 
@@ -151,7 +151,7 @@ def test_a_python_that_runs_no_launcher_is_the_users_own_and_says_so(
     told = capfd.readouterr().err
     assert told.count("unicron: ") == 1 and "unicron: python prepare.py runs as it is, unprotected" in told
     assert said[0] == f"own prepare.py {own}:/usr/bin:/bin" and said[2].startswith("own -m pkg torch")
-    assert said[1] == "|-I -m unicron.ctl.agent.start.entry run -- python -u -m torch.distributed.run t.py"
+    assert said[1] == "|-I -m unicron_ctl.agent.start.entry run -- python -u -m torch.distributed.run t.py"
 
 
 def test_the_agent_in_a_shell_leaves_nothing_of_it_to_the_ranks(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_agent_in_a_shell_leaves_nothing_of_it_to_the_ranks(tmp_path: Path) 
 
 
 def test_the_shells_exit_status_is_the_commands(tmp_path: Path) -> None:
-    program = "from unicron.ctl.agent.start import bare\n"
+    program = "from unicron_ctl.agent.start import bare\n"
     program += "raise SystemExit(bare.run_all([['bash', '-c', 'kill -9 $$']], [{}]))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 137
 

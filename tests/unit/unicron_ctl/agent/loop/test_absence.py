@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from unicron.ctl.agent.loop.absence import AWAY_SECONDS, Absence
-from unicron.ctl.protocol import structs
-from unicron.ctl.settings.limits import ORPHAN_SECONDS
+from unicron_ctl.agent.loop.absence import AWAY_SECONDS, Absence
+from unicron_ctl.shared.protocol import structs
+from unicron_ctl.shared.settings.limits import ORPHAN_SECONDS
 
 PEER = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:12525"
 

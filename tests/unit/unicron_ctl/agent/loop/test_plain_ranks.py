@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.agent.connections.job_environment import read_place
-from unicron.ctl.agent.loop.plain_ranks import FreePort, PlainRank, world_of
-from unicron.ctl.agent.ranks.counted import Counted, Folder
-from unicron.ctl.agent.ranks.ranks import last_words
-from unicron.ctl.agent.ranks.static_world import World
-from unicron.ctl.agent.start.agent_main import import_folders
-from unicron.ctl.agent.start.command_mode import Mode, asked_mode, choose_mode, launched
-from unicron.ctl.protocol import wire
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.agent.connections.job_environment import read_place
+from unicron_ctl.agent.loop.plain_ranks import FreePort, PlainRank, world_of
+from unicron_ctl.agent.ranks.counted import Counted, Folder
+from unicron_ctl.agent.ranks.ranks import last_words
+from unicron_ctl.agent.ranks.static_world import World
+from unicron_ctl.agent.start.agent_main import import_folders
+from unicron_ctl.agent.start.command_mode import Mode, asked_mode, choose_mode, launched
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.system.errors import UserError
 
 
 # ---------------------------------------------------------------- which mode
@@ -23,9 +23,9 @@ from unicron.ctl.system.errors import UserError
     [
         ("import unicron\n", "session"),
         ("import os, unicron as t\n", "session"),
-        ("import os as o, unicron.transition.session.session\n", "session"),
+        ("import os as o, unicron_transition.session.session\n", "session"),
         ("def main():\n    from unicron import Session\n", "session"),
-        ("from unicron.transition.session.session import Session\n", "session"),
+        ("from unicron_transition.session.session import Session\n", "session"),
         ("import torch\n# import unicron some day\n", "restart"),
         ("import transitions\nfrom transition_models import x\n", "restart"),
         ("from . import unicron\n", "restart"),
@@ -108,7 +108,7 @@ def test_a_program_of_megatron_lms_is_launched_in_session_mode(tmp_path):
 
 
 def test_the_refused_package_may_be_the_users_own_in_restart_mode(tmp_path, monkeypatch):
-    from unicron.ctl.agent.start.agent_main import check_command
+    from unicron_ctl.agent.start.agent_main import check_command
 
     for name in ("detector.py", "planner.py", "transition.py", "unicron.py"):
         (tmp_path / name).write_text("")

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from unicron.ctl.agent.loop.plans import LONG_WAIT_SECONDS, PLANS_HELD, Plans, wait_long
-from unicron.ctl.protocol import shared_plans, structs, wire
-from unicron.transition.snapshot.image_format import SHARD, STATE, Key
+from unicron_ctl.agent.loop.plans import LONG_WAIT_SECONDS, PLANS_HELD, Plans, wait_long
+from unicron_ctl.shared.protocol import shared_plans, structs, wire
+from unicron_transition.snapshot.image_format import SHARD, STATE, Key
 
 
 def share(generation: int, members: list[int], replica: int = 1, **more: Any) -> wire.PlanShare:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.agent.loop.step_reports import MOST_HELD, StepReports
-from unicron.ctl.protocol import structs
-from unicron.ctl.protocol.structs import MERGE_SECONDS
-from unicron.detector.processes.rank_messages import Step
+from unicron_ctl.agent.loop.step_reports import MOST_HELD, StepReports
+from unicron_ctl.shared.protocol import structs
+from unicron_ctl.shared.protocol.structs import MERGE_SECONDS
+from unicron_detector.processes.rank_messages import Step
 
 PHASES = {name: float(number) for number, name in enumerate(structs.PHASES)}
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from unicron.ctl.agent.node.sampling import Sampling
-from unicron.ctl.agent.ranks.vitals import Activity, Usage, Vitals
-from unicron.ctl.protocol import structs
-from unicron.detector.health.sampler import Sampler
+from unicron_ctl.agent.node.sampling import Sampling
+from unicron_ctl.agent.ranks.vitals import Activity, Usage, Vitals
+from unicron_ctl.shared.protocol import structs
+from unicron_detector.health.sampler import Sampler
 
 
 def usage(cpu: float = 0.0, transferred: float = 0.0, state: str = "S") -> Usage:

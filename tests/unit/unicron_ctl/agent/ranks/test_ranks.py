@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from unicron.ctl.agent.ranks.ranks import Rank
-from unicron.ctl.protocol import structs, wire
-from unicron.detector.processes.rank_messages import Fault, Moved, Status
+from unicron_ctl.agent.ranks.ranks import Rank
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_detector.processes.rank_messages import Fault, Moved, Status
 
 
 @pytest.fixture

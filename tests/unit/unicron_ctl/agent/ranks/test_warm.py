@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from unicron.ctl.agent.ranks.warm_commands import common, named_modules, python_command, python_of, wanted
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.agent.ranks.warm_commands import common, named_modules, python_command, python_of, wanted
+from unicron_ctl.shared.system.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ import pytest
 
 import unicron
 from tests.support.processes import ROOT
-from unicron.ctl.agent.connections.job_environment import read_place
-from unicron.ctl.agent.ranks import static_world as module
-from unicron.ctl.agent.ranks.static_world import World, outside_the_step, static_world
-from unicron.ctl.agent.start.agent_main import hidden_packages, import_folders
-from unicron.ctl.slurm.host_lists import hosts
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.agent.connections.job_environment import read_place
+from unicron_ctl.agent.ranks import static_world as module
+from unicron_ctl.agent.ranks.static_world import World, outside_the_step, static_world
+from unicron_ctl.agent.start.agent_main import hidden_packages, import_folders
+from unicron_ctl.shared.slurm.host_lists import hosts
+from unicron_ctl.shared.system.errors import UserError
 
 SEEN = tomllib.loads((ROOT / "docs" / "behaviour" / "slurm-jobs.toml").read_text())
 SQUEUE = """#!/bin/sh

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from unicron.ctl.agent.ranks import zygote_client
-from unicron.ctl.agent.ranks.zygote_client import Coming, ZygoteClient
-from unicron.detector.processes.zygote import ANSWER_BYTES
+from unicron_ctl.agent.ranks import zygote_client
+from unicron_ctl.agent.ranks.zygote_client import Coming, ZygoteClient
+from unicron_detector.processes.zygote import ANSWER_BYTES
 
 ANSWER, HUNG = 2.0, 10.0
 

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.agent.connections.job_environment import read_place
-from unicron.ctl.agent.loop.reports import Reports
-from unicron.ctl.agent.snapshots import image_server, image_stream
-from unicron.ctl.agent.snapshots.peer_copies import AGAIN_SECONDS, FAILING_SECONDS, Copies
-from unicron.ctl.protocol import ranges, structs, wire
-from unicron.detector.health.memory_limit import Left
-from unicron.transition.snapshot import shared_memory
-from unicron.transition.snapshot.image_format import SUFFIX, Image, Key, inventory
+from unicron_ctl.agent.connections.job_environment import read_place
+from unicron_ctl.agent.loop.reports import Reports
+from unicron_ctl.agent.snapshots import image_server, image_stream
+from unicron_ctl.agent.snapshots.peer_copies import AGAIN_SECONDS, FAILING_SECONDS, Copies
+from unicron_ctl.shared.protocol import ranges, structs, wire
+from unicron_detector.health.memory_limit import Left
+from unicron_transition.snapshot import shared_memory
+from unicron_transition.snapshot.image_format import SUFFIX, Image, Key, inventory
 
 DATA = bytes(range(256)) * 8192  # enough to be measured
 KEY = Key("state", slot=0, iteration=70, size=2, base=1, mark="aa")

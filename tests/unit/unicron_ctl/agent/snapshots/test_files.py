@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.agent.connections.job_environment import Place
-from unicron.ctl.agent.snapshots.checkpoint_files import Files
-from unicron.ctl.agent.snapshots.node_memory import Memory
-from unicron.ctl.protocol import structs
-from unicron.transition.snapshot import checkpoint_file, folders
-from unicron.transition.snapshot.image_format import STATE, SUFFIX, Image, Key, read_page
+from unicron_ctl.agent.connections.job_environment import Place
+from unicron_ctl.agent.snapshots.checkpoint_files import Files
+from unicron_ctl.agent.snapshots.node_memory import Memory
+from unicron_ctl.shared.protocol import structs
+from unicron_transition.snapshot import checkpoint_file, folders
+from unicron_transition.snapshot.image_format import STATE, SUFFIX, Image, Key, read_page
 
 MARK = "0a1b2c3d"
 
@@ -65,7 +65,7 @@ def test_what_is_older_goes_when_the_others_files_are_there_and_only_the_agent_o
     """Not after each file, and not in each agent: with a distributed optimizer there are as many files as ranks."""
     looks, look = [], folders.prune
     monkeypatch.setattr(folders, "prune", lambda *about: looks.append(about) or look(*about))
-    monkeypatch.setattr("unicron.ctl.agent.snapshots.checkpoint_files.FILE_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("unicron_ctl.agent.snapshots.checkpoint_files.FILE_LOOK_SECONDS", 0.01)
     for iteration in (2, 4, 6, 8):
         aside(memory, iteration, place=1, places=2)
     Files(memory, lambda key: (), 0.0, print).close(20.0)
@@ -175,7 +175,7 @@ def test_an_error_that_nobody_has_thought_of_is_said_once_and_does_not_end_the_t
             raise error
         return plain(folder, tell)
 
-    monkeypatch.setattr("unicron.ctl.agent.snapshots.checkpoint_files.FILE_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("unicron_ctl.agent.snapshots.checkpoint_files.FILE_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(checkpoint_file, "asides", asides)
     name = aside(memory, 2)
     writer = Files(memory, lambda key: (), 0.0, said.append)

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.agent.connections import held_folders
-from unicron.ctl.agent.connections.held_folders import FORGOTTEN_SECONDS, try_hold
-from unicron.ctl.agent.connections.job_environment import Place
-from unicron.ctl.agent.snapshots import last_checkpoint
-from unicron.ctl.agent.snapshots.last_checkpoint import TURN_SECONDS, LastCheckpoint
-from unicron.ctl.agent.snapshots.node_memory import Memory, sweep, within
-from unicron.ctl.protocol import structs
-from unicron.ctl.system.errors import UserError
-from unicron.transition.snapshot import checkpoint_file, folders
-from unicron.transition.snapshot.image_format import Found, Image, Key
+from unicron_ctl.agent.connections import held_folders
+from unicron_ctl.agent.connections.held_folders import FORGOTTEN_SECONDS, try_hold
+from unicron_ctl.agent.connections.job_environment import Place
+from unicron_ctl.agent.snapshots import last_checkpoint
+from unicron_ctl.agent.snapshots.last_checkpoint import TURN_SECONDS, LastCheckpoint
+from unicron_ctl.agent.snapshots.node_memory import Memory, sweep, within
+from unicron_ctl.shared.protocol import structs
+from unicron_ctl.shared.system.errors import UserError
+from unicron_transition.snapshot import checkpoint_file, folders
+from unicron_transition.snapshot.image_format import Found, Image, Key
 
 MARK = "0a1b2c3d"
 PLACES = 8  # of a replica, where there are several

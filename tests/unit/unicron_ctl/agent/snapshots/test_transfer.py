@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.agent.snapshots import image_client, image_server, image_stream
-from unicron.ctl.agent.snapshots.image_client import get, put
-from unicron.ctl.agent.snapshots.image_server import Server
-from unicron.ctl.agent.snapshots.image_stream import Meter, NoRoom, TransferError, copy_name, find
-from unicron.detector.health.memory_limit import Left
-from unicron.transition.snapshot import shared_memory
-from unicron.transition.snapshot.image_format import SUFFIX, USER, BadImage, Found, Image, Key, inventory, read_page
+from unicron_ctl.agent.snapshots import image_client, image_server, image_stream
+from unicron_ctl.agent.snapshots.image_client import get, put
+from unicron_ctl.agent.snapshots.image_server import Server
+from unicron_ctl.agent.snapshots.image_stream import Meter, NoRoom, TransferError, copy_name, find
+from unicron_detector.health.memory_limit import Left
+from unicron_transition.snapshot import shared_memory
+from unicron_transition.snapshot.image_format import SUFFIX, USER, BadImage, Found, Image, Key, inventory, read_page
 
 DATA = bytes(range(256)) * 40_000  # three pieces
 METER = Meter()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from unicron.ctl.agent.connections.job_environment import read_place
-from unicron.ctl.agent.connections.stated_layouts import read_layouts, read_model
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.agent.connections.job_environment import read_place
+from unicron_ctl.agent.connections.stated_layouts import read_layouts, read_model
+from unicron_ctl.shared.system.errors import UserError
 
 WORDS = "layers=32 hidden=4096 heads=32 seq-length=2048 vocab=51200 global-batch=512"
 SLURM = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "4", "SLURMD_NODENAME": "n2"}

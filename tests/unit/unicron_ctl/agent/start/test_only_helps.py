@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.agent.start.command_mode import is_python, only_helps
+from unicron_ctl.agent.start.command_mode import is_python, only_helps
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.agent.launchers import readers, shells
-from unicron.ctl.agent.start import command_mode, rank_count
+from unicron_ctl.agent.launchers import readers, shells
+from unicron_ctl.agent.start import command_mode, rank_count
 
 HALF = 1 << 19  # bytes: what takes time by their square takes hours
 LONG = {

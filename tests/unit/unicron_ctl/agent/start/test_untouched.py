@@ -6,11 +6,11 @@ import shlex
 
 import pytest
 
-from unicron.ctl.agent.connections.job_environment import read_place
-from unicron.ctl.agent.connections.step_tasks import StepTask
-from unicron.ctl.agent.launchers.readers import take_over
-from unicron.ctl.agent.start.command_mode import Mode
-from unicron.ctl.agent.start.untouched import (
+from unicron_ctl.agent.connections.job_environment import read_place
+from unicron_ctl.agent.connections.step_tasks import StepTask
+from unicron_ctl.agent.launchers.readers import take_over
+from unicron_ctl.agent.start.command_mode import Mode
+from unicron_ctl.agent.start.untouched import (
     describe_array,
     digest,
     meant,
@@ -19,7 +19,7 @@ from unicron.ctl.agent.start.untouched import (
     why_by_shape,
     why_sweep,
 )
-from unicron.ctl.protocol.structs import RESTART, SESSION, Settings
+from unicron_ctl.shared.protocol.structs import RESTART, SESSION, Settings
 
 DEFAULT = {"UNICRON_BY_DEFAULT": "1"}
 ELEMENT = {"SLURM_ARRAY_TASK_ID": "3"}

@@ -20,16 +20,16 @@ import pytest
 from tests.support.questions import told
 from tests.support.web_page import HOSTILE, ROOT, Site, busy_world, hurt
 from tests.support.world import World
-from unicron.ctl.cli.web import page, page_server, page_sessions, page_source
-from unicron.ctl.cli.web.page_sessions import Refused, Sessions
-from unicron.ctl.cli.web.page_source import Busy, Kept, Source
-from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.model.asker import Asker
-from unicron.ctl.protocol import audience, claims, munge
-from unicron.ctl.protocol.answer_schema import Scenario, Status
-from unicron.ctl.protocol.audience import Sight, Viewer
-from unicron.ctl.protocol.client import as_struct
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.cli.web import page, page_server, page_sessions, page_source
+from unicron_ctl.cli.web.page_sessions import Refused, Sessions
+from unicron_ctl.cli.web.page_source import Busy, Kept, Source
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.shared.protocol import audience, claims, munge
+from unicron_ctl.shared.protocol.answer_schema import Scenario, Status
+from unicron_ctl.shared.protocol.audience import Sight, Viewer
+from unicron_ctl.shared.protocol.client import as_struct
+from unicron_ctl.shared.system.errors import UserError
 
 ANN, BOB, EVE, NOBODY = Viewer(1000, "ann"), Viewer(1001, "bob"), Viewer(1002, "eve"), Viewer(65534, "nobody")
 CAROL, WEB, OWN = Viewer(1003, "carol"), Viewer(1004, "web"), Viewer(os.geteuid(), "own")
@@ -119,7 +119,7 @@ def test_a_page_whose_user_is_no_admin_serves_that_user_alone(world: World, tmp_
         for viewer in (ANN, BOB):
             status, answer, _ = site.get("/view", site.token(viewer, monkeypatch))
             assert status == 403 and "serves that user only" in answer["error"]
-        monkeypatch.setattr("unicron.ctl.cli.web.page.os.geteuid", lambda: 1000)
+        monkeypatch.setattr("unicron_ctl.cli.web.page.os.geteuid", lambda: 1000)
         status, answer, _ = site.get("/view", site.token(ANN, monkeypatch))
         assert status == 200 and {job["job"] for job in answer["jobs"]} == {"4200", "4201", "4202"}
         assert {failure["job"] for failure in answer["failures"]} == {"4200"}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.cli.unicronctl import unicronctl
-from unicron.ctl.cli.web import page_server
-from unicron.ctl.protocol import claims, munge
-from unicron.ctl.settings.config import ControllerConfig, problems
-from unicron.ctl.system.program import run
+from unicron_ctl.cli.unicronctl import unicronctl
+from unicron_ctl.cli.web import page_server
+from unicron_ctl.shared.protocol import claims, munge
+from unicron_ctl.shared.settings.config import ControllerConfig, problems
+from unicron_ctl.shared.system.program import run
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,12 @@ import pytest
 
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.api import answers, job_answers, node_answers
-from unicron.ctl.controller.log import records, store
-from unicron.ctl.controller.log.store import Store
-from unicron.ctl.controller.model.asker import NOBODY, Asker
-from unicron.ctl.controller.model.job_view import JobView
-from unicron.ctl.controller.nodes import readmission
+from unicron_ctl.controller.api import answers, job_answers, node_answers
+from unicron_ctl.controller.log import records, store
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.asker import NOBODY, Asker
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.nodes import readmission
 
 ANN, BOB, ROOT = Asker(1000, "ann"), Asker(1001, "bob"), Asker(0, "root", admin=True)
 READER = Asker(1002, "web", reader=True)

@@ -12,18 +12,18 @@ import pytest
 
 from tests.support.training import events
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.core import listings
-from unicron.ctl.controller.core.state_snapshot import freeze, read_state, thaw
-from unicron.ctl.controller.job import transitions
-from unicron.ctl.controller.judge import judge
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.log.store import TOLD_EVERY, Store, StoreError
-from unicron.ctl.controller.model.cluster_state import ClusterState
-from unicron.ctl.controller.model.finding import What
-from unicron.ctl.controller.model.fold import fold, replay
-from unicron.ctl.controller.model.state_machine import Action
-from unicron.ctl.protocol import wire
+from unicron_ctl.controller.core import listings
+from unicron_ctl.controller.core.state_snapshot import freeze, read_state, thaw
+from unicron_ctl.controller.job import transitions
+from unicron_ctl.controller.judge import judge
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.log.store import TOLD_EVERY, Store, StoreError
+from unicron_ctl.controller.model.cluster_state import ClusterState
+from unicron_ctl.controller.model.finding import What
+from unicron_ctl.controller.model.fold import fold, replay
+from unicron_ctl.controller.model.state_machine import Action
+from unicron_ctl.shared.protocol import wire
 
 BROKEN = "this decider is broken"
 Decider = Callable[..., Any]

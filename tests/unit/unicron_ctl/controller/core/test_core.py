@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from tests.support.depth import cases
 from tests.support.world import MICRO_BATCHES, FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.core.intake import HINTS
-from unicron.ctl.controller.job import transitions
-from unicron.ctl.controller.log.thinning import redundant
-from unicron.ctl.controller.model.fold import replay
-from unicron.ctl.controller.model.job_state import Phase
-from unicron.ctl.controller.model.state_machine import ACTIONS, PHASES, Action, Event
-from unicron.ctl.controller.plan.reconcile import EARLY, HURRY_SECONDS
-from unicron.ctl.protocol import datagrams, structs, wire
+from unicron_ctl.controller.core.intake import HINTS
+from unicron_ctl.controller.job import transitions
+from unicron_ctl.controller.log.thinning import redundant
+from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.controller.model.job_state import Phase
+from unicron_ctl.controller.model.state_machine import ACTIONS, PHASES, Action, Event
+from unicron_ctl.controller.plan.reconcile import EARLY, HURRY_SECONDS
+from unicron_ctl.shared.protocol import datagrams, structs, wire
 
 
 def messages(world: World, kind: type) -> list:

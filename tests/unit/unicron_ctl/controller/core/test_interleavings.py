@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.model.fold import replay
-from unicron.ctl.protocol import datagrams, structs, wire
+from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.shared.protocol import datagrams, structs, wire
 
 JOBS, ELEMENTS = ("1", "2"), 3
 TIMES = st.floats(0.0, 5000.0)

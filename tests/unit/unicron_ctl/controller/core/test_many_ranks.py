@@ -8,13 +8,13 @@ import pytest
 
 from tests.support.training import events
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.job import job_events, orders, spares
-from unicron.ctl.controller.judge import judge
-from unicron.ctl.controller.model.cluster_rules import ENDED_KEPT
-from unicron.ctl.controller.model.finding import What
-from unicron.ctl.controller.model.job_state import Identity
-from unicron.ctl.controller.sense.progress import MOST_NAMED
-from unicron.ctl.protocol import structs, wire
+from unicron_ctl.controller.job import job_events, orders, spares
+from unicron_ctl.controller.judge import judge
+from unicron_ctl.controller.model.cluster_rules import ENDED_KEPT
+from unicron_ctl.controller.model.finding import What
+from unicron_ctl.controller.model.job_state import Identity
+from unicron_ctl.controller.sense.progress import MOST_NAMED
+from unicron_ctl.shared.protocol import structs, wire
 
 LOST = structs.Fault(type="RuntimeError", text="Connection closed by peer", at=0.0)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.support.suspects import LATE, LEASE, NOW, STATE_WAIT, Company
-from unicron.ctl.controller.failure_detector import self_suspicion
-from unicron.ctl.controller.failure_detector.self_suspicion import (
+from unicron_ctl.controller.failure_detector import self_suspicion
+from unicron_ctl.controller.failure_detector.self_suspicion import (
     COUNT_SECONDS,
     MOST,
     UNSURE,
@@ -16,10 +16,10 @@ from unicron.ctl.controller.failure_detector.self_suspicion import (
     check_most_silent,
     end_alone,
 )
-from unicron.ctl.controller.model.finding import Finding, Source, What
-from unicron.ctl.controller.model.job_state import Ending
-from unicron.ctl.controller.model.suspicion import Suspicions
-from unicron.ctl.controller.model.view import Outcome
+from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.job_state import Ending
+from unicron_ctl.controller.model.suspicion import Suspicions
+from unicron_ctl.controller.model.view import Outcome
 
 GRACE = 5.0  # the default restart_grace
 EVERYBODY = [*(("1", element) for element in range(5)), *(("2", element) for element in range(3)), ("3", 0)]

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.world import FakeSlurm, World
-from unicron.ctl.controller.failure_detector import network_partitions
-from unicron.ctl.controller.failure_detector.network_partitions import fewest_to_leave_out
-from unicron.ctl.protocol import wire
+from unicron_ctl.controller.failure_detector import network_partitions
+from unicron_ctl.controller.failure_detector.network_partitions import fewest_to_leave_out
+from unicron_ctl.shared.protocol import wire
 
 
 def on_slurm(count: int) -> World:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from tests.support.suspects import LATE, NOW, Company
-from unicron.ctl.controller.failure_detector import probes
-from unicron.ctl.controller.failure_detector.probes import (
+from unicron_ctl.controller.failure_detector import probes
+from unicron_ctl.controller.failure_detector.probes import (
     ANSWER_SECONDS,
     CONTROL,
     MOST_ASKED,
@@ -20,12 +20,12 @@ from unicron.ctl.controller.failure_detector.probes import (
     send_probes,
     slurm_calls_dead,
 )
-from unicron.ctl.controller.model.node_state import NodeState
-from unicron.ctl.controller.model.requests import Probe
-from unicron.ctl.controller.model.suspicion import OWN, Answer, EndingNode, Suspicion
-from unicron.ctl.controller.model.view import Outcome
-from unicron.ctl.protocol import structs, wire
-from unicron.ctl.protocol.reach import Reach
+from unicron_ctl.controller.model.node_state import NodeState
+from unicron_ctl.controller.model.requests import Probe
+from unicron_ctl.controller.model.suspicion import OWN, Answer, EndingNode, Suspicion
+from unicron_ctl.controller.model.view import Outcome
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_ctl.shared.protocol.reach import Reach
 
 
 @pytest.fixture

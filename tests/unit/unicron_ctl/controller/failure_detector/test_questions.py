@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.suspects import NOW, STATE_WAIT, Company
-from unicron.ctl.controller.failure_detector import ending_nodes
-from unicron.ctl.controller.failure_detector.ending_nodes import (
+from unicron_ctl.controller.failure_detector import ending_nodes
+from unicron_ctl.controller.failure_detector.ending_nodes import (
     GREET_AGAIN_SECONDS,
     GREETINGS,
     LEFTOVER_SECONDS,
@@ -22,14 +22,14 @@ from unicron.ctl.controller.failure_detector.ending_nodes import (
     open_ending_node,
     slurmd_known,
 )
-from unicron.ctl.controller.failure_detector.probes import ANSWER_SECONDS, ROUND_SECONDS
-from unicron.ctl.controller.model.finding import Finding
-from unicron.ctl.controller.model.job_state import Ending
-from unicron.ctl.controller.model.node_state import NodeState
-from unicron.ctl.controller.model.requests import LOST, Knock
-from unicron.ctl.controller.model.suspicion import EndingNode, Suspicions
-from unicron.ctl.controller.model.view import Outcome
-from unicron.ctl.protocol.reach import Reach
+from unicron_ctl.controller.failure_detector.probes import ANSWER_SECONDS, ROUND_SECONDS
+from unicron_ctl.controller.model.finding import Finding
+from unicron_ctl.controller.model.job_state import Ending
+from unicron_ctl.controller.model.node_state import NodeState
+from unicron_ctl.controller.model.requests import LOST, Knock
+from unicron_ctl.controller.model.suspicion import EndingNode, Suspicions
+from unicron_ctl.controller.model.view import Outcome
+from unicron_ctl.shared.protocol.reach import Reach
 
 GRACE = 5.0  # the default restart_grace
 SILENT = "own=SS 2=SS 3=SS"

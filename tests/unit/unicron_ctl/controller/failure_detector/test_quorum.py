@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from tests.support.suspects import NOW, Company
-from unicron.ctl.controller.failure_detector import quorum
-from unicron.ctl.controller.failure_detector.quorum import (
+from unicron_ctl.controller.failure_detector import quorum
+from unicron_ctl.controller.failure_detector.quorum import (
     check_free_votes,
     last_vote,
     majority_may_run,
@@ -19,10 +19,10 @@ from unicron.ctl.controller.failure_detector.quorum import (
     shown_dead,
     waits_for_majority,
 )
-from unicron.ctl.controller.model.job_state import Identity, JobState, Phase
-from unicron.ctl.controller.model.live import ProgressWatch
-from unicron.ctl.controller.model.pacing import look_again
-from unicron.ctl.protocol import structs, wire
+from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
+from unicron_ctl.controller.model.live import ProgressWatch
+from unicron_ctl.controller.model.pacing import look_again
+from unicron_ctl.shared.protocol import structs, wire
 
 
 @pytest.fixture

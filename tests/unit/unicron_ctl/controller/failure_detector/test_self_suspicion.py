@@ -6,15 +6,15 @@ import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
-from unicron.ctl.cli import status_tables
-from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.failure_detector import self_suspicion
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.controller.model.requests import Action
-from unicron.ctl.controller.model.view import Outcome
-from unicron.ctl.controller.plan import slurm_actions
-from unicron.ctl.settings.partitions import PartitionConfig
+from unicron_ctl.cli import status_tables
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.failure_detector import self_suspicion
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.model.requests import Action
+from unicron_ctl.controller.model.view import Outcome
+from unicron_ctl.controller.plan import slurm_actions
+from unicron_ctl.shared.settings.partitions import PartitionConfig
 
 JOBS = 5
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.support.world import FakeSlurm, World
 from tests.unit.unicron_ctl.controller.failure_detector.test_leases import head_cut
-from unicron.ctl.controller.failure_detector import ending_nodes
-from unicron.ctl.controller.model.requests import Knock
-from unicron.ctl.protocol.reach import Reach
+from unicron_ctl.controller.failure_detector import ending_nodes
+from unicron_ctl.controller.model.requests import Knock
+from unicron_ctl.shared.protocol.reach import Reach
 
 
 def holding(nodes: int) -> tuple[World, list[Knock]]:

@@ -8,8 +8,8 @@ from itertools import combinations
 import pytest
 
 from tests.support.suspects import NOW, Company
-from unicron.ctl.controller.failure_detector import network_partitions
-from unicron.ctl.controller.failure_detector.network_partitions import (
+from unicron_ctl.controller.failure_detector import network_partitions
+from unicron_ctl.controller.failure_detector.network_partitions import (
     ENTER_SECONDS,
     MOST_ASKED,
     MOST_NAMED,
@@ -21,12 +21,12 @@ from unicron.ctl.controller.failure_detector.network_partitions import (
     on_reached,
     start_survey,
 )
-from unicron.ctl.controller.model.finding import Finding
-from unicron.ctl.controller.model.job_state import Identity, Phase
-from unicron.ctl.controller.model.job_view import JobView
-from unicron.ctl.controller.model.survey import Survey
-from unicron.ctl.controller.model.view import Outcome
-from unicron.ctl.protocol import wire
+from unicron_ctl.controller.model.finding import Finding
+from unicron_ctl.controller.model.job_state import Identity, Phase
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.survey import Survey
+from unicron_ctl.controller.model.view import Outcome
+from unicron_ctl.shared.protocol import wire
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from tests.support.suspects import LATE, LEASE, NOW, Company
-from unicron.ctl.controller.failure_detector import leases
-from unicron.ctl.controller.failure_detector.leases import check_leases, sign_of_life
-from unicron.ctl.controller.failure_detector.probes import ROUND_SECONDS
-from unicron.ctl.controller.model.finding import What
-from unicron.ctl.controller.model.job_state import Ending, Identity, JobState, Phase
-from unicron.ctl.controller.model.requests import Probe
-from unicron.ctl.controller.model.suspicion import Suspicions
-from unicron.ctl.protocol import structs
+from unicron_ctl.controller.failure_detector import leases
+from unicron_ctl.controller.failure_detector.leases import check_leases, sign_of_life
+from unicron_ctl.controller.failure_detector.probes import ROUND_SECONDS
+from unicron_ctl.controller.model.finding import What
+from unicron_ctl.controller.model.job_state import Ending, Identity, JobState, Phase
+from unicron_ctl.controller.model.requests import Probe
+from unicron_ctl.controller.model.suspicion import Suspicions
+from unicron_ctl.shared.protocol import structs
 
 GRACE = 5.0  # the default restart_grace
 KEY = ("1", 0)

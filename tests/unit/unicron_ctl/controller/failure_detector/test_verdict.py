@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.suspects import LEASE, NOW, STATE_WAIT, Company
-from unicron.ctl.controller.failure_detector.probes import ANSWER_SECONDS
-from unicron.ctl.controller.failure_detector.verdict import Evidence, judge_silence
-from unicron.ctl.controller.model.suspicion import Suspicion
+from unicron_ctl.controller.failure_detector.probes import ANSWER_SECONDS
+from unicron_ctl.controller.failure_detector.verdict import Evidence, judge_silence
+from unicron_ctl.controller.model.suspicion import Suspicion
 
 
 @pytest.fixture

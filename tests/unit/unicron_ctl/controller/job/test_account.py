@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.model import job_rules
-from unicron.ctl.controller.model.job_state import JobState
-from unicron.ctl.protocol.structs import Settings
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.model import job_rules
+from unicron_ctl.controller.model.job_state import JobState
+from unicron_ctl.shared.protocol.structs import Settings
 
 
 def job(mode: str = "restart") -> JobState:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.protocol import structs, wire
+from unicron_ctl.shared.protocol import structs, wire
 
 
 def train(world: World, agents: list[FakeAgent], iterations: range) -> None:

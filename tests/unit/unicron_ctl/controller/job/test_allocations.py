@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.job import job_events
-from unicron.ctl.controller.job.job_events import START_SECONDS
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.model import allocation
-from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.ranges import LAUNCHES
-from unicron.ctl.slurm.slurm_client import ElementInfo
+from unicron_ctl.controller.job import job_events
+from unicron_ctl.controller.job.job_events import START_SECONDS
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model import allocation
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol.ranges import LAUNCHES
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 
 ECC = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
 OF_ELEMENTS = {"requeue", "requeue_hold", "hold", "release", "pin", "start_now"}

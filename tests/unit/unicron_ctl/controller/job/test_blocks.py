@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.model import allocation
-from unicron.ctl.protocol import datagrams
-from unicron.ctl.slurm.slurm_client import ElementInfo
-from unicron.ctl.slurm.squeue import names_of
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model import allocation
+from unicron_ctl.shared.protocol import datagrams
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo
+from unicron_ctl.shared.slurm.squeue import names_of
 
 
 def row(element: int, node: str | None, state: str = "RUNNING") -> ElementInfo:

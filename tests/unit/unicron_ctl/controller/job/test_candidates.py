@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.controller.replication.forming import formed, left_behind, states, taken_over
-from unicron.ctl.protocol.structs import RankStatus
+from unicron_ctl.controller.replication.forming import formed, left_behind, states, taken_over
+from unicron_ctl.shared.protocol.structs import RankStatus
 
 
 def rank(*kept: tuple[int, str], iteration: int = 0, size: int = 1, state: str = "waiting") -> RankStatus:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, World
-from unicron.ctl.consensus.proposals import PROPOSERS
-from unicron.ctl.protocol import shared_plans, structs, wire
+from unicron_ctl.shared.consensus.proposals import PROPOSERS
+from unicron_ctl.shared.protocol import shared_plans, structs, wire
 
 KEY = "A" * 40
 

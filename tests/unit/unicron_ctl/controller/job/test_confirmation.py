@@ -6,17 +6,17 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.core import intake
-from unicron.ctl.controller.job import confirmation, registration
-from unicron.ctl.controller.job.confirmation import CONFIRM_SECONDS
-from unicron.ctl.controller.job.registration import OF_A_USER
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.model.asker import Asker
-from unicron.ctl.controller.model.submission import AFTER_END_SECONDS
-from unicron.ctl.controller.plan.reconcile import GONE_SECONDS
-from unicron.ctl.protocol import wire
-from unicron.ctl.slurm import squeue
-from unicron.ctl.slurm.host_lists import hosts
+from unicron_ctl.controller.core import intake
+from unicron_ctl.controller.job import confirmation, registration
+from unicron_ctl.controller.job.confirmation import CONFIRM_SECONDS
+from unicron_ctl.controller.job.registration import OF_A_USER
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.controller.model.submission import AFTER_END_SECONDS
+from unicron_ctl.controller.plan.reconcile import GONE_SECONDS
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.slurm import squeue
+from unicron_ctl.shared.slurm.host_lists import hosts
 
 ANN, BOB = 1000, 1001
 

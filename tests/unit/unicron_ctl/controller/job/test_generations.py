@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.trainers import TrainingJob
-from unicron.transition.generations import layout
+from unicron_transition.generations import layout
 
 MOST_KILLS = 4
 ROUNDS = 400

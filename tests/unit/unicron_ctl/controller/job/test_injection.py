@@ -9,11 +9,11 @@ from click.testing import CliRunner
 
 from tests.support.questions import told
 from tests.support.world import World
-from unicron.ctl.cli import inject as commands
-from unicron.ctl.cli.unicronctl import COMMANDS
-from unicron.ctl.controller.api import answers
-from unicron.ctl.protocol import wire
-from unicron.ctl.system.program import run
+from unicron_ctl.cli import inject as commands
+from unicron_ctl.cli.unicronctl import COMMANDS
+from unicron_ctl.controller.api import answers
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.system.program import run
 
 
 @pytest.fixture

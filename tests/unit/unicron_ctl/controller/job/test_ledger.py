@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import World
-from unicron.ctl.controller.job.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger, OpenIteration
-from unicron.ctl.controller.log import records
-from unicron.ctl.protocol.structs import RankStep, StepReport
-from unicron.ctl.protocol.wire import Status, Steps
+from unicron_ctl.controller.job.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger, OpenIteration
+from unicron_ctl.controller.log import records
+from unicron_ctl.shared.protocol.structs import RankStep, StepReport
+from unicron_ctl.shared.protocol.wire import Status, Steps
 
 
 def step(slot: int, iteration: int, indices: list[int], computed: list[int] | None = None) -> StepReport:

@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.training import events
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.log import records
-from unicron.ctl.protocol import wire
+from unicron_ctl.controller.log import records
+from unicron_ctl.shared.protocol import wire
 
 
 def other_mode(agent: FakeAgent) -> FakeAgent:

@@ -9,11 +9,11 @@ import pytest
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.model.cluster_state import Take
-from unicron.ctl.controller.model.requests import Action
-from unicron.ctl.controller.nodes.bounds import Bounds
-from unicron.ctl.protocol import wire
-from unicron.ctl.slurm.slurm_client import UNSAID
+from unicron_ctl.controller.model.cluster_state import Take
+from unicron_ctl.controller.model.requests import Action
+from unicron_ctl.controller.nodes.bounds import Bounds
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.slurm.slurm_client import UNSAID
 
 
 def started(nodes: int = 3, **settings) -> tuple[World, list[FakeAgent]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
-from unicron.ctl.cli import status_tables
-from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.api.job_answers import job_answer
-from unicron.ctl.controller.judge.rank_failures import to_restart
-from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.protocol import structs, wire
+from unicron_ctl.cli import status_tables
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.api.job_answers import job_answer
+from unicron_ctl.controller.judge.rank_failures import to_restart
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.shared.protocol import structs, wire
 
 
 def started(nodes: int = 2, ranks: int = 2, replica: int = 2, **settings) -> tuple[World, list[FakeAgent]]:

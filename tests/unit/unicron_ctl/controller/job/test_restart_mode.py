@@ -6,17 +6,17 @@ import pytest
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.agent.loop.agent import SIGTERM_SECONDS
-from unicron.ctl.agent.loop.plain_ranks import OWN_END_SECONDS, YOUNG_SECONDS, own_end_seconds
-from unicron.ctl.cli import status_tables
-from unicron.ctl.consensus.restart_lease import MARGIN_SECONDS, MINORITY_SECONDS
-from unicron.ctl.controller.api.node_answers import visible_nodes
-from unicron.ctl.controller.job import injection, modes
-from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.protocol import shared_plans, wire
-from unicron.ctl.protocol.ranges import LAUNCHES
-from unicron.ctl.protocol.structs import RankStep
-from unicron.ctl.settings.config import ControllerConfig
+from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS
+from unicron_ctl.agent.loop.plain_ranks import OWN_END_SECONDS, YOUNG_SECONDS, own_end_seconds
+from unicron_ctl.cli import status_tables
+from unicron_ctl.controller.api.node_answers import visible_nodes
+from unicron_ctl.controller.job import injection, modes
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.shared.consensus.restart_lease import MARGIN_SECONDS, MINORITY_SECONDS
+from unicron_ctl.shared.protocol import shared_plans, wire
+from unicron_ctl.shared.protocol.ranges import LAUNCHES
+from unicron_ctl.shared.protocol.structs import RankStep
+from unicron_ctl.shared.settings.config import ControllerConfig
 
 RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [10.0.0.2]"
 
@@ -439,8 +439,8 @@ def test_a_node_that_the_plan_takes_leaves_and_the_others_start_again():
 
 
 def test_status_names_the_mode(tmp_path):
-    from unicron.ctl.controller.api.answers import answer
-    from unicron.ctl.controller.log.store import Store
+    from unicron_ctl.controller.api.answers import answer
+    from unicron_ctl.controller.log.store import Store
 
     world = World()
     start(world)

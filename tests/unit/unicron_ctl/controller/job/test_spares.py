@@ -7,13 +7,13 @@ import pytest
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow, power_off
-from unicron.ctl.cli import status_tables
-from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.job import spares
-from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.protocol import wire
-from unicron.ctl.protocol.answer_schema import Spare
-from unicron.ctl.settings.partitions import PartitionConfig
+from unicron_ctl.cli import status_tables
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.job import spares
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol.answer_schema import Spare
+from unicron_ctl.shared.settings.partitions import PartitionConfig
 
 
 def started(nodes: int = 4, wanted: int = 1, **settings) -> tuple[World, list[FakeAgent]]:

@@ -7,9 +7,9 @@ import pytest
 
 from tests.support.world import World
 from tests.unit.detector.failures.test_budget import Counting, different, watchdog
-from unicron.ctl.controller.log import records
-from unicron.ctl.protocol import structs
-from unicron.detector.failures.text_budget import NOT_JUDGED, OF_A_JOB
+from unicron_ctl.controller.log import records
+from unicron_ctl.shared.protocol import structs
+from unicron_detector.failures.text_budget import NOT_JUDGED, OF_A_JOB
 
 RANKS = 64
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from unicron.ctl.controller.judge import evidence
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.sense.slurm_states import describe
-from unicron.ctl.slurm.slurm_client import ElementInfo
-from unicron.detector.failures.classify import default_classifier
-from unicron.detector.health.kernel_log import pid_in
+from unicron_ctl.controller.judge import evidence
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.sense.slurm_states import describe
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo
+from unicron_detector.failures.classify import default_classifier
+from unicron_detector.health.kernel_log import pid_in
 
 PAGE_FAULT = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4242, name=python, Ch 00000010, intr 00000000. MMU Fault"
 OOM = "Memory cgroup out of memory: Killed process 4242 (python) total-vm:900000kB, anon-rss:800000kB"

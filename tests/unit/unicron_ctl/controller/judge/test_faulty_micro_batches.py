@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.world import FakeAgent, World
-from unicron.ctl.cli import status_tables
-from unicron.ctl.controller.api.job_answers import job_answer
-from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.protocol import structs
-from unicron.ctl.protocol.answer_schema import Job
+from unicron_ctl.cli import status_tables
+from unicron_ctl.controller.api.job_answers import job_answer
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.shared.protocol import structs
+from unicron_ctl.shared.protocol.answer_schema import Job
 
 NAN = "found NaN in local forward loss calculation"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, World
-from unicron.ctl.controller.nodes import readmission
-from unicron.ctl.protocol import wire
-from unicron.detector.failures.escalation_table import ISOLATE, RESTART
-from unicron.detector.failures.severity import Severity
+from unicron_ctl.controller.nodes import readmission
+from unicron_ctl.shared.protocol import wire
+from unicron_detector.failures.escalation_table import ISOLATE, RESTART
+from unicron_detector.failures.severity import Severity
 
 TEXTS = (
     "ConnectionRefusedError: [Errno 111] Connection refused",

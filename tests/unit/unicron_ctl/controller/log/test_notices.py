@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.notices import LISTED, Notice, Notices, compose
-from unicron.ctl.controller.log.records import Event, Record
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.notices import LISTED, Notice, Notices, compose
+from unicron_ctl.controller.log.records import Event, Record
 
 HEALED = records.Healed(failures=[3, 4], cause="gpu_lost", node="n7", seconds=4.2, lost_seconds=9.6, nodes=8)
 

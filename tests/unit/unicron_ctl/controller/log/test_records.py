@@ -15,14 +15,14 @@ from msgspec import inspect
 
 from tests.support import hostile
 from tests.support.world import MICRO_BATCHES, World
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.records import KINDS, Event, Record
-from unicron.ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST, redundant
-from unicron.ctl.controller.model.cluster_state import ClusterState
-from unicron.ctl.controller.model.fold import Unfoldable, fold, replay
-from unicron.ctl.protocol.structs import RankStep, Settings, StepReport
-from unicron.ctl.protocol.wire import Plan, Steps
-from unicron.detector.failures import escalation_table
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import KINDS, Event, Record
+from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST, redundant
+from unicron_ctl.controller.model.cluster_state import ClusterState
+from unicron_ctl.controller.model.fold import Unfoldable, fold, replay
+from unicron_ctl.shared.protocol.structs import RankStep, Settings, StepReport
+from unicron_ctl.shared.protocol.wire import Plan, Steps
+from unicron_detector.failures import escalation_table
 
 SLOTS = st.integers(0, 5)
 TEXTS = st.text(max_size=8)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.world import FakeSlurm, World
-from unicron.ctl.controller.api import observed_savings
-from unicron.ctl.controller.log import records, savings
-from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.log.savings import saved
-from unicron.ctl.controller.log.store import Store
+from unicron_ctl.controller.api import observed_savings
+from unicron_ctl.controller.log import records, savings
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.log.savings import saved
+from unicron_ctl.controller.log.store import Store
 
 HOUR = 3600.0
 

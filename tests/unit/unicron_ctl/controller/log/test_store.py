@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.controller.core.state_snapshot import read_state
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.records import Event, Record
-from unicron.ctl.controller.log.store import TAIL_BYTES, TAIL_ROWS, Store, StoreError, Wanted
-from unicron.ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
+from unicron_ctl.controller.core.state_snapshot import read_state
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event, Record
+from unicron_ctl.controller.log.store import TAIL_BYTES, TAIL_ROWS, Store, StoreError, Wanted
+from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
 
 STEP = records.Step(
     iteration=1, loss=1.0, seconds=0.5, ranks=2, nodes=2, flops=1e9, train_iterations=9, micro_batches=8, computed=8
@@ -160,7 +160,7 @@ def test_what_one_answer_looks_at_is_bounded(
 ) -> None:
     """Defect: what was left out was not counted, and one question went through a user's whole log."""
     rows = TAIL_ROWS // 20
-    monkeypatch.setattr("unicron.ctl.controller.log.store.TAIL_ROWS", rows)
+    monkeypatch.setattr("unicron_ctl.controller.log.store.TAIL_ROWS", rows)
     store, work = Store(tmp_path / "events.sqlite"), list[int]()
     last = 3 * rows
     store.append([event(1), *(event(n, STEP) for n in range(2, last)), event(last)])

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.controller.log import records, term
-from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.log.store import Fenced, Holder, Store, peek
-from unicron.ctl.controller.log.term import LEASE_SECONDS, STANDS_STILL, Claim, Held, Renewal, Tenure, Watch, claim
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.controller.log import records, term
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.log.store import Fenced, Holder, Store, peek
+from unicron_ctl.controller.log.term import LEASE_SECONDS, STANDS_STILL, Claim, Held, Renewal, Tenure, Watch, claim
+from unicron_ctl.shared.system.errors import UserError
 
 
 class Clock:

@@ -9,13 +9,13 @@ import pytest
 
 from benchmarks.log_growth.year import Year
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.core.state_snapshot import read_state
-from unicron.ctl.controller.log import records, savings, store
-from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.log.store import Store
-from unicron.ctl.controller.log.thinning import DAY, POLICIES
-from unicron.ctl.controller.model.cluster_state import ClusterState
-from unicron.ctl.protocol import wire
+from unicron_ctl.controller.core.state_snapshot import read_state
+from unicron_ctl.controller.log import records, savings, store
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.log.thinning import DAY, POLICIES
+from unicron_ctl.controller.model.cluster_state import ClusterState
+from unicron_ctl.shared.protocol import wire
 
 LINE = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4242, name=python, Ch 00000010, intr 00000000. MMU Fault"
 STEADY = records.Steady(reason="it trains")

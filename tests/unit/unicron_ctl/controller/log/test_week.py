@@ -11,13 +11,13 @@ import pytest
 
 from tests.support.questions import told
 from tests.support.world import World
-from unicron.ctl.cli import week_report
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.records import Event, Record
-from unicron.ctl.controller.log.store import Store
-from unicron.ctl.controller.log.week import week
-from unicron.ctl.controller.model.asker import NOBODY, Asker
-from unicron.ctl.protocol.answer_schema import Report
+from unicron_ctl.cli import week_report
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event, Record
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.log.week import week
+from unicron_ctl.controller.model.asker import NOBODY, Asker
+from unicron_ctl.shared.protocol.answer_schema import Report
 
 
 def failure(cause: str, node: str, severity: int = 2) -> records.FailureDetected:

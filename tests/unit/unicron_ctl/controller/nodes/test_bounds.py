@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.support.clock import START
 from tests.support.world import World
-from unicron.ctl.controller.model.cluster_state import REQUEUES, Mark, Take
-from unicron.ctl.controller.model.requests import Action
-from unicron.ctl.controller.model.view import Outcome
-from unicron.ctl.controller.nodes.bounds import Bounds, left_too_many, most_isolated, too_many, within_limits
-from unicron.ctl.settings.config import ControllerConfig
+from unicron_ctl.controller.model.cluster_state import REQUEUES, Mark, Take
+from unicron_ctl.controller.model.requests import Action
+from unicron_ctl.controller.model.view import Outcome
+from unicron_ctl.controller.nodes.bounds import Bounds, left_too_many, most_isolated, too_many, within_limits
+from unicron_ctl.shared.settings.config import ControllerConfig
 
 CONFIG = ControllerConfig()
 HOUR = CONFIG.isolation_window_seconds

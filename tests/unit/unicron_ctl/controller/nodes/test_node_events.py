@@ -7,14 +7,14 @@ import pytest
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
-from unicron.ctl.controller.judge import node_failures as node_events
-from unicron.ctl.controller.model.fold import replay
-from unicron.ctl.controller.model.view import Outcome
-from unicron.ctl.controller.nodes.isolation import attention
-from unicron.ctl.protocol import datagrams, structs, wire
-from unicron.ctl.settings.config_file import parse
-from unicron.ctl.system.errors import UserError
-from unicron.ctl.system.throttle import NAMES
+from unicron_ctl.controller.judge import node_failures as node_events
+from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.controller.model.view import Outcome
+from unicron_ctl.controller.nodes.isolation import attention
+from unicron_ctl.shared.protocol import datagrams, structs, wire
+from unicron_ctl.shared.settings.config_file import parse
+from unicron_ctl.shared.system.errors import UserError
+from unicron_ctl.shared.system.throttle import NAMES
 
 GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 PAGE_FAULT = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4242, name=python, Ch 00000010, intr 00000000. MMU Fault"

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.controller.plan import planning
-from unicron.ctl.controller.plan.ahead import Ahead, event_between
-from unicron.ctl.controller.plan.planning import JobInput
+from unicron_ctl.controller.plan import planning
+from unicron_ctl.controller.plan.ahead import Ahead, event_between
+from unicron_ctl.controller.plan.planning import JobInput
 
 RECKONING = (1000.0, 5.0)
 

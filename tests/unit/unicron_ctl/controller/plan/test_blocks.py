@@ -10,11 +10,11 @@ import pytest
 from tests.support.depth import cases
 from tests.unit.planner.strategies import brute_force
 from tests.unit.unicron_ctl.controller.plan.test_placement import element, node, said
-from unicron.ctl.controller.plan import pools
-from unicron.ctl.controller.plan.placement import Need, Placement, place
-from unicron.ctl.controller.plan.planning import JobInput, plan, scenario
-from unicron.ctl.slurm.slurm_client import ElementInfo
-from unicron.ctl.slurm.squeue import names_of, nodes_of
+from unicron_ctl.controller.plan import pools
+from unicron_ctl.controller.plan.placement import Need, Placement, place
+from unicron_ctl.controller.plan.planning import JobInput, plan, scenario
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo
+from unicron_ctl.shared.slurm.squeue import names_of, nodes_of
 
 
 # ---------------------------------------------------------------- how many

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.support.suspects import NOW, Company
-from unicron.ctl.controller.model.job_state import Ending
-from unicron.ctl.controller.model.requests import Action, Poll, Run
-from unicron.ctl.controller.model.view import Outcome
-from unicron.ctl.controller.plan import reconcile
-from unicron.ctl.controller.plan.reconcile import (
+from unicron_ctl.controller.model.job_state import Ending
+from unicron_ctl.controller.model.requests import Action, Poll, Run
+from unicron_ctl.controller.model.view import Outcome
+from unicron_ctl.controller.plan import reconcile
+from unicron_ctl.controller.plan.reconcile import (
     ASKED_SECONDS,
     GONE_SECONDS,
     HURRY_SECONDS,
@@ -24,7 +24,7 @@ from unicron.ctl.controller.plan.reconcile import (
     placing,
     watching,
 )
-from unicron.ctl.slurm.admin_comment import HELD
+from unicron_ctl.shared.slurm.admin_comment import HELD
 
 USUAL = 10.0  # seconds between two listings
 

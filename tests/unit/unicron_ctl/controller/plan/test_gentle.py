@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.model.asker import Asker
-from unicron.ctl.controller.model.requests import Action, Poll, Run
-from unicron.ctl.controller.nodes.isolation import attention
-from unicron.ctl.controller.plan import reconcile
-from unicron.ctl.controller.plan.placement import MOST_HOLDS, Need, place
-from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, SlurmError
+from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.controller.model.requests import Action, Poll, Run
+from unicron_ctl.controller.nodes.isolation import attention
+from unicron_ctl.controller.plan import reconcile
+from unicron_ctl.controller.plan.placement import MOST_HOLDS, Need, place
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo, SlurmError
 
 ADMIN = Asker(uid=0, admin=True)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.protocol import wire
-from unicron.ctl.settings.partitions import PartitionConfig
-from unicron.ctl.slurm.admin_comment import HELD
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.settings.partitions import PartitionConfig
+from unicron_ctl.shared.slurm.admin_comment import HELD
 
 GONE = "billed to lab 7"
 

@@ -9,12 +9,12 @@ import pytest
 
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY
-from unicron.ctl.controller.model.fold import replay
-from unicron.ctl.protocol import wire
-from unicron.ctl.settings.config import PlannerConfig
-from unicron.ctl.settings.partitions import Claim, PartitionConfig
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY
+from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.settings.config import PlannerConfig
+from unicron_ctl.shared.settings.partitions import Claim, PartitionConfig
 
 
 def world_of(nodes: int, **partitions: PartitionConfig) -> tuple[World, FakeSlurm]:

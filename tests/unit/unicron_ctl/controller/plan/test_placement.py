@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.controller.model.cluster_state import Pin
-from unicron.ctl.controller.plan.placement import Need, Placement, place, usable
-from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo
+from unicron_ctl.controller.model.cluster_state import Pin
+from unicron_ctl.controller.plan.placement import Need, Placement, place, usable
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo
 
 
 def node(name: str, *states: str) -> NodeInfo:

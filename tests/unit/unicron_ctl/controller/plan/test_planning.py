@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.world import FakeAgent, World
-from unicron.ctl.controller.plan.inputs import inputs
-from unicron.ctl.controller.plan.planning import JobInput, plan, scenario, throughput
+from unicron_ctl.controller.plan.inputs import inputs
+from unicron_ctl.controller.plan.planning import JobInput, plan, scenario, throughput
 
 job_inputs = st.builds(
     lambda name, weight, low, more, nodes, lost, rate: JobInput(

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
-from unicron.ctl.controller.plan import planning
-from unicron.ctl.controller.plan.planning import JobInput
-from unicron.ctl.controller.plan.pools import crowd, joined, plan, pools
-from unicron.planner.solver.solve import Plan
+from unicron_ctl.controller.plan import planning
+from unicron_ctl.controller.plan.planning import JobInput
+from unicron_ctl.controller.plan.pools import crowd, joined, plan, pools
+from unicron_planner.solver.solve import Plan
 
 
 def _job(name: str, reach: str, nodes: int = 0, most: int = 8, weight: float = 1.0, spare: int = 0) -> JobInput:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.controller.model.view import Listing
-from unicron.ctl.controller.plan import eligible_nodes
-from unicron.ctl.controller.plan.eligible_nodes import RIVALS, Ground, has_features, has_gres, misfit, one_for_all
-from unicron.ctl.slurm.slurm_client import Asked, ElementInfo, NodeInfo, PartitionInfo, Reserved, Size
+from unicron_ctl.controller.model.view import Listing
+from unicron_ctl.controller.plan import eligible_nodes
+from unicron_ctl.controller.plan.eligible_nodes import RIVALS, Ground, has_features, has_gres, misfit, one_for_all
+from unicron_ctl.shared.slurm.slurm_client import Asked, ElementInfo, NodeInfo, PartitionInfo, Reserved, Size
 
 NODE = NodeInfo("n1", frozenset({"IDLE"}), "", "", 1, 1.0, 8, ("gpu", "all"), frozenset({"a100", "ib"}), "gpu:a100:8")
 ASK = ElementInfo(

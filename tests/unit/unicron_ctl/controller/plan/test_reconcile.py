@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.model.asker import Asker
-from unicron.ctl.controller.plan import inputs
-from unicron.ctl.controller.plan.eligible_nodes import Ground
-from unicron.ctl.controller.plan.slurm_actions import RETRY_SECONDS, RetryState
-from unicron.ctl.slurm.slurm_client import SAID, SlurmError
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.controller.plan import inputs
+from unicron_ctl.controller.plan.eligible_nodes import Ground
+from unicron_ctl.controller.plan.slurm_actions import RETRY_SECONDS, RetryState
+from unicron_ctl.shared.slurm.slurm_client import SAID, SlurmError
 
 
 def on_slurm(nodes: int, *jobs: tuple[str, int, float]) -> tuple[World, FakeSlurm]:

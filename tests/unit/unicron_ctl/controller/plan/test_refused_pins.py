@@ -9,12 +9,12 @@ import pytest
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.plan.test_partitions import follow, run, world_of
 from tests.unit.unicron_ctl.controller.plan.test_placement import element, node, said
-from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.controller.model.cluster_state import Pin
-from unicron.ctl.controller.plan.placement import Need, place
-from unicron.ctl.settings.partitions import PartitionConfig
-from unicron.ctl.slurm import pending_reasons
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.model.cluster_state import Pin
+from unicron_ctl.controller.plan.placement import Need, place
+from unicron_ctl.shared.settings.partitions import PartitionConfig
+from unicron_ctl.shared.slurm import pending_reasons
 
 
 def _lost(nodes: int, unfit: str, **facts: str) -> tuple[World, FakeSlurm, FakeAgent]:

@@ -7,12 +7,12 @@ import pytest
 
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.cli import status_tables
-from unicron.ctl.controller.api.job_answers import job_answer
-from unicron.ctl.controller.job import transitions
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.protocol import wire
+from unicron_ctl.cli import status_tables
+from unicron_ctl.controller.api.job_answers import job_answer
+from unicron_ctl.controller.job import transitions
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.shared.protocol import wire
 
 PAIR = ("TP2", "TP1")
 MODEL = {

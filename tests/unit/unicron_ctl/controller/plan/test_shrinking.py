@@ -8,12 +8,12 @@ import pytest
 
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.plan.inputs import fixed, inputs
-from unicron.ctl.controller.plan.reconcile import ENDS_SECONDS
-from unicron.ctl.protocol import datagrams, wire
-from unicron.ctl.settings.partitions import PartitionConfig
-from unicron.ctl.slurm.slurm_client import Site
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.plan.inputs import fixed, inputs
+from unicron_ctl.controller.plan.reconcile import ENDS_SECONDS
+from unicron_ctl.shared.protocol import datagrams, wire
+from unicron_ctl.shared.settings.partitions import PartitionConfig
+from unicron_ctl.shared.slurm.slurm_client import Site
 
 GIVEN = ("shrink", "1", 0, "n3")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.support.suspects import NOW, Company
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.model.job_state import Failure
-from unicron.ctl.controller.model.requests import Action, Run
-from unicron.ctl.controller.model.view import Outcome
-from unicron.ctl.controller.nodes.readmission import Gate
-from unicron.ctl.controller.plan.slurm_actions import (
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.job_state import Failure
+from unicron_ctl.controller.model.requests import Action, Run
+from unicron_ctl.controller.model.view import Outcome
+from unicron_ctl.controller.nodes.readmission import Gate
+from unicron_ctl.controller.plan.slurm_actions import (
     LONGEST_RETRY,
     NO_EFFECT_SECONDS,
     RETRY_SECONDS,

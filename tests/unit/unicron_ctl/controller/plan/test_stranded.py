@@ -7,9 +7,9 @@ import pytest
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.job.test_allocations import entry, trains
-from unicron.ctl.controller.plan.stranded import QUIET_SECONDS, REFUSED_SECONDS
-from unicron.ctl.protocol import wire
-from unicron.ctl.settings.partitions import PartitionConfig
+from unicron_ctl.controller.plan.stranded import QUIET_SECONDS, REFUSED_SECONDS
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.settings.partitions import PartitionConfig
 
 REASON = "it needs 3 nodes, has 2, and an allocation gets no other"
 AGAIN = ("requeue", "1", 0)

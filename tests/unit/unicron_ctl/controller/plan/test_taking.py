@@ -12,14 +12,14 @@ from tests.support.world import FakeSlurm, World
 from tests.unit.unicron_ctl.controller.nodes.test_admission import tell
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
 from tests.unit.unicron_ctl.controller.sense.test_overdue import asked, on_slurm, power_off
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.model.requests import Action, Run
-from unicron.ctl.controller.nodes.isolation import attention
-from unicron.ctl.protocol import structs
-from unicron.ctl.protocol.reach import Reach
-from unicron.ctl.settings.partitions import PartitionConfig
-from unicron.ctl.slurm.slurm_client import SlurmError
-from unicron.detector.failures.escalation_table import MOVE
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.requests import Action, Run
+from unicron_ctl.controller.nodes.isolation import attention
+from unicron_ctl.shared.protocol import structs
+from unicron_ctl.shared.protocol.reach import Reach
+from unicron_ctl.shared.settings.partitions import PartitionConfig
+from unicron_ctl.shared.slurm.slurm_client import SlurmError
+from unicron_detector.failures.escalation_table import MOVE
 
 
 def taken(slurm: FakeSlurm) -> list[str]:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.world import FakeAgent, World
-from unicron.ctl.controller.replication import cuts, fetching, whole_states
-from unicron.ctl.controller.replication.fail_together import domains_of
-from unicron.ctl.controller.replication.receivers import targets_by_element
-from unicron.ctl.controller.replication.strategies import WHOLE_STATES
-from unicron.ctl.protocol import ranges, structs, wire
+from unicron_ctl.controller.replication import cuts, fetching, whole_states
+from unicron_ctl.controller.replication.fail_together import domains_of
+from unicron_ctl.controller.replication.receivers import targets_by_element
+from unicron_ctl.controller.replication.strategies import WHOLE_STATES
+from unicron_ctl.shared.protocol import ranges, structs, wire
 
 
 class Node(FakeAgent):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from unicron.ctl.controller.replication.forming import formed
-from unicron.ctl.protocol.structs import RankStatus, Shards
+from unicron_ctl.controller.replication.forming import formed
+from unicron_ctl.shared.protocol.structs import RankStatus, Shards
 
 
 def stopped(iteration: int, version: int) -> RankStatus:

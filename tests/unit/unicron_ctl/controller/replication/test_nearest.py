@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from unicron.ctl.controller.model.agent_view import AgentView
-from unicron.ctl.controller.replication import nearest
-from unicron.ctl.protocol import structs
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.replication import nearest
+from unicron_ctl.shared.protocol import structs
 
 SIZE = 1_000_000_000
 

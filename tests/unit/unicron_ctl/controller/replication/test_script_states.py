@@ -6,12 +6,12 @@ from msgspec.structs import replace
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import World
-from unicron.ctl.controller.job import modes
-from unicron.ctl.controller.replication import script_states
-from unicron.ctl.controller.replication.cuts import CUT_LIMIT_SECONDS
-from unicron.ctl.controller.replication.receivers import targets_by_element
-from unicron.ctl.protocol import structs, wire
-from unicron.transition.snapshot.image_format import SAME, USER
+from unicron_ctl.controller.job import modes
+from unicron_ctl.controller.replication import script_states
+from unicron_ctl.controller.replication.cuts import CUT_LIMIT_SECONDS
+from unicron_ctl.controller.replication.receivers import targets_by_element
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_transition.snapshot.image_format import SAME, USER
 
 
 class Node(PlainAgent):

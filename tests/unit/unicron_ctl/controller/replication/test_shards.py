@@ -5,10 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tests.support.world import FakeAgent, World
-from unicron.ctl.controller.replication.cuts import newest_good, newest_whole
-from unicron.ctl.controller.replication.strategies import SHARDS
-from unicron.ctl.protocol import structs, wire
-from unicron.transition.generations.sharding import named
+from unicron_ctl.controller.replication.cuts import newest_good, newest_whole
+from unicron_ctl.controller.replication.strategies import SHARDS
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_transition.generations.sharding import named
 
 MARK, BASE = "0000a", 1
 NAME = named(BASE, int(MARK, 16))

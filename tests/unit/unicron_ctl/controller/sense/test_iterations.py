@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.training import ORDERS, USUAL, events, hang, phases, sent, train
 from tests.support.world import FakeAgent, World
-from unicron.ctl.controller.log import records
-from unicron.ctl.protocol import structs, wire
+from unicron_ctl.controller.log import records
+from unicron_ctl.shared.protocol import structs, wire
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ import pytest
 
 from tests.support.training import events, sent, train
 from tests.support.world import FakeAgent, World
-from unicron.ctl.controller.api.job_answers import job_answer
-from unicron.ctl.controller.job.job_events import Happening, next_event
-from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.controller.model.state_machine import Event
-from unicron.ctl.controller.sense.overdue import lacking
-from unicron.ctl.protocol import structs, wire
-from unicron.detector.failures.escalation_table import State
+from unicron_ctl.controller.api.job_answers import job_answer
+from unicron_ctl.controller.job.job_events import Happening, next_event
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.model.state_machine import Event
+from unicron_ctl.controller.sense.overdue import lacking
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_detector.failures.escalation_table import State
 
 LOST = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=0.0)
 

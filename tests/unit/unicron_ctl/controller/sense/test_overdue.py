@@ -6,14 +6,14 @@ import pytest
 
 from tests.support.world import FakeSlurm, World
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.nodes.isolation import attention
-from unicron.ctl.controller.sense import overdue
-from unicron.ctl.controller.sense.overdue import lacking
-from unicron.ctl.protocol import structs, wire
-from unicron.ctl.settings.config import ControllerConfig, problems
-from unicron.detector.failures.escalation_table import State
-from unicron.detector.failures.fault_history import Policy
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.nodes.isolation import attention
+from unicron_ctl.controller.sense import overdue
+from unicron_ctl.controller.sense.overdue import lacking
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_ctl.shared.settings.config import ControllerConfig, problems
+from unicron_detector.failures.escalation_table import State
+from unicron_detector.failures.fault_history import Policy
 
 ECC = structs.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron.ctl.controller.sense.patience import OUTSIDE_LEARNED, Patience
-from unicron.ctl.protocol.structs import RankStatus
-from unicron.ctl.settings.config import ControllerConfig
+from unicron_ctl.controller.sense.patience import OUTSIDE_LEARNED, Patience
+from unicron_ctl.shared.protocol.structs import RankStatus
+from unicron_ctl.shared.settings.config import ControllerConfig
 
 CONFIG = ControllerConfig(hang_floor_seconds=1.0)
 

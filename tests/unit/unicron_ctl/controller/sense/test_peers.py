@@ -9,12 +9,12 @@ from msgspec import structs
 
 from tests.support.training import events, sent, train
 from tests.support.world import World
-from unicron.ctl.cli import status_tables
-from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.api.job_answers import job_answer
-from unicron.ctl.controller.model.asker import EVERYBODY
-from unicron.ctl.controller.sense.outliers import Group, JobPeers, PeerWatch, Sample, node_rows, rank_rows
-from unicron.ctl.protocol import wire
+from unicron_ctl.cli import status_tables
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.api.job_answers import job_answer
+from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.sense.outliers import Group, JobPeers, PeerWatch, Sample, node_rows, rank_rows
+from unicron_ctl.shared.protocol import wire
 
 NODE = {
     "cpu_busy": 0.4,

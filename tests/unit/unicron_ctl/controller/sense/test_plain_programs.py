@@ -8,12 +8,12 @@ from tests.support.depth import cases
 from tests.support.habits import STEP, gaps
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import World
-from unicron.ctl.controller.job.job_ledger import PlainSteps
-from unicron.ctl.controller.sense.patience import IDLE_SECONDS, Patience
-from unicron.ctl.protocol.structs import RankStatus, RankStep, StepReport
-from unicron.ctl.settings.config import ControllerConfig
-from unicron.detector.iterations.culprit import all_wait, lagging
-from unicron.detector.iterations.iteration_monitor import IterationMonitor, Limits
+from unicron_ctl.controller.job.job_ledger import PlainSteps
+from unicron_ctl.controller.sense.patience import IDLE_SECONDS, Patience
+from unicron_ctl.shared.protocol.structs import RankStatus, RankStep, StepReport
+from unicron_ctl.shared.settings.config import ControllerConfig
+from unicron_detector.iterations.culprit import all_wait, lagging
+from unicron_detector.iterations.iteration_monitor import IterationMonitor, Limits
 
 CONFIG = ControllerConfig()
 

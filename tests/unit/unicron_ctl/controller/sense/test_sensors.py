@@ -18,10 +18,10 @@ from tests.unit.unicron_ctl.controller.failure_detector import test_leases, test
 from tests.unit.unicron_ctl.controller.job import test_replicas
 from tests.unit.unicron_ctl.controller.nodes import test_node_events
 from tests.unit.unicron_ctl.controller.sense import test_late, test_overdue, test_peers
-from unicron.ctl.controller.core import turn
-from unicron.ctl.controller.model.job_view import JobView
-from unicron.ctl.controller.model.view import Outcome, View
-from unicron.ctl.controller.sense.sensors import SENSORS, Sensor, SensorMemory
+from unicron_ctl.controller.core import turn
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.sense.sensors import SENSORS, Sensor, SensorMemory
 
 CHECKED = 1  # calls with findings of a scenario's own sensors that are checked, beside the first and the middle one
 CACHES = {"counted", "planned"}  # fields that follow from others, and are computed when they are needed

@@ -12,13 +12,13 @@ import pytest
 
 from tests.support.processes import wait_for
 from tests.support.world import World
-from unicron.ctl.controller.model.asker import EVERYBODY, NOBODY, Asker, Roles
-from unicron.ctl.controller.server import credentials
-from unicron.ctl.controller.server.credentials import Introducer, Unproven, Verifier, asker_of
-from unicron.ctl.controller.server.worker import VERIFIERS, Worker
-from unicron.ctl.protocol import datagrams, structs, wire
-from unicron.ctl.protocol.munge import Credential, MungeError
-from unicron.ctl.system.time_limit import TimeLimit
+from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker, Roles
+from unicron_ctl.controller.server import credentials
+from unicron_ctl.controller.server.credentials import Introducer, Unproven, Verifier, asker_of
+from unicron_ctl.controller.server.worker import VERIFIERS, Worker
+from unicron_ctl.shared.protocol import datagrams, structs, wire
+from unicron_ctl.shared.protocol.munge import Credential, MungeError
+from unicron_ctl.shared.system.time_limit import TimeLimit
 
 
 class Later:
@@ -286,8 +286,8 @@ def test_the_end_of_a_job_is_told_to_its_agents_only() -> None:
 
 
 def ended(world: World) -> Any:
-    from unicron.ctl.controller.log import records
-    from unicron.ctl.controller.model.view import Outcome
+    from unicron_ctl.controller.log import records
+    from unicron_ctl.controller.model.view import Outcome
 
     out = Outcome()
     out.record(world.job(), records.JobEnded(code=0, reason="finished"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unicron.ctl.controller.server.fair_queue import FairQueue
+from unicron_ctl.controller.server.fair_queue import FairQueue
 
 BOUNDS = 4096, 1024, 512
 

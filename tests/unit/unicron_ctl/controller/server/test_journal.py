@@ -17,10 +17,10 @@ import pytest
 
 from tests.support.processes import undated
 from tests.support.world import FakeSlurm, World
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.model.cluster_state import ClusterState
-from unicron.ctl.controller.server import event_lines, journal
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.model.cluster_state import ClusterState
+from unicron_ctl.controller.server import event_lines, journal
 
 log = logging.getLogger("unicron.controller")
 

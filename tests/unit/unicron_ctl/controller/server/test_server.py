@@ -17,19 +17,19 @@ import zmq
 
 from tests.support.processes import wait_for
 from tests.support.world import FakeAgent, World
-from unicron.ctl.controller.api import answers
-from unicron.ctl.controller.log.store import Fenced, Store
-from unicron.ctl.controller.model.asker import NOBODY, Asker
-from unicron.ctl.controller.model.quotas import OF_A_USER, SECONDS_OF_ONE
-from unicron.ctl.controller.model.view import Send
-from unicron.ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS
-from unicron.ctl.controller.server.notify_targets import Hooks
-from unicron.ctl.controller.server.question_queue import OF_ALL, OF_ONE, Answered, Asked, Question
-from unicron.ctl.controller.server.server import Server
-from unicron.ctl.controller.server.sockets import bind
-from unicron.ctl.protocol import structs, wire
-from unicron.ctl.settings.config import Config, ControllerConfig
-from unicron.detector.failures.classify import Classifier
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.log.store import Fenced, Store
+from unicron_ctl.controller.model.asker import NOBODY, Asker
+from unicron_ctl.controller.model.quotas import OF_A_USER, SECONDS_OF_ONE
+from unicron_ctl.controller.model.view import Send
+from unicron_ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS
+from unicron_ctl.controller.server.notify_targets import Hooks
+from unicron_ctl.controller.server.question_queue import OF_ALL, OF_ONE, Answered, Asked, Question
+from unicron_ctl.controller.server.server import Server
+from unicron_ctl.controller.server.sockets import bind
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_ctl.shared.settings.config import Config, ControllerConfig
+from unicron_detector.failures.classify import Classifier
 
 
 def started(folder: Path) -> Server:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from unicron.ctl.controller.log.store import NoRoom, Store
-from unicron.ctl.controller.log.term import claim
-from unicron.ctl.controller.server import standby
-from unicron.ctl.controller.server.sockets import CannotListen
-from unicron.ctl.controller.server.standby import (
+from unicron_ctl.controller.log.store import NoRoom, Store
+from unicron_ctl.controller.log.term import claim
+from unicron_ctl.controller.server import standby
+from unicron_ctl.controller.server.sockets import CannotListen
+from unicron_ctl.controller.server.standby import (
     DEAF_SECONDS,
     Isolation,
     Rival,
@@ -25,10 +25,10 @@ from unicron.ctl.controller.server.standby import (
     another_leader,
     wait_for_claim,
 )
-from unicron.ctl.protocol.reach import Reach, reach
-from unicron.ctl.settings.config import ControllerConfig
-from unicron.ctl.system.addresses import resolve, split
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.shared.protocol.reach import Reach, reach
+from unicron_ctl.shared.settings.config import ControllerConfig
+from unicron_ctl.shared.system.addresses import resolve, split
+from unicron_ctl.shared.system.errors import UserError
 
 HOST, OTHER = resolve("192.0.2.1", 7451)[0], resolve("192.0.2.2", 7451)[0]
 

@@ -18,17 +18,17 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.world import World
-from unicron.ctl.cli import backup as commands
-from unicron.ctl.controller.core.state_snapshot import freeze, read_state
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.records import Event
-from unicron.ctl.controller.log.store import Damaged, Holder, Store
-from unicron.ctl.controller.log.term import LOG_FILE, RESTORING, claim
-from unicron.ctl.controller.model.cluster_state import ClusterState
-from unicron.ctl.controller.model.fold import fold, replay
-from unicron.ctl.controller.server.state_copies import BESIDE, MOST_DAMAGED, backup, replace_damaged, restore
-from unicron.ctl.protocol.encryption import SECRET_FILE, make_key
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.cli import backup as commands
+from unicron_ctl.controller.core.state_snapshot import freeze, read_state
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.log.store import Damaged, Holder, Store
+from unicron_ctl.controller.log.term import LOG_FILE, RESTORING, claim
+from unicron_ctl.controller.model.cluster_state import ClusterState
+from unicron_ctl.controller.model.fold import fold, replay
+from unicron_ctl.controller.server.state_copies import BESIDE, MOST_DAMAGED, backup, replace_damaged, restore
+from unicron_ctl.shared.protocol.encryption import SECRET_FILE, make_key
+from unicron_ctl.shared.system.errors import UserError
 
 OTHER = 65534  # a user who is not root
 

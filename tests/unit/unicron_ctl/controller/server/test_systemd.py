@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.controller.server.systemd import SystemdNotifier
-from unicron.ctl.controller.server.worker import VERIFIERS, WORKERS
+from unicron_ctl.controller.server.systemd import SystemdNotifier
+from unicron_ctl.controller.server.worker import VERIFIERS, WORKERS
 
 
 @pytest.fixture

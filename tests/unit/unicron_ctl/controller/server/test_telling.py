@@ -18,17 +18,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import is_alive, wait_for
-from unicron.ctl.controller.log import records
-from unicron.ctl.controller.log.notices import Message, Notice, compose
-from unicron.ctl.controller.log.records import Event, Record
-from unicron.ctl.controller.server import notify_targets
-from unicron.ctl.controller.server.notify_targets import Hooks, NotTold, post, send_mail
-from unicron.ctl.controller.server.telling import DAY, FIRST_RETRY, GIVE_UP, MOST_WAITING, Telling
-from unicron.ctl.settings.config import all_problems
-from unicron.ctl.settings.config_file import parse_sections
-from unicron.ctl.settings.notify import NotifyConfig, Secrets, load_secrets, notify_problems, usable
-from unicron.ctl.system.errors import UserError
-from unicron.ctl.system.mailbox import Mailbox
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.notices import Message, Notice, compose
+from unicron_ctl.controller.log.records import Event, Record
+from unicron_ctl.controller.server import notify_targets
+from unicron_ctl.controller.server.notify_targets import Hooks, NotTold, post, send_mail
+from unicron_ctl.controller.server.telling import DAY, FIRST_RETRY, GIVE_UP, MOST_WAITING, Telling
+from unicron_ctl.shared.settings.config import all_problems
+from unicron_ctl.shared.settings.config_file import parse_sections
+from unicron_ctl.shared.settings.notify import NotifyConfig, Secrets, load_secrets, notify_problems, usable
+from unicron_ctl.shared.system.errors import UserError
+from unicron_ctl.shared.system.mailbox import Mailbox
 
 NOTICE = Notice(5, 0.0, "admin", "", "n3", "n3 is a suspect", "admin suspect n3")
 MESSAGE = compose([NOTICE], 0, "tcp://head:7451")
@@ -48,7 +48,7 @@ class Desk:
         self.results: Mailbox[Callable[[], None]] = Mailbox()
         self.told: dict[str, int] = {}
         self.records: list[records.Told] = []
-        monkeypatch.setattr("unicron.ctl.controller.server.telling.targets", lambda *_: {"hook": deliver})
+        monkeypatch.setattr("unicron_ctl.controller.server.telling.targets", lambda *_: {"hook": deliver})
         self.config = NotifyConfig(**{"digest_seconds": 0.0} | config)  # type: ignore[arg-type]
         self.telling = self.begin([])
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.support.processes import wait_for
-from unicron.ctl.controller.log.term import Tenure
-from unicron.ctl.controller.model.requests import Action, Poll, Run
-from unicron.ctl.controller.server import worker
-from unicron.ctl.controller.server.worker import (
+from unicron_ctl.controller.log.term import Tenure
+from unicron_ctl.controller.model.requests import Action, Poll, Run
+from unicron_ctl.controller.server import worker
+from unicron_ctl.controller.server.worker import (
     LEFT_OUT,
     LONGEST_QUEUE,
     NOT_OURS,
@@ -23,7 +23,7 @@ from unicron.ctl.controller.server.worker import (
     Others,
     Worker,
 )
-from unicron.ctl.slurm.slurm_client import ElementInfo, NodeInfo, Queue, Site, SlurmError, SlurmTimeout
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo, Queue, Site, SlurmError, SlurmTimeout
 
 
 class SlowSlurm:

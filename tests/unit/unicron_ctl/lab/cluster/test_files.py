@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.lab.cluster import LocalCluster, binaries, configuration, ports
-from unicron.ctl.lab.cluster.cluster_layout import Layout, Spec, default_state_dir
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.lab.cluster import LocalCluster, binaries, configuration, ports
+from unicron_ctl.lab.cluster.cluster_layout import Layout, Spec, default_state_dir
+from unicron_ctl.shared.system.errors import UserError
 
 SPEC = Spec(nodes=3, gpus_per_node=2, auth="munge", ports=(20001, 20002, 20003, 20004))
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.lab.cluster import link_faults as links
-from unicron.ctl.lab.cluster.link_faults import Faults, Links, share_of
-from unicron.ctl.lab.cluster.network import Network
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.lab.cluster import link_faults as links
+from unicron_ctl.lab.cluster.link_faults import Faults, Links, share_of
+from unicron_ctl.lab.cluster.network import Network
+from unicron_ctl.shared.system.errors import UserError
 
 NODES = ("n1", "n2", "n3")
 ALL_WHOLE = "table bridge links { chain forward { type filter hook forward priority 0; }; }\n"

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from unicron.ctl.lab.cluster.tombstone import hold_port, ports_of
+from unicron_ctl.lab.cluster.tombstone import hold_port, ports_of
 
 
 def test_a_held_port_answers_nobody():

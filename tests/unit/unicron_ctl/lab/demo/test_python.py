@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unicron.ctl.lab.demo.stage import check_python
-from unicron.ctl.system.errors import UserError
+from unicron_ctl.lab.demo.stage import check_python
+from unicron_ctl.shared.system.errors import UserError
 
 
 def program(folder: Path, text: str) -> Path:

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from unicron.ctl.lab.demo import report
-from unicron.ctl.system.columns import WIDTH
+from unicron_ctl.lab.demo import report
+from unicron_ctl.shared.system.columns import WIDTH
 
 FAILURE: dict[str, Any] = {
     "kind": "node",

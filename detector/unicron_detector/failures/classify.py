@@ -1,0 +1,355 @@
+"""From what was seen (an error text, an exit status, an Xid, a Slurm state) to a verdict, by the severity table.
+
+Standard library only: ranks classify their own exceptions before they die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import re
+import signal
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from unicron_detector.failures import root_cause as last_words
+from unicron_detector.failures.prefilter import search
+from unicron_detector.failures.severity import (
+    ACTIONS,
+    REPORT,
+    Rule,
+    Severity,
+    SeverityTableError,
+    Table,
+    Verdict,
+    default_table,
+    folded,
+)
+from unicron_detector.failures.speakers import library_lines, own_words
+from unicron_detector.failures.statements import (
+    REPORTED,
+    bare_line,
+    head_and_tail,
+    is_information,
+    of_nccl,
+    tells_of_no_end,
+)
+from unicron_detector.failures.text_budget import END_JUDGED, NOT_JUDGED, Budget, alike
+
+# The head and the tail of a longer statement are read; the middle is the application's own noise.
+MAX_TEXT = 8 * 1024
+TEXTS_KEPT = 512
+# Besides what is the application's own.
+_OF_PROGRAMS = frozenset(
+    ("checkpoint_corrupt", "connection_refused", "connection_reset", "nccl_timeout", "other_network_error")
+)
+_XID = re.compile(
+    r"NVRM:?\s{0,9}(?:GPU at \S{1,120}:\s{0,9})?Xid\s{0,9}(?:\(([^)\n]{0,120})\))?:?\s{0,9}(\d{1,9})([^\n]*)",
+    re.IGNORECASE,
+)
+_ERRNO = re.compile(r"-E[A-Z][A-Z0-9]{1,14}\b")
+_STATUS_NAMES = re.compile(r"(Derived)?ExitCode[=:]\s*|\(.*\)$", re.IGNORECASE)
+_RAISED = re.compile(r"RaisedSignal:(\d+)\S*", re.IGNORECASE)
+_SLURM_STATUS = re.compile(r"\s*(\d+):(\d+)\s*")
+
+
+class Classifier:
+    """Classifies by one table; one instance serves all threads. Texts that were seen just before cost nothing: all
+    ranks of a job may say the same at once, but for who and where they are (`text_budget.alike`)."""
+
+    def __init__(self, table: Table | None = None) -> None:
+        self.table = table or default_table()
+        self._match = functools.lru_cache(maxsize=TEXTS_KEPT)(self._match_text)
+        self._judged: OrderedDict[tuple[str, str, bool, bool], Verdict | None] = OrderedDict()
+        self._budget: Budget | None = None
+        self._job = ""
+
+    def within(self, budget: Budget, job: str) -> Classifier:
+        """This classifier for texts of one job: what it has not judged yet is charged to the job's budget."""
+        bound = copy.copy(self)
+        bound._budget, bound._job = budget, job
+        return bound
+
+    def load(self, extra: Mapping[str, object]) -> Classifier:
+        """A classifier whose table is extended by an admin's rules, which go first.
+
+        ``extra`` is what was read from ``unicron.toml``: ``[[severity.rule]]``, ``[[severity.cause]]``. Raises
+        SeverityTableError for a wrong rule.
+        """
+        section = extra.get("severity", extra)
+        if not isinstance(section, Mapping):
+            raise SeverityTableError("severity table: [severity] must be a table with [[severity.rule]] entries")
+        rules, causes = section.get("rule", []), section.get("cause", [])
+        if not isinstance(rules, list) or not isinstance(causes, list):
+            raise SeverityTableError("severity table: write [[severity.rule]], [[severity.cause]] with double brackets")
+        return Classifier(self.table.extended(rules, causes))
+
+    def text(self, text: str, source: str = "exception") -> Verdict:
+        """The verdict on an error text; one that no rule knows gets the table's default (SEV2, restart);
+        an unknown line of the kernel moves nobody and is only reported.
+
+        ``source``: "exception", "stderr", "kernel", "nccl", "watchdog", ... (rules may hold for some sources only).
+        """
+        known, note = self.judge(text, source, generic=True, weak=True)
+        known = known or self._unknown(text, source)
+        return replace(known, reason=f"{known.reason}; {note}") if note else known
+
+    def match(self, text: str, source: str = "exception", generic: bool = False) -> Verdict | None:
+        """Judges as ``text`` does, but gives None where no rule knows the fault: for streams in which most lines are
+        none (kernel log).
+
+        ``generic``: rules that say no more than "there was an exception" count, too.
+        """
+        known, note = self.judge(text, source, generic)
+        return replace(known, reason=f"{known.reason}; {note}") if known and note else known
+
+    def judge(
+        self, text: str, source: str = "exception", generic: bool = False, weak: bool = False
+    ) -> tuple[Verdict | None, str]:
+        """The verdict of a rule, and what of the text was not judged because the budget is spent; empty for nothing.
+
+        weak: a guess by a few words of what was said last counts, where nothing else is known.
+        """
+        kernel = source == "kernel"
+        key = text if kernel else alike(text), source, generic, weak
+        with contextlib.suppress(KeyError):
+            return self._judged[key], ""
+        part = text if self._budget is None else self._budget.judged(self._job, text, kernel)
+        known = self._by_words(part, source, generic, weak) if part else None
+        if len(part) < len(text):
+            return known, END_JUDGED if part else NOT_JUDGED
+        self._judged[key] = known
+        while len(self._judged) > TEXTS_KEPT:
+            self._judged.popitem(last=False)
+        return known, ""
+
+    def _by_words(self, text: str, source: str, generic: bool, weak: bool) -> Verdict | None:
+        if source == "kernel":
+            return self._match(head_and_tail(text, MAX_TEXT), source, generic)
+        if "\n" in text.strip():
+            known = self.last_words(text, source, generic)[1]
+        else:
+            line = bare_line(head_and_tail(text, MAX_TEXT))
+            known = self._match(line, source, generic)
+            if known is not None and is_information(line) and (not weak or known.scope == "application"):
+                known = None  # its writer goes on without what it speaks of
+        if known is None and weak:
+            said = self.last_words(text, source)[0]
+            known = self._match(head_and_tail(said, MAX_TEXT), source, True, True)
+        return known
+
+    def last_words(self, text: str, source: str = "stderr", generic: bool = True) -> tuple[str, Verdict | None]:
+        """Finds in a process's last lines the statement that says why it ended, and judges it (failures.root_cause).
+
+        The statement alone gets the same verdict, so it can be told on in place of the lines.
+        """
+        said, verdict = last_words.cause(
+            text, lambda each, general: self._match(head_and_tail(each, MAX_TEXT), source, general)
+        )
+        if verdict is None and generic and said:
+            verdict = self._match(head_and_tail(said, MAX_TEXT), source, True)
+        return said, verdict
+
+    def _match_text(self, text: str, source: str, generic: bool, weak: bool = False) -> Verdict | None:
+        of_a_program = source != "kernel"
+        if not of_a_program:
+            if "\n" in text.strip():  # each line is a statement; the worst of them is what happened
+                lines = (self._match_text(line, source, generic, weak) for line in text.splitlines())
+                return self._worst(verdict for verdict in lines if verdict)
+            xids = [self.xid(int(hit[2]), hit[1] or "", hit[3]) for hit in _XID.finditer(text)]
+            if xids:
+                return self._worst(xids)
+            text = _ERRNO.sub(lambda hit: " " * len(hit.group()), text)  # a driver's status, whatever its subject
+        elif report := REPORTED.search(text):
+            code, number = _split_status(int(report.group(1)))
+            said = f"{source} text has a launcher's report: {_status_words(code, number)}"
+            return self._by_status(code, number, said)
+        by_libraries = library_lines(text) if of_a_program else text
+        low = folded(text)
+        low_by_libraries = folded(by_libraries) if of_a_program else low
+        low_of_network = folded(own_words(text)) if of_a_program else low
+        views = {view: self.table.candidates(view) for view in {low, low_by_libraries, low_of_network}}
+        rules = self.table.of_kind("text")
+        for number in sorted({number for found in views.values() for number in found}):
+            rule = rules[number]
+            if rule.only_from and source not in rule.only_from:
+                continue
+            if not of_a_program and not rule.only_from and self._is_of_programs(rule):
+                continue
+            if (rule.generic and not generic) or (rule.weak and not weak):
+                continue
+            network = self.table.causes[rule.cause].scope == "network"
+            view = low_by_libraries if rule.hardware else low_of_network if network else low
+            if hit := search(views[view].get(number, ()), view):
+                words = (by_libraries if rule.hardware else text)[hit.start() : hit.end()]
+                return self._verdict(rule, f"{source} text has {_quoted(alike(words) if of_a_program else words)}")
+        return None
+
+    def _is_of_programs(self, rule: Rule) -> bool:
+        """Whether only programs say this: a kernel's words for its own affairs are like theirs for set-ups and
+        peers. An admin knows what a rule is for."""
+        if rule.of_admin:
+            return False
+        cause = self.table.causes[rule.cause]
+        return cause.name in _OF_PROGRAMS or (cause.scope == "application" and cause.name != "host_out_of_memory")
+
+    @staticmethod
+    def _worst(verdicts: Iterable[Verdict]) -> Verdict | None:
+        return min(verdicts, key=lambda verdict: (verdict.action == REPORT, verdict.severity), default=None)
+
+    def exit(self, status: int | str | signal.Signals, stderr_tail: str = "", oom: bool = False) -> Verdict:
+        """The verdict on a process that ended.
+
+        ``status``: a return code as Python gives it (negative: the signal), a shell's 128 + signal, a
+        ``signal.Signals``, a name ("SIGKILL") or Slurm's "code:signal". ``oom``: the cgroup or the kernel counted an
+        out-of-memory kill. A dead process cannot be regrouped in place, so the verdict is never milder than SEV2,
+        unless it ended with 0. Raises ValueError for a text that is no status.
+        """
+        if isinstance(status, str):
+            raised = _RAISED.match(status.strip())
+            status = f"0:{raised.group(1)}" if raised else _STATUS_NAMES.sub("", status).strip()
+            if rule := self._by_name("slurm", status):  # statuses by which Slurm tells of itself
+                return self._verdict(rule, f"Slurm's exit status {status}")
+        code, number = _split_status(status)
+        said = _status_words(code, number)
+        rule = self._by_name("signal", "OOM") if oom else None
+        if rule:
+            return self._verdict(rule, f"{said} and the kernel counted an out-of-memory kill in its cgroup")
+        known, note = (
+            self.judge(stderr_tail, "stderr", generic=True) if stderr_tail and (code or number) else (None, "")
+        )
+        said = f"{said}; {note}" if note else said
+        if known and known.action != REPORT:
+            return _at_least_restart(replace(known, reason=f"{said}; {known.reason}"), said)
+        return self._by_status(code, number, said)
+
+    def _by_status(self, code: int, number: int, said: str) -> Verdict:
+        if number:
+            rule = self._by_name("signal", _signal_name(number)) or self._by_name("signal", "*")
+        else:
+            rule = self._by_code("exit", code)
+        if rule:
+            return self._verdict(rule, said)
+        return self._make("exited_abnormally", "exit-default", said)
+
+    def xid(self, code: int, where: str = "", rest: str = "") -> Verdict:
+        """The verdict on an NVIDIA Xid of the kernel log. An unknown one is taken as the application's: SEV2.
+
+        ``where``: the device. ``rest``: what the line says after the code; some rules look at it.
+        """
+        said = f"Xid {code}" + (f" at {where}" if where else "")
+        for rule in self.table.of_kind("xid"):
+            if code in rule.codes and (not rule.pattern or rule.regex.search(folded(rest))):
+                return self._verdict(rule, said)
+        return self._make("cuda_error", "xid-default", f"{said} is not in the table; taken as the application's")
+
+    def slurm(self, state: str) -> Verdict:
+        """The verdict on a Slurm job state (sacct/squeue: NODE_FAIL, OUT_OF_MEMORY, ...) or node state (DOWN, ...)."""
+        words = _slurm_words(state)
+        known = [rule for word in words if (rule := self._by_name("slurm", word) or self._by_cut_name(word))]
+        if not known:
+            return self._make("exited_abnormally", "slurm-default", f"Slurm state {state!r} is not in the table")
+        verdicts = [self._verdict(rule, f"Slurm state {'+'.join(words)}") for rule in known]
+        return min(verdicts, key=lambda verdict: (verdict.action == REPORT, verdict.severity))
+
+    def _by_cut_name(self, word: str) -> Rule | None:
+        """Tables of Slurm cut long words: OUT_OF_ME+."""
+        rules = self.table.of_kind("slurm")
+        return next((rule for rule in rules if len(word) > 4 and any(n.startswith(word) for n in rule.names)), None)
+
+    def cause(self, name: str, reason: str = "") -> Verdict:
+        """The verdict on a cause known by name (a lost heartbeat, a hang found by statistics). Raises KeyError."""
+        return self._make(name, f"cause-{name}", reason or self.table.causes[name].title)
+
+    def _by_code(self, kind: str, code: int) -> Rule | None:
+        return next((rule for rule in self.table.of_kind(kind) if code in rule.codes), None)
+
+    def _by_name(self, kind: str, name: str) -> Rule | None:
+        return next((rule for rule in self.table.of_kind(kind) if name in rule.names), None)
+
+    def _verdict(self, rule: Rule, said: str) -> Verdict:
+        cause = self.table.causes[rule.cause]
+        severity = rule.severity or cause.severity
+        action = rule.action or cause.action or ACTIONS[severity]
+        why = f": {rule.why}" if rule.why else ""
+        scope = "unknown" if rule.weak else cause.scope  # a guess acquits nobody: what returns on a node escalates
+        return Verdict(rule.cause, severity, action, f"{said} -> {cause.title}{why}", rule.id, scope)
+
+    def _make(self, cause_name: str, rule_id: str, said: str) -> Verdict:
+        cause = self.table.causes[cause_name]
+        return Verdict(cause.name, cause.severity, cause.first_action, said, rule_id, cause.scope)
+
+    def _unknown(self, text: str, source: str) -> Verdict:
+        line = next((line.strip() for line in reversed(text.splitlines()) if re.search(r"\w", line)), "")
+        if source == "kernel":  # most of what a kernel says is no fault
+            return self._make("hardware_warning", "kernel-default", f"no rule knows {_quoted(line)}; nothing is done")
+        part = head_and_tail(text, MAX_TEXT)
+        spoken = (self._match(each, source, True) for each in part.splitlines() if not of_nccl(each))
+        if tells_of_no_end(part) and all(each is None or each.scope == "application" for each in spoken):
+            return self._make("no_fault", "information", f"{source} text has information and warnings alone")
+        said = f"no rule knows {_quoted(line)}; the default is to restart the process and to escalate if that fails"
+        return self._make(self.table.default, "default", said)
+
+
+def _quoted(text: str) -> str:
+    text = " ".join(text.split())
+    return '"' + (text if len(text) <= 90 else text[:87] + "...") + '"'
+
+
+def _slurm_words(state: str) -> list[str]:
+    """The base state and the flags; sinfo writes some of these as a sign behind the word."""
+    words = []
+    for word in re.split(r"[+\s,]+", state.strip().upper()):
+        bare = word.rstrip("*~#!%$@^-")
+        words += [bare] * bool(bare) + ["NOT_RESPONDING"] * word[len(bare) :].count("*")
+    return words
+
+
+def _split_status(status: int | str | signal.Signals) -> tuple[int, int]:
+    """(exit code, signal number), one of them 0. Raises ValueError for a text that is no status."""
+    if isinstance(status, signal.Signals):
+        return 0, int(status)
+    if isinstance(status, str):
+        slurm = _SLURM_STATUS.fullmatch(status)
+        if slurm:
+            code, number = int(slurm.group(1)), int(slurm.group(2))
+            return (0, number) if number else _split_status(code)
+        name = status.strip().upper()
+        if name.lstrip("-").isdecimal():
+            return _split_status(int(name))
+        try:
+            return 0, int(signal.Signals[name if name.startswith("SIG") else "SIG" + name])
+        except KeyError:
+            raise ValueError(f"{status!r} is no exit status; use a number, SIGNAME or Slurm's code:signal") from None
+    if status < 0:
+        return 0, -status
+    # 128 + n is a shell's or srun's way of saying "killed by signal n"; real signals end at 64.
+    if 128 < status <= 128 + 64:
+        return 0, status - 128
+    return status, 0
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
+def _status_words(code: int, number: int) -> str:
+    return f"process killed by {_signal_name(number)}" if number else f"process ended with exit status {code}"
+
+
+def _at_least_restart(verdict: Verdict, said: str) -> Verdict:
+    if verdict.severity <= Severity.SEV2:
+        return verdict
+    reason = f"{verdict.reason}; the process is gone, so it is restarted instead of reattempted"
+    return replace(verdict, severity=Severity.SEV2, action=ACTIONS[Severity.SEV2], reason=reason)
+
+
+@functools.cache
+def default_classifier() -> Classifier:
+    """The classifier of the shipped table, made once per process."""
+    return Classifier(default_table())

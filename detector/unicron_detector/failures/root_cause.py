@@ -1,0 +1,199 @@
+"""Which of a process's last statements is the cause of its end. Pure; standard library only.
+
+What the process itself names as fatal counts: the exception that nothing caught, the reason of an abort, a fatal line.
+Of a chain of exceptions the last one counts, unless one before it says more; a crash or the report of a launcher says
+how a process ended, and what was said before says why; an error of the network that several ranks or an abort report
+is what a peer's end looks like, so another reason stands above it. Labels of writers are respected throughout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from unicron_detector.failures.labels import Weight
+from unicron_detector.failures.severity import Verdict
+from unicron_detector.failures.statements import REPORTED, Kind, Statement, statements
+
+Judge = Callable[[str, bool], Verdict | None]
+"""The verdict on a statement's text; generic: rules that say no more than "there was an exception" count, too."""
+
+LONGEST = 500  # characters of what is told on
+# Rules that say how a process ended, not why; and those that sum up what others said of it.
+CRASHES = ("segfault", "slurm-other", "slurm-own", "nccl-internal", "launcher-report", "launcher-killed", "ray-report")
+SUMMARIES = (
+    "slurm-cancel",
+    "nccl-system",
+    "nccl-remote",
+    "slurm-controller",
+    "container-report",
+    "accelerator-says-above",
+)
+# Rules that name who failed; another error may say what it failed of.
+# torchrun ends the other ranks by SIGTERM after one of them ended by itself, that is not with one of these.
+ASKED = ("-15", "-2", "143", "130")
+_ASKED_TO_END = re.compile(r"SIGTERM|\bsignal:? ?15\b|^\s*Terminated\s*$", re.IGNORECASE)
+PLACES = ("container", "dataloader-child", "accelerator-hang", "accelerator-error")
+GENERAL = ("python", "python-exception")  # rules of exceptions by their class alone
+# Exceptions of Python's own sockets and pipes: with whom they were connected, the frames tell.
+_SOCKET = re.compile(
+    r"(?:[\w.]+\.)?(?:Connection\w*Error|BrokenPipeError|EOFError|TimeoutError|timeout|gaierror|herror|SSLError|"
+    r"RemoteDisconnected|IncompleteRead|ProtocolError|OSError: \[Errno (?:9|32|98|99|10\d|11[0-3])\]|"
+    r"FileNotFoundError: \[Errno 2\] No such file or directory$)"
+)
+_LIBRARIES = (
+    # A process's own workers, over pipes and Unix sockets.
+    "multiprocessing multiprocess billiard loky joblib concurrent/futures torch/multiprocessing torch/utils/data "
+    # Services outside the job.
+    "urllib urllib3 requests requests_toolbelt httpx httpcore aiohttp http/client botocore boto3 s3fs s3transfer "
+    "fsspec "
+    "gcsfs adlfs google/cloud google/api_core google/auth azure huggingface_hub wandb mlflow neptune comet_ml clearml "
+    "swanlab redis pymongo psycopg psycopg2 pymysql MySQLdb sqlalchemy kafka pika paramiko smtplib ftplib ldap3 minio"
+).split()
+_THROUGH = re.compile(rf"(?:^|/)((?:{'|'.join(map(re.escape, _LIBRARIES))})/?[\w/]{{0,120}}\.py)$")
+
+
+def cause(text: str, judge: Judge) -> tuple[str, Verdict | None]:
+    """The statement that says why the process ended, and the verdict on it; an empty statement for an empty text."""
+    said = [one for one in statements(text) if one.weight is not Weight.NOISE]
+    if any((first := REPORTED.search(one.text)) and first.group(1) not in ASKED for one in said):
+        said = [one for one in said if not _ASKED_TO_END.search(one.text)]
+    fatal = [one for one in said if one.weight is Weight.FATAL]
+    best = _of_the_fatal(fatal, judge)
+    errors = _last([one for one in said if one.weight is Weight.ERROR], judge)
+    if _rank(best) <= _SUMMARY:
+        best = _better(best, errors, _of_the_plain([one for one in said if one.weight is Weight.PLAIN], judge))
+    elif _rank(best) == _PLACE:
+        best = _better(best, errors)
+    elif best and best[1] and errors and errors[1] and _explains(errors[1], best[1]):
+        best = errors  # the library or Slurm says what the program's exception does not
+    if best is not None:
+        return best
+    rest = fatal or said
+    return (words(rest[-1]) if rest else ""), None
+
+
+def _explains(error: Verdict, end: Verdict) -> bool:
+    if end.rule == "nccl-cuda":  # it says that a call of CUDA's failed, not how
+        return error.rule != "nccl-cuda" and _rank(("", error)) == _SPECIFIC
+    killed = error.rule == "host-oom" and "oom" in error.reason  # a process of the rank's own, as a rule
+    return (end.rule in GENERAL and error.scope == "hardware") or (end.rule == "python-exception" and killed)
+
+
+def one_line(statement: str) -> str:
+    """A statement as one line that is short enough to be told on; its end, which names the way, stays."""
+    line = " ".join(statement.split())
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 105]} ... {line[-100:]}"
+
+
+def words(one: Statement) -> str:
+    """A statement's text. An error of a socket names the library that had it open, for not every socket is the
+    job's network."""
+    if one.kind is not Kind.EXCEPTION or not _SOCKET.match(one.text):
+        return one.text
+    through = next((hit.group(1) for file in reversed(one.frames) if (hit := _THROUGH.search(file))), "")
+    return f"{one.text} (through {through})" if through else one.text
+
+
+# ------------------------------------------------------------------------------------------------ which of them
+Found = tuple[str, Verdict | None] | None
+_NONE, _CRASH, _SUMMARY, _NETWORK, _PLACE, _SPECIFIC = range(6)
+
+
+def _rank(found: Found) -> int:
+    """How much a statement says: nothing, how the process ended, what the others looked like, who failed, or why."""
+    if found is None or found[1] is None:
+        return _NONE
+    rule = found[1].rule
+    if rule.startswith(("exit-", "signal-")):  # of a launcher's report
+        return _CRASH
+    for rules, rank in ((CRASHES, _CRASH), (SUMMARIES, _SUMMARY), (PLACES, _PLACE)):
+        if rule in rules:
+            return rank
+    return _NETWORK if found[1].scope == "network" else _SPECIFIC
+
+
+def _better(*found: Found) -> Found:
+    """The one that says most; of equals the first."""
+    return max(found, key=_rank)
+
+
+def _judged(one: Statement, judge: Judge, generic: bool = False) -> Found:
+    text = words(one)
+    verdict = judge(text, generic)
+    return (text, verdict) if verdict is not None else None
+
+
+def _last(said: Sequence[Statement], judge: Judge) -> Found:
+    """The last one that a rule knows; one that does not say why yields to one before it that says more."""
+    best: Found = None
+    for one in reversed(said):
+        best = _better(best, _judged(one, judge))
+        if _rank(best) in (_NETWORK, _SPECIFIC):
+            break
+    return best
+
+
+def _is_broken(found: Found) -> bool:
+    """Whether it is hardware that broke: what other ranks say then is what that looks like from there."""
+    return found is not None and found[1] is not None and (found[1].scope, found[1].severity) == ("hardware", 1)
+
+
+def _of_the_fatal(fatal: Sequence[Statement], judge: Judge) -> Found:
+    if not fatal:
+        return None
+    last = fatal[-1]
+    links = _chain(fatal)
+    best = _of_a_chain(links, judge)
+    alone = len({one.speaker for one in fatal}) == 1 and not last.grouped
+    if not alone and (
+        broken := next((each for one in reversed(fatal) if _is_broken(each := _judged(one, judge))), None)
+    ):
+        return broken
+    if last.kind is not Kind.EXCEPTION or not alone:
+        for one in reversed(fatal[: len(fatal) - len(links)]):
+            if _rank(best) == _SPECIFIC:
+                break
+            best = _better(best, _judged(one, judge))
+    if best is not None:
+        return best
+    # A class of exceptions that no rule knows is the program's own; so is a fatal line.
+    own = [one for one in reversed(fatal) if one.kind is not Kind.LAUNCHER]
+    return next((found for one in own if (found := _judged(one, judge, True))), None)
+
+
+def _chain(fatal: Sequence[Statement]) -> Sequence[Statement]:
+    """The last exception with those that it was raised from or while handling, in the order of the log."""
+    first = len(fatal) - 1
+    while first > 0 and fatal[first].chained:
+        first -= 1
+    return fatal[first:]
+
+
+def _of_a_chain(links: Sequence[Statement], judge: Judge) -> Found:
+    """The last one that a rule knows. Errors of devices and files do not steer a program: one before it stands above an
+    exception that its class alone describes, and one of the hardware above all."""
+    found = [_judged(one, judge) for one in links]
+    best = next((each for each in reversed(found) if each is not None), None)
+    for each in found:
+        if each is None or each[1] is None or best is None or best[1] is None:
+            continue
+        hardware = each[1].scope == "hardware" and best[1].scope != "hardware"
+        says_more = best[1].rule in GENERAL and each[1].scope in ("storage", "unknown") and _rank(each) == _SPECIFIC
+        if hardware or says_more:
+            best = each
+    return best
+
+
+def _of_the_plain(plain: Sequence[Statement], judge: Judge) -> Found:
+    """Lines without a label are judged as one text, by the table's order."""
+    text = "\n".join(one.text for one in plain)
+    verdict = judge(text, False) if text else None
+    if verdict is None:
+        return None
+    line = next((each.text for each in reversed(plain) if _same(judge(each.text, False), verdict)), text)
+    return line, verdict
+
+
+def _same(one: Verdict | None, other: Verdict) -> bool:
+    return one is not None and one.rule == other.rule

@@ -1,0 +1,328 @@
+"""Severities, causes and the rules that lead to them.
+
+The knowledge itself is data: ``severity_table.toml`` beside this module. Standard library only: ranks import it.
+SEV1: isolate the node. SEV2: restart the process. SEV3: reattempt in place (docs/design/paper.md, section 3).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from unicron_detector.failures.prefilter import Alternative, Prefilter, alternatives, bounded
+
+TABLE_PATH = Path(__file__).with_name("severity_table.toml")
+
+
+class Severity(enum.IntEnum):
+    """How bad a fault is; the smaller the worse."""
+
+    SEV1 = 1
+    SEV2 = 2
+    SEV3 = 3
+
+
+# "report" stands beside the three: an event worth a line in the log that must not disturb a training job.
+ACTIONS = {Severity.SEV1: "isolate", Severity.SEV2: "restart", Severity.SEV3: "reattempt"}
+REPORT = "report"
+# Whose fault a cause is by nature: escalation treats them differently (see unicron_detector.failures.escalation).
+SCOPES = ("hardware", "network", "application", "storage", "unknown", "none")
+KINDS = ("text", "xid", "exit", "signal", "slurm")
+
+
+class SeverityTableError(ValueError):
+    """A rule of the table or of the admin's extension is wrong; one line that says which and what to do."""
+
+
+# Patterns are matched in lower case without IGNORECASE, which is several times faster: the engine then skips to the
+# next possible first letter. That takes a pattern whose escapes are all of the simple kind; others keep IGNORECASE.
+_SIMPLE = re.compile(r"(?:[^\\]|\\[dDsSwWbBnrt.()\[\]{}|+*?^$/\\\-'\"#:=<>,])*", re.DOTALL)
+_ESCAPE_OR_CAPITAL = re.compile(r"\\.|[A-Z]", re.DOTALL)
+
+
+def _folded_pattern(pattern: str) -> str:
+    if not _SIMPLE.fullmatch(pattern):
+        return bounded(pattern)
+    return _ESCAPE_OR_CAPITAL.sub(
+        lambda hit: hit.group(0) if len(hit.group(0)) == 2 else hit.group(0).lower(), bounded(pattern)
+    )
+
+
+def folded(text: str) -> str:
+    """The text in lower case, of the same length, so that positions in it are positions in the text."""
+    lower = text.lower()
+    return (
+        lower if len(lower) == len(text) else "".join(char.lower() if len(char.lower()) == 1 else char for char in text)
+    )
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A named cause with its severity. ``method``: the detection method that usually sees it (docs/design/paper.md,
+    section 3)."""
+
+    name: str
+    severity: Severity
+    scope: str = "unknown"
+    title: str = ""
+    method: str = "exception"
+    paper: str = ""  # the row of docs/design/paper.md (sections 1 and 3) that it stands for, if any
+    action: str = ""  # only "report" differs from the severity's own action
+
+    @property
+    def first_action(self) -> str:
+        return self.action or ACTIONS[self.severity]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of the table: what is seen -> cause. Text rules are tried in table order, the first match wins."""
+
+    id: str
+    kind: str
+    cause: str
+    pattern: str = ""
+    codes: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    why: str = ""
+    source: str = ""
+    of_admin: bool = False
+    only_from: tuple[str, ...] = ()  # sources of text in which the rule holds; empty: all
+    severity: Severity | None = None
+    action: str = ""
+    generic: bool = False  # says only that there was an error; see Classifier.match
+    weak: bool = False  # a guess by a few words; see Classifier.text
+    hardware: bool = (
+        False  # counts in an application's text only where a library speaks; see unicron_detector.failures.speakers
+    )
+
+    @functools.cached_property
+    def regex(self) -> re.Pattern[str]:
+        """Ignores case, and is only right for text that went through ``folded``."""
+        return re.compile(_folded_pattern(self.pattern), self._flags)
+
+    @functools.cached_property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """The parts of the regex, for the prefilter."""
+        return alternatives(_folded_pattern(self.pattern), self._flags)
+
+    @property
+    def _flags(self) -> int:
+        return 0 if _SIMPLE.fullmatch(self.pattern) else re.IGNORECASE
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a signal means. ``rule`` is the id of the table's row that decided, ``reason`` a sentence for people."""
+
+    cause: str
+    severity: Severity
+    action: str
+    reason: str
+    rule: str
+    scope: str = "unknown"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Causes by name and rules in order of precedence."""
+
+    causes: Mapping[str, Cause]
+    rules: tuple[Rule, ...]
+    default: str = "other_software_error"
+    _by_kind: Mapping[str, tuple[Rule, ...]] = field(init=False, repr=False, compare=False)
+    _prefilter: Prefilter = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_kind = {kind: tuple(rule for rule in self.rules if rule.kind == kind) for kind in KINDS}
+        object.__setattr__(self, "_by_kind", by_kind)
+        object.__setattr__(self, "_prefilter", Prefilter([rule.alternatives for rule in by_kind["text"]]))
+
+    def of_kind(self, kind: str) -> tuple[Rule, ...]:
+        return self._by_kind[kind]
+
+    def candidates(self, low: str) -> dict[int, list[Alternative]]:
+        """The text rules that may match a folded text: the place of each in the table, and its alternatives that may.
+        No pattern matches an empty text."""
+        return self._prefilter.candidates(low) if low else {}
+
+    def extended(self, rules: Iterable[Mapping[str, object]], causes: Iterable[Mapping[str, object]] = ()) -> Table:
+        """A table in which the given rules go before the present ones, so that an admin's word wins.
+
+        Raises SeverityTableError when a rule cannot be used.
+        """
+        known = dict(self.causes)
+        for raw in causes:
+            cause = parse_cause(raw)
+            known[cause.name] = cause
+        added = [_named(parse_rule(raw, known), number) for number, raw in enumerate(rules, 1)]
+        taken = {rule.id for rule in added}
+        kept = tuple(rule for rule in self.rules if rule.id not in taken)
+        return replace(self, causes=known, rules=(*added, *kept))
+
+
+def _named(rule: Rule, number: int) -> Rule:
+    return replace(rule, id=rule.id or f"admin-{number}", of_admin=True)
+
+
+def _fail(where: str, what: str) -> SeverityTableError:
+    return SeverityTableError(f"severity table: {where}: {what}")
+
+
+def _severity(value: object, where: str) -> Severity:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in (1, 2, 3):
+        raise _fail(where, f"severity must be 1, 2 or 3, not {value!r}")
+    return Severity(value)
+
+
+def _check_keys(raw: Mapping[str, object], allowed: set[str], where: str) -> None:
+    unknown = sorted(set(raw) - allowed)
+    if unknown:
+        raise _fail(where, f"unknown key {unknown[0]!r}; use one of {', '.join(sorted(allowed))}")
+
+
+def _text(raw: Mapping[str, object], key: str, where: str) -> str:
+    value = raw.get(key, "")
+    if not isinstance(value, str):
+        raise _fail(where, f"{key} must be text, not {value!r}")
+    return value
+
+
+def _list_of(raw: Mapping[str, object], key: str, kind: type, where: str) -> tuple[Any, ...]:
+    value = raw.get(key, [])
+    if not isinstance(value, list) or any(not isinstance(item, kind) or isinstance(item, bool) for item in value):
+        raise _fail(where, f"{key} must be a list of {kind.__name__}, not {value!r}")
+    return tuple(value)
+
+
+def parse_cause(raw: Mapping[str, object]) -> Cause:
+    """A [[cause]] of the table or of ``[[severity.cause]]``. Raises SeverityTableError."""
+    name = _text(raw, "name", "cause")
+    where = f"cause {name or '(no name)'}"
+    _check_keys(raw, {"name", "severity", "scope", "title", "method", "paper", "action"}, where)
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise _fail(where, "name must be lower case letters, digits and _")
+    scope = _text(raw, "scope", where) or "unknown"
+    if scope not in SCOPES:
+        raise _fail(where, f"scope must be one of {', '.join(SCOPES)}, not {scope!r}")
+    action = _action(raw, where)
+    return Cause(
+        name=name,
+        severity=_severity(raw.get("severity"), where),
+        scope=scope,
+        title=_text(raw, "title", where) or name.replace("_", " "),
+        method=_text(raw, "method", where) or "exception",
+        paper=_text(raw, "paper", where),
+        action=action,
+    )
+
+
+def _action(raw: Mapping[str, object], where: str) -> str:
+    action = _text(raw, "action", where)
+    if action not in ("", REPORT):
+        raise _fail(where, f'action may only be "{REPORT}" (the others follow from the severity), not {action!r}')
+    return action
+
+
+def parse_rule(raw: Mapping[str, object], causes: Mapping[str, Cause], tested: bool = False) -> Rule:
+    """A [[rule]] of the table or of ``[[severity.rule]]``. Raises SeverityTableError."""
+    if not isinstance(raw, Mapping):
+        raise _fail("rule", f"must be a table, not {raw!r}")
+    where = f"rule {raw.get('id') or raw.get('pattern') or '(no id)'}"
+    allowed = {
+        "id",
+        "kind",
+        "cause",
+        "pattern",
+        "codes",
+        "names",
+        "why",
+        "source",
+        "only_from",
+        "severity",
+        "action",
+        "generic",
+        "weak",
+        "hardware",
+    }
+    _check_keys(raw, allowed, where)
+    kind = _text(raw, "kind", where) or "text"
+    if kind not in KINDS:
+        raise _fail(where, f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
+    cause = _text(raw, "cause", where)
+    if cause not in causes:
+        raise _fail(where, f"unknown cause {cause!r}; add a [[severity.cause]] with that name or use a known one")
+    rule = Rule(
+        id=_text(raw, "id", where),
+        kind=kind,
+        cause=cause,
+        pattern=_text(raw, "pattern", where),
+        codes=_list_of(raw, "codes", int, where),
+        names=_list_of(raw, "names", str, where),
+        why=_text(raw, "why", where),
+        source=_text(raw, "source", where),
+        only_from=_list_of(raw, "only_from", str, where),
+        severity=_severity(raw["severity"], where) if "severity" in raw else None,
+        action=_action(raw, where),
+        generic=raw.get("generic") is True,
+        weak=raw.get("weak") is True,
+        hardware=raw.get("hardware") is True,
+    )
+    if not tested:
+        _check_rule(rule, where)
+    return rule
+
+
+def _check_rule(rule: Rule, where: str) -> None:
+    if rule.kind == "text":
+        if not rule.pattern:
+            raise _fail(where, "a text rule needs a pattern")
+        try:
+            matches_nothing = rule.regex.search("")
+        except re.error as error:
+            raise _fail(where, f"pattern is not a regular expression: {error}") from None
+        if matches_nothing:
+            raise _fail(where, "pattern matches an empty line, so it would match everything")
+    elif rule.kind in ("xid", "exit") and not rule.codes:
+        raise _fail(where, f"a rule of kind {rule.kind} needs codes = [numbers]")
+    elif rule.kind in ("signal", "slurm") and not rule.names:
+        raise _fail(where, f"a rule of kind {rule.kind} needs names = [texts]")
+
+
+def load_table(path: Path | str = TABLE_PATH, tested: bool = False) -> Table:
+    """Reads a table file. Raises SeverityTableError, or OSError when the file cannot be read.
+
+    tested: the patterns are known to be right, and are compiled when a text needs them.
+    """
+    with open(path, "rb") as file:
+        try:
+            raw = tomllib.load(file)
+        except tomllib.TOMLDecodeError as error:
+            raise _fail(str(path), f"not TOML: {error}") from None
+    causes: dict[str, Cause] = {}
+    for entry in raw.get("cause", []):
+        cause = parse_cause(entry)
+        if cause.name in causes:
+            raise _fail(f"cause {cause.name}", "is there twice")
+        causes[cause.name] = cause
+    rules = tuple(parse_rule(entry, causes, tested) for entry in raw.get("rule", []))
+    ids = [rule.id for rule in rules]
+    doubles = sorted({name for name in ids if not name or ids.count(name) > 1})
+    if doubles:
+        raise _fail(f"rule {doubles[0] or '(no id)'}", "every rule needs an id of its own")
+    default = raw.get("default", "other_software_error")
+    if default not in causes:
+        raise _fail("default", f"unknown cause {default!r}")
+    return Table(causes=causes, rules=rules, default=default)
+
+
+@functools.cache
+def default_table() -> Table:
+    """The table that is shipped, read once per process."""
+    return load_table(tested=True)

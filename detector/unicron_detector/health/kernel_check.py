@@ -1,0 +1,126 @@
+"""What the kernel has said of this node's hardware since the last check, for a check that root runs.
+
+The agents read the kernel log, too; but an agent is its user's process, so its word moves its own job only. This one
+may drain the node, so it believes nothing that a user can write: only the kernel's own records count (userspace writes
+to /dev/kmsg under another facility), and only lines whose beginning no process name can imitate.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unicron_detector.failures.classify import Classifier
+from unicron_detector.failures.severity import Severity, Verdict
+from unicron_detector.health.kernel_log import RECORD_BYTES, line_of
+
+KEPT = 5  # lines that are remembered
+# Causes that are the hardware's beyond doubt. A driver's failure, an oops or a DMA fault may be a program's doing.
+PROVEN = frozenset({"ecc_error", "gpu_lost", "nvlink_error", "host_hardware_error", "nic_error"})
+UNPROVEN = frozenset({"pcie-hotplug"})  # rules: an admin may pull a device
+# Some lines of the kernel begin with the name of a process, which its user chooses. It has 15 characters at most
+# (prctl(2), PR_SET_NAME), and what is asked for here does not fit into so few.
+_PCI = r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
+_OWN = re.compile(
+    r"NVRM:? Xid \(PCI:[0-9a-f:.]{7,}\): \d+"
+    r"|nvidia-nvswitch\d+: SXid \(PCI:[0-9a-f:.]{7,}\): \d+"
+    r"|EDAC MC\d+: (?:\d+ )?UE (?:[a-z ]{6,}|on mc#\d)"
+    r"|mce: \[Hardware Error\]: |(?:\{\d+\})?\[Hardware Error\]: "
+    rf"|pcieport {_PCI}: |mlx[45]_core {_PCI}|amdgpu {_PCI}: "
+    r"|Memory failure: 0x[0-9a-f]+: ",
+    re.IGNORECASE,
+)
+_HEAD = re.compile(rb"^(\d+),(\d+),\d+,[^;]*;")
+_OF_A_USER = re.compile(r",? (?:pid|name|comm)[=:].*")  # the rest of the line may hold a process's name
+
+
+@dataclass
+class Seen:
+    """What earlier checks of this boot have read: the last record's number, and the lines that condemn the node."""
+
+    boot: str
+    last: int
+    bad: list[str] = field(default_factory=list)
+
+
+def proven(line: str, classifier: Classifier) -> Verdict | None:
+    """The verdict on a line of the kernel that proves the node's hardware broken; None for any other."""
+    if not _OWN.match(line):
+        return None
+    verdict = classifier.match(_OF_A_USER.sub("", line), "kernel")
+    if verdict is None or verdict.severity is not Severity.SEV1:
+        return None
+    return verdict if verdict.cause in PROVEN and verdict.rule not in UNPROVEN else None
+
+
+def check_kernel_log(log: Path, boot: str, state: Path, classifier: Callable[[], Classifier]) -> list[str]:
+    """Lines since the first check of this boot that prove the hardware broken, with what they mean; the first check of
+    all only notes where the log ends. `state`: where that is kept, in a folder that only this user can write; without
+    it, once the hardware is mended, nothing is held against the node. classifier: made only where a line needs it.
+    Raises OSError.
+    """
+    seen = _load(state, boot)
+    last, bad = (seen.last, seen.bad) if seen else (-1, [])
+    for number, line in _records(log):
+        if seen is not None and number > last and len(bad) < KEPT and _OWN.match(line):
+            if verdict := proven(line, classifier()):
+                bad.append(f"{verdict.cause}: {line[:120]}")
+        last = max(last, number)
+    _save(state, Seen(boot, last, bad))
+    return bad
+
+
+def _records(log: Path) -> Iterator[tuple[int, str]]:
+    """(sequence number, text) of the kernel's own records (Documentation/ABI/testing/dev-kmsg), from the oldest on."""
+    descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+        for record in _read(descriptor) if device else b"".join(_read(descriptor)).split(b"\n"):
+            head = _HEAD.match(record)
+            if head and int(head.group(1)) >> 3 == 0:  # facility 0: the kernel's, which nobody else is given
+                yield int(head.group(2)), line_of(record)
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int) -> Iterator[bytes]:
+    while True:
+        try:
+            data = os.read(descriptor, RECORD_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno != errno.EPIPE:  # overwritten before it was read: the next read goes on behind it
+                raise
+            continue
+        if not data:
+            return
+        yield data
+
+
+def _load(state: Path, boot: str) -> Seen | None:
+    try:
+        found = json.loads(state.read_text())
+        seen = Seen(str(found["boot"]), int(found["last"]), [str(line) for line in found["bad"]])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):  # cut off or of another release: as at the first check
+        return None
+    return seen if seen.boot == boot else Seen(boot, -1)
+
+
+def _save(state: Path, seen: Seen) -> None:
+    folder = state.parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    known = folder.stat()
+    if known.st_uid != os.geteuid() or known.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "others can write there", str(folder))
+    draft = state.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps({"boot": seen.boot, "last": seen.last, "bad": seen.bad}))
+    draft.replace(state)

@@ -1,0 +1,54 @@
+"""What the limits of a process's memory cgroup leave it. At a limit the kernel's out-of-memory killer ends a process of
+the group, so whoever is about to take much looks first.
+
+Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from unicron_detector.health.oom_kills import counter_file
+
+# Files with a limit and with what counts for it, and in memory.stat what the kernel gives back before it kills anybody:
+# pages of files, and in version 2 what it remembers of them. Shared memory is none of that. Each number is of the group
+# with all below it.
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_V2 = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
+
+
+class Left(NamedTuple):
+    """How much memory is left for this process's group.
+
+    size: bytes, below 0 for a group that is over its limit. folder: the group whose limit is the nearest.
+    """
+
+    size: int
+    folder: Path
+
+
+def left(pid: int | str = "self", proc: Path = Path("/proc")) -> Left | None:
+    """What the process's group and those above it leave; None where no limit is to be seen."""
+    file = counter_file(pid, proc)
+    if file is None:
+        return None
+    limit, usage, cache = _V1 if file.name == "memory.oom_control" else _V2
+    found = []
+    for folder in (file.parent, *file.parent.parents):
+        try:
+            taken = int((folder / usage).read_text())
+            most = (folder / limit).read_text().strip()
+        except (OSError, ValueError):
+            break  # above the first group, which has no limit in version 2
+        if most.isdecimal():  # "max" is none
+            found.append(Left(int(most) - taken + _sum(folder / "memory.stat", cache), folder))
+    return min(found, default=None)
+
+
+def _sum(file: Path, names: tuple[str, ...]) -> int:
+    try:
+        lines = (line.split() for line in file.read_text().splitlines())
+        return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] in names)
+    except (OSError, ValueError):
+        return 0

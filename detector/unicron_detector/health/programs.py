@@ -1,0 +1,296 @@
+"""Health checks of others: NHC, gcm, DCGM, or any program, by a line of `[health]` in unicron.toml.
+
+A program runs as the checks do, without a shell, in a session of its own, with a short environment and no input. Its
+exit status counts, as its kind has it, and of its output the first line that says something. What cannot be run says
+nothing of the node: a missing program is a warning, and one that hangs or is killed is unknown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pwd
+import re
+import shlex
+import signal
+import stat
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from unicron_detector.health.findings import BAD, GOOD, UNKNOWN, WARNING, Finding
+from unicron_detector.health.program_output import MOST_BYTES, Output, TooMuchOutput
+
+LINE = 300  # characters of what a program said
+GRACE_SECONDS = 0.2  # before the check's own time is over: the program has to be ended before that
+ENVIRONMENT = ("PATH", "LC_ALL", "LANG", "SLURMD_NODENAME", "SLURM_CONF", "SLURM_JOB_ID", "HOME")
+MOST_INTERPRETERS = 5  # that the kernel follows from one to the next
+# Programs that run what an argument of theirs names
+_RUNS_OTHERS = re.compile(
+    r"(?:a|ba|da|k|z)?sh|python[\d.]*|perl|ruby|env|flock|ionice|nice|nohup|numactl|runuser|setpriv|setsid|stdbuf|sudo|"
+    r"taskset|timeout"
+)
+MOST_LINKS = 40  # ... and symbolic links
+USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class HealthProgram(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One program of `programs` in [health], where its command alone does not say enough."""
+
+    command: str
+    """The program's absolute path and its arguments; no shell reads it."""
+    bad: tuple[int, ...] | None = None
+    """Exit statuses that prove the node bad; by default as the kind of program has it."""
+    warning: tuple[int, ...] | None = None
+    """Exit statuses that are warned of."""
+    user: str = ""
+    """Who runs it; by default whoever runs the checks."""
+    prolog: bool = False
+    """Run it before each job, too, and not only by HealthCheckProgram."""
+
+
+def as_program(given: str | HealthProgram) -> HealthProgram:
+    """The program of a line that may be its command alone."""
+    return HealthProgram(command=given) if isinstance(given, str) else given
+
+
+# ------------------------------------------------------------------------------------------------------------- kinds
+
+
+def nagios(status: int, said: Sequence[str]) -> Finding:
+    """The plugins of Nagios, gcm's `health_checks` and most scripts: 0 fine, 1 warning, 2 critical, 3 unknown."""
+    verdict = {0: GOOD, 1: WARNING, 2: BAD}.get(status, UNKNOWN)
+    return Finding(verdict, _line(said, status), {"status": status})
+
+
+def nhc(status: int, said: Sequence[str]) -> Finding:
+    """LBNL's Node Health Check: every status but 0 says that a check of the site's own has failed."""
+    told = [line for line in said if line.startswith("ERROR")] or said
+    return Finding(GOOD if status == 0 else BAD, _line(told, status), {"status": status})
+
+
+def dcgm(status: int, said: Sequence[str]) -> Finding:
+    """`dcgmi health -c` and `dcgmi diag`: the verdict is in the table, and `health -c` ends with 0 whatever it found.
+    Another status without a verdict says that DCGM could not be asked."""
+    found = {word: [line for line in said if re.search(rf"\|\s*{word}", line)] for word in ("Fail", "Warn")}
+    for word, verdict in (("Fail", BAD), ("Warn", WARNING)):
+        if found[word]:
+            rows = "; ".join(_cells(line) for line in found[word])
+            return Finding(verdict, rows[:LINE], {"status": status})
+    passed = any(re.search(r"\|\s*(Pass|Healthy)", line) for line in said)
+    if status == 0 and passed:
+        return Finding(GOOD, "passed", {"status": status})
+    return Finding(UNKNOWN, _line(said, status), {"status": status})
+
+
+SMART_FAILING = 8
+SMART_BITS = {  # smartctl(8), EXIT STATUS: the same in smartmontools 7.3, 7.4 and 7.5
+    1: "its command line was not understood, or the kind of device not found out",
+    2: "the device could not be opened",
+    4: "a SMART command failed, or a checksum was wrong",
+    SMART_FAILING: "the device says that it is failing",
+    16: "attributes are below their threshold",
+    32: "attributes were below their threshold in the past",
+    64: "the device's log has errors",
+    128: "the log of self-tests has errors",
+}
+
+
+def smartctl(status: int, said: Sequence[str]) -> Finding:
+    """smartctl ends with a mask. Only the device's own word that it fails proves something; that smartctl could not ask
+    the device says nothing of the node."""
+    words = "; ".join(text for bit, text in SMART_BITS.items() if status & bit)
+    verdict = BAD if status & SMART_FAILING else UNKNOWN if status & 3 else WARNING if status else GOOD
+    return Finding(verdict, words or _line(said, status), {"status": status})
+
+
+KINDS: dict[str, Callable[[int, Sequence[str]], Finding]] = {"nhc": nhc, "dcgmi": dcgm, "smartctl": smartctl}
+"""By the name of the program's file; all others are judged as Nagios' plugins."""
+
+
+def _cells(row: str) -> str:
+    return " ".join(cell.strip() for cell in row.split("|") if cell.strip())
+
+
+def _line(said: Sequence[str], status: int) -> str:
+    return said[0][:LINE] if said else f"exit status {status}"
+
+
+# ----------------------------------------------------------------------------------------------------------- running
+
+
+def check_program(name: str, given: str | HealthProgram, timeout: float) -> Finding:
+    """What the program says of this node. timeout: seconds. A program that cannot be trusted is not run."""
+    program = as_program(given)
+    command = shlex.split(program.command)
+    if why := _unfit(command, program.user):
+        return Finding(WARNING, f"{name} is not run: {why}")
+    try:
+        status, out = _run(command, program.user, max(0.1, timeout - GRACE_SECONDS))
+    except subprocess.TimeoutExpired:
+        return Finding(UNKNOWN, f"{command[0]}: no answer within {timeout:g} s; it was ended")
+    except TooMuchOutput as error:
+        return Finding(UNKNOWN, f"{command[0]}: {error}; it was ended")
+    except OSError as error:
+        return Finding(WARNING, f"{name} is not run: {command[0]}: {error.strerror}")
+    if status < 0:
+        return Finding(UNKNOWN, f"{command[0]} was ended by {signal.Signals(-status).name}")
+    said = [line.strip() for line in out.decode(errors="replace").splitlines() if re.search(r"\w", line)]
+    return judge(program, os.path.basename(command[0]), status, said)
+
+
+def judge(program: HealthProgram, file: str, status: int, said: Sequence[str]) -> Finding:
+    """Pure: the verdict of a program that has ended. file: the name of its file, which says how its status is meant."""
+    found = KINDS.get(file, nagios)(status, said)
+    if program.bad is None and program.warning is None:
+        return found
+    verdict = GOOD if status == 0 else UNKNOWN
+    verdict = WARNING if status in (program.warning or ()) else verdict
+    verdict = BAD if status in (program.bad or ()) else verdict
+    return Finding(verdict, found.reason, found.values)
+
+
+def _unfit(command: Sequence[str], user: str) -> str:
+    """Why the program must not be run here; empty when it may be. What root runs, only root may have written."""
+    if not command:
+        return "its command is empty"
+    if user:
+        try:
+            pwd.getpwnam(user)
+        except KeyError:
+            return f"there is no user {user!r} here"
+    others = [] if user else _named(command)
+    return next(filter(None, (untrusted(command[0]), *(untrusted(path, executed=False) for path in others))), "")
+
+
+def _named(command: Sequence[str]) -> list[str]:
+    """The files in a command's arguments that it may run, also within a text for a shell: programs, and whatever a
+    program reads that is known to run what it is given."""
+    reads = _RUNS_OTHERS.fullmatch(os.path.basename(command[0]))
+    words = [word for text in command[1:] for word in (text, *re.split(r"[\s'\"`;|&<>(){}=]+", text)) if word]
+    paths = dict.fromkeys(os.path.join("/", word) for word in words)  # a program is started in /
+    return [path for path in paths if os.path.isfile(path) and (reads or os.access(path, os.X_OK))]
+
+
+def untrusted(program: str, executed: bool = True) -> str:
+    """Why this process must not run the program, and what to do; empty when it may. Only root and this process's user
+    may have written it, and whatever its path leads through: links, all folders up to /, the interpreters of a script.
+    Then nobody else can change what the path names, and it can be run by that path, which a script may look at.
+    executed: by itself; else an interpreter reads it."""
+    for _ in range(MOST_INTERPRETERS):
+        try:
+            path, why = _followed(program)
+            if why:
+                return why
+            if not stat.S_ISREG(os.stat(path).st_mode) or (executed and not os.access(path, os.X_OK)):
+                return f"no program: `chmod u+x {path}`"
+            program = _interpreter(path) if executed else ""
+        except OSError as error:
+            return f"{program}: {error.strerror}: install it, or take its line out of unicron.toml"
+        if not program:
+            return ""
+    return f"{program} is an interpreter of an interpreter: name one program"
+
+
+def _followed(program: str) -> tuple[str, str]:
+    """Where a path leads, step by step from the root, and who but root and this user may change that; empty for nobody.
+    Each step is looked at when all before it are known to stay. Raises OSError."""
+    at, rest = "/", program.split("/")[::-1]
+    links = 0
+    if not program.startswith("/"):
+        return program, f"{program} is no absolute path: write one"
+    if why := _changeable("/", os.lstat("/")):
+        return "/", why
+    while rest:
+        name = rest.pop()
+        if name in ("", ".", ".."):
+            at = os.path.dirname(at) if name == ".." else at
+            continue
+        here = os.path.join(at, name)
+        status = os.lstat(here)
+        if why := _changeable(here, status):
+            return here, why
+        if not stat.S_ISLNK(status.st_mode):
+            at = here
+            continue
+        links += 1
+        if links > MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        target = os.readlink(here)
+        at = "/" if target.startswith("/") else at
+        rest += target.split("/")[::-1]
+    return at, ""
+
+
+def _changeable(path: str, status: os.stat_result) -> str:
+    """How others may change what is there, and what to do; empty when they cannot. A sticky bit keeps the names in a
+    folder, but not what is in a file. A link has no mode of its own."""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{path} has to be root's or this user's own: `chown root {path}`"
+    kept = stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX)
+    return f"others can write {path}: `chmod go-w {path}`" if status.st_mode & 0o022 and not kept else ""
+
+
+def _interpreter(path: str) -> str:
+    """What the kernel starts for a script; empty for another program. Raises OSError."""
+    try:
+        with open(path, "rb") as file:
+            line = file.read(256).split(b"\n")[0]
+    except PermissionError:  # a script could not be run either: its interpreter would have to read it
+        return ""
+    words = line[2:].split(None, 1) if line.startswith(b"#!") else []
+    return os.fsdecode(words[0]) if words else ""
+
+
+def _run(command: Sequence[str], user: str, timeout: float) -> tuple[int, bytes]:
+    """Exit status and output, standard output first. All that it has started is killed when it takes longer, or prints
+    too much. Raises TimeoutExpired, TooMuchOutput and OSError."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, cwd="/", env=_environment(), **_identity(user)
+    )
+    with process:
+        output = Output(process, MOST_BYTES)
+        try:
+            output.read(timeout)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise  # the end of the block waits for it
+        return process.returncode, b"\n".join(output.taken())
+
+
+def _environment() -> Mapping[str, str]:
+    return {"PATH": USUAL_PATH, "LC_ALL": "C"} | {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+
+
+def _identity(user: str) -> dict[str, Any]:
+    """What Popen is told of who runs it: a session of its own, and no more groups than the user has."""
+    if not user:
+        return {"start_new_session": True}
+    known = pwd.getpwnam(user)
+    if known.pw_uid == os.geteuid():
+        return {"start_new_session": True}
+    groups = os.getgrouplist(user, known.pw_gid)
+    return {"start_new_session": True, "user": known.pw_uid, "group": known.pw_gid, "extra_groups": groups}
+
+
+def program_problem(name: str, given: str | HealthProgram, taken: Sequence[str]) -> str:
+    """What is wrong with one program's line, or nothing. taken: names of Unicron's own checks."""
+    if name in taken:
+        return f"programs.{name}: this is a check of Unicron's own: give it another name"
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", name) or name == "all":
+        return f"programs.{name}: write a name of letters and digits, such as nhc"
+    program = as_program(given)
+    try:
+        command = shlex.split(program.command)
+    except ValueError as error:
+        return f"programs.{name}: {error}"
+    if not command or not command[0].startswith("/"):
+        return f'programs.{name} = "{program.command}": begin with the absolute path of a program'
+    if both := set(program.bad or ()) & set(program.warning or ()):
+        return f"programs.{name}: status {min(both)} is both bad and a warning"
+    return ""

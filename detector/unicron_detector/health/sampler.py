@@ -1,0 +1,101 @@
+"""``python -m unicron_detector.health.sampler``: the node's metrics, a line of JSON every few seconds, from a process
+of its own.
+
+A file system or a GPU driver that hangs can make a reader wait for ever, and a thread that waits so keeps its whole
+process from ending. So the agent lets a child do it, which it can leave behind. In the child what may hang has a thread
+of its own: the other metrics go on, and the latency of a file system that hangs is the time for which it has not
+answered. Standard library only, pynvml where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from unicron_detector.iterations import peer_metrics
+
+
+class Patient:
+    """Calls a reader that may hang in a thread of its own: `read` waits for it up to `seconds`, then goes on."""
+
+    def __init__(self, reader: Callable[[], dict[str, float]], seconds: float) -> None:
+        self._reader, self._seconds = reader, seconds
+        self._thread: threading.Thread | None = None
+        self._result: dict[str, float] = {}
+        self.began = 0.0
+
+    def read(self) -> dict[str, float] | None:
+        """The values, empty if it could not read; None while the reader hangs. `began`: since when."""
+        if self._thread is None:
+            self._result, self.began = {}, time.monotonic()
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        self._thread.join(self._seconds)
+        if self._thread.is_alive():
+            return None
+        self._thread = None
+        return self._result
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):  # a metric that cannot be read is left out
+            self._result = self._reader()
+
+
+class Sampler:
+    """One line per call of `sample`: {"host", "node"}."""
+
+    def __init__(self, directory: str, patience: float = 1.0) -> None:
+        self._files = Patient(lambda: peer_metrics.read_file_latency(directory), patience)
+        self._gpus = Patient(peer_metrics.read_worst_gpu, patience)
+        self._rates = peer_metrics.Rates()
+        self.host = machine()
+
+    def sample(self) -> dict[str, object]:
+        values = peer_metrics.read_node()
+        latency = self._files.read()
+        values |= {"file_latency": time.monotonic() - self._files.began} if latency is None else latency
+        values |= self._gpus.read() or {}
+        return {"host": self.host, "node": self._rates(values, time.monotonic())}
+
+
+def machine() -> str:
+    """A name of the running machine: nodes that are only containers or daemons of one machine have it in common."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m unicron_detector.health.sampler", description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=10.0, help="between two lines")
+    parser.add_argument("--directory", default=".", help="whose latency is measured")
+    parser.add_argument("--count", type=int, default=0, help="lines until the end, 0 for no end")
+    options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's: the agent decides when to end
+    with contextlib.suppress(OSError):
+        os.nice(5)
+    sampler, sent = Sampler(options.directory, min(1.0, options.seconds / 4)), 0
+    due = time.monotonic()
+    while True:
+        try:
+            print(json.dumps(sampler.sample()), flush=True)
+        except BrokenPipeError:
+            return 0
+        sent += 1
+        if sent == options.count:
+            return 0
+        due = max(due + options.seconds, time.monotonic())
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""The messages between a rank and its agent: dataclasses, written as MessagePack maps.
+
+What the agent passes on from the controller has the names and defaults of the controller's own message
+(`unicron_ctl.shared.protocol.wire`), as far as ranks need it. A rank says nothing that it need not: its agent adds the
+rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import msgpack
+
+from unicron_detector.formats import RANKS
+
+
+# ---------------------------------------------------------------- agent -> rank
+@dataclass(frozen=True)
+class Break:
+    """All generations up to this one are over. lost: the slots whose ranks are gone."""
+
+    kind: ClassVar[str] = "break"
+    generation: int
+    lost: list[int]
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """The offer of this generation is not to be taken."""
+
+    kind: ClassVar[str] = "withdraw"
+    generation: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A generation as the controller planned it. With `boundary` it is an offer, taken at the end of the iteration in
+    which every member holds it. For the fields see `unicron_ctl.shared.protocol.wire.Plan`."""
+
+    kind: ClassVar[str] = "plan"
+    generation: int
+    members: list[int]
+    store: str
+    prefix: str
+    boundary: bool = False
+    joiners: list[int] = field(default_factory=list)
+    source: int | None = None
+    step: int | None = None
+    iteration: int | None = None
+    assignment: dict[int, list[int]] = field(default_factory=dict)
+    reason: str = ""
+    replica: int = 1
+    state: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class StopRank:
+    """The rank is to save its state and to end."""
+
+    kind: ClassVar[str] = "stop_rank"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Keep the training state of `iteration` in memory when it comes, and that of `good` until then; -1: none. none: no
+    state is to be kept any more."""
+
+    kind: ClassVar[str] = "cut"
+    iteration: int
+    good: int = -1
+    none: bool = False
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """An image has come into the memory of this node."""
+
+    kind: ClassVar[str] = "fetch"
+
+
+@dataclass(frozen=True)
+class Save:
+    """Somebody wants a checkpoint of the state that comes next."""
+
+    kind: ClassVar[str] = "save"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The agent has made a checkpoint's files of what its ranks have set aside at `iteration`."""
+
+    kind: ClassVar[str] = "saved"
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Inject:
+    """Break something on purpose (:mod:`unicron_detector.chaos.inject`). seconds: 0 for the fault's own time."""
+
+    kind: ClassVar[str] = "inject"
+    fault: str
+    seconds: float = 0.0
+
+
+MemoryMessage = Cut | Fetch | Save | Saved
+ToRank = Break | Withdraw | Plan | StopRank | MemoryMessage | Inject
+TO_RANK: dict[str, type[ToRank]] = {
+    each.kind: each for each in (Break, Withdraw, Plan, StopRank, Cut, Fetch, Save, Saved, Inject)
+}
+
+
+# ---------------------------------------------------------------- rank -> agent
+@dataclass
+class Fault:
+    """An exception that the rank saw: its type, text, and the end of its traceback. cause: the line that its traceback
+    names as the reason. micro_batch: in which it came, of `iteration`."""
+
+    kind: ClassVar[str] = "fault"
+    type: str
+    text: str
+    at: float
+    traceback: str = ""
+    cause: str = ""
+    iteration: int | None = None
+    micro_batch: int | None = None
+
+
+@dataclass
+class Status:
+    """What the rank says of itself. For the fields see `unicron_ctl.shared.protocol.structs.RankStatus`."""
+
+    kind: ClassVar[str] = "rank"
+    state: str
+    generation: int = 0
+    entering: int = 0
+    broken: int = 0
+    iteration: int = 0
+    phase: str = "computing"
+    done: list[int] = field(default_factory=list)
+    micro_batches: int = 0
+    train_iterations: int = 0
+    flops_per_iteration: float = 0.0
+    iteration_seconds: float = 0.0
+    loss: float | None = None
+    fault: Fault | None = None
+    note: Fault | None = None
+    moved: int = 0
+    replica: int = 1
+    layout: str = ""
+    shards: list[tuple[int, int, int, list[int]]] = field(default_factory=list)
+    saved: int = -1
+    kept: list[tuple[int, str]] = field(default_factory=list)
+    forgets: str = ""
+    sharded: bool = False
+    remembers: bool = False
+    outlives: bool = False
+    saves_in: str = ""
+
+
+@dataclass
+class Moved:
+    """The network of the collective that the rank is in gets on: `moved` is another number than before."""
+
+    kind: ClassVar[str] = "moved"
+    moved: int
+
+
+@dataclass
+class Step:
+    """An iteration is stepped: the proof which micro-batches it has, and the rank's status after it. Times in seconds;
+    `at` by the rank's clock. phases: seconds by part of the iteration."""
+
+    kind: ClassVar[str] = "step"
+    generation: int
+    iteration: int
+    micro_batches: list[int]
+    computed: list[int]
+    total: int
+    seconds: float
+    loss: float | None
+    at: float
+    phases: dict[str, float] = field(default_factory=dict)
+    status: Status | None = None
+
+
+@dataclass
+class Timing:
+    """When the parts of a recovery ended: seconds since it began, and the rank's clock at its end."""
+
+    kind: ClassVar[str] = "timing"
+    generation: int
+    at: float
+    seconds: dict[str, float]
+
+
+FromRank = Fault | Status | Moved | Step | Timing
+FROM_RANK: dict[str, type[FromRank]] = {each.kind: each for each in (Fault, Status, Moved, Step, Timing)}
+
+
+# ---------------------------------------------------------------- bytes
+def encode(message: FromRank, slot: int, incarnation: int) -> bytes:
+    """A rank's message, with who says it."""
+    head = {"v": RANKS.number, "kind": message.kind, "slot": slot, "incarnation": incarnation, "pid": os.getpid()}
+    data: bytes = msgpack.packb({**head, **vars(message)}, default=_as_map)
+    return data
+
+
+def _as_map(value: Any) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(value):
+        raise TypeError(f"{type(value).__name__} is part of no message")
+    return vars(value)
+
+
+def decode(data: bytes) -> ToRank | None:
+    """The agent's message; fields that ranks do not know are left out. None for a kind that is not for
+    ranks, and for another release, of which the agent tells. Raises ValueError, KeyError or TypeError for what is
+    none."""
+    fields = msgpack.unpackb(data, strict_map_key=False)  # slots are integer keys
+    known = TO_RANK.get(fields["kind"])
+    if known is None or RANKS.refusal(fields["v"]):
+        return None
+    return known(**{each.name: fields[each.name] for each in dataclasses.fields(known) if each.name in fields})

@@ -1,0 +1,350 @@
+"""The plan for every next event, computed before it happens; at the failure it is one look-up
+(docs/design/planning.md).
+
+Events that leave the same number of nodes share everything but one job's row, so their optima come out of one pair of
+tables: with P[i] (jobs before i) and Q[i+1] (jobs after i), the best plan in which job i has the changed row V is
+`max over k, a of V(k) + P[i](a) + Q[i+1](n' - k - a)`. Sizes that no event's optimum can use are left out of the tables
+first (`tables.Bound`); when the optimum is known, an assignment is traced over the few sizes that reach it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from unicron_planner.ahead.next_events import Event, after, normal, pairs_of_losses, single_events
+from unicron_planner.problem.objective import Job, Scenario
+from unicron_planner.solver import keys, tables
+from unicron_planner.solver.keys import Row
+from unicron_planner.solver.plan import Plan, plan_of
+from unicron_planner.solver.solve import best, by_owner, solve
+
+MOST_JOBS_FOR_PAIRS = 16
+TRACED = 4096  # sizes over which an assignment is traced by name; above, see _Class._walk
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The plan for one event: the assignment at once, the full Plan (figures, reasons) when it is asked for."""
+
+    assignment: dict[str, int]
+    base: Scenario
+    event: Event
+    queue: tuple[Job, ...] = ()
+
+    @cached_property
+    def scenario(self) -> Scenario:
+        """The scenario after the event."""
+        return after(self.base, self.event, self.queue)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What solve(self.scenario) gives."""
+        return plan_of(self.scenario, self.assignment)
+
+
+class Lookahead:
+    """The table of plans for `scenario`. `get(event)` is a dict look-up; None for an event that isn't in it."""
+
+    def __init__(self, scenario: Scenario, queue: Iterable[Job] = (), pairs: bool | None = None):
+        self.scenario, self.queue = scenario, tuple(queue)
+        events = single_events(scenario, self.queue)
+        if pairs is None:
+            pairs = len(scenario.jobs) <= MOST_JOBS_FOR_PAIRS
+        if pairs:
+            events += pairs_of_losses(scenario)
+        events = [event for event in events if self._possible(event)]
+        alike = len(scenario.owners) == 1 and not any(job.owner for job in self.queue)
+        found = self._by_tables(events) if alike else self._one_by_one(events)
+        self.entries = {event: Entry(found[event], scenario, event, self.queue) for event in events}
+
+    def get(self, event: Event) -> Entry | None:
+        """The plan for an event, whatever the order of the losses in it."""
+        entry = self.entries.get(event)
+        return entry if entry is not None else self.entries.get(normal(event))
+
+    def _possible(self, event: Event) -> bool:
+        return event[0] != "lost" or self.scenario.nodes >= len(event) - 1
+
+    def _one_by_one(self, events: list[Event]) -> dict[Event, dict[str, int]]:
+        """Each event solved; what an owner does with as many nodes is worked out once."""
+        known: dict[tuple[int, int, tuple[int, ...]], dict[str, int]] = {}
+        found, alive = {}, []
+        for event in events:
+            scenario = after(self.scenario, event, self.queue)
+            alive.append(scenario)  # `known` goes by the identity of its jobs
+            found[event] = _solved(scenario, known)
+        return found
+
+    def _by_tables(self, events: list[Event]) -> dict[Event, dict[str, int]]:
+        classes: dict[int, list[Event]] = {}
+        for event in events:
+            classes.setdefault(self.scenario.nodes + _change(event), []).append(event)
+        found: dict[Event, dict[str, int]] = {}
+        for nodes, members in classes.items():
+            found |= _Class(replace(self.scenario, nodes=nodes), self.queue, members).solve()
+        return found
+
+
+def _solved(scenario: Scenario, known: dict[tuple[int, int, tuple[int, ...]], dict[str, int]]) -> dict[str, int]:
+    """The assignment of `solve`. known: those of owners that were worked out before, by n', the nodes that were
+    offered, and the jobs (which live as long as `known`)."""
+
+    def assign(jobs: Sequence[Job], room: int) -> dict[str, int]:
+        key = (scenario.nodes, room, tuple(id(job) for job in jobs))
+        if key not in known:
+            known[key] = best(scenario, jobs, room)
+        return known[key]
+
+    return by_owner(scenario, assign)[0]
+
+
+def _change(event: Event) -> int:
+    return {"lost": 1 - len(event), "spare": -1, "join": 1}.get(event[0], 0)
+
+
+@dataclass
+class _Case:
+    """One event as a change of rows: `changed` holds the row of each job (by index) that differs; None is a job that is
+    gone; the index len(rows) stands for a job that starts."""
+
+    event: Event
+    changed: dict[int, Row | None]
+    upper: int = 0
+    best: int = 0
+
+
+class _Class:
+    """All events after which `scenario.nodes` nodes are left."""
+
+    def __init__(self, scenario: Scenario, queue: tuple[Job, ...], events: list[Event]):
+        self.nodes = scenario.nodes
+        self.jobs = sorted(scenario.jobs, key=lambda job: job.name)
+        index = {job.name: i for i, job in enumerate(self.jobs)}
+        waiting = {job.name: replace(job, nodes=0, lost_worker=False) for job in queue}
+        variants: dict[str, Job] = {}
+        for kind, *names in events:
+            for name in names:
+                if kind == "lost":
+                    variants[name] = replace(self.jobs[index[name]], lost_worker=True)
+                elif kind == "start":
+                    variants[name] = waiting[name]
+        made = keys.rows(scenario, [*self.jobs, *variants.values()])
+        self.rows, changed = made[: len(self.jobs)], dict(zip(variants, made[len(self.jobs) :], strict=True))
+        self.cases = []
+        for event in events:
+            rows: dict[int, Row | None]
+            if event[0] == "start":
+                rows = {len(self.jobs): changed[event[1]]}
+            else:
+                rows = {index[name]: changed[name] if event[0] == "lost" else None for name in event[1:]}
+            self.cases.append(_Case(event, rows))
+
+    def solve(self) -> dict[Event, dict[str, int]]:
+        """The assignment after each event."""
+        bound = tables.Bound(self.rows, self.nodes)
+        for case in self.cases:
+            case.upper = bound.upper + sum(self._reduced(bound, i, row) for i, row in case.changed.items())
+        gap = bound.core_gap(tables.CORE)
+        while True:
+            self._values(bound, gap)
+            needed = max(case.upper - case.best for case in self.cases)
+            if needed <= gap:
+                break
+            gap = bound.wider(gap, needed)
+        return {case.event: self._trace(bound, case) for case in self.cases}
+
+    def _reduced(self, bound: tables.Bound, i: int, row: Row | None) -> int:
+        """What the change of one row adds to the bound."""
+        before = bound.best[i] if i < len(self.rows) else 0
+        return (0 if row is None else int((row.keys - bound.price * row.sizes).max())) - before
+
+    def _values(self, bound: tables.Bound, gap: int) -> None:
+        """Sets `best` of every case: the optimum over the sizes within `gap` of the bound."""
+        rows = self.kept = bound.within(gap)
+        before, behind = bound.prefixes(gap), bound.suffixes(gap)
+        self.before, self.behind = before, behind
+        shared: dict[int, list[np.ndarray]] = {}
+        for case in self.cases:
+            changed = [(i, _near(bound.price, row, gap)) for i, row in sorted(case.changed.items())]
+            if not changed:
+                case.best = int(behind[0][self.nodes])
+                continue
+            first, row = changed[0]
+            if len(changed) == 1:
+                last = first
+                table = before[first]
+            else:
+                last, second = changed[1]
+                assert row is not None  # two changes are two losses, and a job that loses a node stays
+                if first not in shared:  # P[first] + V(first) + the rows behind it, once for all pairs that start there
+                    run = [tables.add(before[first], row)]
+                    for other in rows[first + 1 :]:
+                        run.append(tables.add(run[-1], other))
+                    shared[first] = run
+                table, row = shared[first][last - first - 1], second
+            rest = behind[last + 1] if last < len(rows) else behind[-1]
+            case.best = _merge(table, row, rest)
+
+    def _trace(self, bound: tables.Bound, case: _Case) -> dict[str, int]:
+        """The assignment that reaches `case.best`; ties as in `solve`."""
+        gap = case.upper - case.best
+        names: list[str] = []
+        rows: list[Row] = []
+        for i, job in enumerate(self.jobs):
+            if i in case.changed:
+                row = _near(bound.price, case.changed[i], gap)
+            else:
+                row = _kept(bound.rows[i], bound.slack[i], gap)
+            if row is not None:
+                names.append(job.name)
+                rows.append(row)
+        starting = _near(bound.price, case.changed.get(len(self.rows)), gap)
+        if starting is not None:
+            names.append(case.event[1])
+            rows.append(starting)
+        if len(case.changed) <= 1 and sum(len(row.sizes) for row in rows if len(row.sizes) > 1) > TRACED:
+            return self._walk(case)
+        order = sorted(range(len(names)), key=lambda i: names[i])
+        sizes = _reach([rows[i] for i in order], self.nodes)
+        return {names[i]: size for i, size in zip(order, sizes, strict=True)}
+
+    def _walk(self, case: _Case) -> dict[str, int]:
+        """An assignment that reaches `case.best`, read off the tables at hand. Equal in gain, jobs disturbed and total
+        move to that of `solve`; but among such equals, jobs before the changed one are decided last name first. For
+        large clusters of jobs that scale alike, where tracing them all in order of name would cost seconds."""
+        i, row = next(iter(case.changed.items()), (0, None))
+        whole = not case.changed
+        behind = self.behind[0 if whole else min(i + 1, len(self.kept))]
+        sizes = [0] if row is None else row.sizes.tolist()
+        gains = [0] if row is None else row.keys.tolist()
+        for size, gain in sorted(zip(sizes, gains, strict=True), reverse=True):
+            left = self.nodes - size
+            if left >= 0:
+                sums = self.before[0 if whole else i][: left + 1] + behind[left::-1]
+                at = int(np.argmax(sums))
+                if gain + int(sums[at]) == case.best:
+                    break
+        chosen = dict.fromkeys(range(len(self.kept)), 0)
+        if i < len(self.kept) and not whole:
+            chosen[i] = size
+        room = at
+        for j in reversed(range(0 if whole else i)):
+            chosen[j] = _last(self.kept[j], self.before[j], room)
+            room -= chosen[j]
+        room = left - at
+        for j in range(0 if whole else i + 1, len(self.kept)):
+            chosen[j] = _last(self.kept[j], self.behind[j + 1], room)
+            room -= chosen[j]
+        out = {self.jobs[j].name: size for j, size in chosen.items() if j not in case.changed or case.changed[j]}
+        return out | ({case.event[1]: size} if case.event[0] == "start" else {})
+
+
+def _last(row: Row, rest: np.ndarray, room: int) -> int:
+    """The largest size of one job that is best beside `rest` on `room` nodes."""
+    usable = int(np.searchsorted(row.sizes, room, side="right"))
+    totals = row.keys[:usable] + rest[room - row.sizes[:usable]]
+    return int(row.sizes[usable - 1 - int(np.argmax(totals[::-1]))])
+
+
+def _kept(row: Row, slack: np.ndarray, gap: int) -> Row:
+    keep = slack <= gap
+    return Row(row.sizes[keep], row.keys[keep])
+
+
+def _near(price: int, row: Row | None, gap: int) -> Row | None:
+    """The sizes of a changed row within `gap` of its best, at the price of the bound."""
+    if row is None:
+        return None
+    reduced = row.keys - price * row.sizes
+    return _kept(row, reduced.max() - reduced, gap)
+
+
+def _merge(before: np.ndarray, row: Row | None, behind: np.ndarray) -> int:
+    """max over k, a of row(k) + before(a) + behind(n - k - a); no row: a job that is gone."""
+    if row is None:
+        return int((before + behind[::-1]).max())
+    return int((tables.add(before, row) + behind[::-1]).max())
+
+
+def _reach(rows: list[Row], nodes: int) -> list[int]:
+    """The best assignment over rows that hold an optimum; where one size is left, it is taken out first."""
+    free = [i for i, row in enumerate(rows) if len(row.sizes) > 1]
+    sizes = [int(row.sizes[0]) for row in rows]
+    left = nodes - sum(size for i, size in enumerate(sizes) if i not in set(free))
+    if free:
+        chosen = [rows[i] for i in free]
+        for i, size in zip(free, tables.trace(chosen, tables.suffixes(chosen, left), left), strict=True):
+            sizes[i] = size
+    return sizes
+
+
+class Keeper:
+    """Keeps a Lookahead fresh in the background: `update` returns at once, the latest scenario wins, `get` never
+    waits."""
+
+    def __init__(self, pairs: bool | None = None):
+        self._pairs = pairs
+        self._wanted: tuple[Scenario, tuple[Job, ...]] | None = None
+        self._table: Lookahead | None = None
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="unicron-lookahead", daemon=True)
+        self._thread.start()
+
+    def update(self, scenario: Scenario, queue: Iterable[Job] = ()) -> None:
+        """Something has changed: the table for `scenario` is wanted."""
+        with self._changed:
+            self._wanted, self._error = (scenario, tuple(queue)), None
+            self._changed.notify_all()
+
+    def get(self, event: Event) -> tuple[Entry, bool]:
+        """(plan for `event`, whether it was ready). Not ready: the scenario has changed since the table was made, and
+        the plan is computed now."""
+        with self._changed:
+            table, wanted = self._table, self._wanted
+        if wanted is None:
+            raise RuntimeError("update() comes before get()")
+        scenario, queue = wanted
+        if table is not None and table.scenario is scenario and table.queue == queue:
+            entry = table.get(event)
+            if entry is not None:
+                return entry, True
+        return Entry(solve(after(scenario, event, queue)).assignment, scenario, normal(event), queue), False
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _fresh(self) -> bool:
+        return self._wanted is not None and self._table is not None and self._table.scenario is self._wanted[0]
+
+    def _search_due(self) -> bool:
+        return self._wanted is not None and not self._fresh() and self._error is None
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or self._search_due())
+                if self._stopped:
+                    return
+                assert self._wanted is not None  # else nothing is due
+                scenario, queue = self._wanted
+            table, error = None, None
+            try:
+                table = Lookahead(scenario, queue, self._pairs)
+            except Exception as failure:  # the thread must live on: get() still plans
+                error = failure
+            with self._changed:
+                self._error = error
+                if table is not None:
+                    self._table = table
+                self._changed.notify_all()

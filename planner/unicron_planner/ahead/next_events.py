@@ -1,0 +1,80 @@
+"""What can happen next to a cluster, and the scenario after it.
+
+An event is a tuple: ("lost", job, ...) one node of each job named (twice where a job loses two), ("spare",) a spare
+node lost, ("join",) a node joins, ("finish", job) and ("start", job) for a job that is known to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from unicron_planner.problem.objective import Job, PlanError, Scenario
+
+Event = tuple[str, ...]
+
+
+def single_events(scenario: Scenario, queue: Iterable[Job] = ()) -> list[Event]:
+    """Every event that can come next, one at a time."""
+    events: list[Event] = [("lost", job.name) for job in scenario.jobs if job.nodes > 0]
+    if scenario.nodes > sum(job.nodes for job in scenario.jobs):
+        events.append(("spare",))
+    events.append(("join",))
+    events += [("finish", job.name) for job in scenario.jobs if len(scenario.jobs) > 1]
+    events += [("start", job.name) for job in queue]
+    return events
+
+
+def pairs_of_losses(scenario: Scenario) -> list[Event]:
+    """Two nodes lost at once, of the same or of two jobs."""
+    running = sorted((job for job in scenario.jobs if job.nodes > 0), key=lambda job: job.name)
+    return [
+        ("lost", first.name, second.name)
+        for i, first in enumerate(running)
+        for second in running[i:]
+        if first is not second or first.nodes > 1
+    ]
+
+
+def normal(event: Event) -> Event:
+    """The form under which an event is stored: the losses sorted by name."""
+    return ("lost", *sorted(event[1:])) if event[0] == "lost" else event
+
+
+def after(scenario: Scenario, event: Event, queue: Iterable[Job] = ()) -> Scenario:
+    """The scenario to plan for once `event` has happened. A job that lost a node keeps its x_t (see Job.nodes)."""
+    kind = event[0]
+    if kind == "lost":
+        lost = set(event[1:])
+        for name in lost:
+            if scenario.job(name).nodes < event[1:].count(name):
+                raise PlanError(f"job {name} has no more than {scenario.job(name).nodes} to lose")
+        jobs = tuple(_robbed(job, event[1:].count(job.name)) if job.name in lost else job for job in scenario.jobs)
+        return _resized(replace(scenario, jobs=jobs), 1 - len(event))
+    if kind == "spare":
+        return _resized(scenario, -1)
+    if kind == "join":
+        return _resized(scenario, 1)
+    if kind == "finish":
+        gone = scenario.job(event[1])
+        if len(scenario.jobs) == 1:
+            raise PlanError(f"{gone.name} is the only job: nothing is left to plan for when it finishes")
+        return replace(scenario, jobs=tuple(job for job in scenario.jobs if job is not gone))
+    if kind == "start":
+        new = next((job for job in queue if job.name == event[1]), None)
+        if new is None:
+            raise PlanError(f"no queued job is named {event[1]!r}")
+        return replace(scenario, jobs=(*scenario.jobs, replace(new, nodes=0, lost_worker=False)))
+    raise PlanError(f"unknown event {kind!r}: use lost, spare, join, finish or start")
+
+
+def _robbed(job: Job, count: int) -> Job:
+    """The job after the loss of `count` nodes."""
+    return replace(job, lost_worker=True, keep=min(job.keep, job.nodes - count))
+
+
+def _resized(scenario: Scenario, change: int) -> Scenario:
+    """The scenario with `change` nodes more."""
+    if scenario.nodes + change < 0:
+        raise PlanError("there is no node left to lose")
+    return replace(scenario, nodes=scenario.nodes + change)

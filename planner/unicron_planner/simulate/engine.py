@@ -1,0 +1,347 @@
+"""Replays a trace under a policy: event-driven, deterministic, with the planner that the controller uses.
+
+Every job is in one phase, and the WAF of the cluster is split by phase at every moment: run (counts), detect (a failure
+that nobody has noticed yet), transition, recompute (work done before), idle. What is not at work because nodes are
+gone, badly split or slower than they could be is `sub_healthy`. The parts add up to the ideal: the WAF of the best
+split of all nodes without failures.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unicron_planner.problem.objective import PlanError, Scenario
+from unicron_planner.simulate.causes import REPORTED
+from unicron_planner.simulate.placements import placement_of
+from unicron_planner.simulate.policies import ITERATION, Policy, detection_seconds
+from unicron_planner.simulate.simulated_job import (
+    DETECT,
+    IDLE,
+    NO_FAILURE,
+    RECOMPUTE,
+    RUN,
+    TRANSITION,
+    SimulatedJob,
+)
+from unicron_planner.simulate.trace import Trace, TraceEvent
+from unicron_planner.solver.solve import solve
+
+LOST = {DETECT: "detection", TRANSITION: "transition", RECOMPUTE: "recompute"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one policy made of a trace. Shares are of the ideal and add up to 1 with `efficiency`. series: (seconds,
+    WAF), steps; failures: seconds of the failures that hit a job; plans: how often nodes were redistributed."""
+
+    policy: str
+    mean_waf: float
+    ideal_waf: float
+    efficiency: float
+    lost: dict[str, float]
+    series: tuple[tuple[float, float], ...]
+    failures: tuple[float, ...]
+    plans: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON of `unicronctl simulate`."""
+        return {
+            "policy": self.policy,
+            "mean_waf": self.mean_waf,
+            "ideal_waf": self.ideal_waf,
+            "efficiency": self.efficiency,
+            "lost": self.lost,
+            "failures": len(self.failures),
+            "plans": self.plans,
+        }
+
+
+def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, int]], set[int], int]:
+    """(events with node numbers, nodes that are there at the start, nodes ever there).
+
+    Names get numbers by order of appearance. A node whose first event is a join is absent until then. When all numbers
+    are taken, a new name takes the place of a node that is gone; where none is, the cluster grows. A node
+    that returns after its number was given to another gets a new number."""
+    first: dict[str, str] = {}
+    for event in trace.events:
+        first.setdefault(event.node, event.event)
+    numbers = {name: number for number, name in enumerate(list(first)[:nodes])}
+    names = dict(enumerate(numbers))
+    absent = {number for name, number in numbers.items() if first[name] == "join"}
+    up, most = set(range(nodes)) - absent, nodes
+    gone: list[int] = []
+    replaced: set[str] = set()
+    start, out = set(up), []
+    for event in trace.events:
+        number = numbers.get(event.node)
+        if event.event == "join":
+            if number is None:
+                number = gone[0] if gone else most
+                if number in names:
+                    del numbers[names[number]]
+                    replaced.add(names[number])
+                numbers[event.node], names[number] = number, event.node
+                most = max(most, number + 1)
+            back = number in gone
+            if back:
+                gone.remove(number)
+            up.add(number)
+            if event.seconds <= 0 and not back:
+                start.add(number)
+                continue
+        elif number is None:
+            if event.node in replaced:  # it is away
+                continue
+            raise PlanError(
+                f"the trace fails node {event.node}, which has not joined, beside {nodes} others: give a scenario with "
+                "more nodes"
+            )
+        elif event.failure.severity == 1 and number in up:
+            up.remove(number)
+            gone.append(number)
+        out.append((event.seconds, event, number))
+    return out, start, most
+
+
+class Simulation:
+    """One policy on one trace."""
+
+    def __init__(self, scenario: Scenario, trace: Trace, policy: Policy):
+        self.scenario, self.trace, self.policy = scenario, trace, policy
+        self.events, self.up, most = node_slots(trace, scenario.nodes)
+        fresh = tuple(replace(job, nodes=0, lost_worker=False) for job in scenario.jobs)
+        self.fresh = replace(scenario, jobs=fresh)
+        self.ideal = solve(replace(self.fresh, nodes=most)).waf
+        if self.ideal <= 0:
+            raise PlanError("no job of the scenario can run on this cluster: there is nothing to simulate")
+        self.free = set(self.up)
+        self.jobs = [SimulatedJob(spec) for spec in fresh]
+        self.owner: dict[int, SimulatedJob] = {}
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.order = itertools.count()
+        self.now, self.plans = 0.0, 0
+        self.work = 0.0
+        self.lost = dict.fromkeys((*LOST.values(), "sub_healthy"), 0.0)
+        self.series: list[tuple[float, float]] = []
+        self.failures: list[float] = []
+        self.placement = placement_of(policy)
+
+    def run(self) -> Result:
+        """Replays the whole trace."""
+        self._start()
+        for when, event, number in self.events:
+            if self.policy.notice and event.notice >= ITERATION:
+                self._push(max(0.0, when - ITERATION), functools.partial(self._leave_node, number))
+            self._push(when, functools.partial(self._trace_event, event, number))
+        while self.queue and self.queue[0][0] < self.trace.until:
+            when, _, act = heapq.heappop(self.queue)
+            self._advance(when)
+            act()
+        self._advance(self.trace.until)
+        total = self.ideal * self.trace.until
+        lost = {name: value / total for name, value in self.lost.items()}
+        efficiency = self.work / total
+        lost["sub_healthy"] = 1.0 - efficiency - sum(value for name, value in lost.items() if name != "sub_healthy")
+        if abs(lost["sub_healthy"]) < 1e-12:
+            lost["sub_healthy"] = 0.0
+        return Result(
+            self.policy.name,
+            self.work / self.trace.until,
+            self.ideal,
+            efficiency,
+            lost,
+            tuple(self.series),
+            tuple(self.failures),
+            self.plans,
+        )
+
+    # ---------------------------------------------------------------- time
+
+    def _push(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (when, next(self.order), act))
+
+    def _advance(self, when: float) -> None:
+        """Accounts for the time up to `when`."""
+        span = when - self.now
+        if span > 0:
+            room, running = self.ideal, 0.0
+            for phase in (RUN, RECOMPUTE, TRANSITION, DETECT):
+                level = min(sum(job.level for job in self.jobs if job.phase == phase), room)
+                room -= level
+                if phase == RUN:
+                    self.work += level * span
+                    running = level
+                else:
+                    self.lost[LOST[phase]] += level * span
+            if not self.series or self.series[-1][1] != running:
+                self.series.append((self.now, running))
+            for job in self.jobs:
+                if job.phase == RUN:
+                    job.worked += span
+        self.now = when
+
+    def enter_phase(
+        self, job: SimulatedJob, phase: str, seconds: float, then: Callable[[SimulatedJob], None] | None
+    ) -> None:
+        """The job is in `phase` for `seconds`, then `then` happens, unless something else comes in between. What comes
+        during a transition ends it no sooner; a planned change during a recompute leaves the rest of it due."""
+        if job.phase == RECOMPUTE and phase in (TRANSITION, IDLE) and self.policy.graceful:
+            job.debt = job.until - self.now
+        if phase == TRANSITION:
+            seconds = max(seconds, job.ready - self.now)
+            job.ready = self.now + seconds
+        elif phase == IDLE:
+            job.ready = self.now
+        job.phase, job.until = phase, self.now + seconds
+        job.epoch += 1
+        if then is not None:
+            epoch = job.epoch
+            self._push(job.until, lambda: then(job) if job.epoch == epoch else None)
+
+    # ---------------------------------------------------------------- what happens
+
+    def _start(self) -> None:
+        """The first placement costs nothing: the replay starts with all jobs running."""
+        plan = self.placement.first_plan(self)
+        for job in self.jobs:
+            job.target = plan[job.spec.name]
+            job.size = self.largest(job, min(job.target, len(self.free)))
+            if self.placement.all_or_none and job.size < job.target:
+                job.size = 0
+            self.adjust_nodes(job, job.size)
+            self._settle_task(job)
+
+    def _trace_event(self, event: TraceEvent, number: int) -> None:
+        if event.event == "join":
+            if number not in self.up:
+                self.up.add(number)
+                self.free.add(number)
+                holder = self.owner.get(number)
+                if holder is not None:  # it came back before anyone noticed that it was gone: its state is lost
+                    self.drop(holder, number)
+                self.placement.on_join(self)
+            return
+        if number not in self.up or event.failure.name in REPORTED:
+            return
+        job = self.owner.get(number)
+        if event.failure.severity == 1:
+            self.up.discard(number)
+            self.free.discard(number)
+        if job is None or job.phase == IDLE:
+            if job is not None and event.failure.severity == 1:
+                self.drop(job, number)
+            return
+        self.failures.append(self.now)
+        self._hit(job, event)
+
+    def _leave_node(self, number: int) -> None:
+        """The node is about to be lost, as was announced: its job leaves it at an iteration boundary, and loses no
+        work. A job that recovers just then is hit by the loss itself."""
+        job = self.owner.get(number)
+        if number not in self.up or (job is not None and job.phase in (DETECT, TRANSITION)):
+            return
+        self.up.discard(number)
+        self.free.discard(number)
+        if job is not None:
+            self.drop(job, number)
+            if job.phase != IDLE:
+                self.resize(job, self.largest(job, len(job.nodes)), lost=False)
+                self.placement.on_join(self)
+
+    def _hit(self, job: SimulatedJob, event: TraceEvent) -> None:
+        if job.phase != DETECT:
+            self.add_lost_work(job)
+            self.enter_phase(job, DETECT, detection_seconds(self.policy, event.failure), self._noticed)
+        job.worst = min(job.worst, event.failure.severity)
+
+    def add_lost_work(self, job: SimulatedJob) -> None:
+        """What the failure makes the job compute again, in seconds of its own work."""
+        if self.policy.checkpoint is not None:
+            since = job.worked % self.policy.checkpoint
+            job.debt += since
+            job.worked -= since
+        else:
+            job.debt = max(job.debt, self.policy.redo * ITERATION)
+
+    def _noticed(self, job: SimulatedJob) -> None:
+        severity, job.worst = job.worst, NO_FAILURE
+        if severity > 1:
+            self.recover(job, severity)
+        else:
+            self.placement.on_loss(self, job)
+
+    def recover(self, job: SimulatedJob, severity: int) -> None:
+        """Gives the job its nodes again, after the transition of that severity."""
+        seconds = self.policy.transition[severity]
+        if seconds is None:
+            seconds = self.planned_seconds(job, job.size, lost=True)
+        job.level = self.throughput(job, job.size)
+        self.enter_phase(job, TRANSITION, seconds, self.recompute)
+
+    def recompute(self, job: SimulatedJob) -> None:
+        """All that is due; until then a failure makes all of it due again."""
+        if job.debt > 0:
+            self.enter_phase(job, RECOMPUTE, job.debt, self._recomputed)
+        else:
+            self._settle_task(job)
+
+    def _recomputed(self, job: SimulatedJob) -> None:
+        job.debt = 0.0
+        self._settle_task(job)
+
+    def _settle_task(self, job: SimulatedJob) -> None:
+        job.level = self.throughput(job, job.size)
+        self.enter_phase(job, RUN if job.size else IDLE, 0.0, None)
+
+    # ---------------------------------------------------------------- what placements use
+
+    def throughput(self, job: SimulatedJob, size: int) -> float:
+        """FLOP/s of the job on so many nodes under this policy."""
+        return self.policy.healthy * job.spec.f(size)
+
+    def planned_seconds(self, job: SimulatedJob, size: int, lost: bool) -> float:
+        """Seconds of the scenario's transition to so many nodes. lost: the job has lost a node."""
+        planned = replace(job.spec, nodes=job.size, lost_worker=lost)
+        return self.scenario.d_transition(planned, size)
+
+    def drop(self, job: SimulatedJob, number: int) -> None:
+        """The job holds this node no more."""
+        job.nodes.discard(number)
+        self.owner.pop(number, None)
+
+    def adjust_nodes(self, job: SimulatedJob, size: int) -> None:
+        """Gives back or takes nodes until the job holds `size`; dead nodes go first."""
+        for number in [number for number in job.nodes if number not in self.up]:
+            self.drop(job, number)
+        for number in sorted(job.nodes, reverse=True)[: max(len(job.nodes) - size, 0)]:
+            self.drop(job, number)
+            self.free.add(number)
+        for number in sorted(self.free)[: max(size - len(job.nodes), 0)]:
+            self.free.discard(number)
+            job.nodes.add(number)
+            self.owner[number] = job
+
+    def is_short(self, job: SimulatedJob) -> bool:
+        """Whether the job has fewer living nodes than it is to run on."""
+        return len(job.nodes) < job.size or any(number not in self.up for number in job.nodes)
+
+    def largest(self, job: SimulatedJob, room: int) -> int:
+        """The most nodes, up to `room`, on which the job can run."""
+        return job.spec.options(room)[-1]
+
+    def resize(self, job: SimulatedJob, size: int, lost: bool) -> None:
+        """The job goes on with `size` nodes, after a transition; with none it waits. lost: it has lost a node."""
+        seconds = self.policy.transition[1]
+        if seconds is None:
+            seconds = self.planned_seconds(job, size, lost)
+        self.adjust_nodes(job, size)
+        job.size, job.level = size, self.throughput(job, size)
+        if size:
+            self.enter_phase(job, TRANSITION, seconds, self.recompute)
+        else:
+            self.enter_phase(job, IDLE, 0.0, None)

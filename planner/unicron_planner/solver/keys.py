@@ -1,0 +1,194 @@
+"""Gains as integers, so that sums are exact and a tie is a tie.
+
+One int64 *key* per (job, size) holds, most significant first: the gain G, minus the job's disturbance (0 or 1), minus
+its move |x' - x_t|. Keys add up without rounding, so the best sum of keys is the best plan by gain, then by fewest jobs
+disturbed, then by smallest total move, whatever the order in which jobs are summed.
+
+The gain part is exact where the numbers of the scenario are short decimals (all sizes of all jobs are then multiples of
+one unit, and sums that are equal on paper are equal here). Otherwise it is rounded to 2^-40 or less of the sum of the
+jobs' largest gains: plans closer than that count as equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from unicron_planner.problem.objective import Job, PlanError, Scenario
+
+BITS = 60  # the sum of all keys stays below 2^60 in size, which leaves room for bounds in int64
+
+
+@dataclass(frozen=True)
+class Row:
+    """The sizes that one job can be given, ascending from 0, with their keys (int64 each)."""
+
+    sizes: np.ndarray
+    keys: np.ndarray
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a key is packed: the gain is shifted left by `shift`, a disturbance by `move_bits`."""
+
+    shift: int
+    move_bits: int
+
+
+def sizes_of(job: Job, nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """(sizes, FLOP/s with what spares save) that the job can be given on up to `nodes` nodes, ascending, 0 first."""
+    table = job.rates
+    sizes = table.sizes
+    low, high = np.searchsorted(sizes, [max(job.min_nodes, 1), min(nodes, job.max_nodes or nodes) + 1])
+    zero = np.zeros(1, dtype=np.int64)
+    found = np.concatenate([zero, sizes[low:high]])
+    return found, np.concatenate([zero, table.rates[low:high]]) + _saved(job, found)
+
+
+def _saved(job: Job, sizes: np.ndarray) -> np.ndarray:
+    """What the spares save, FLOP/s, by size."""
+    if not job.spares:
+        return np.zeros(len(sizes))
+    return np.fromiter((job.spares.get(size, 0.0) for size in sizes.tolist()), dtype=np.float64, count=len(sizes))
+
+
+def _by_relation(job: Job, sizes: np.ndarray, values: Sequence[float]) -> np.ndarray:
+    """values = (at 0, below x_t, at x_t, above x_t), spread over `sizes`."""
+    zero, below, same, above = values
+    works, now = np.minimum(sizes, job.working), min(job.nodes, job.working)
+    out: np.ndarray = np.where(works < now, below, np.where(works == now, same, above))
+    out[0] = same if job.nodes == 0 else zero
+    return out
+
+
+def _relations(job: Job) -> tuple[int, int, int, int]:
+    """One size for each of the relations of `_by_relation`; D_transition depends on nothing else."""
+    now = min(job.nodes, job.working)
+    return 0, max(now - 1, 1), now, now + 1
+
+
+def transition_seconds(scenario: Scenario, job: Job, sizes: np.ndarray, layout: str | None = None) -> np.ndarray:
+    """D_transition times the indicator of G, for each size."""
+    seconds = [scenario.d_transition(job, k, layout) if job.disturbed(k, layout) else 0.0 for k in _relations(job)]
+    return _by_relation(job, sizes, tuple(seconds))
+
+
+def gains(scenario: Scenario, job: Job) -> tuple[np.ndarray, np.ndarray]:
+    """(sizes, G in weighted FLOP) of one job, vectorised `Scenario.g`."""
+    sizes, rates = sizes_of(job, scenario.nodes)
+    if not job.layouts:
+        return sizes, job.weight * rates * scenario.d_running - job.now * transition_seconds(scenario, job, sizes)
+    ways = [_gains_in(scenario, job, sizes, name) for name in job.layouts]
+    return sizes, np.max(ways, axis=0)
+
+
+def _gains_in(scenario: Scenario, job: Job, sizes: np.ndarray, layout: str) -> np.ndarray:
+    """G in one layout."""
+    table = job.layouts[layout]
+    rates = np.fromiter((table.get(size, 0.0) for size in sizes.tolist()), dtype=np.float64, count=len(sizes))
+    cost = job.now * transition_seconds(scenario, job, sizes, layout)
+    gain: np.ndarray = job.weight * (rates + _saved(job, sizes)) * scenario.d_running - cost
+    return gain
+
+
+def _changed(scenario: Scenario, job: Job, sizes: np.ndarray) -> np.ndarray:
+    """Whether the job goes to another layout, by size."""
+    if job.layout is None:
+        return np.zeros(len(sizes), dtype=bool)
+    stays, best = _gains_in(scenario, job, sizes, job.layout), gains(scenario, job)[1]
+    changed: np.ndarray = (best > stays) & (sizes > 0)
+    return changed
+
+
+def _decimal(value: float) -> Fraction:
+    """The number that was written, e.g. exactly 1/10 for 0.1."""
+    return Fraction(repr(float(value)))
+
+
+def _integers(arrays: list[np.ndarray]) -> list[np.ndarray] | None:
+    """The rates as integers in one common unit, or None where there is none that fits."""
+    joined = np.concatenate(arrays)
+    for digits in (0, 3, 6, 9):
+        some = joined[:64] * 10.0**digits  # tells measured rates from written ones at little cost
+        if np.any(np.abs(np.rint(some) - some) > 4e-16 * some):
+            continue
+        scaled = joined * 10.0**digits
+        rounded = np.rint(scaled)
+        if scaled.max(initial=0.0) >= 2.0**62:
+            return None
+        if np.all(np.abs(rounded - scaled) <= 4e-16 * scaled):
+            whole = rounded.astype(np.int64)
+            unit = max(int(np.gcd.reduce(whole)), 1)
+            return np.split(whole // unit, np.cumsum([len(a) for a in arrays])[:-1])
+    return None
+
+
+def _exact(scenario: Scenario, jobs: Sequence[Job], limit: int) -> list[np.ndarray] | None:
+    """G / (unit x D_running) of all jobs as exact integers whose largest sizes add up to less than `limit`, or None."""
+    if any(job.layouts or job.must_run for job in jobs):
+        return None
+    tables = [sizes_of(job, scenario.nodes) for job in jobs]
+    current = [np.array([job.flops[job.nodes] if job.nodes and job.runs(job.nodes) else 0.0]) for job in jobs]
+    rates = _integers([rate for _, rate in tables] + current)
+    if rates is None:
+        return None
+    d_running = _decimal(scenario.mtbf_node_hours) * 3600 / max(scenario.nodes, 1)
+    factors = []
+    for index, job in enumerate(jobs):
+        weight, now = _decimal(job.weight), int(rates[len(tables) + index][0])
+        costs = [
+            weight * now * _decimal(scenario.d_transition(job, k)) / d_running if job.disturbed(k) else Fraction(0)
+            for k in _relations(job)
+        ]
+        factors.append((weight, costs))
+    common = math.lcm(*(part.denominator for weight, costs in factors for part in (weight, *costs)))
+    worst = sum(
+        common * (weight * max(int(rates[i].max()), 1) + max(costs)) for i, (weight, costs) in enumerate(factors)
+    )
+    if worst >= 2**62:
+        return None
+    out = []
+    for (weight, costs), rate, job, (sizes, _) in zip(factors, rates[: len(jobs)], jobs, tables, strict=True):
+        cost = _by_relation(job, sizes, tuple(int(common * part) for part in costs))
+        out.append(int(common * weight) * rate - cost)
+    unit = max(int(np.gcd.reduce(np.abs(np.concatenate(out)))), 1)
+    out = [values // unit for values in out]
+    return out if sum(int(np.abs(values).max()) for values in out) < limit else None
+
+
+def layout(nodes: int, jobs: Sequence[Job]) -> Layout:
+    """Room for the tie-break fields: one disturbance per job, and every node of the cluster and of the jobs moving."""
+    move_bits = (nodes + sum(job.nodes for job in jobs) + 1).bit_length()
+    return Layout(shift=move_bits + (len(jobs) + 1).bit_length(), move_bits=move_bits)
+
+
+def rows(scenario: Scenario, jobs: Sequence[Job] | None = None) -> list[Row]:
+    """One Row per job, all in the same scale. jobs: those of the scenario, unless others are given (several variants of
+    one job can be among them)."""
+    jobs = scenario.jobs if jobs is None else jobs
+    form = layout(scenario.nodes, jobs)
+    value_bits = BITS - form.shift - 1
+    if value_bits < 24:
+        raise PlanError(f"{len(jobs)} jobs on {scenario.nodes} nodes are too many to plan at once")
+    values = _exact(scenario, jobs, 2**value_bits)
+    tables = [gains(scenario, job) for job in jobs]
+    if values is None:
+        total = sum(float(np.abs(gain).max()) for _, gain in tables)
+        for job, (_, gain) in zip(jobs, tables, strict=True):
+            if job.must_run:
+                gain[0] -= 2 * total  # more than all other choices together bring
+        total = sum(float(np.abs(gain).max()) for _, gain in tables)
+        scale = 2.0 ** (value_bits - 1) / total if total > 0 else 0.0
+        values = [np.rint(gain * scale).astype(np.int64) for _, gain in tables]
+    out = []
+    for job, (sizes, _), value in zip(jobs, tables, values, strict=True):
+        moved = np.abs(sizes - job.nodes)
+        works = np.minimum(sizes, job.working) != min(job.nodes, job.working)
+        changed = works | _changed(scenario, job, sizes)
+        disturbed = np.zeros_like(sizes) if job.lost_worker else changed.astype(np.int64)
+        out.append(Row(sizes, (value << form.shift) - (disturbed << form.move_bits) - moved))
+    return out

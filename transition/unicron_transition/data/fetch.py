@@ -1,0 +1,87 @@
+"""fetch(iteration, index) for any dataset that has a length and gives a sample by its number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from unicron_transition.data.permutation import Permutation
+
+
+class MapStyle(Protocol):
+    """A dataset with random access, such as a `torch.utils.data.Dataset` that has a length."""
+
+    def __len__(self) -> int:
+        """The number of samples."""
+
+    def __getitem__(self, number: int) -> Any:
+        """One sample."""
+
+
+class Fetch:
+    """A session's `fetch`: any micro-batch, by iteration and index, on any rank and as often as asked.
+
+    micro_batch_size: samples. micro_batches: of an iteration, as the session has it. seed: the samples of each epoch
+    come in another order, which follows from the seed; with None they come in their own order. repeat: begin the
+    dataset anew at its end; else a sample after it raises IndexError. collate(samples) -> micro-batch; by default
+    torch's `default_collate`. Samples follow each other without a gap, so a micro-batch may have the last ones of an
+    epoch and the first ones of the next. Raises ValueError, one line, for what makes no sense.
+    """
+
+    def __init__(
+        self,
+        dataset: MapStyle,
+        *,
+        micro_batch_size: int,
+        micro_batches: int,
+        seed: int | None = None,
+        repeat: bool = True,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ):
+        if micro_batch_size < 1 or micro_batches < 1:
+            raise ValueError(
+                f"micro_batch_size {micro_batch_size} and micro_batches {micro_batches} must be at least 1"
+            )
+        self._length = len(dataset)
+        if self._length < 1:
+            raise ValueError("the dataset has no samples: check its path")
+        self._dataset, self._size, self._micro_batches = dataset, micro_batch_size, micro_batches
+        self._seed, self._repeat, self._collate = seed, repeat, collate
+        self._orders: dict[int, Permutation] = {}  # of the last epochs that were asked for
+
+    def __call__(self, iteration: int, index: int) -> Any:
+        """Micro-batch `index` of `iteration`. Raises IndexError where there is none."""
+        samples = [self._dataset[number] for number in self.numbers(iteration, index)]
+        if self._collate is not None:
+            return self._collate(samples)
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)
+
+    def numbers(self, iteration: int, index: int) -> Sequence[int]:
+        """The numbers of its samples."""
+        if iteration < 0 or not 0 <= index < self._micro_batches:
+            raise IndexError(f"iteration {iteration} has no micro-batch {index} of {self._micro_batches}")
+        first = (iteration * self._micro_batches + index) * self._size
+        return [self._number(sample) for sample in range(first, first + self._size)]
+
+    def _number(self, sample: int) -> int:
+        epoch, place = divmod(sample, self._length)
+        if epoch and not self._repeat:
+            raise IndexError(
+                f"sample {sample} of {self._length}: build the dataset with as many samples as the training takes"
+            )
+        return place if self._seed is None else self._order(epoch)(place)
+
+    def _order(self, epoch: int) -> Permutation:
+        if epoch not in self._orders:
+            if len(self._orders) > 1:
+                self._orders.clear()
+            self._orders[epoch] = Permutation(self._length, int(self._seed or 0), epoch)
+        return self._orders[epoch]
+
+
+def megatron(dataset: MapStyle, *, micro_batch_size: int, micro_batches: int) -> Fetch:
+    """For Megatron's GPTDataset and what blends such: it is shuffled, and as long as the training. The micro-batches
+    are those that Megatron-LM's own sampler deals with `--dataloader-type single`."""
+    return Fetch(dataset, micro_batch_size=micro_batch_size, micro_batches=micro_batches, repeat=False)

@@ -1,0 +1,103 @@
+"""Samples in tar files, laid out as WebDataset does: the files of one sample follow each other and share their name up
+to its first dot; what follows the dot names the part.
+
+The place of each part is found once, with Python's `tarfile`, and kept in an index beside the tar file. So any sample
+can be read without what is before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from unicron_transition.data.files import OpenFiles, Shards
+
+INDEX = ".unicron-index"
+VERSION = 2
+_META = re.compile(r"__[^/]*__($|/)")  # what WebDataset (1.0.2) passes over: files that tell of the others
+Parts = dict[str, tuple[int, int]]  # name -> (first byte, bytes)
+
+
+class Tars:
+    """A map-style dataset of the samples in tar files, in the order of the files' names.
+
+    paths: the files, or a pattern such as "/data/train-*.tar". index: a folder for the indices, by default that of each
+    tar file; where nothing can be written they are made anew by each process. decode(sample) -> what a sample is to be;
+    by default the sample itself: a dictionary of bytes by part, with its name in "__key__". Raises ValueError, one
+    line, for files that are none, or compressed.
+    """
+
+    def __init__(
+        self,
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        *,
+        index: str | os.PathLike[str] | None = None,
+        decode: Callable[[dict[str, Any]], Any] | None = None,
+    ):
+        pattern = isinstance(paths, str | os.PathLike)
+        found = sorted(glob.glob(os.fspath(paths))) if pattern else sorted(map(os.fspath, paths))  # type: ignore[arg-type]
+        if not found:
+            raise ValueError(f"no tar files: {paths}; check the path")
+        self._paths, self._decode = found, decode
+        self._samples = [_indexed(Path(path), None if index is None else Path(index)) for path in found]
+        self._shards, self._files = Shards(map(len, self._samples)), OpenFiles()
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def __getitem__(self, number: int) -> Any:
+        shard, place = self._shards.find(number)
+        key, parts = self._samples[shard][place]
+        path = self._paths[shard]
+        sample: dict[str, Any] = {"__key__": key}
+        sample |= {name: self._files.read(path, begin, size) for name, (begin, size) in parts.items()}
+        return sample if self._decode is None else self._decode(sample)
+
+
+def _indexed(path: Path, folder: Path | None) -> list[tuple[str, Parts]]:
+    """The samples of one file, from its index if that is of this very file."""
+    kept = (folder or path.parent) / f"{path.name}{INDEX}"
+    status = path.stat()
+    mark = [VERSION, status.st_size, status.st_mtime_ns]
+    with contextlib.suppress(OSError, ValueError, msgpack.UnpackException):
+        found = msgpack.unpackb(kept.read_bytes(), strict_map_key=False)
+        if found["mark"] == mark:
+            return [(key, {name: (begin, size) for name, begin, size in parts}) for key, parts in found["samples"]]
+    samples = _scanned(path)
+    said = [(key, [(name, *where) for name, where in parts.items()]) for key, parts in samples]
+    new = kept.with_name(f"{kept.name}.{os.getpid()}.new")
+    with contextlib.suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        new.write_bytes(msgpack.packb({"mark": mark, "samples": said}))
+        new.replace(kept)
+    return samples
+
+
+def _scanned(path: Path) -> list[tuple[str, Parts]]:
+    samples: list[tuple[str, Parts]] = []
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                folder, _, name = member.name.rpartition("/")
+                stem, dot, part = name.partition(".")
+                if not member.isfile() or not stem or not dot or member.issparse() or _META.match(member.name):
+                    continue
+                key, part = f"{folder}/{stem}" if folder else stem, part.lower()
+                if not samples or samples[-1][0] != key:
+                    samples.append((key, {}))
+                if part in samples[-1][1]:
+                    raise ValueError(
+                        f"{path} has two files {member.name}: give each part of a sample a name of its own"
+                    )
+                samples[-1][1][part] = member.offset_data, member.size
+    except tarfile.TarError as error:
+        raise ValueError(f"{path} is no plain tar file ({error}): unpack a compressed one first") from None
+    return samples

@@ -1,0 +1,214 @@
+"""Process groups of a generation: build, tear down, and re-point Megatron's cached handles to the new ones.
+
+A rank learns Megatron's groups once, in the world in which it prepared itself, as coordinates: over all replicas or
+inside one, and over which places. From then on it builds its own groups only, one for each set of ranks. Groups inside
+a replica that does not change live on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from unicron_transition.generations.layout import Layout, replica_of
+from unicron_transition.generations.time_limits import COLLECTIVE_TIMEOUT
+from unicron_transition.generations.unblock import Unblocker
+from unicron_transition.seams import megatron_core, process_groups
+from unicron_transition.seams.gloo import abandonable_connections
+from unicron_transition.seams.nccl import Aborter
+from unicron_transition.seams.table import UnsupportedLayout
+
+ENTER_TIMEOUT = 20.0  # seconds for one group to connect
+BOUNDARY_TIMEOUT = 24 * 3600.0  # seconds that a newcomer waits for the others to reach an iteration boundary
+ENTERING = datetime.timedelta(seconds=ENTER_TIMEOUT)
+CONNECT_SECONDS = 0.5
+WORLD = "WORLD"
+
+
+def collective_timeout() -> datetime.timedelta:
+    """UNICRON_COLLECTIVE_TIMEOUT in seconds, default 30 minutes."""
+    return datetime.timedelta(seconds=float(os.environ.get("UNICRON_COLLECTIVE_TIMEOUT", COLLECTIVE_TIMEOUT)))
+
+
+def connect_store(address: str, prefix: str, lost: Callable[[], bool]) -> Any:
+    """The rendezvous store of one generation: keys under `prefix`, at `address` (host:port).
+
+    The port is tried first, since torch's own retries cannot be interrupted. Raises ConnectionError once `lost()`, or
+    after ENTER_TIMEOUT.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    deadline = time.monotonic() + ENTER_TIMEOUT
+    while True:
+        try:
+            with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as tried:
+                host = tried.getpeername()[0]  # of a name's addresses the one that answers
+            break
+        except OSError as error:
+            if lost() or time.monotonic() > deadline:
+                raise ConnectionError(f"the rendezvous store {address} is gone: {error}") from None
+            time.sleep(0.05)
+    store = dist.TCPStore(host, int(port), None, False, timeout=ENTERING)
+    return dist.PrefixStore(prefix, store)
+
+
+def wait_for_members(store: Any) -> None:
+    """Wait, as a newcomer, until a member has reached the boundary. To end the wait, shut the store's socket down."""
+    store.wait(["open"], datetime.timedelta(seconds=BOUNDARY_TIMEOUT))
+
+
+def open_to_newcomers(store: Any) -> None:
+    """Tell newcomers that a member is at the boundary: everybody connects now, within ENTER_TIMEOUT."""
+    store.set("open", "1")
+
+
+@dataclass(frozen=True)
+class Role:
+    """The ranks of one of Megatron's groups: those at `places`, in all replicas if `whole`, else in this rank's."""
+
+    whole: bool
+    places: tuple[int, ...]
+    backend: str | None = None
+
+    def ranks(self, layout: Layout, replica: int, replicas: int) -> list[int]:
+        """The ranks of this group, seen from a rank of `replica` in a world of `replicas`."""
+        within = range(replicas) if self.whole else (replica,)
+        return sorted(layout.megatron_rank(one, place, replicas) for one in within for place in self.places)
+
+
+class Groups:
+    """The groups of one rank, from generation to generation.
+
+    Make it in the world in which the rank prepared itself (:mod:`generations.preparing`), when Megatron has made its
+    groups. Raises :class:`UnsupportedLayout` for a group that is part of the replicas only.
+    """
+
+    def __init__(self, layout: Layout, unblocker: Unblocker, aborter: Aborter):
+        self.layout, self._unblocker, self._aborter = layout, unblocker, aborter
+        self._replicas = dist.get_world_size() // layout.size
+        self._roles = {WORLD: Role(True, tuple(range(layout.size)))}
+        self._lists: dict[str, Role] = {}
+        for name, group in megatron_core.parallel_groups().items():
+            kind = "gloo" if name.endswith("_GLOO") else None
+            self._roles[name] = self._role(name, dist.get_process_group_ranks(group), kind)
+        for name, ranks in megatron_core.rank_lists().items():
+            self._lists[name] = self._role(name, ranks)
+        self._kept: dict[tuple[Any, ...], Any] = {}  # (backend, slots, own) -> group inside the present replica
+        self._pointers: list[tuple[Any, Any, str]] = []  # (container, key, role)
+        self._asking: list[Any] = []  # optimizers that have all ranks answer once
+
+    def _role(self, name: str, ranks: Sequence[int], backend: str | None = None) -> Role:
+        found = [self.layout.from_megatron_rank(rank, self._replicas) for rank in ranks]
+        within, places = {replica for replica, _ in found}, tuple(sorted({place for _, place in found}))
+        if len(within) not in (1, self._replicas) or len(found) != len(within) * len(places):
+            raise UnsupportedLayout(
+                f"unicron can't heal a group of part of the replicas ({name}): no expert parallelism"
+            )
+        return Role(len(within) > 1, places, backend)
+
+    # ------------------------------------------------------------ a generation
+    def build(self, backend: str, store: Any, members: Sequence[int], slot: int, lost: Callable[[], bool]) -> None:
+        """Build the world and this rank's groups for a generation with these members, replica by replica. The old
+        groups have been torn down. Raises ConnectionError or RuntimeError when a member does not connect, at once when
+        `lost()`."""
+        layout, count = self.layout, len(members) // self.layout.size
+        replica = replica_of(members, layout.size, slot)
+        me = layout.megatron_rank(replica, slot % layout.size, count)
+        with abandonable_connections(lost):
+            process_groups.init_world(backend, store, me, len(members), ENTERING)
+            self._register_kept(members, replica, count)
+            self._connect_roles(backend, members, me, replica, count)
+        process_groups.set_timeouts(collective_timeout())
+
+    def _connect_roles(self, backend: str, members: Sequence[int], me: int, replica: int, count: int) -> None:
+        made: dict[tuple[Any, ...], Any] = {}
+        roles: dict[str, Any] = {}
+        ranks_of = cache(
+            lambda whole, places: Role(whole, places).ranks(self.layout, replica, count)
+        )  # many have the same
+        for name, role in sorted(self._roles.items()):
+            ranks, kind = ranks_of(role.whole, role.places), role.backend or backend
+            # With one replica both may have the same ranks: what a Break cuts is never what a schedule goes over.
+            key = (role.whole, kind, *ranks)
+            if role.whole and kind == backend and len(ranks) == len(members):
+                made[key] = dist.group.WORLD
+            elif key not in made:
+                inside = not role.whole
+                connect = self._connect_inside if inside else self._connect
+                made[key] = connect(name, kind, ranks, me, members)
+            roles[name] = made[key]
+        lists = {name: list(ranks_of(role.whole, role.places)) for name, role in self._lists.items()}
+        megatron_core.set_parallel_state({name: group for name, group in roles.items() if name != WORLD} | lists)
+        pipeline = self._roles.get("_PIPELINE_MODEL_PARALLEL_GROUP")
+        if pipeline is not None and len(pipeline.places) == 2:
+            ranks = ranks_of(pipeline.whole, pipeline.places)
+            megatron_core.send_back_over(self._connect_inside("way back", backend, ranks, me, members, own="way back"))
+        for container, key, name in self._pointers:
+            container[key] = roles[name]
+        megatron_core.ask_anew(self._asking)
+
+    @staticmethod
+    def _connect(name: str, kind: str, ranks: list[int], me: int, members: Sequence[int]) -> Any:
+        return process_groups.connect(name, kind, ranks, me, ENTERING)
+
+    def _connect_inside(
+        self, name: str, kind: str, ranks: list[int], me: int, members: Sequence[int], own: str = ""
+    ) -> Any:
+        """A group inside the replica, kept from the last generation or new. own: a name for a group that is not to be
+        shared with others of the same ranks."""
+        size = self.layout.size
+        found = (self.layout.from_megatron_rank(rank, len(members) // size) for rank in ranks)
+        slots = tuple(members[replica * size + place] for replica, place in found)
+        if (kind, slots, own) not in self._kept:
+            with self._unblocker.inside():
+                self._kept[kind, slots, own] = group = self._connect(name, kind, ranks, me, members)
+            self._aborter.inside.add(group)
+        return self._kept[kind, slots, own]
+
+    def _register_kept(self, members: Sequence[int], replica: int, count: int) -> None:
+        """Register the groups that live on: torch forgot them with the world, and their ranks are others now."""
+        size = self.layout.size
+        by_slot = {
+            slot: self.layout.megatron_rank(replica, place, count)
+            for place, slot in enumerate(members[replica * size : (replica + 1) * size])
+        }
+        for (kind, slots, _), group in self._kept.items():
+            process_groups.register(group, kind, {by_slot[slot]: number for number, slot in enumerate(slots)})
+
+    def tear_down(self, keep: bool = False) -> None:
+        """End all groups, but not those inside the replica if they are to be kept. Errors of connections that are
+        already broken are expected."""
+        if keep:
+            process_groups.forget(self._kept.values())
+        process_groups.tear_down()
+        self._aborter.forget_aborted()
+        if not keep:
+            self._kept = {}
+            self._aborter.inside.clear()
+
+    # ------------------------------------------------------------ who holds groups
+    def note_holders(self, holders: Iterable[Any]) -> int:
+        """Finds every attribute of the holders that has one of Megatron's groups, in the world in which the rank
+        prepared itself, where each role has a group of its own; returns how many there are.
+
+        Raises :class:`UnsupportedLayout` for a group that has no role, since a collective on it would hang.
+        """
+        roles = {id(group): name for name, group in megatron_core.parallel_groups().items()}
+        roles[id(dist.group.WORLD)] = WORLD
+        holders = list(holders)
+        self._asking += megatron_core.asking_once(holders)
+        for owner, container, key, group in megatron_core.held_groups(holders):
+            if id(group) not in roles:
+                raise UnsupportedLayout(
+                    f"{type(owner).__name__}.{key} holds a process group that unicron does not know how to rebuild"
+                )
+            self._pointers.append((container, key, roles[id(group)]))
+        return len(self._pointers)

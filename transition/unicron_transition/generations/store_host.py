@@ -1,0 +1,85 @@
+"""The rendezvous store of a node: a process of its own that outlives the node's ranks. `python -m
+unicron_transition.generations.store_host [forked]`.
+
+Prints `port N` and serves until its standard input closes, so that it never outlives the agent; `forked` from the
+agent's zygote, it dies with the agent anyway. It is no part of the agent because it needs torch, whose import takes
+seconds.
+
+A job that heals for months forms many generations. Once a newer one is there nobody goes back to an older one, and
+its keys are removed when none of them is new: groups inside a replica that live on may still make connections under it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import select
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from unicron_detector.processes.step_signals import ignore_step_signals
+
+KEYS_SECONDS = 10.0  # between two looks at the keys
+KEPT_KEYS_SECONDS = 60.0  # without a new key; a connection is given up within a third of it (groups.ENTER_TIMEOUT)
+_GENERATION = re.compile(r"([^/]+\.g(\d+)[^/]*)/")  # what the controller's and the agents' prefixes begin with
+
+
+class OldKeys:
+    """Knows the keys of a store from one look to the next. Pure; `now` is of any clock that does not jump."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._changed: dict[str, float] = {}  # prefix -> when it had a new key
+
+    def removable(self, keys: Iterable[str], now: float) -> list[str]:
+        """Keys of generations before the newest, to which no key was added for KEPT_KEYS_SECONDS."""
+        of_prefix: dict[str, list[str]] = {}
+        number: dict[str, int] = {}
+        for key in keys:
+            if match := _GENERATION.match(key):
+                of_prefix.setdefault(match[1], []).append(key)
+                number[match[1]] = int(match[2])
+                if key not in self._known:
+                    self._changed[match[1]] = now
+        newest = max(number.values(), default=0)
+        old = [
+            prefix
+            for prefix in of_prefix
+            if number[prefix] < newest and now - self._changed[prefix] >= KEPT_KEYS_SECONDS
+        ]
+        removed = [key for prefix in old for key in of_prefix[prefix]]
+        self._known = {key for found in of_prefix.values() for key in found}.difference(removed)
+        self._changed = {prefix: self._changed[prefix] for prefix in of_prefix if prefix not in old}
+        return removed
+
+
+def forget(store: Any, old: OldKeys, now: float) -> None:
+    """Remove from the store what nobody needs any more."""
+    for key in old.removable(store.list_keys(), now):
+        store.delete_key(key)
+
+
+def main() -> None:
+    """Serve on a free port of all interfaces until standard input closes, or for ever."""
+    os.nice(10)  # the ranks start at the same time and matter more
+    ignore_step_signals()  # the agent ends this process
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60))
+    print(f"port {store.port}", flush=True)
+    old = OldKeys()
+    inputs = [] if sys.argv[1:] == ["forked"] else [sys.stdin.fileno()]
+    while True:
+        ready, _, _ = select.select(inputs, [], [], KEYS_SECONDS)
+        if ready and not os.read(ready[0], 1 << 16):
+            return
+        with contextlib.suppress(RuntimeError):  # the ranks need the store more than its memory
+            forget(store, old, time.monotonic())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""What a rank knows of its generation: fed by the channel's thread, asked by the main thread.
+
+A message about an older generation is ignored, a repeated one does no harm, and a Break ends every generation up to its
+number, those that are offered or being entered included (docs/design/generations.md).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from unicron_detector.processes.rank_messages import (
+    Break,
+    Cut,
+    Fetch,
+    MemoryMessage,
+    Plan,
+    Save,
+    Saved,
+    StopRank,
+    ToRank,
+    Withdraw,
+)
+
+KICK_SECONDS = 0.02  # how often a main thread that enters a collective late is freed again
+
+
+def _newer(plan: Plan, held: Plan | None) -> Plan:
+    return held if held is not None and held.generation > plan.generation else plan
+
+
+class PlanTimeout(RuntimeError):
+    """No plan came in time: the job cannot be healed now."""
+
+
+class Dismissed(SystemExit):
+    """The rank ends so that the job can go on in another layout. The exit status is EX_TEMPFAIL of sysexits(3): its
+    process is started again."""
+
+    def __init__(self) -> None:
+        super().__init__(75)
+
+
+class Watch:
+    """Thread-safe. `unblock(inside)` is called from a thread of its own, again and again, while the main thread has not
+    acknowledged a Break. inside: the connections inside its replica, too."""
+
+    def __init__(self, slot: int, unblock: Callable[[bool], Any]):
+        self.slot = slot
+        self._unblock = unblock
+        self._changed = threading.Condition()
+        self._active = 0  # the generation that the main thread is in, or is entering
+        self._member = False  # has a place in the job: offers wait for a boundary
+        self._joining = False  # waits for the others at their boundary, or enters with them, as a newcomer
+        self._withdrawn = 0
+        self._broken = 0
+        self._acknowledged = 0
+        self._plan: Plan | None = None
+        self._offer: Plan | None = None
+        self._replica: frozenset[int] = frozenset()
+        self._hit = False  # a rank of this replica is lost
+        self._cut = False  # the connections inside the replica were broken
+        self._sheltered = False  # the main thread is in its replica's schedule, which the others' losses do not end
+        self._held_off = False  # the main thread changes the parameters
+        self._dismissed = False
+        self._came = False  # something into the node's memory that this rank may say of
+        self.on_memory: Callable[[MemoryMessage], None] = lambda message: None  # called in the channel's thread
+        self.broken_at = 0.0  # on the monotonic clock, for the timing of a recovery
+        threading.Thread(target=self._kick, name="unicron-unblock", daemon=True).start()
+
+    # ------------------------------------------------------------ the channel's thread
+    def on_message(self, message: ToRank) -> None:
+        """Take in what the agent says of generations and of the node's memory."""
+        match message:
+            case Break():
+                self._on_break(message.generation, frozenset(message.lost))
+            case Withdraw():
+                self._on_withdraw(message.generation)
+            case Plan():
+                self._on_plan(message)
+            case StopRank():
+                with self._changed:
+                    self._dismissed = True
+                    self._changed.notify_all()
+            case Cut() | Fetch() | Save() | Saved():
+                self.on_memory(message)
+                with self._changed:
+                    self._came = self._came or isinstance(message, Fetch)
+                    self._changed.notify_all()
+
+    def _on_break(self, generation: int, lost: frozenset[int]) -> None:
+        with self._changed:
+            if generation >= self._active and lost & self._replica and not self._hit:
+                self._hit = True  # said later, too, when more are lost of what has been broken before
+                self._changed.notify_all()
+            if generation <= self._broken:
+                return
+            if not self.lost():
+                self.broken_at = time.monotonic()
+            self._broken = generation
+            if self._offer is not None and self._offer.generation <= generation:
+                self._offer = None
+            if self._plan is not None and self._plan.generation <= generation:
+                self._plan = None
+            self._changed.notify_all()
+
+    def _on_withdraw(self, generation: int) -> None:
+        """An offer does not come about. A rank that trains forgets it; a newcomer that waits to enter gives up. A
+        member that is entering already does so with all others, until the Break that follows."""
+        with self._changed:
+            self._withdrawn = max(self._withdrawn, generation)
+            if self._offer is not None and self._offer.generation <= generation:
+                self._offer = None
+            if self._plan is not None and self._plan.boundary and self._plan.generation <= generation:
+                self._plan = None
+            if self._joining and self._broken < self._active <= generation:
+                self._broken = self._active
+                self._changed.notify_all()
+
+    def _on_plan(self, plan: Plan) -> None:
+        with self._changed:
+            over = max(self._active, self._broken, self._withdrawn if plan.boundary else 0)
+            if plan.generation <= over:
+                return
+            if plan.boundary and self._member:
+                self._offer = _newer(plan, self._offer)
+            else:
+                self._plan = _newer(plan, self._plan)
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------ the main thread
+    @property
+    def broken(self) -> int:
+        """The number up to which all generations are over."""
+        return self._broken
+
+    @property
+    def offer(self) -> Plan | None:
+        """The boundary plan that this rank holds, if any."""
+        return self._offer
+
+    def lost(self) -> bool:
+        """The generation that this rank is in, or is entering, is over."""
+        return bool(self._active) and self._broken >= self._active
+
+    def hit(self) -> bool:
+        """The generation is over, and a rank of this replica is lost, or what connects this one with it is broken."""
+        return (self._hit or self._cut) and self.lost()
+
+    def disturbed(self, inside: bool) -> bool:
+        """Whether the result of a collective may be garbage: its connections may have been broken before it was over.
+        inside: the collective was among the ranks of the replica."""
+        return self.lost() and (not inside or self._ends_inside())
+
+    def shelter(self, sheltered: bool) -> None:
+        """The main thread enters its replica's schedule, or has left it: meanwhile only the loss of a rank of its own
+        replica breaks the connections inside."""
+        with self._changed:
+            self._sheltered = sheltered
+            self._wake_kicker()
+
+    def hold_off(self, hold: bool) -> None:
+        """While the main thread changes the parameters nothing is broken: what it does then waits for nobody."""
+        with self._changed:
+            self._held_off = hold
+            self._wake_kicker()
+
+    def _wake_kicker(self) -> None:
+        """Wake the unblocking thread after a loss; before one it may sleep on."""
+        if self.lost():
+            self._changed.notify_all()
+
+    def enter_generation(self, plan: Plan, replica: Iterable[int] = ()) -> None:
+        """The main thread starts to enter `plan`; `replica` are the slots of its own."""
+        with self._changed:
+            self._replica, self._hit, self._cut = frozenset(replica), False, False
+            self._sheltered = self._held_off = False
+            self._active, self._member = plan.generation, True
+            self._joining = plan.boundary and self.slot in plan.joiners
+            if self._offer is not None and self._offer.generation <= plan.generation:
+                self._offer = None
+            if self._plan is not None and self._plan.generation <= plan.generation:
+                self._plan = None
+
+    def entered(self) -> None:
+        """The main thread is in its generation with all others."""
+        with self._changed:
+            self._joining = False
+
+    def give_up(self) -> int:
+        """The main thread has left all collectives of its generation: it is over for this rank. Returns the broken
+        number."""
+        with self._changed:
+            if not self.lost():
+                self.broken_at = time.monotonic()
+            self._broken = max(self._broken, self._active)
+            self._acknowledged = self._broken
+            if self._offer is not None and self._offer.generation <= self._broken:
+                self._offer = None
+            return self._broken
+
+    def put_back(self) -> None:
+        """Make this rank a newcomer: it did not get in, or has left. The next offer is its way in."""
+        with self._changed:
+            self._member = False
+
+    def wait_plan(self, timeout: float | None) -> Plan | None:
+        """The next plan to enter, or None when the rank has to say anew where it stands: one more Break came meanwhile,
+        or an image into the node's memory.
+
+        Raises :class:`PlanTimeout` after `timeout` seconds; None waits as long as the agent lives. Raises
+        :class:`Dismissed` when the rank is to end.
+        """
+        with self._changed:
+            if not self._changed.wait_for(self._news, timeout):
+                raise PlanTimeout(f"no plan within {timeout:.0f} s: is unicrond running?")
+            if self._dismissed:
+                raise Dismissed
+            plan, self._plan, self._came = self._plan, None, False
+            return plan
+
+    def _news(self) -> bool:
+        return self._plan is not None or self._broken > self._acknowledged or self._dismissed or self._came
+
+    # ------------------------------------------------------------ the unblocking thread
+    def _kick(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._unacknowledged)
+                # under the lock, so that the main thread cannot be on to the next generation's sockets
+                self._cut = self._ends_inside()  # too late for a shelter that the main thread goes into now
+                self._unblock(self._cut)
+                if not self._cut:
+                    self._changed.wait_for(lambda: self._ends_inside() or not self._unacknowledged())
+            time.sleep(KICK_SECONDS)
+
+    def _unacknowledged(self) -> bool:
+        return self.lost() and self._acknowledged < self._broken and not self._held_off
+
+    def _ends_inside(self) -> bool:
+        return self._hit or self._cut or not self._sheltered

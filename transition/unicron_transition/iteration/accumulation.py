@@ -1,0 +1,254 @@
+"""What a rank does for each micro-batch, whatever it trains: its data, its random numbers, its times; and what the
+session asks of the gradients in which micro-batches add up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unicron_detector.chaos.inject import injector
+from unicron_detector.processes.rank_channel import name_micro_batch
+from unicron_transition.generations.layout import Layout
+from unicron_transition.iteration import randomness
+from unicron_transition.iteration.deferred_changes import DeferredChanges
+from unicron_transition.iteration.gradient_copies import Snapshots, Where
+from unicron_transition.iteration.ledger import Ledger, LedgerError
+
+DRAIN_SECONDS = 10.0
+
+
+class PeerLost(RuntimeError):
+    """The generation is over: a member is gone, or its groups are broken."""
+
+
+def wait_out(works: Iterable[Any], unblock: Callable[[], Any]) -> None:
+    """Wait for reduces under way, whose connections are broken: it takes milliseconds. Raises :class:`LedgerError`
+    after DRAIN_SECONDS."""
+    deadline = time.monotonic() + DRAIN_SECONDS
+    for work in works:
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise LedgerError(f"a reduce outlives its connections by {DRAIN_SECONDS:.0f} s")
+            unblock()
+            time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Inside, all of the modules are in evaluation mode, without gradients; then each is in its own mode again."""
+    found = [(module, module.training) for each in modules for module in each.modules()]
+    try:
+        for module, _ in found:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in found:
+            module.training = training
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum under way. work: None in a world of one."""
+
+    tensor: torch.Tensor
+    work: Any
+    check: Callable[[], None]
+
+    def finish(self) -> torch.Tensor:
+        """The sum, once it is there. Raises RuntimeError, or PeerLost, when a peer is gone."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+    def checked(self) -> None:
+        """Raise PeerLost where the sum may be garbage. Call it when the device is done with it."""
+        self.check()
+
+
+@dataclass(frozen=True)
+class Work:
+    """A rank's part in the training, as its session has it.
+
+    fetch: `fetch(iteration, index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of
+    them. total: micro-batches of an iteration. over() tells whether the generation is over, lost() whether the rank
+    cannot go on computing either: in a replica of several ranks only when one of them is gone. place: of this rank in
+    its replica. seed: of the job's random numbers. sharded: by a distributed optimizer, whose reduces overwrite this
+    rank's own part only. healed: a reduce may have to be undone; where: the copies for that. begin_sum(tensor)
+    begins its sum over all replicas. pending: what waits for the commit. sequence, size: of a micro-batch, in tokens
+    and samples.
+    """
+
+    fetch: Callable[[int, int], Any]
+    total: int
+    lost: Callable[[], bool]
+    over: Callable[[], bool]
+    layout: Layout
+    place: int
+    seed: int
+    sharded: bool
+    healed: bool
+    where: Where
+    begin_sum: Callable[[torch.Tensor], Sum]
+    pending: DeferredChanges
+    sequence: int
+    size: int
+
+
+class Accumulation(ABC):
+    """Gradients of one rank, in which micro-batches add up, each with the weight 1/total."""
+
+    def __init__(self, work: Work):
+        self._work, self.total, self.seed = work, work.total, work.seed
+        self.lost = work.lost
+        self._snapshots = Snapshots(work.where)
+        self._whole = True  # no micro-batch is in the gradient in part
+        self._at_hand: tuple[int, int] | None = None  # iteration and index of the micro-batch that is computed
+        self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0}  # of the present iteration
+        self._began = self._data_before = 0.0  # the micro-batch at hand
+        self._backward_since: float | None = None
+
+    # ------------------------------------------------------------ what the session asks
+    def begin_iteration(self, ordered: bool, total: int) -> None:
+        """A new iteration of `total` micro-batches: zero the gradients, forget how to undo a reduce. ordered:
+        overlapped reduces must not start from the backward pass, since not all ranks have one, or know its order
+        yet."""
+        self.drop()
+        self.total = total
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Drop what is in the gradient."""
+
+    def compute(self, ledger: Ledger) -> None:
+        """Forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two
+        micro-batches once :attr:`lost`. Any other error names its micro-batch: if that fails on other ranks as well,
+        no rank is at fault."""
+        self._at_hand = None
+        try:
+            self._compute(ledger)
+        except PeerLost:
+            raise
+        except Exception as error:
+            if self._at_hand is not None:
+                name_micro_batch(error, *self._at_hand)
+            raise
+
+    @abstractmethod
+    def _compute(self, ledger: Ledger) -> None:
+        """Do the work of :meth:`compute`."""
+
+    @abstractmethod
+    def evaluate(
+        self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
+    ) -> dict[int, tuple[torch.Tensor, Any]]:
+        """Forward passes alone, in evaluation mode, over `fetch(iteration, index)` of each index: (sum of losses, what
+        it is to be divided by) by index. Empty in stages that have no loss. Raises :class:`PeerLost` between two of
+        them once the generation is over."""
+
+    @abstractmethod
+    def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
+        """Sum all gradients over the replicas, and with them the proof, which is returned. It has four rows in float64,
+        with a number for each micro-batch: counts and wishes, which are small whole numbers; losses and tokens, of
+        which one replica has one that is not 0. Raises RuntimeError when a peer is gone."""
+
+    @abstractmethod
+    def proven(self, tokens: float) -> float:
+        """The ledger's proof is there, so what the reduce delivered is to be believed. tokens: of all micro-batches.
+        Returns what the sum of the losses is to be divided by."""
+
+    def drain(self, unblock: Callable[[], Any]) -> None:  # noqa: B027
+        """Wait for reduces that are still under way: one that ended later would write into gradients restored by
+        then."""
+
+    @property
+    def undoable(self) -> bool:
+        """The reduces of this iteration, as far as they have begun, can be undone."""
+        return self._snapshots.undoable
+
+    def restore(self) -> bool:
+        """Undo every reduce that had begun: this rank's own gradient sum is back. False where nothing was kept for
+        that: nothing is in the gradient then."""
+        undoable = self.undoable
+        if undoable:
+            self._snapshots.restore()
+        else:
+            self.drop()
+        return undoable
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """That the copies take which undo a reduce."""
+        return self._snapshots.size(self._reduced())
+
+    @abstractmethod
+    def _reduced(self) -> Iterator[torch.Tensor]:
+        """What reduces overwrite."""
+
+    def adopt_groups(self) -> None:  # noqa: B027
+        """The groups of another generation are in use."""
+
+    def spoilt(self) -> None:
+        """What is in the gradient is not to be trusted."""
+        self._whole = False
+
+    @property
+    def intact(self) -> bool:
+        """No micro-batch is in the gradient in part. False after an error in the middle of a backward pass."""
+        return self._whole
+
+    @property
+    def first(self) -> bool:
+        """The order is not yet known in which the backward pass of this process makes its gradients, and matters."""
+        return False
+
+    # ------------------------------------------------------------ one micro-batch
+    def _begin_evaluation(self, iteration: int, index: int, **coordinate: int) -> None:
+        if self._work.over():
+            raise PeerLost("a member of the generation is gone")
+        randomness.seed(self.seed, iteration, index, **coordinate)
+
+    def _fetched(self, iteration: int, index: int) -> Any:
+        began = time.perf_counter()
+        self._at_hand = iteration, index
+        micro_batch = self._work.fetch(iteration, index)
+        self.seconds["data"] += time.perf_counter() - began
+        return micro_batch
+
+    def _next(self) -> None:
+        """The micro-batch before is over, another one begins."""
+        self._end_backward(time.perf_counter())
+        injector.point()
+        self._began, self._data_before = time.perf_counter(), self.seconds["data"]
+
+    def _begin_forward(self, ledger: Ledger, index: int, **coordinate: int) -> None:
+        if self.lost():
+            raise PeerLost("a member of the generation is gone")
+        self._at_hand = ledger.iteration, index
+        randomness.seed(self.seed, ledger.iteration, index, **coordinate)
+
+    def _begin_backward(self) -> None:
+        """The loss is there."""
+        self._whole = False
+        self._backward_since = time.perf_counter()
+        self.seconds["forward"] += self._backward_since - self._began - (self.seconds["data"] - self._data_before)
+
+    def _end_backward(self, now: float) -> None:
+        """The backward pass that began when the last loss was there is over."""
+        if self._backward_since is not None:
+            injector.slow_down(now - self._began)
+            self.seconds["backward"] += time.perf_counter() - self._backward_since
+            self._backward_since = None
+
+    def _finished(self, ledger: Ledger, indices: Sequence[int]) -> None:
+        self._whole, self._at_hand = True, None
+        for index in indices:
+            ledger.finish(index)

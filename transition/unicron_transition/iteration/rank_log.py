@@ -1,0 +1,24 @@
+"""Lines of a rank in the job's log."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from unicron_detector.processes.log_format import log_line
+
+
+def inform(text: str) -> None:
+    """Write news."""
+    _write("info", text)
+
+
+def warn(text: str) -> None:
+    """Write that something is not as it should be; the training goes on."""
+    _write("warning", text)
+
+
+def _write(level: str, text: str) -> None:
+    job = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
+    slot = os.environ.get("UNICRON_SLOT") or os.environ.get("RANK", "")
+    print(log_line(level, "unicron", text, job=job, slot=slot), file=sys.stderr, flush=True)

@@ -1,0 +1,100 @@
+"""What one rank's process has once, and how it begins: its channel to the agent, its watch, its unblocker."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from unicron_detector.chaos.inject import injector
+from unicron_detector.processes.rank_channel import RankChannel
+from unicron_detector.processes.rank_messages import Moved
+from unicron_transition.generations import groups, preparing
+from unicron_transition.generations.layout import Layout, Stated, stated
+from unicron_transition.generations.pulse import Pulse
+from unicron_transition.generations.unblock import Unblocker
+from unicron_transition.generations.watch import Watch
+from unicron_transition.iteration import notice
+from unicron_transition.iteration.rank_log import warn
+from unicron_transition.seams import elastic_buckets, gloo, nccl, process_groups
+from unicron_transition.seams.table import UnsupportedLayout
+
+
+class Process:
+    """What one rank's process has once: its channel to the agent, its watch, its unblocker. Without an agent it has no
+    channel."""
+
+    def __init__(self, backend: str, layout: Layout):
+        self.backend, self.layout = backend, layout
+        self.slot = int(os.environ.get("UNICRON_SLOT", os.environ.get("RANK", "0")))
+        self.aborter = nccl.Aborter()
+        self.unblocker = Unblocker(self.aborter.abort)
+        self.watch = Watch(self.slot, self.unblocker.unblock)
+        injector.break_connections = self.unblocker.unblock
+        self.channel = RankChannel.from_environment(self.watch.on_message)
+        if self.channel is not None:
+            self.channel.install_excepthook()
+            notice.outlive_notice()
+            if backend == "gloo":  # NCCL talks to its store all the time
+                gloo.abandon_lost_messages(lambda: self.watch.disturbed(True))
+                self._pulse = Pulse(self.unblocker.own)
+                self.channel.on_quiet = self._quiet
+
+    def _quiet(self, fresh: bool) -> Moved | None:
+        moved = self._pulse.measure(fresh)
+        return Moved(moved) if moved else None
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this backend's collectives want their tensors."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+
+
+# Where one of these is more than 1 there are other processes, and torch says which variable it misses.
+OF_MANY = ("SLURM_NTASKS", "SLURM_ARRAY_TASK_COUNT", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "WORLD_SIZE")
+_process: Process | None = None
+
+
+def current() -> Process:
+    """This process. Raises RuntimeError before :func:`init_process_group`."""
+    if _process is None:
+        raise RuntimeError("call unicron.init_process_group(backend) before unicron.Session(...)")
+    return _process
+
+
+def _compare(layout: Layout) -> None:
+    wanted = os.environ.get("UNICRON_LAYOUT", "")
+    if wanted and stated(wanted).layout != layout:
+        raise UnsupportedLayout(
+            f"the job runs as {wanted} now, and the script gives {Stated(layout).text}: take the layout from "
+            "UNICRON_LAYOUT, or submit without UNICRON_LAYOUTS"
+        )
+
+
+def init_process_group(backend: str, layout: Layout | None = None) -> None:
+    """Replaces `torch.distributed.init_process_group`. layout: of a replica; by default each rank is one.
+
+    Under an agent the rank starts in a world without peers, to build its part of the model in; the session takes it
+    into the job's generations. Without an agent it is torch's own call with the usual environment variables; a single
+    process needs none.
+
+    Raises :class:`UnsupportedLayout` where the job has stated several layouts (UNICRON_LAYOUTS) and this is not the one
+    in which it is to run now, and for a torch that this release does not know.
+    """
+    global _process
+    _compare(layout or Layout())
+    process_groups.check_torch(peers="UNICRON_AGENT" not in os.environ)
+    if backend == "nccl":
+        for line in nccl.keep_torch_from_aborting():
+            warn(line)
+    _process = Process(backend, layout or Layout())
+    elastic_buckets.prepare_when_imported()
+    if _process.channel is None:
+        limit = groups.collective_timeout()
+        if "RANK" in os.environ or any(os.environ.get(name, "1") != "1" for name in OF_MANY):
+            dist.init_process_group(backend, timeout=limit)
+        else:
+            dist.init_process_group(backend, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        preparing.prepare(_process.layout, _process.slot)

@@ -1,0 +1,125 @@
+"""What all loggers have in common: the first rank of the present world writes, whichever process that is.
+
+Every rank calls the logger after every iteration, and keeps the last few. So a rank that becomes the first one writes
+what the one before it may not have got to disk. What is there already is not written twice.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections import deque
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from unicron_transition.iteration.rank_log import warn
+from unicron_transition.iteration.result import StepResult
+
+KEPT = 64  # iterations that each rank can still write
+
+
+class Logger(ABC):
+    """Call it with the result of each iteration, in all ranks: `log(result, perplexity=...)`. The step is
+    `result.iteration`. What goes wrong in it is said in one line, and costs no iteration of the training; the next
+    call tries again, with what was left out."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT)
+        self._open = False
+        self._last = -1  # the step written last
+        self._before = -1  # the step of the last call
+        self._warned = False
+
+    def __call__(self, result: StepResult, **scalars: float) -> None:
+        """Log an iteration: its loss, norm, learning rate, seconds and world size, and these scalars."""
+        step = result.iteration
+        while self._kept and self._kept[-1][0] >= step:  # the job went back to an earlier state
+            self._kept.pop()
+        self._kept.append((step, scalars_of(result) | {name: float(value) for name, value in scalars.items()}))
+        try:
+            if _first_rank():
+                self._log(step)
+            else:
+                self._stop_writing()
+        except Exception as error:  # whatever a service has in store
+            self._open = False
+            if not self._warned:
+                self._warned = True
+                warn(f"{type(self).__name__} logs nothing of iteration {step}, the training goes on: {error}")
+        self._before = step
+
+    def _log(self, step: int) -> None:
+        if not self._open or step <= self._before:
+            self._stop_writing()
+            first = self._kept[0][0]
+            self._last = self._opened(first)
+            self._open = True
+        for at, scalars in self._kept:
+            if at > self._last:
+                self._write(at, scalars)
+                self._last = at
+        self._flush()
+        self._warned = False
+
+    def close(self) -> None:
+        """This rank writes no more, unless it is called as the first one again."""
+        self._stop_writing()
+
+    def _stop_writing(self) -> None:
+        if self._open:
+            self._open = False
+            self._closed()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _opened(self, first: int) -> int:
+        """Begin to write. first: the first step that this rank can write. Returns the last step that is not to be
+        written again."""
+
+    @abstractmethod
+    def _write(self, step: int, scalars: dict[str, float]) -> None:
+        """Write the scalars of one step."""
+
+    def _flush(self) -> None:  # noqa: B027
+        """Everything is to outlive this process."""
+
+    @abstractmethod
+    def _closed(self) -> None:
+        """Another rank writes from now on."""
+
+
+def scalars_of(result: StepResult) -> dict[str, float]:
+    """What is logged of each iteration."""
+    found = {"loss": result.loss, "learning-rate": result.learning_rate, "seconds": result.seconds}
+    if result.grad_norm is not None:
+        found["grad-norm"] = result.grad_norm
+    return {**found, "ranks": float(result.world_size)}
+
+
+def _first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def job_name() -> str:
+    """A name that all processes of this job share, also after a requeue, and no other job has."""
+    for name in ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID"):
+        if os.environ.get(name):
+            return f"unicron-{os.environ[name]}"
+    raise ValueError("outside of Slurm a logger needs the name of its run: give it the argument `run`")
+
+
+def needed(module: str, package: str) -> Any:
+    """The module of an optional package. Raises ValueError, one line, where it is not installed."""
+    try:
+        found: ModuleType = import_module(module)
+    except ImportError:
+        raise ValueError(f"this logger needs {package}: pip install {package}") from None
+    return found

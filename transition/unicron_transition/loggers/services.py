@@ -1,0 +1,99 @@
+"""Weights & Biases and MLflow: one run of the service for one job, whichever rank writes."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from typing import Any
+
+from unicron_transition.iteration.rank_log import warn
+from unicron_transition.loggers.logger import Logger, job_name, needed
+
+TAG = "unicron.run"  # of the run in MLflow
+
+
+class WandB(Logger):
+    """Writes a run of Weights & Biases. run: its id, by default from the job's number; every rank that becomes the
+    first one resumes it. settings: for `wandb.init`, such as `project`. Offline, each such rank has a folder of its
+    own, and `wandb sync` joins them. Raises ValueError where wandb is not installed."""
+
+    def __init__(self, run: str | None = None, **settings: Any):
+        super().__init__()
+        self._name, self._settings = run or job_name(), settings
+        self._wandb = needed("wandb", "wandb")
+        self._run: Any = None
+
+    def _opened(self, first: int) -> int:
+        self._run = self._wandb.init(id=self._name, resume="allow", **self._settings)
+        begun = int(self._run.step or 0)  # the next step; 0 for a new run
+        return max(first - 1, begun - 1)
+
+    def _write(self, step: int, scalars: dict[str, float]) -> None:
+        self._run.log(scalars, step=step, commit=True)
+
+    def _closed(self) -> None:
+        self._run.finish()
+
+
+class MLflow(Logger):
+    """Writes a run of MLflow, where MLFLOW_TRACKING_URI or `tracking_uri` says. run: its name, by default from the
+    job's number; it is found again by a tag. experiment: its experiment's name. The run ends with the process that
+    writes it, as FAILED after an exception that nobody caught, and goes on when another writes. Raises ValueError where
+    mlflow is not installed."""
+
+    def __init__(self, run: str | None = None, experiment: str = "Default", tracking_uri: str | None = None):
+        super().__init__()
+        self._name, self._experiment, self._uri = run or job_name(), experiment, tracking_uri
+        self._mlflow = needed("mlflow", "mlflow")
+        self._client: Any = None
+        self._run = ""
+        self._failed = self._watches = False
+
+    def _opened(self, first: int) -> int:
+        self._watch()
+        self._client = self._client or self._mlflow.MlflowClient(tracking_uri=self._uri)
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+        found = self._client.search_runs([number], f"tags.`{TAG}` = '{self._name}'")
+        if not found:
+            self._run = self._client.create_run(number, run_name=self._name, tags={TAG: self._name}).info.run_id
+            return first - 1
+        self._run = found[0].info.run_id
+        self._client.update_run(self._run, status="RUNNING")
+        history = self._client.get_metric_history(self._run, "ranks")
+        return max([first - 1, *(int(each.step) for each in history)])
+
+    def _write(self, step: int, scalars: dict[str, float]) -> None:
+        metric, now = self._mlflow.entities.Metric, int(1000 * time.time())
+        self._client.log_batch(self._run, [metric(name, value, now, step) for name, value in scalars.items()])
+
+    def _closed(self) -> None:
+        """Nothing is held: each call is written at once. Another rank goes on with the run."""
+
+    def close(self) -> None:
+        """The run has ended, if this rank writes it; the next call goes on with it."""
+        if not self._open:
+            return
+        super().close()
+        try:
+            self._client.set_terminated(self._run, "FAILED" if self._failed else "FINISHED")
+        except Exception as error:  # the service's: the training has ended
+            warn(f"MLflow: the run of {self._name} is not marked as ended: {error}")
+
+    def __exit__(self, *error: object) -> None:
+        self._failed = isinstance(error[1], Exception) or (isinstance(error[1], SystemExit) and bool(error[1].code))
+        self.close()
+
+    def _watch(self) -> None:
+        """The run ends when this process does, whatever ends it but a signal."""
+        if self._watches:
+            return
+        self._watches, before = True, sys.excepthook
+
+        def hook(*error: Any) -> None:
+            self._failed = True
+            before(*error)
+
+        sys.excepthook = hook
+        atexit.register(self.close)

@@ -1,0 +1,356 @@
+"""The gradient side of an iteration: compute micro-batches, snapshot buckets before their reduce, reduce, restore.
+
+Seams into megatron-core, none of its sources changed: `config.finalize_model_grads_func` is taken out of the schedule
+and called here; `_ParamAndGradBucketGroup.start_grad_sync` is wrapped for the snapshot. Every micro-batch weighs
+1/total whatever rank computes it: the schedule divides a loss by the number of micro-batches of its call, so the loss
+is multiplied by that number over the total, and the DDP scaling factor is 1 with a SUM reduce. A loss per token is
+divided by the tokens of all micro-batches after the reduce, whoever counted them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from unicron_transition.iteration.accumulation import Accumulation, PeerLost, Work, evaluating, wait_out
+from unicron_transition.iteration.ledger import Ledger
+from unicron_transition.megatron.auxiliary import Auxiliary
+from unicron_transition.megatron.gradient_slices import own_parts_only
+from unicron_transition.seams import elastic_buckets, megatron_core
+from unicron_transition.seams.table import UnsupportedLayout
+
+UNBLOCK_SECONDS = 0.02  # between two tries to free what is waited for
+
+
+@contextlib.contextmanager
+def again_and_again(unblock: Callable[[], Any]) -> Iterator[None]:
+    """Inside, a thread goes on freeing what waits: what was not there to be freed before."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(UNBLOCK_SECONDS):
+            unblock()
+
+    thread = threading.Thread(target=repeat, name="unicron-drain", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class Gradients(Accumulation):
+    """The gradients of one rank's Megatron DDP chunks. forward_step: Megatron's `forward_step_func(data_iterator,
+    model) -> (output, loss_func)`."""
+
+    def __init__(self, model: Sequence[Any], forward_step: Callable[..., Any], work: Work):
+        from megatron.core.utils import get_model_config
+
+        super().__init__(work)
+        if min(work.sequence, work.size) < 1:
+            raise ValueError("Megatron's schedule needs seq_length and micro_batch_size")
+        self.model, self.forward_step = list(model), forward_step
+        self.schedule_arguments = {"seq_length": work.sequence, "micro_batch_size": work.size}
+        self.layout, self._coordinate = work.layout, work.layout.coordinate(work.place)._asdict()
+        self.config = get_model_config(self.model[0])
+        self.per_token = bool(self.config.calculate_per_token_loss)
+        self._auxiliary = Auxiliary(self.model, self.config, work.total, work.pending)
+        self._sharded, self._healed = work.sharded, work.healed
+        self._deferred: RuntimeError | None = None
+        self._in_backward = False
+        self._ordered = False  # reduces start after the schedule, in the same order in all ranks
+        for group in self._bucket_groups():
+            for bucket in group.buckets:
+                bucket.gradient_scaling_factor = 1.0
+            self._wrap_start(group)
+
+    def _bucket_groups(self) -> list[Any]:
+        return [group for chunk in self.model for group in megatron_core.bucket_groups(chunk)]
+
+    # ------------------------------------------------------------ computing
+    def begin_iteration(self, ordered: bool, total: int) -> None:
+        super().begin_iteration(ordered, total)
+        self._auxiliary.total = total
+        self._ordered = ordered
+
+    def drop(self) -> None:
+        """Drop what is in the gradient."""
+        for group in self._bucket_groups():  # Megatron asserts that a first backward pass was seen whole, or not
+            if group.is_first_batch and len(group.per_param_grad_ready_counts) < len(group.params):
+                group.per_param_grad_ready_counts = {}
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self._snapshots.forget()
+        self._auxiliary.drop()
+        self._deferred, self._whole = None, True
+
+    @property
+    def first(self) -> bool:
+        """Megatron has not yet seen in which order the backward pass of this process makes its gradients."""
+        overlapped = (group for group in self._bucket_groups() if group.ddp_config.overlap_grad_reduce)
+        return any(group.is_first_batch for group in overlapped)
+
+    def _compute(self, ledger: Ledger) -> None:
+        """Forward and backward of everything that `ledger` still owes, in one schedule. Raises :class:`PeerLost`
+        between two micro-batches; in a replica of several ranks only when one of them is lost."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        owed = ledger.todo()
+        if not owed:
+            self._gather_parameters()
+            return
+        for group in self._bucket_groups():
+            group.per_param_grad_ready_counts = {}
+        count = self._padded(len(owed))
+        iterators = [self._data(ledger.iteration, owed, count) for _ in self.model]
+        with self._schedule_configuration():
+            self._in_backward = True
+            try:
+                get_forward_backward_func()(
+                    forward_step_func=self._forward(ledger, owed, count),
+                    data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                    model=self.model,
+                    num_microbatches=count,
+                    **self.schedule_arguments,
+                )
+            finally:
+                self._in_backward = False
+                self._end_backward(time.perf_counter())
+        self._auxiliary.computed()
+        self._finished(ledger, owed if self.layout.size > 1 else owed[-1:])
+
+    def evaluate(
+        self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
+    ) -> dict[int, tuple[torch.Tensor, Any]]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self._gather_parameters()  # all ranks do, those without a share, too
+        if not indices:
+            return {}
+        found: dict[int, tuple[torch.Tensor, Any]] = {}
+        count = self._padded(len(indices))
+        padded = [indices[min(number, len(indices) - 1)] for number in range(count)]
+        iterators = [(fetch(iteration, index) for index in padded) for _ in self.model]
+        with evaluating(self.model), self._schedule_configuration():
+            get_forward_backward_func()(
+                forward_step_func=self._evaluation_step(iteration, padded, found),
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.model,
+                num_microbatches=count,
+                forward_only=True,
+                **self.schedule_arguments,
+            )
+        return found
+
+    def _evaluation_step(
+        self, iteration: int, indices: Sequence[int], found: dict[int, tuple[torch.Tensor, Any]]
+    ) -> Callable[..., Any]:
+        passed = [0] * len(self.model)  # forward passes so far, by chunk
+
+        def forward_step(data_iterator: Any, model: Any, *rest: Any) -> Any:
+            chunk = next(number for number, one in enumerate(self.model) if one is model)
+            index, passed[chunk] = indices[passed[chunk]], passed[chunk] + 1
+            self._begin_evaluation(iteration, index, chunk=chunk, **self._coordinate)
+            with self._auxiliary.forward(chunk, real=False):
+                output, loss_function = self.forward_step(data_iterator, model, *rest)
+
+            def noted(*arguments: Any, **keywords: Any) -> Any:
+                told = loss_function(*arguments, **keywords)
+                found[index] = told[0].detach().clone(), told[1].detach().clone() if len(told) == 3 else 1
+                return told
+
+            return output, noted
+
+        return forward_step
+
+    def _gather_parameters(self) -> None:
+        """What the forward pass would have begun with, where gathers are overlapped with it."""
+        if self._sharded and self.model[0].ddp_config.overlap_param_gather:
+            elastic_buckets.gather_without_forward(self.model)
+
+    def _padded(self, count: int) -> int:
+        """The interleaved schedule takes whole groups of micro-batches only: what is missing is computed once more,
+        with the weight 0."""
+        if len(self.model) == 1:
+            return count
+        group = self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline
+        return -(-count // group) * group
+
+    @contextlib.contextmanager
+    def _schedule_configuration(self) -> Iterator[None]:
+        """The schedule only accumulates."""
+        # A rank without work would take no part in param_sync_func's gathers; the forward passes gather, too.
+        taken = ["finalize_model_grads_func", "param_sync_func", *(["grad_sync_func"] if self._ordered else [])]
+        before = {name: getattr(self.config, name) for name in taken}
+        for name in taken:
+            setattr(self.config, name, None)
+        try:
+            yield
+        finally:
+            for name, function in before.items():
+                setattr(self.config, name, function)
+
+    def _data(self, iteration: int, indices: Sequence[int], count: int) -> Iterator[Any]:
+        for number in range(count):
+            yield self._fetched(iteration, indices[min(number, len(indices) - 1)])
+
+    def _forward(self, ledger: Ledger, owed: Sequence[int], count: int) -> Callable[..., Any]:
+        passed = [0] * len(self.model)  # forward passes so far, by chunk
+        alone = self.layout.size == 1
+
+        def forward_step(data_iterator: Any, model: Any, *rest: Any) -> Any:
+            self._next()
+            chunk = next(number for number, one in enumerate(self.model) if one is model)
+            number, passed[chunk] = passed[chunk], passed[chunk] + 1
+            if alone and number:  # the schedule asks for the next forward when the backward before it is over
+                self._finished(ledger, [owed[number - 1]])
+            real = number < len(owed)
+            index = owed[min(number, len(owed) - 1)]
+            self._begin_forward(ledger, index, chunk=chunk, **self._coordinate)
+            self._whole = self._whole and alone
+            with self._auxiliary.forward(chunk, real):
+                output, loss_function = self.forward_step(data_iterator, model, *rest)
+            self._auxiliary.weigh(output, chunk, real)
+
+            def weighted(*arguments: Any, **keywords: Any) -> Any:
+                loss, *others = loss_function(*arguments, **keywords)
+                self._begin_backward()
+                return self._weighted(ledger, index, loss, others, count, real)
+
+            return output, weighted
+
+        return forward_step
+
+    def _weighted(
+        self, ledger: Ledger, index: int, loss: torch.Tensor, others: list[Any], count: int, real: bool
+    ) -> tuple[Any, ...]:
+        """What Megatron gets of the script's (loss, log) or (sum of losses, tokens, log); the ledger notes it."""
+        tokens = others[0] if len(others) == 2 else None
+        if self.per_token and tokens is None:
+            raise UnsupportedLayout(
+                "calculate_per_token_loss needs a loss function that returns (sum of losses, tokens, log)"
+            )
+        if real:
+            mean = loss if tokens is None or self.per_token else loss / tokens.clamp(min=1)
+            ledger.losses[index] = mean.detach().clone()
+            ledger.tokens[index] = tokens.detach().clone() if self.per_token and tokens is not None else None
+        elif self.per_token and tokens is not None:
+            others[0] = tokens * 0
+        weight = 1.0 if self.per_token else count / self.total
+        return (loss * (weight if real else 0.0), *others)
+
+    # ------------------------------------------------------------ reducing
+    def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
+        """Reduce all gradients over the data-parallel group and finalize them, then the proof. Raises RuntimeError when
+        a peer is gone."""
+        from megatron.core.distributed import finalize_model_grads
+
+        if self._deferred is not None:
+            raise PeerLost(f"a bucket's reduce failed: {self._deferred}")
+        if self._ordered:
+            self._dispatch_overlapped()
+        own = own_parts_only(self.model) if self._sharded else contextlib.nullcontext()
+        with own, self._auxiliary.reducing():
+            (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
+        proven = self._work.begin_sum(proof.to(self._device()))
+        told = proven.finish().cpu()
+        proven.checked()
+        return told
+
+    def proven(self, tokens: float) -> float:
+        return tokens if self.per_token else float(self.total)
+
+    def _tokens(self, ledger: Ledger) -> torch.Tensor | None:
+        """The tokens of the micro-batches in this rank's gradient, as the schedule would count them."""
+        if not self.per_token:
+            return None
+        total = torch.zeros((), dtype=torch.int, device=self._device())
+        for index in ledger.done:
+            if (tokens := ledger.tokens.get(index)) is not None:  # the last stage counts
+                total += tokens.to(total.dtype)
+        return total
+
+    def _device(self) -> torch.device:
+        first: torch.Tensor = next(self.model[0].module.parameters())
+        return first.device
+
+    def _dispatch_overlapped(self) -> None:
+        """Start overlapped reduces that no backward hook has started: those of gradients that were kept, and all in a
+        rank that had nothing to compute."""
+        for group in self._bucket_groups():
+            if group.ddp_config.overlap_grad_reduce and not group.is_first_batch and group.grad_reduce_handle is None:
+                group.start_grad_sync()
+
+    def _wrap_start(self, group: Any) -> None:
+        original = group.start_grad_sync
+
+        def start_grad_sync(*arguments: Any, **keywords: Any) -> Any:
+            if self._in_backward and self._ordered:
+                return None
+            if self._in_backward and (self._deferred is not None or self._work.over()):
+                self._deferred = self._deferred or PeerLost("a member of the generation is gone")
+                return None  # raising inside an autograd hook would cut the backward pass short
+            if self._healed and not (group.is_first_batch and group.grad_reduce_handle is not None):
+                self._snapshot(group)
+            try:
+                return original(*arguments, **keywords)
+            except RuntimeError as error:
+                if not self._in_backward:
+                    raise
+                self._deferred = error
+                return None
+
+        group.start_grad_sync = start_grad_sync
+
+    def _snapshot(self, group: Any) -> None:
+        """Copy what the reduce of a bucket group is about to overwrite."""
+        for bucket in group.buckets:
+            self._snapshots.copy_before_reduce(id(bucket), self._overwritten(bucket, group))
+
+    def _overwritten(self, bucket: Any, group: Any) -> torch.Tensor:
+        """The part of a bucket that its reduce overwrites: a failed in-place all-reduce leaves a mix of partial
+        sums."""
+        return elastic_buckets.own_part(bucket, group) if self._sharded else bucket.grad_data
+
+    def _reduced(self) -> Iterator[torch.Tensor]:
+        return (self._overwritten(bucket, group) for group in self._bucket_groups() for bucket in group.buckets)
+
+    # ------------------------------------------------------------ recovering
+    def drain(self, unblock: Callable[[], Any]) -> None:
+        """Wait for overlapped reduces that are still under way: one that ended later would write into gradients
+        restored by then.
+
+        Raises :class:`ledger.LedgerError` after DRAIN_SECONDS.
+        """
+        if self._sharded:
+            with again_and_again(unblock):
+                elastic_buckets.drain(self.model)
+            return
+        handles = (group.grad_reduce_handle for group in self._bucket_groups())
+        wait_out([work for handle in handles for work in getattr(handle, "works", ())], unblock)
+
+    def restore(self) -> bool:
+        undone = super().restore()
+        if undone:
+            self._auxiliary.restore()
+        self._deferred, self._ordered = None, True
+        return undone
+
+    def adopt_groups(self) -> None:
+        """Forget handles and sizes that belong to the old groups."""
+        for chunk in self.model:
+            for buffer in megatron_core.buffers(chunk):
+                buffer.data_parallel_world_size = buffer.data_parallel_group.size()
+        for group in self._bucket_groups():
+            group.grad_reduce_handle = None
+            group.param_gather_handle = None
+            megatron_core.reduce_again(group)
+            group.is_last_microbatch = True
+            group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
+            group.cached_param_buffer_shard_list = [None] * len(group.buckets)

@@ -1,0 +1,128 @@
+"""Megatron-LM's training samples, to be had again at any time: by iteration and micro-batch.
+
+Its sampler deals the samples of a dataset in their order: micro-batch i of an iteration has the same ones whatever the
+number of replicas (`megatron.training.datasets.data_samplers.MegatronPretrainingSampler`). So a survivor finds what a
+lost rank owed by the index alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import default_collate
+
+from unicron_transition.megatron_lm.world import lock
+from unicron_transition.seams.megatron_lm import Refused, replace
+from unicron_transition.seams.table import TRAINING
+
+SPLIT = "969, 30, 1"  # Megatron-LM's own, where none is given
+
+
+class Samples:
+    """A micro-batch as Megatron-LM's loader gives it, by the number of its first sample; None where the dataset is not
+    built: in ranks that get their batches from tensor rank 0, and in the stages between first and last."""
+
+    def __init__(self, dataset: Any, micro_batch_size: int, what: str = "train"):
+        self.dataset, self.what, self._micro = dataset, what, micro_batch_size
+
+    def __call__(self, begin: int, index: int) -> Any:
+        """Micro-batch `index` of those that begin with sample `begin`."""
+        if self.dataset is None:
+            return None
+        first = begin + index * self._micro
+        return default_collate([self.dataset[sample] for sample in range(first, first + self._micro)])
+
+
+def one(samples: Any) -> Samples:
+    """The samples that this rank has: with virtual stages there are some for each, of which not all are built."""
+    each: list[Samples] = samples if isinstance(samples, list) else [samples]
+    return next((found for found in each if found is not None and found.dataset is not None), each[0])
+
+
+def install() -> None:
+    """Datasets are built without waiting for another rank, and no loader is made of them."""
+
+    def build_iterators(original: Callable[..., Any]) -> Callable[..., Any]:
+        def build_train_valid_test_data_iterators(provider: Any) -> tuple[Any, ...]:
+            from megatron.training import get_args, training
+
+            args = get_args()
+            with once(_folder(args), _what(args)), as_if_alone():
+                found = training.build_train_valid_test_datasets(provider)
+            kinds = ("train", "valid", "test")
+            has = _has_samples(args)
+            for kind, dataset in zip(kinds, found, strict=True):
+                if has[kind] and dataset is None and found[0] is not None:
+                    raise Refused(f"there are no samples for --eval-iters ({kind}): give --split such a part, too")
+            args.do_train, args.do_valid, args.do_test = has.values()
+            parts = zip(kinds, found, strict=True)
+            return tuple(Samples(dataset, args.micro_batch_size, kind) for kind, dataset in parts)
+
+        return build_train_valid_test_data_iterators
+
+    replace(TRAINING, "build_train_valid_test_data_iterators", build_iterators)
+
+
+def _has_samples(args: Any) -> dict[str, bool]:
+    """Whether there are samples to train, to validate and to test: the same in all ranks, most of which build none."""
+    parts = [float(part) for part in str(getattr(args, "split", None) or SPLIT).replace("/", ",").split(",")]
+    evaluates = bool(args.eval_iters)
+    valid, test = (len(parts) > number and parts[number] > 0 for number in (1, 2))
+    paths = bool(getattr(args, "train_data_path", None))
+    valid, test = (
+        bool(getattr(args, f"{kind}_data_path", None)) if paths else there
+        for kind, there in (("valid", valid), ("test", test))
+    )
+    return {"train": True, "valid": evaluates and valid, "test": evaluates and test}
+
+
+@contextlib.contextmanager
+def once(folder: Path, what: str) -> Iterator[None]:
+    """The first rank of all that come here to do the same does it while the others wait; they, and all who come later,
+    find it done and wait for nobody."""
+    done = folder / f".unicron-{os.getuid()}-{what}.built"
+    if done.exists():
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(lock(folder))
+        if done.exists():
+            stack.close()
+        yield
+    with contextlib.suppress(OSError):  # nothing can be written there, so nothing was
+        done.touch()
+
+
+def _what(args: Any) -> str:
+    """The samples of which training: a name that tells them from those of another."""
+    names = ("data_path", "train_data_path", "data_args_path", "split", "seq_length", "seed", "train_iters")
+    more = ("global_batch_size", "tokenizer_type", "tokenizer_model", "eval_iters", "eval_interval")
+    said = [getattr(args, name, None) for name in (*names, *more)]
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def as_if_alone() -> Iterator[None]:
+    """What is done inside waits for nobody, and leaves nothing to rank 0."""
+    before = dist.is_initialized, dist.get_rank
+    dist.is_initialized, dist.get_rank = lambda: False, lambda group=None: 0 if group is None else before[1](group)
+    try:
+        yield
+    finally:
+        dist.is_initialized, dist.get_rank = before
+
+
+def _folder(args: Any) -> Path:
+    """The folder of the sample indices: one rank at a time writes them, and the others read them."""
+    if getattr(args, "data_cache_path", None):
+        folder = Path(args.data_cache_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    words = [*(getattr(args, "data_path", None) or ()), *(getattr(args, "train_data_path", None) or ())]
+    return next((Path(word).parent for word in words if Path(f"{word}.idx").is_file()), Path("/nonexistent"))

@@ -1,0 +1,91 @@
+"""Unicron's checkpoints in the folder of Megatron-LM's `--save`, and what `--load` names, of any format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from unicron_transition.iteration.rank_log import warn
+from unicron_transition.megatron_lm.arguments import Folders
+from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
+from unicron_transition.snapshot.folders import Found
+from unicron_transition.snapshot.foreign import Foreign, Wanted
+from unicron_transition.snapshot.formats import opening
+from unicron_transition.snapshot.formats.tracker import TRACKER
+from unicron_transition.snapshot.migrate import TrainingState
+
+NEEDED = "{} has no checkpoint, and --exit-on-missing-checkpoint is given"
+
+
+class SavedAndLoaded(Checkpoints):
+    """Written to `--save`. The training goes on from there, else it begins from `--load`: Unicron's own checkpoints, or
+    Megatron-LM's. With no `--save` nothing is written. before(iteration): the samples of all iterations before."""
+
+    needs_beginning = False  # Megatron-LM starts anew where the folder is empty, unless told otherwise
+
+    def __init__(self, folders: Folders, before: Callable[[int], int]):
+        folder = folders.save or folders.load
+        assert folder is not None
+        # Without --save-interval it finds its interval by itself.
+        interval = (folders.interval or None) if folders.save else 0
+        super().__init__(folder, interval, begin_from=folders.load)
+        self.begin = Wanted(folders.optimizer, folders.iteration)
+        self._writes = folders.save is not None
+        self._needed, self._before = folders.needed, before
+        self.choices()  # so that a folder that cannot be used is known before the model is built
+
+    def found(self) -> list[Found]:
+        return super().found() if self._writes else []
+
+    def load(self, state: TrainingState, iteration: int | None = None) -> int | None:
+        found = super().load(state, iteration)
+        if found is None and self._needed:
+            raise CheckpointError(NEEDED.format(self.begin_from or self.folder))
+        if found is None and self.begin_from is not None:
+            warn(f"--load {self.begin_from} has no checkpoint: the training starts anew")
+        return found
+
+    def choices(self) -> list[Found]:
+        found = super().choices()
+        own = self.found() if self.begin_from == self.folder else []
+        if own and (theirs := opening.megatrons_iteration(self.folder)) > own[0].iteration:
+            raise CheckpointError(
+                f"{self.folder} has Megatron-LM's own iteration {theirs}, and Unicron's newest is "
+                f"{own[0].iteration}: to begin from Megatron-LM's, move the folders iteration-* away; to go on from "
+                f"Unicron's, move {TRACKER} away"
+            )
+        if not found and self._needed:
+            raise CheckpointError(NEEDED.format(self.begin_from or self.folder))
+        return found
+
+    def _load_beginning(self, state: TrainingState, folder: Path) -> Foreign:
+        found = super()._load_beginning(state, folder)
+        position = self._before(found.iteration)
+        if self.begin.iteration and found.samples not in (None, position):
+            warn(
+                f"the data go on at sample {position}, where iteration {found.iteration} begins in this run; "
+                f"{folder} was trained with {found.samples} samples: to go on with those that follow, give that "
+                "run's --global-batch-size and --rampup-batch-size"
+            )
+        return found
+
+    @property
+    def destination(self) -> Path | None:
+        return self.folder if self._writes else None
+
+    def is_due(self, iteration: int) -> bool:
+        return self._writes and super().is_due(iteration)
+
+    def save_last(self, state: TrainingState, iteration: int, writer: Writer | None = None) -> None:
+        if self._writes:
+            super().save_last(state, iteration, writer)
+
+    def rescue(self, *arguments: Any, **keywords: Any) -> None:
+        if self._writes:
+            super().rescue(*arguments, **keywords)
+
+
+def checkpoints(folders: Folders | None, before: Callable[[int], int]) -> SavedAndLoaded | None:
+    """None where neither option was given. Raises :class:`CheckpointError` for a folder that cannot be used."""
+    return SavedAndLoaded(folders, before) if folders is not None and (folders.save or folders.load) else None

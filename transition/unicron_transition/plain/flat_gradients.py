@@ -1,0 +1,307 @@
+"""Gradients of any torch module: they add up in flat buckets, which are reduced over the generation's world.
+
+Each parameter's `grad` is a view of its bucket, so backward passes add to it in place. Every micro-batch weighs 1/total
+whoever computes it; with a loss per token the sum is divided by the tokens of all micro-batches after the reduce. A
+bucket ends with a mark for each parameter that some micro-batch has given a gradient: one that has none in the whole
+job keeps None, as in a loop of torch alone, and the optimizer leaves it alone.
+
+The reduce of a bucket begins in the last backward pass, when all of its gradients are there, as in torch's
+DistributedDataParallel; always in the order of the buckets, in which the last layers come first. The last bucket, which
+has the first layers, is reduced after that pass: the ledger's proof goes with it, since a collective of its own would
+cost as much as a small bucket's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from unicron_transition.iteration.accumulation import Accumulation, PeerLost, Sum, Work, evaluating, wait_out
+from unicron_transition.iteration.ledger import Ledger
+from unicron_transition.seams import modules
+from unicron_transition.seams.table import UnsupportedLayout
+
+BUCKET_BYTES = 1 << 25  # a larger parameter has a bucket of its own
+BYTES = 8  # of a number, each of which is an element of its own: bf16, too, has whole numbers up to 256 exactly
+LOSS = "forward_step returns the mean loss of its micro-batch, or (sum of losses, tokens)"
+
+
+class Bucket:
+    """The gradients of some parameters, of one dtype and device, in one flat tensor; behind them room for the proof of
+    so many micro-batches (`Accumulation.reduce`)."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], proof: int = 0):
+        self.parameters = list(parameters)
+        count = sum(parameter.numel() for parameter in parameters)
+        like = parameters[0]
+        sizes = [count, len(parameters), 2 * proof, 2 * proof * BYTES]
+        self.flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
+        self.gradients, self._marks, self._counts, self._numbers = self.flat.split(sizes)
+        pieces = self.gradients.split([parameter.numel() for parameter in parameters])
+        # `data`: a number of versions of its own for each, which rises with each gradient that is added
+        self.views = [piece.view(each.shape).data for piece, each in zip(pieces, parameters, strict=True)]
+
+    def put(self, proof: torch.Tensor) -> None:
+        """Put this rank's proof into the bucket, before the reduce."""
+        counts, numbers = proof.view(2, -1)
+        self._counts.copy_(counts)
+        self._numbers.copy_(numbers.view(torch.uint8))
+
+    def proven(self) -> torch.Tensor:
+        """The sum of the ranks' proofs, after the reduce, once the device has it."""
+        counts, numbers = (part.real if part.is_complex() else part for part in (self._counts, self._numbers))
+        exact = numbers.cpu().to(torch.int64).to(torch.uint8).view(torch.float64)
+        return torch.cat([counts.cpu().to(torch.float64), exact]).view(4, -1)
+
+    def attach(self) -> None:
+        """Have the backward pass add to this bucket."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+
+    def detached(self) -> Iterator[int]:
+        """The parameters whose gradients are elsewhere, by number."""
+        pairs = zip(self.parameters, self.views, strict=True)
+        return (number for number, (parameter, view) in enumerate(pairs) if parameter.grad is not view)
+
+    def versions(self) -> list[int]:
+        """One of each view has changed if its parameter got a gradient since."""
+        return [modules.version(view) for view in self.views]
+
+    def mark(self, used: Sequence[bool]) -> None:
+        """Mark the parameters that got a gradient here, before the reduce."""
+        if all(used):
+            self._marks.fill_(1)
+        else:
+            self._marks.copy_(torch.tensor(used))
+
+    def release_unused(self) -> None:
+        """Remove, after the reduce, the gradients of parameters that got none anywhere."""
+        for parameter, mark in zip(self.parameters, self._marks.tolist(), strict=True):
+            if not mark:
+                parameter.grad = None
+
+
+def buckets(parameters: Iterable[torch.nn.Parameter], size: int, proof: int = 0) -> list[Bucket]:
+    """Put all parameters into buckets of at most `size` bytes, the same in every rank; the last layers, whose gradients
+    are there first, in the first ones. proof: micro-batches whose proof goes with the last one."""
+    found: list[list[torch.nn.Parameter]] = []
+    kinds = {parameter: (str(parameter.dtype), str(parameter.device)) for parameter in reversed(list(parameters))}
+    for _, alike in groupby(sorted(kinds, key=kinds.__getitem__), kinds.__getitem__):
+        room = 0
+        for parameter in alike:
+            needed = parameter.numel() * parameter.element_size()
+            if needed > room:
+                found.append([])
+                room = size
+            found[-1].append(parameter)
+            room -= needed
+    return [Bucket(each, proof if each is found[-1] else 0) for each in found]
+
+
+class PlainGradients(Accumulation):
+    """The gradients of one module. parameters: those that the optimizer trains, by name. scale: what multiplies a loss
+    before its backward pass (a GradScaler's). forward_step: `forward_step(micro_batch, model)` -> the mean loss of the
+    micro-batch, or (sum of losses, tokens), 0-d tensors."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: dict[str, torch.nn.Parameter],
+        scale: Callable[[torch.Tensor], torch.Tensor],
+        forward_step: Callable[..., Any],
+        work: Work,
+    ):
+        super().__init__(work)
+        self._model, self._scale, self._forward_step = model, scale, forward_step
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._buckets = buckets(parameters.values(), BUCKET_BYTES, work.total)
+        self._number = {id(each): number for number, bucket in enumerate(self._buckets) for each in bucket.parameters}
+        self._untouched: list[list[int]] = []  # versions of the views without any gradient
+        self._sums: list[Sum] = []  # the reduces that have begun, in the order of the buckets
+        self._missing: list[set[int]] = []  # in the last backward pass: identities of each bucket's that are not there
+        self._task = -1  # torch's number for that backward pass
+        self._nested: set[int] = set()  # buckets with gradients from a backward pass inside another: they wait
+        self._deferred: Exception | None = None
+        self._passes = 0  # iterations whose backward passes were seen whole
+        # A call for each gradient took 7 % of a small model's backward passes: with one bucket nobody waits for any.
+        for parameter in parameters.values() if len(self._buckets) > 1 else ():
+            parameter.register_post_accumulate_grad_hook(self._note_there)
+
+    def _note_there(self, parameter: torch.Tensor) -> None:
+        """A gradient is there."""
+        number = self._number[id(parameter)]
+        if modules.backward_pass() != self._task:  # reentrant checkpointing may come to it again
+            self._nested.add(number)
+        if number < len(self._sums):
+            self._deferred = UnsupportedLayout(
+                f"unicron can't heal {self._names[id(parameter)]}: one backward pass makes its gradient in several "
+                "parts; use torch.utils.checkpoint with use_reentrant=False"
+            )
+        elif self._missing:
+            self._missing[number].discard(id(parameter))
+            self._begin_complete()
+
+    def _begin_complete(self) -> None:
+        """The reduces of the buckets that are complete, in their order. An exception in a hook would cut the backward
+        pass short, so it is raised later."""
+        while (number := len(self._sums)) < len(self._buckets) - 1 and self._deferred is None:
+            if self._missing[number] or number in self._nested:
+                return
+            if self._work.over():
+                self._deferred = PeerLost("a member of the generation is gone")
+                return
+            try:
+                self._begin_bucket(number)
+            except RuntimeError as error:
+                self._deferred = error
+
+    def _begin_bucket(self, number: int) -> None:
+        bucket, untouched = self._buckets[number], self._untouched[number]
+        bucket.mark([now != before for now, before in zip(bucket.versions(), untouched, strict=True)])
+        if self._work.healed:
+            self._snapshots.copy_before_reduce(number, bucket.flat)
+        self._sums.append(self._work.begin_sum(bucket.flat))
+
+    def _watch_pass(self, loss: torch.Tensor, last: bool) -> None:
+        """The backward pass of this loss begins. last: of the iteration, in which reduces may begin."""
+
+        def note(gradient: torch.Tensor) -> None:
+            self._task = modules.backward_pass()
+
+        if loss.requires_grad:  # else torch says so
+            loss.register_hook(note)
+        early = last and self._passes > 0 and len(self._buckets) > 1
+        self._missing = [set(map(id, bucket.parameters)) for bucket in self._buckets] if early else []
+
+    # ------------------------------------------------------------ computing
+    def drop(self) -> None:
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            bucket.attach()
+        self._untouched = [bucket.versions() for bucket in self._buckets]
+        self._snapshots.forget()
+        self._forget_sums()
+        self._whole = True
+
+    def _forget_sums(self) -> None:
+        self._sums, self._missing, self._deferred = [], [], None
+
+    def _compute(self, ledger: Ledger) -> None:
+        before, owed = _versions(self._model), ledger.todo()
+        for index in owed:
+            self._next()
+            self._begin_forward(ledger, index)
+            loss = self._loss(ledger, index, self._fetched(ledger.iteration, index))
+            self._begin_backward()
+            scaled = self._scale(loss)
+            self._watch_pass(scaled, last=index == owed[-1])
+            scaled.backward()
+            self._missing = []
+            self._end_backward(time.perf_counter())
+            self._finished(ledger, [index])
+        self._check_untouched(before)
+        self._passes += bool(owed)
+
+    def _loss(self, ledger: Ledger, index: int, micro_batch: Any) -> torch.Tensor:
+        """The forward pass of a micro-batch: its loss as it weighs in the gradient. The ledger notes it."""
+        loss, tokens = self._told(self._forward_step(micro_batch, self._model))
+        if any((ledger.tokens[done] is None) != (tokens is None) for done in ledger.done):
+            raise TypeError(f"{LOSS}: the same of them for every micro-batch")
+        ledger.losses[index], ledger.tokens[index] = loss.detach().clone(), tokens
+        return loss if tokens is not None else loss / self.total
+
+    @staticmethod
+    def _told(told: Any) -> tuple[torch.Tensor, Any]:
+        """What a forward step returned: (loss, tokens or None)."""
+        loss, tokens = told if isinstance(told, tuple) and len(told) == 2 else (told, None)
+        if not isinstance(loss, torch.Tensor) or loss.dim() or (tokens is not None and not _is_number(tokens)):
+            raise TypeError(f"{LOSS}, 0-d tensors: this one returned {_shown(told)}")
+        return loss, tokens
+
+    def evaluate(
+        self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
+    ) -> dict[int, tuple[torch.Tensor, Any]]:
+        before, found = _versions(self._model), {}
+        with evaluating([self._model]):
+            for index in indices:
+                self._begin_evaluation(iteration, index)
+                loss, tokens = self._told(self._forward_step(fetch(iteration, index), self._model))
+                found[index] = loss, 1 if tokens is None else tokens
+        self._check_buffers(before)
+        return found
+
+    def _check_untouched(self, before: dict[str, tuple[int, int]]) -> None:
+        """Raises :class:`UnsupportedLayout` for a model or a script that does what would be trained wrongly."""
+        self._check_buffers(before)
+        for bucket in reversed(self._buckets):
+            for number in reversed(list(bucket.detached())):
+                raise UnsupportedLayout(
+                    f"the gradient of {self._names[id(bucket.parameters[number])]} was replaced while it was computed: "
+                    "leave zero_grad(), step() and .grad to the session"
+                )
+
+    def _check_buffers(self, before: dict[str, tuple[int, int]]) -> None:
+        changed = [name for name, version in _versions(self._model).items() if before.get(name) != version]
+        if changed:
+            raise UnsupportedLayout(
+                f"unicron can't heal {changed[0]}: a buffer that a forward pass changes depends on who computes what. "
+                "Use a layer without running statistics, or register it with persistent=False if it is a mere cache"
+            )
+
+    # ------------------------------------------------------------ reducing
+    def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
+        if self._deferred is not None:
+            raise self._deferred
+        last = len(self._buckets) - 1
+        while len(self._sums) < last:
+            self._begin_bucket(len(self._sums))
+        if last < 0:
+            self._sums.append(self._work.begin_sum(proof))
+        else:
+            self._buckets[last].put(proof)
+            self._begin_bucket(last)
+        for each in self._sums:
+            each.finish()
+        told = proof if last < 0 else self._buckets[last].proven()
+        for each in self._sums:
+            each.checked()
+        return told
+
+    def drain(self, unblock: Callable[[], Any]) -> None:
+        wait_out([each.work for each in self._sums if each.work is not None], unblock)
+
+    def proven(self, tokens: float) -> float:
+        for bucket in self._buckets:
+            if tokens:
+                bucket.gradients /= tokens
+            bucket.release_unused()
+        return tokens or float(self.total)
+
+    def restore(self) -> bool:
+        undone = super().restore()
+        self._forget_sums()
+        for bucket in self._buckets:
+            bucket.attach()
+        return undone
+
+    def _reduced(self) -> Iterator[torch.Tensor]:
+        return (bucket.flat for bucket in self._buckets)
+
+
+def _is_number(value: Any) -> bool:
+    return not value.dim() if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _versions(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """What changes whenever a buffer does."""
+    return {name: (id(buffer), modules.version(buffer)) for name, buffer in modules.persistent_buffers(model)}

@@ -1,0 +1,168 @@
+"""A plain `torch.nn.Module` and a `torch.optim.Optimizer` as a session trains them: each rank is a whole replica.
+
+The optimizer and the schedule have the faces of Megatron's here, so that the session has one loop for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unicron_transition.generations.layout import Layout
+from unicron_transition.iteration.accumulation import Work
+from unicron_transition.plain.flat_gradients import PlainGradients
+from unicron_transition.plain.supported_modules import check
+from unicron_transition.seams import modules
+from unicron_transition.seams.table import UnsupportedLayout
+from unicron_transition.snapshot.migrate import TrainingState, as_before, as_plain, can_be_told, transfer
+
+
+class Plain:
+    """A plain PyTorch module with its optimizer, as a session trains it.
+
+    scheduler: one of `torch.optim.lr_scheduler`, stepped after each iteration, or None. clip_grad: the largest norm
+    of all gradients together. scaler: a `torch.amp.GradScaler`, for fp16."""
+
+    varies = False  # the proof of the ledger has its place behind the gradients
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        clip_grad: float | None = None,
+        scaler: Any = None,
+    ):
+        self._model, self._module = model, modules.original_module(model)
+        self._scaler = scaler
+        self.chunks: Sequence[Any] = [SimpleNamespace(module=self._module)]
+        self.optimizer = PlainOptimizer(optimizer, self._module, clip_grad, scaler)
+        self.scheduler = PlainSchedule(scheduler, scaler) if scheduler is not None or scaler is not None else None
+
+    def check(self, layout: Layout) -> None:
+        """Raises :class:`UnsupportedLayout` for the first thing that this release cannot heal."""
+        if layout.size > 1:
+            raise UnsupportedLayout(f"{layout} is for Megatron's models: a plain module is a whole replica")
+        check(self._module, self.optimizer.optimizer, self.scheduler)
+
+    def holders(self) -> list[Any]:
+        """What may have a process group."""
+        return [*self._module.modules(), self.optimizer.optimizer]
+
+    def state(self, seed: int) -> TrainingState:
+        """What a newcomer needs."""
+        return PlainState(self.chunks, self.optimizer, self.scheduler, seed)
+
+    def gradients(self, forward_step: Any, work: Work) -> PlainGradients:
+        """The gradients of this rank."""
+        scale = self._scaler.scale if self._scaler is not None else lambda loss: loss
+        return PlainGradients(self._model, self.optimizer.trained(), scale, forward_step, work)
+
+    def begin_alone(self, state: TrainingState, device: torch.device) -> None:
+        """Give every rank the first one's parameters, as torch's DistributedDataParallel does; without an agent."""
+        if dist.get_world_size() > 1:
+            transfer(state, 0, 0, dist.get_rank() > 0, device)
+
+
+class PlainState(TrainingState):
+    """The state of a plain model."""
+
+    def model_tensors(self) -> Iterator[torch.Tensor]:
+        for chunk in self.model:
+            yield from chunk.module.parameters()
+            yield from (buffer for _, buffer in modules.persistent_buffers(chunk.module))
+
+
+class PlainOptimizer:
+    """torch's optimizer with the face of Megatron's. Nothing in its step communicates, so all of it comes after the
+    commit."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, clip_grad: float | None, scaler: Any):
+        self.optimizer, self._module, self._clip, self._scaler = optimizer, module, clip_grad, scaler
+        if scaler is not None:  # else it has no scale in a rank that has no micro-batch to compute
+            device = next((each.device for group in optimizer.param_groups for each in group["params"]), None)
+            scaler.scale(torch.zeros((), device=device))
+        self._stepped = False
+        self._trained_first: list[int] | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that it trains, by name."""
+        mine = {id(parameter) for parameters in self._groups() for parameter in parameters}
+        named = self._module.named_parameters()
+        return {name: each for name, each in named if id(each) in mine and each.requires_grad}
+
+    def zero_grad(self) -> None:
+        """The gradients are zeroed with their buckets. Raises :class:`UnsupportedLayout` where others are to be trained
+        now: a rank that joins later would not know."""
+        now = [*(each.requires_grad for each in self._module.parameters()), *map(len, self._groups())]
+        self._trained_first = self._trained_first or now
+        if now != self._trained_first:
+            raise UnsupportedLayout(
+                "unicron can't heal a training whose trained parameters change (requires_grad, add_param_group): end "
+                "it there, and go on from its checkpoint with a session of its own"
+            )
+
+    def _groups(self) -> list[list[torch.nn.Parameter]]:
+        return [group["params"] for group in self.param_groups]
+
+    def step(self) -> tuple[bool, float | None, None]:
+        """(whether the parameters have changed, the norm of all gradients, None)."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        norm = None
+        if self._clip is not None:
+            norm = float(torch.nn.utils.clip_grad_norm_(self.trained().values(), self._clip))
+        succeeded = self._stepped_by_scaler() if self._scaler is not None else self._step()
+        if not self._stepped and succeeded:
+            self._stepped = True
+            self._check_state()
+        return succeeded, norm, None
+
+    def _step(self) -> bool:
+        self.optimizer.step()
+        return True
+
+    def _stepped_by_scaler(self) -> bool:
+        """An overflow, which all ranks have in the same gradients, makes the scale smaller and no step."""
+        before = self._scaler.get_scale()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        return bool(self._scaler.get_scale() >= before)
+
+    def _check_state(self) -> None:
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor) and not can_be_told(value):
+                    raise UnsupportedLayout(
+                        f"unicron can't heal {type(self.optimizer).__name__}: its state {key} is a "
+                        f"{type(value).__name__}, and should be a tensor or a number"
+                    )
+
+
+class PlainSchedule:
+    """torch's schedule of the learning rate, and the gradient scaler, whose states go the same way."""
+
+    def __init__(self, scheduler: Any, scaler: Any):
+        self.scheduler, self._parts = scheduler, {"schedule": scheduler, "scaler": scaler}
+
+    def step(self, increment: int) -> None:
+        """An optimizer step has been taken."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: as_plain(part.state_dict()) for name, part in self._parts.items() if part is not None}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        for name, part in self._parts.items():
+            if part is not None and name in saved:
+                mine = part.state_dict()
+                part.load_state_dict({key: as_before(mine.get(key), value) for key, value in saved[name].items()})

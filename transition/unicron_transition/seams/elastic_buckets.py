@@ -1,0 +1,416 @@
+"""Change the data-parallel size of Megatron's DDP buffers and distributed optimizer in place.
+
+Megatron cuts each bucket of a buffer into one part for each data-parallel rank, and fixes the cut when it is built. A
+rebuild would need a second copy of parameters and gradients, and the user's script, the schedule and the autograd hooks
+hold the old objects. So buckets get room at their end (:func:`prepare`) for every size up to the one they are built
+with: parameters never move, and a change of size (:func:`resize`) is a matter of views, ranges and the shards of the
+main parameters. Each size has the very shards that Megatron would have made for it.
+
+The room is at most 256 elements for each data-parallel rank and bucket: with 48 ranks 0.03 % of a bucket of 40 million
+parameters, which is Megatron's default. With `pad_buckets_for_high_nccl_busbw` it is up to 131072 elements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+import torch
+
+from unicron_transition.seams import megatron_core, table
+from unicron_transition.seams.bucket_cut import NCCL_QUANTUM, QUANTUM, capacity, padded
+from unicron_transition.seams.table import CORE, OPTIMIZER, UnsupportedLayout
+
+_PARAMETERS = "unicron_parameters"  # of a distributed optimizer: the model's parameters in each of its groups
+_ROOMY = "unicron_roomy"
+LAYS_OUT = "_compute_per_buffer_param_layout"  # of the optimizer; before 0.18 the buffer lays itself out
+
+
+def prepare() -> None:
+    """Make Megatron build buffers and distributed optimizers that :func:`resize` can change; once more is harmless.
+
+    Before the training script builds its model, in a world of as many replicas as the job may ever have.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.optimizer import distrib_optimizer
+
+    table.check("megatron-core", table.MEGATRON_CORE)
+    optimizer, buffer = distrib_optimizer.DistributedOptimizer, param_and_grad_buffer._ParamAndGradBuffer
+    if not hasattr(buffer, _ROOMY):
+        setattr(buffer, _ROOMY, True)
+        if hasattr(optimizer, LAYS_OUT):
+            setattr(optimizer, LAYS_OUT, staticmethod(_roomy_layout(getattr(optimizer, LAYS_OUT), distrib_optimizer)))
+        else:
+            buffer.__init__ = _with_room(buffer.__init__, param_and_grad_buffer)
+        optimizer.__init__ = _remembering(optimizer.__init__)
+
+
+def prepare_when_imported() -> None:
+    """:func:`prepare` as soon as Megatron's optimizer is imported, which takes seconds and may be never."""
+    if OPTIMIZER in sys.modules:
+        prepare()
+    elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Waiting())
+
+
+class _Waiting(MetaPathFinder):
+    """Waits until both modules are imported, and is gone then. Until 0.17 the optimizer is the later one; from 0.18 on
+    the package imports it in its midst, when its own release is not known yet."""
+
+    def __init__(self) -> None:
+        self._unseen = {name for name in (CORE, OPTIMIZER) if name not in sys.modules}
+        self._missing = set(self._unseen)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name not in self._unseen:
+            return None
+        self._unseen.remove(name)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                try:
+                    run(module)
+                except BaseException:
+                    self._unseen.add(name)  # it may be tried again
+                    raise
+                self._missing.discard(name)
+                if not self._missing:
+                    sys.meta_path.remove(self)
+                    prepare()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _roomy_layout(compute: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """Lays a buffer out with a name of this module replaced, by which the ends of its buckets are padded, in turn."""
+
+    @functools.wraps(compute)
+    def _compute_per_buffer_param_layout(*arguments: Any, **keywords: Any) -> Any:
+        ends, original = [0], module.pad_bucket_end
+
+        def pad_bucket_end(end: int, size: int, high_busbw: bool) -> int:
+            room = capacity(end - ends[-1], size, NCCL_QUANTUM if high_busbw else QUANTUM)
+            ends.append(ends[-1] + room)
+            return ends[-1]
+
+        module.pad_bucket_end = pad_bucket_end
+        try:
+            return compute(*arguments, **keywords)
+        finally:
+            module.pad_bucket_end = original
+
+    return _compute_per_buffer_param_layout
+
+
+def _with_room(build: Callable[..., None], module: Any) -> Callable[..., None]:
+    @functools.wraps(build)
+    def __init__(self: Any, ddp_config: Any, *arguments: Any, **keywords: Any) -> None:
+        if ddp_config.use_distributed_optimizer:
+            module.math = _Layout()
+        try:
+            build(self, ddp_config, *arguments, **keywords)
+        finally:
+            module.math = math
+
+    return __init__
+
+
+def _remembering(build: Callable[..., None]) -> Callable[..., None]:
+    """Have a distributed optimizer remember the model's parameters: its groups hold only this rank's shards later
+    on."""
+
+    @functools.wraps(build)
+    def __init__(self: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> None:
+        parameters = [list(group["params"]) for group in optimizer.param_groups] if optimizer is not None else []
+        build(self, optimizer, *arguments, **keywords)
+        setattr(self, _PARAMETERS, parameters)
+
+    return __init__
+
+
+class _Layout:
+    """Replaces the module `math` while one buffer is laid out.
+
+    Before 0.18 Megatron pads the end of a bucket by `math.ceil(end / divisor) * divisor`, with a divisor from
+    `math.lcm`, which it uses for nothing else: once for each bucket to lay the buffer out, once more to cut the buckets
+    from it.
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(math, name)
+
+    def lcm(self, size: int, *quanta: int) -> int:
+        return _Divisor(math.lcm(size, *quanta), lambda end: self._end(end, size, math.lcm(*quanta)))
+
+    def _end(self, end: int, size: int, quantum: int) -> int:
+        """The end, room included, of the bucket that has parameters up to `end`, or ends there."""
+        if end not in self._ends:
+            start = max((earlier for earlier in self._ends if earlier < end), default=0)
+            self._ends.append(start + capacity(end - start, size, quantum))
+            return self._ends[-1]
+        return end
+
+
+class _Divisor(int):
+    def __new__(cls, value: int, pad: Callable[[int], int]) -> _Divisor:
+        divisor = super().__new__(cls, value)
+        divisor.pad = pad
+        return divisor
+
+    pad: Callable[[int], int]
+
+    def __rtruediv__(self, end: float) -> Any:
+        return _Padded(self.pad(int(end)))
+
+
+class _Padded(int):
+    """An end that was divided by a :class:`_Divisor`, and will be multiplied by it."""
+
+    def __ceil__(self) -> _Padded:
+        return self
+
+    def __mul__(self, divisor: int) -> int:
+        return int(self)
+
+
+# ---------------------------------------------------------------- looking
+def distributed(optimizer: Any) -> list[Any]:
+    """Megatron's distributed optimizers in what the script calls its optimizer, less those that have no parameter."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    return [
+        each
+        for each in getattr(optimizer, "chained_optimizers", [optimizer])
+        if isinstance(each, DistributedOptimizer) and not each.is_stub_optimizer
+    ]
+
+
+def check(model: Sequence[Any], optimizer: Any) -> None:
+    """Raises :class:`UnsupportedLayout` for a distributed optimizer that cannot be healed."""
+    for chunk in model:
+        for wrong, what in (
+            (chunk.ddp_config.use_megatron_fsdp, "Megatron-FSDP"),
+            (chunk.ddp_config.num_distributed_optimizer_instances > 1, "num_distributed_optimizer_instances > 1"),
+            (chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag, "reuse_grad_buf_for_mxfp8_param_ag"),
+            (chunk.ddp_config.nccl_ub, "nccl_ub"),
+            (any(buffer.param_dtype == torch.uint8 for buffer in megatron_core.buffers(chunk)), "fp8 parameters"),
+            (bool(chunk.expert_parallel_buffers), "expert parallelism"),
+        ):
+            if wrong:
+                raise UnsupportedLayout(f"unicron can't heal a distributed optimizer with {what}: unset it")
+    for each in distributed(optimizer):
+        for wrong, what in (
+            (each.config.use_precision_aware_optimizer, "use_precision_aware_optimizer"),
+            (each.config.optimizer_cpu_offload, "optimizer_cpu_offload"),
+            (each.config.overlap_param_gather_with_optimizer_step, "overlap_param_gather_with_optimizer_step"),
+        ):
+            if wrong:
+                raise UnsupportedLayout(f"unicron can't heal a distributed optimizer with {what}: unset it")
+        if not hasattr(each, _PARAMETERS):
+            raise UnsupportedLayout(
+                "the distributed optimizer was not built as a session needs it: import megatron.core, call "
+                "unicron.init_process_group, and build the model after that"
+            )
+        for buffer in each.buffers:
+            _check_room(buffer)
+
+
+def _check_room(buffer: Any) -> None:
+    """A release that lays buffers out by another way than the one replaced here shows now, not at the first resize."""
+    size, unit = buffer.data_parallel_group.size(), quantum(buffer.ddp_config)
+    starts = [bucket.offset for bucket in buffer.buckets]
+    for bucket, end in zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True):
+        if end - bucket.offset < capacity(bucket.numel_unpadded, size, unit):
+            table.refuse_release(
+                "megatron-core", "its buffers were laid out without room for other numbers of replicas"
+            )
+
+
+def quantum(ddp_config: Any) -> int:
+    """What the sizes of buckets are multiples of, in elements."""
+    return NCCL_QUANTUM if ddp_config.pad_buckets_for_high_nccl_busbw else QUANTUM
+
+
+def own_part(bucket: Any, group: Any) -> torch.Tensor:
+    """The part of a bucket's gradients that this rank reduces; a view. `group`: its bucket group."""
+    size = bucket.grad_data.numel() // group.intra_distributed_optimizer_instance_size
+    part: torch.Tensor = bucket.grad_data.narrow(0, group.intra_distributed_optimizer_instance_rank * size, size)
+    return part
+
+
+def optimizer_buckets(optimizer: Any) -> Iterator[tuple[Any, int, Any, Any]]:
+    """(optimizer, number of the buffer, buffer, bucket) of all buckets of sharded optimizers, in a fixed order."""
+    for each in distributed(optimizer):
+        for number, buffer in enumerate(each.buffers):
+            for bucket in buffer.buckets:
+                yield each, number, buffer, bucket
+
+
+def bucket_sizes(optimizer: Any) -> tuple[tuple[int, ...], int]:
+    """(the elements of each of those buckets, what cuts are multiples of), whatever the data-parallel size."""
+    found = list(optimizer_buckets(optimizer))
+    unit = quantum(found[0][2].ddp_config) if found else QUANTUM
+    return tuple(bucket.numel_unpadded for *_, bucket in found), unit
+
+
+def own_range(optimizer: Any, parameter: Any) -> tuple[int, int]:
+    """The range of a parameter's elements that this rank's optimizer steps."""
+    span = optimizer._get_model_param_range_map(parameter)["param"]
+    return span.start, span.end
+
+
+def own_state(optimizer: Any, parameter: Any) -> dict[str, torch.Tensor]:
+    """The main parameter and Adam's state of this rank's part of a parameter: `param`, `exp_avg`, `exp_avg_sq`."""
+    found: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(parameter)
+    return found
+
+
+def drain(model: Sequence[Any]) -> None:
+    """Wait for reduces and parameter gathers that are under way in a generation that is over, and forget them.
+
+    One that ended later would write into what is restored by then. Their connections must be broken: an error is how
+    they end. They are waited for, not asked: gloo's sharded collectives copy their result, and say that they are
+    complete, only when they are waited for.
+    """
+    for chunk in model:
+        for group in megatron_core.bucket_groups(chunk):
+            for handle in (group.grad_reduce_handle, group.param_gather_handle):
+                for work in getattr(handle, "works", ()):
+                    with contextlib.suppress(RuntimeError):
+                        work.wait()
+            group.grad_reduce_handle = group.param_gather_handle = None
+
+
+# ---------------------------------------------------------------- changing
+def resize(model: Sequence[Any], optimizer: Any) -> None:
+    """Give buffers, bucket groups and optimizers the size and rank of the process groups that they hold by now.
+
+    Afterwards the optimizer has this rank's shard of the new size with Adam's state of no step: main parameters as
+    the model's are, moments zero. Adopt the state, unless training begins. With the same size and rank as before
+    nothing is lost. Unreduced gradients, parameters and all objects stay. Raises :class:`UnsupportedLayout` when
+    the new size is larger than the one that the buffers were built for.
+    """
+    for chunk in model:
+        for buffer in megatron_core.buffers(chunk):
+            _resize_buffer(buffer)
+        for group in megatron_core.bucket_groups(chunk):
+            _resize_bucket_group(group)
+    for each in distributed(optimizer):
+        if _shard(each) != getattr(each, "unicron_shard", None):
+            _resize_optimizer(each)
+            each.unicron_shard = _shard(each)
+
+
+def _shard(optimizer: Any) -> tuple[int, int]:
+    return optimizer.data_parallel_group.size(), optimizer.data_parallel_group.rank()
+
+
+def _resize_buffer(buffer: Any) -> None:
+    buffer.data_parallel_world_size = size = buffer.data_parallel_group.size()
+    if getattr(buffer, "num_optimizer_shards", None) is not None:  # from 0.19 on
+        buffer.num_optimizer_shards = size
+    starts = [bucket.offset for bucket in buffer.buckets]
+    for number, (bucket, room) in enumerate(zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True)):
+        end = bucket.offset + padded(bucket.numel_unpadded, size, quantum(buffer.ddp_config))
+        if end > room:
+            raise UnsupportedLayout(f"{size} replicas are more than the job's buffers were built for")
+        buffer.bucket_indices[number] = (bucket.offset, end)
+        bucket.grad_data = buffer.grad_data[bucket.offset : end]
+        if buffer.param_data is not None:
+            bucket.param_data = buffer.param_data[bucket.offset : end]
+
+
+def _resize_bucket_group(group: Any) -> None:
+    members = group.intra_distributed_optimizer_instance_group
+    group.intra_distributed_optimizer_instance_size = members.size()
+    group.intra_distributed_optimizer_instance_rank = members.rank()
+    group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
+    group.cached_param_buffer_shard_list = [None] * len(group.buckets)
+    group.param_gather_handle, group.param_gather_dispatched = None, False
+
+
+@torch.enable_grad()
+def _resize_optimizer(optimizer: Any) -> None:
+    """What Megatron's constructor does, for the objects that are there. As there gradients are on: its shards of fp32
+    parameters are views of these, and torch 2.15 lets no view that was made without gradients take one once its base
+    has changed."""
+    inner, parameters = optimizer.optimizer, getattr(optimizer, _PARAMETERS)
+    _let_go(optimizer, parameters)
+    optimizer.per_bucket_numel = [
+        {(buffer.param_dtype, buffer.grad_dtype): [bucket.grad_data.numel() for bucket in buffer.buckets]}
+        for buffer in optimizer.buffers
+    ]
+    optimizer.gbuf_ranges = [optimizer._build_gbuf_range_map(buffer) for buffer in optimizer.buffers]
+    optimizer.model_param_gbuf_map = optimizer._build_model_param_gbuf_map(optimizer.gbuf_ranges)
+    whole = [{"params": group} for group in parameters]  # Megatron puts the shards in their place
+    optimizer.model_param_group_index_map, optimizer.opt_group_ranges = optimizer._build_optimizer_group_ranges(
+        whole, optimizer.gbuf_ranges
+    )
+    (
+        optimizer.model_float16_groups,
+        optimizer.model_fp32_groups,
+        optimizer.shard_float16_groups,
+        optimizer.shard_fp32_groups,
+        optimizer.shard_fp32_from_float16_groups,
+    ) = optimizer._build_model_and_main_param_groups(
+        optimizer.gbuf_ranges, optimizer.model_param_gbuf_map, optimizer.opt_group_ranges, optimizer.config
+    )
+    for group, shards, ranges in zip(inner.param_groups, whole, optimizer.opt_group_ranges, strict=True):
+        group["params"] = shards["params"]
+        ranges["orig_group"] = ranges["orig_group_idx"] = group
+        for parameter in group["params"]:
+            inner.state[parameter] = _unmoved(inner, group, parameter)
+
+
+def _let_go(optimizer: Any, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Free the old shards before there are new ones."""
+    optimizer.per_model_bucket_groups.clear()  # made by the constructor, used by nothing, and it holds the old groups
+    optimizer.optimizer.state.clear()
+    for group in optimizer.optimizer.param_groups:
+        group["params"] = []
+    optimizer.opt_group_ranges = optimizer.shard_fp32_from_float16_groups = optimizer.shard_fp32_groups = []
+    for group in parameters:
+        for parameter in group:
+            if hasattr(parameter, "main_param"):
+                parameter.main_param = None
+
+
+def _unmoved(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Adam's state before the first step, there from the start so that it can be copied and moved like any other."""
+    state = {"exp_avg": torch.zeros_like(parameter.data), "exp_avg_sq": torch.zeros_like(parameter.data)}
+    if isinstance(inner, torch.optim.Adam):  # Apex and Transformer Engine count steps in the group
+        on_device = group.get("capturable") or group.get("fused")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+    return state
+
+
+# ---------------------------------------------------------------- parameters
+def rebuild_parameters(model: Sequence[Any], optimizer: Any) -> None:
+    """Collective over the data-parallel group: all parameters of the model anew from the main parameters' shards.
+
+    Synchronous, also with `overlap_param_gather`: the next forward pass then gathers nothing.
+    """
+    for each in distributed(optimizer):
+        each._copy_main_params_to_model_params()
+    for chunk in model:
+        chunk.start_param_sync(force_sync=True)
+
+
+def gather_without_forward(model: Sequence[Any]) -> None:
+    """Gather what a forward pass would have gathered with `overlap_param_gather`, in the same order, in a rank that
+    computes no micro-batch."""
+    for chunk in model:
+        for group in reversed(chunk.bucket_groups):
+            group.finish_param_sync()

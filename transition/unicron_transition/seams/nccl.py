@@ -1,0 +1,126 @@
+"""Abort NCCL communicators whose peers are gone. What was seen of it on a card is in docs/gpu.md."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unicron_transition.seams import process_groups
+
+ABORT_SECONDS = 0.1  # that a call waits for the aborts that it has begun; they go on without it
+SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch's own watchdog ends the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else the same for a watchdog that waits for an abort
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",  # a communicator that is being made can be aborted
+    # After an error the watchdog sleeps for four times as long and holds a lock that every collective and the end of
+    # the group wait for: 60 s by default.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+# While a communicator is being made torch holds the lock that an abort needs (2.11). Its own limit is 30 minutes.
+MAKING = ("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60")  # seconds
+
+
+def keep_torch_from_aborting() -> list[str]:
+    """Keep torch from ending the process when a collective fails. Call it before the first group. Returns a line for
+    each variable that the site has set otherwise; these are overruled. torch's
+    own limit for making a communicator stays where the site has set it."""
+    os.environ.setdefault(*MAKING)
+    overruled = []
+    for name, value in SETTINGS.items():
+        before = os.environ.get(name, value)
+        if before != value:
+            overruled.append(f"{name}={before} would end healthy ranks, or hold them up: it is {value} here")
+        os.environ[name] = value
+    return overruled
+
+
+class _Abort(threading.Thread):
+    """The abort of one group's communicator. had: the group had one."""
+
+    def __init__(self, group: Any):
+        super().__init__(name="unicron-abort", daemon=True)
+        self._group, self.had = group, False
+
+    def run(self) -> None:
+        self.had = _has_communicator(self._group)
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()
+
+
+class Aborter:
+    """Aborts communicators all together, each once, from one place. `inside`: the groups inside the replica.
+
+    Each abort has a thread of its own. An abort frees memory of the card, for which CUDA waits until all kernels of
+    this process are over, those of the other communicators too (pytorch#119797); and torch runs each abort in a thread
+    where no group call of NCCL's can join them.
+
+    A group has no communicator before its first collective, and may get one after an abort that found none: the next
+    call tries it again, as long as somebody still waits.
+
+    begun: this process has aborted communicators of the generation, so what its collectives say of that is no news.
+    """
+
+    def __init__(self) -> None:
+        self.inside: set[Any] = set()
+        self.begun = False
+        self._aborted: set[int] = set()
+        self._under_way: dict[int, _Abort] = {}
+        self._lock = threading.Lock()
+
+    def abort(self, inside: bool) -> int:
+        """Abort the generation's communicators, those inside the replica only if so; returns how many are over."""
+        begun = self._start_aborts(inside)
+        deadline = time.monotonic() + ABORT_SECONDS
+        for abort in begun.values():
+            abort.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            over = {key for key, abort in begun.items() if not abort.is_alive() and self._under_way.get(key) is abort}
+            for key in over:
+                del self._under_way[key]
+            had = {key for key in over if begun[key].had}
+            self._aborted |= had
+        return len(had)
+
+    def _start_aborts(self, inside: bool) -> dict[int, _Abort]:
+        """The aborts that are due, by group; those that are under way still do not begin again."""
+        if not (dist.is_available() and dist.is_initialized() and dist.is_nccl_available()):
+            return {}
+        with self._lock:
+            due = [
+                group
+                for group in process_groups.names()
+                if _is_nccl(group) and id(group) not in self._aborted and (inside or group not in self.inside)
+            ]
+            for group in due:
+                self.begun = True
+                if id(group) not in self._under_way:
+                    self._under_way[id(group)] = abort = _Abort(group)
+                    abort.start()
+            return {id(group): self._under_way[id(group)] for group in due}
+
+    def forget_aborted(self) -> None:
+        """New groups may have the identities of old ones."""
+        with self._lock:
+            self.begun = False
+            self._aborted.clear()
+            self._under_way.clear()
+
+
+def _has_communicator(group: Any) -> bool:
+    """Whether the communicator is wholly made. One in the making does not say so, and is aborted twice; torch leaves
+    the second abort out."""
+    return bool(group._get_backend(torch.device("cuda"))._is_initialized())
+
+
+def _is_nccl(group: Any) -> bool:
+    try:
+        return dist.get_backend(group) == "nccl"
+    except (RuntimeError, ValueError):  # torn down meanwhile
+        return False

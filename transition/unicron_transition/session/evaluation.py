@@ -1,0 +1,117 @@
+"""An evaluation between two iterations: forward passes over other data, dealt among the replicas like micro-batches.
+
+It changes nothing of the training state. So when a rank is lost in it, the survivors regroup and begin it anew, at the
+same iteration boundary. A rank that has the mean loss may be in the next iteration by then. That is why all members of
+a new generation tell each other first who has the value of the last evaluation, and who still wants one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from unicron_transition.iteration.accumulation import Accumulation, PeerLost
+from unicron_transition.iteration.exchange import Exchange
+from unicron_transition.iteration.ledger import Ledger, deal
+
+MOST = 1 << 10  # evaluations between the same two iterations
+NONE = -1
+
+
+class Evaluations:
+    """The evaluations of one rank. A ticket is the number of one of them: iteration boundary * MOST + part.
+
+    make_up: called with the part of an evaluation that others have begun at the boundary at which this rank comes in;
+    it has to call `Session.evaluate` with that part. None for a script that cannot do so: then nobody finishes it.
+    """
+
+    def __init__(self, exchange: Exchange, gradients: Accumulation, lost: Callable[[], bool], device: torch.device):
+        self._exchange, self._gradients, self._lost, self._device = exchange, gradients, lost, device
+        self.make_up: Callable[[int], None] | None = None
+        self._at_hand = NONE  # the ticket of the one that this rank is in
+        self._known = NONE  # the ticket of the last one whose value this rank has
+        self._returned = NONE  # the ticket of the last one that the script has had
+        self._value = math.nan  # of the known one
+        self._due: int | None = None  # the part of one that is to be made up for
+
+    @property
+    def running(self) -> bool:
+        """Whether this rank is in one, and has no value yet."""
+        return self._at_hand > self._known
+
+    def begin_part(self, boundary: int, part: int) -> None:
+        """Raises ValueError for a part that this boundary has had."""
+        ticket = boundary * MOST + part
+        if not 0 <= part < MOST or ticket <= self._returned:
+            raise ValueError(
+                f"part {part} of the evaluations before iteration {boundary} is over, or out of 0 to {MOST - 1}: give "
+                "each evaluation between the same two iterations a part of its own, in rising order"
+            )
+        self._at_hand = ticket
+
+    def end(self) -> float | None:
+        """The value of the one at hand; None where it was given up."""
+        ticket, self._at_hand = self._at_hand, NONE
+        if ticket == NONE:
+            return None
+        self._returned = ticket
+        return self._value
+
+    def compute(self, fetch: Callable[[int, int], object], total: int, replicas: int, replica: int) -> None:
+        """This replica's share of `total` micro-batches, and the mean of all. Collective over the members. Raises
+        RuntimeError, or PeerLost, when a peer is gone."""
+        indices = deal(total, replicas, replica)
+        proof = torch.zeros(3, total, dtype=torch.float64)
+        losses, weights, counts = proof
+        found = self._gradients.evaluate(self._at_hand // MOST, indices, fetch)
+        for index in indices:
+            counts[index] = 1
+            if index in found:
+                loss, weight = found[index]
+                losses[index], weights[index] = loss.double().cpu(), float(weight)
+        told = self._exchange.begin_sum(proof.to(self._device))
+        losses, weights, counts = told.finish().cpu()
+        told.checked()
+        Ledger.check_counts(self._at_hand // MOST, counts.round().long().tolist())
+        mean = float(losses.sum()) / max(float(weights.sum()), 1.0)
+        value = self._exchange.from_last_stage(mean)
+        if self._lost():
+            raise PeerLost("the generation ended in an evaluation")
+        self._known, self._value = self._at_hand, value
+
+    def agree(self, boundary: int, came_new: bool) -> None:
+        """Collective over the members of a generation that follows a loss. boundary: the iteration that this rank
+        begins or is in. came_new: it has no part of that iteration."""
+        if came_new:
+            self._returned = NONE
+        if self._known // MOST > boundary:  # of a state that is given up
+            self._known = NONE
+        outsider = came_new and not self.running
+        wanted = self._at_hand if self.running and self._at_hand // MOST == boundary else NONE
+        if self.running and wanted == NONE:  # the job went back to an earlier state
+            self._at_hand = NONE
+        known, last, unable = self._exchange.most([self._known, wanted, float(outsider and self.make_up is None)])
+        if known > NONE:
+            self._take_value(int(known))
+        if last <= known:
+            return
+        if unable:
+            self._at_hand = NONE
+        elif outsider and last // MOST == boundary:
+            self._known, self._due = max(self._known, int(last) - 1), int(last) % MOST
+
+    def _take_value(self, known: int) -> None:
+        """Members who have the value tell the others."""
+        mine = self._value if self._known == known else 0.0
+        finite = math.isfinite(mine) and self._known == known
+        told, bad = self._exchange.most([mine if finite else -math.inf, float(not math.isfinite(mine))])
+        if self._known < known:
+            self._known, self._value = known, math.nan if bad else told
+
+    def catch_up(self) -> None:
+        """Take part in what the others have begun before this rank came in."""
+        while self._due is not None and self.make_up is not None:
+            part, self._due = self._due, None
+            self.make_up(part)

@@ -1,0 +1,243 @@
+"""One rank as a member of the job's generations: it stops and reports, waits for a plan, enters it, and leaves
+(docs/design/generations.md)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from unicron_detector.processes.rank_channel import fault_of
+from unicron_detector.processes.rank_messages import Fault, Plan, Status
+from unicron_transition.generations import groups
+from unicron_transition.generations.layout import replica_of
+from unicron_transition.generations.time_limits import PLAN_TIMEOUT
+from unicron_transition.generations.watch import Dismissed, PlanTimeout
+from unicron_transition.iteration.accumulation import PeerLost
+from unicron_transition.iteration.rank_process import Process
+from unicron_transition.snapshot import migrate
+
+RELAID = "the job goes on in another layout"
+NEVER_KEPT = -1  # of the groups inside the replica: they are broken, or were never built
+
+
+class Member:
+    """What the session is for the generations. Set by whoever owns it:
+
+    report(state): a status with what the session knows. take(plan, newcomer): the groups of `plan`
+    are there, so take them into use and, where ranks join, move the training state. rescue(why): the rank ends
+    before its time. fatal: errors that another try does not answer.
+    """
+
+    def __init__(self, process: Process, fatal: tuple[type[Exception], ...]):
+        self.process, self.layout, self.slot = process, process.layout, process.slot
+        self.watch, self.channel = process.watch, process.channel
+        self._fatal = fatal
+        self.groups: groups.Groups | None = None
+        self.report: Callable[[str], Status] = Status
+        self.take: Callable[[Plan, bool], None] = lambda plan, newcomer: None
+        self.rescue: Callable[[str], None] = lambda why: None
+        self.generation = 0
+        self.members: list[int] = []
+        self.losses = 0  # nodes that were lost, or at least a rank of theirs
+        self._ranks_per_node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+        self.inside = False  # it has a place in the job, and the training state
+        self.came_new = False  # with its last entry it began an iteration of which nobody has a part
+        self.half_received = False  # of the training state
+        self.note: Fault | None = None
+        self.moments: dict[str, float] = {}  # of the recovery at hand, on the monotonic clock
+        self.state = "starting"  # what the agent was told last
+        self._resting: tuple[str, Fault | None] = ("waiting", None)
+        self._built = NEVER_KEPT  # the generation for which the groups inside the replica were built
+
+    # ------------------------------------------------------------ where it is
+    @property
+    def replicas(self) -> int:
+        """The replicas of the generation."""
+        return len(self.members) // self.layout.size
+
+    @property
+    def replica(self) -> int:
+        """This rank's data-parallel rank."""
+        return replica_of(self.members, self.layout.size, self.slot)
+
+    @property
+    def nodes(self) -> int:
+        """The nodes of the generation."""
+        return max(1, len({slot // self._ranks_per_node for slot in self.members}))
+
+    @property
+    def slots(self) -> list[int]:
+        """The slots of this rank's replica, by place."""
+        return slots_of(self.members, self.layout.size, self.slot)
+
+    def assigned(self, plan: Plan) -> list[int] | None:
+        """What the plan gives this rank's replica to compute; None where it says nothing of it."""
+        return plan.assignment.get(slots_of(plan.members, self.layout.size, self.slot)[0])
+
+    def reached(self, what: str) -> None:
+        """The recovery at hand, if there is one, has come so far."""
+        if self.moments:
+            self.moments[what] = time.monotonic()
+
+    # ------------------------------------------------------------ resting
+    def stop(self, error: Exception, drain: Callable[[Callable[[], Any]], None], clean: bool) -> None:
+        """Leave all collectives of the generation for good, and report where this rank stands. clean: the whole replica
+        left it together, and nothing is under way among its ranks."""
+        fault = self._fault(error)
+        self.watch.give_up()
+        if not clean:
+            self._built = NEVER_KEPT
+        self.process.unblocker.unblock(not clean)  # the neighbours learn of it at once
+        drain(lambda: self.process.unblocker.unblock(not clean))
+        self.rest("stopped", fault)
+
+    def _fault(self, error: Exception) -> Fault | None:
+        """What the controller is told of an error. None where a peer is gone, and where NCCL says that a communicator
+        was aborted, which this process itself has done since a peer is gone."""
+        of_abort = self.process.aborter.begun and isinstance(error, dist.DistBackendError)
+        return None if of_abort or isinstance(error, PeerLost) else fault_of(error)
+
+    def rest(self, state: str, fault: Fault | None = None) -> None:
+        """Report that this rank has stopped. The report is repeated whenever another Break comes before a plan."""
+        self._resting = (state, fault)
+        self.publish(state, fault=fault)
+
+    def wait_plan(self) -> Plan:
+        """The next plan that has this rank as a member."""
+        limit = float(os.environ.get("UNICRON_PLAN_TIMEOUT", PLAN_TIMEOUT))
+        while True:
+            left = self._resting[0] in ("left", "standby")
+            try:
+                plan = self.watch.wait_plan(None if left or self._spare() else limit)  # Slurm or its agent ends a spare
+            except PlanTimeout:
+                if self.inside and not self.half_received:
+                    self.rescue("no plan came")
+                raise
+            except Dismissed:
+                if self.inside and not self.half_received:
+                    self.rescue(RELAID)
+                raise
+            if plan is None:
+                self.watch.give_up()
+                self.publish(self._resting[0], fault=self._resting[1])
+            elif self.slot in plan.members:
+                return plan
+            elif not left:
+                self._leave_generation()
+
+    def _spare(self) -> bool:
+        """The rank holds no training state, and its job has hot spares, which wait for as long as nobody is lost."""
+        return not self.inside and os.environ.get("UNICRON_SPARES", "0") not in ("", "0")
+
+    def _leave_generation(self) -> None:
+        """Let go of everything, so that the others do not wait: a plan went on without this rank. It may come back as a
+        newcomer; a rank of an incomplete replica keeps its training state for that."""
+        self.watch.give_up()
+        assert self.groups is not None
+        self.groups.tear_down()
+        self._built = NEVER_KEPT
+        self.process.unblocker.disarm()
+        self.watch.put_back()
+        kept = self.layout.size > 1 and self.inside and not self.half_received
+        self.inside = False
+        self.rest("standby" if kept else "left")
+
+    # ------------------------------------------------------------ entering
+    def enter_until_in(self, plan: Plan) -> Plan:
+        """Enter `plan`, or the plan that follows when it breaks on the way; returns the one that this rank is in."""
+        while True:
+            if self.slot not in plan.members:
+                self._leave_generation()
+                plan = self.wait_plan()
+            try:
+                self._enter_generation(plan)
+                return plan
+            except (PeerLost, RuntimeError, ConnectionError) as error:
+                if isinstance(error, self._fatal):
+                    raise
+                self.watch.give_up()
+                self._built = NEVER_KEPT
+                self.process.unblocker.unblock()
+                if not self.inside:
+                    self.watch.put_back()
+                self.rest("stopped" if self.inside else self._outside())
+                plan = self.wait_plan()
+
+    def _outside(self) -> str:
+        """The state of a rank that did not get in: what it was before."""
+        return "standby" if self._resting[0] == "standby" and not self.half_received else "waiting"
+
+    def _enter_generation(self, plan: Plan) -> None:
+        if self.half_received and self.slot not in plan.joiners:
+            raise migrate.StateMismatch("the transfer of the training state to this rank was cut off: start it anew")
+        assert self.groups is not None
+        self.watch.enter_generation(plan, slots_of(plan.members, self.layout.size, self.slot))
+        self.moments.setdefault("caught", time.monotonic())
+        newcomer = not self.inside or self.slot in plan.joiners
+        formed = plan.source is not None and not plan.boundary and plan.state is None  # anew: some of the others start
+        self.came_new = newcomer or formed
+        self.publish("entering", entering=plan.generation)
+        with self.process.unblocker.building():
+            store = groups.connect_store(plan.store, plan.prefix, self.watch.lost)
+            if newcomer and plan.boundary:  # else all have got the plan by now, and nobody is at an iteration
+                groups.wait_for_members(store)
+            else:
+                groups.open_to_newcomers(store)
+            self._check_alive()
+            keep = self._keeps_inner_groups(store, plan)
+            self.groups.tear_down(keep)
+            if not keep:
+                self.process.unblocker.forget_inside()
+            self.groups.build(self.process.backend, store, plan.members, self.slot, self.watch.lost)
+            self._check_alive()
+        self._built = self._built if keep else plan.generation
+        self.moments["grouped"] = time.monotonic()
+        if not plan.boundary:
+            self.losses += len({slot // self._ranks_per_node for slot in set(self.members) - set(plan.members)})
+        self.members = list(plan.members)
+        self.take(plan, newcomer)
+        self._check_alive()
+        self.generation, self.inside = plan.generation, True
+        self.watch.entered()
+        self.watch.shelter(True)
+        self.moments["entered"] = time.monotonic()
+
+    def _keeps_inner_groups(self, store: Any, plan: Plan) -> bool:
+        """Whether the groups inside the replica live on: all of its ranks say that they built them together, and that
+        they are whole."""
+        slots = slots_of(plan.members, self.layout.size, self.slot)
+        if len(slots) == 1:
+            return self._built != NEVER_KEPT
+        mine = self._built if self.members and slots == self.slots else NEVER_KEPT
+        store.set(f"inside.{self.slot}", str(mine))
+        said = {int(value) for value in store.multi_get([f"inside.{slot}" for slot in slots])}
+        return said == {mine} and mine != NEVER_KEPT
+
+    def _check_alive(self) -> None:
+        if self.watch.lost():
+            raise PeerLost("a member was lost while the generation was entered")
+
+    # ------------------------------------------------------------ telling the agent
+    def publish(self, state: str, entering: int = 0, fault: Fault | None = None, moved: int = 0) -> None:
+        """Send the rank's status, at once."""
+        if self.channel is not None:
+            self.state = state
+            self.channel.send(self.status(state, entering, fault, moved))
+
+    def status(self, state: str, entering: int = 0, fault: Fault | None = None, moved: int = 0) -> Status:
+        """The rank's status, for its agent."""
+        status = self.report(state)
+        status.generation, status.entering, status.broken = self.generation, entering, self.watch.broken
+        status.replica, status.layout = self.layout.size, self.layout.text
+        status.fault, status.note, status.moved = fault, self.note, moved
+        return status
+
+
+def slots_of(members: Sequence[int], size: int, slot: int) -> list[int]:
+    """The slots of a member's replica, by place."""
+    first = replica_of(members, size, slot) * size
+    return list(members[first : first + size])

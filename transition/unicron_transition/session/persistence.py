@@ -1,0 +1,90 @@
+"""What of the training outlives this process: the state in the node's memory and in files."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from unicron_transition.session.member import RELAID, Member
+from unicron_transition.session.save_schedule import SaveSchedule
+from unicron_transition.snapshot.checkpoint import TURN_SECONDS, Checkpoints, Writer
+from unicron_transition.snapshot.keeper import COPIES
+from unicron_transition.snapshot.local_state import LocalState
+from unicron_transition.snapshot.migrate import TrainingState
+from unicron_transition.snapshot.save_interval import Risk
+
+MOST_TOLD = 255  # characters of a name, `unicron_ctl.shared.protocol.ranges.NAME`
+
+
+class Persistence:
+    """The part of one rank. checkpoints: None where the script makes none. local: the state in memory."""
+
+    def __init__(self, member: Member, state: TrainingState, checkpoints: Checkpoints | None, local: LocalState):
+        self._member, self._state, self.checkpoints, self.local = member, state, checkpoints, local
+        self.schedule = SaveSchedule(checkpoints, local, self._risk)
+        # Before the script goes elsewhere
+        named = os.path.abspath(checkpoints.folder) if checkpoints is not None else ""
+        self._folder = named if len(named) <= MOST_TOLD else ""
+        self._began = time.monotonic()
+        member.watch.on_memory = local.on_message
+
+    def _risk(self) -> Risk:
+        """What the job may lose, as far as this rank knows. A loss of a node is covered by replicas on others, and by
+        the copies that agents and the ranks of a distributed optimizer keep."""
+        member, copied = self._member, int(os.environ.get(COPIES) or 1) > 0
+        covers = copied if self._state.sharded else member.replicas > 1 or (copied and self.local.reports)
+        copies = covers and member.channel is not None and member.nodes > 1
+        return Risk(member.nodes, copies, time.monotonic() - self._began, member.losses)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes a part of each checkpoint: those of the first replica do, and with a distributed
+        optimizer all."""
+        return self._state.sharded or self._member.replica == 0
+
+    @property
+    def folder(self) -> str:
+        """The folder of the job's checkpoints, said by its first rank alone; empty where its name is too long to tell
+        the controller."""
+        return self._folder if self._is_first else ""
+
+    @property
+    def _is_first(self) -> bool:
+        return self._member.members[:1] == [self._member.slot]
+
+    def writer(self) -> Writer:
+        """What this rank's part is to the whole."""
+        member = self._member
+        shard, shards = (member.replica, member.replicas) if self._state.sharded else (0, 1)
+        layout = member.layout
+        return Writer(member.slot % layout.size, layout.size, shard, shards, layout=layout.text, loss=self._state.loss)
+
+    def find_start(self, start: int) -> int:
+        """The iteration at which this rank stands before it is in a generation. start: at which the script begins.
+
+        Raises :class:`checkpoint.CheckpointError` where there are checkpoints and none can be used.
+        """
+        return self.local.find_start(self.checkpoints, start, self.writer)
+
+    def keep_boundary(self, iteration: int) -> None:
+        """The state at this iteration boundary goes to memory, and, where that is due, to a file."""
+        here = self._member.members, self._member.generation, self.writer()
+        if self.schedule.is_due(iteration):
+            if self.writes:
+                self.schedule.store(iteration, self._state, *here)
+            if self.schedule.asked and self._is_first and self.checkpoints is not None and self.checkpoints.exports:
+                self.checkpoints.exports.start(iteration, self.local.file_writer(here[-1]).mark)
+        self.local.keep_boundary(iteration, *here)
+
+    def rescue(self, iteration: int, why: str) -> None:
+        """What this rank knows goes to disk, for it ends before its time."""
+        if self.checkpoints is not None:
+            turn = 0 if self._state.sharded else self._member.replica
+            apart = TURN_SECONDS if why == RELAID else None
+            self.checkpoints.rescue(self._state, iteration, turn, self.writer(), why, apart)
+
+    def finish(self, iteration: int) -> None:
+        """The training is over."""
+        if self.checkpoints is not None and self.writes:
+            self.checkpoints.save_last(self._state, iteration, self.writer())
+        self.local.close()

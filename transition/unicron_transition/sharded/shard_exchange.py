@@ -1,0 +1,82 @@
+"""What goes between the ranks that have a distributed optimizer's shards: who holds which, headers, and flat pieces
+with their checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unicron_detector.chaos.inject import injector
+from unicron_transition.snapshot import tensor_transfer
+from unicron_transition.snapshot.tensor_transfer import broadcast_bytes
+
+TRIES = 3  # to move what a change of size takes, before the generation is given up
+
+
+class CopyFailed(RuntimeError):
+    """A part of the state did not reach another rank."""
+
+
+class ShardExchange:
+    """The exchange of one rank. All methods but :meth:`check_alive` are collective over the group, and raise
+    RuntimeError when a peer is lost.
+
+    group(): over which the optimizer is sharded in the present generation. wire: where the backend wants its tensors.
+    lost(): whether the generation is over.
+    """
+
+    def __init__(self, group: Callable[[], Any], wire: torch.device, lost: Callable[[], bool]):
+        self._group, self._wire, self._lost = group, wire, lost
+
+    def who_holds(self, count: int, step: float, shards: Sequence[int]) -> tuple[int, float, list[set[int]]]:
+        """How many shards a set has, Adam's step, and which shards each rank of the group holds, from what this rank
+        knows of it: 0, 0 and none where it has no part."""
+        group = self._group()
+        told = torch.tensor([count, step, len(shards)], dtype=torch.float64, device=self._wire)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+        self.check_alive()
+        most = max(int(told[2]), 1)
+        mine = torch.tensor([*shards, *[-1] * (most - len(shards))], dtype=torch.int64)
+        table = torch.empty(group.size() * mine.numel(), dtype=torch.int64, device=self._wire)
+        dist.all_gather_into_tensor(table, mine.to(self._wire), group=group)
+        self.check_alive()
+        rows = table.view(group.size(), -1).tolist()
+        return int(told[0]), float(told[1]), [{shard for shard in row if shard >= 0} for row in rows]
+
+    def header(self, mine: bytes, source: int) -> bytes:
+        """That of rank `source` of the group. Raises :class:`CopyFailed` where it was spoiled on its way."""
+        group = self._group()
+        header, sound = broadcast_bytes(mine if group.rank() == source else None, source, self._wire, group)
+        if not sound:
+            raise CopyFailed("the header of the optimizer's state was spoiled on its way")
+        return header
+
+    def send(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
+        """Send flat pieces to ranks of the group and receive others (:func:`tensor_transfer.send`)."""
+        tensor_transfer.send(outgoing, incoming, self._wire, self._group(), self.check_alive)
+
+    def send_soundly(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
+        """Does what :meth:`send` does, and does it again where the bytes that came are not those that were sent. Raises
+        :class:`CopyFailed` after the last try."""
+        group = self._group()
+        for _ in range(TRIES):
+            spoil = bool(outgoing) and injector.spoils_transfer()
+            wrong = tensor_transfer.send_checked(outgoing, incoming, self._wire, group, self.check_alive, spoil)
+            if not any(tensor_transfer.gather(len(wrong), self._wire, group)):
+                return
+        raise CopyFailed(f"parts of the optimizer's state were spoiled on their way {TRIES} times")
+
+    def check_alive(self) -> None:
+        """What was received is believed only now: an aborted NCCL collective returns garbage and raises nothing. Raises
+        :class:`CopyFailed` where the generation is over."""
+        if self._wire.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        if self._lost():
+            raise CopyFailed("a member was lost while the state was sent")

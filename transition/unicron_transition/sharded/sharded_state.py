@@ -1,0 +1,225 @@
+"""The state of a distributed optimizer over the generations: every shard is in two nodes' memory before the gradients
+that made it are forgotten (docs/design/sharded-optimizer.md)."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgpack
+import torch
+
+from unicron_detector.processes.rank_messages import Plan
+from unicron_transition.generations import sharding
+from unicron_transition.generations.layout import replicas
+from unicron_transition.generations.sharding import MARK_BITS, named
+from unicron_transition.iteration.exchange import Exchange
+from unicron_transition.iteration.gradient_copies import Where
+from unicron_transition.iteration.rank_log import warn
+from unicron_transition.iteration.rank_process import Process
+from unicron_transition.megatron import auxiliary
+from unicron_transition.seams import elastic_buckets
+from unicron_transition.seams.table import UnsupportedLayout
+from unicron_transition.sharded.buffer_pool import BufferPool
+from unicron_transition.sharded.shards import Shards
+from unicron_transition.snapshot import contents
+from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
+from unicron_transition.snapshot.cuts import Cuts
+from unicron_transition.snapshot.frozen import Untrained
+from unicron_transition.snapshot.image_format import memory_folder
+from unicron_transition.snapshot.keeper import wanted_copies
+from unicron_transition.snapshot.local_state import LocalState
+from unicron_transition.snapshot.migrate import TrainingState
+
+
+class ShardedState(LocalState):
+    """The state of one rank: its own shard, and those of which it is a partner. Collective methods raise RuntimeError
+    when a peer is lost."""
+
+    sharded = True
+
+    def __init__(self, process: Process, state: TrainingState, exchange: Exchange, where: Where = Where.CARD):
+        super().__init__(state)
+        self._process, self._exchange = process, exchange
+        self._copies = wanted_copies()
+        self._per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._per_block = self._per_node * int(os.environ.get("UNICRON_BLOCK", "1"))
+        self._slot, self._size = slot, size = process.slot, process.layout.size
+        here: torch.device = next(state.model[0].parameters()).device
+        memory = torch.device("cpu") if where is Where.HOST else here
+        images = memory_folder() if memory.type == "cpu" else None
+        self._cuts: Cuts = Cuts(images, slot, warn)
+        pinned = memory.type == "cpu" and here.type == "cuda"
+        pool = BufferPool(images, slot, memory, pinned=pinned, cuts=self._cuts)
+        self.shards = Shards(state.model, state.optimizer, process.watch.lost, pool, process.device, slot % size, size)
+        self._untrained = Untrained(state, images, slot, slot % size, size, warn)
+        first = slot // self._per_node * self._per_node
+        self._here = [each for each in range(first, first + self._per_node) if each % size == slot % size]
+        self.shards.claim(self._here)
+        self._filing = pool.aside
+        self._shifts: list[int] = []
+        self._version = self._version_before = -1
+        self._start = 0
+        self._unread = False  # this rank has not read the checkpoint of its iteration: memory holds a state as new
+        self._trained = False  # this rank has been in a generation
+
+    # ------------------------------------------------------------ before a generation
+    def find_start(self, checkpoints: Checkpoints | None, start: int, writer: Callable[[], Writer]) -> int:
+        self._checkpoints, self._folder, self._start = checkpoints, memory_folder(), start
+        saved = None
+        if checkpoints is not None:
+            newest = next(iter(checkpoints.found()), None)
+            self._unread = newest is not None and self.remembered >= newest.iteration
+            saved = newest.iteration if newest is not None and self._unread else checkpoints.load(self._state)
+        self.note_destination()
+        if saved is None or self._unread:
+            self._check_untouched()
+        return start if saved is None else saved
+
+    def _check_untouched(self) -> None:
+        """Raises :class:`UnsupportedLayout` where the script has loaded a state of the optimizer by itself: it
+        is of a shard that this rank will not have."""
+        if any(each.optimizer.state for each in elastic_buckets.distributed(self._state.optimizer)):
+            raise UnsupportedLayout(
+                "unicron can't go on from an optimizer state that the script loaded: let unicron.Checkpoints do it"
+            )
+
+    @property
+    def remembered(self) -> int:
+        """The newest version that earlier processes left in the memory of this node; -1 for none."""
+        return max((version for _, version, _, _ in self.held()), default=-1)
+
+    def held(self) -> list[tuple[int, int, int, list[int]]]:
+        if self._came:
+            self._came = False
+            self.shards.claim(self._here, again=True)
+        return self.shards.held()
+
+    # ------------------------------------------------------------ into a generation
+    def enter_generation(self, plan: Plan, iteration: int) -> None:
+        before = self.shards.base, self._version
+        self._version_before = self._version
+        self.wait_whole()
+        self.shards.enter_generation(named(plan.generation, self._exchange.largest(secrets.randbits(MARK_BITS))))
+        place = self._slot % self._size
+        slots = [replica[place] for replica in replicas(plan.members, self._size)]
+        nodes, blocks = ([str(slot // ranks) for slot in slots] for ranks in (self._per_node, self._per_block))
+        self._shifts = sharding.partner_shifts(nodes, self._copies, blocks)
+        if plan.boundary:  # first of all: a gather that is overlapped is not over at a boundary
+            self.adopt(*self._exchange.furthest(before))
+        if self._unread and plan.state is None and self._slot not in plan.joiners:
+            assert self._checkpoints is not None
+            self._checkpoints.load(self._state, iteration)  # memory came to nothing, and others get it from here
+
+    def complete(self, plan: Plan, iteration: int) -> int:
+        if not plan.boundary:
+            iteration = self._take_shards(plan, iteration)
+        self._trained, self._unread = True, False
+        return iteration
+
+    def _take_shards(self, plan: Plan, iteration: int) -> int:
+        """The optimizer's state in the new layout: what a plan names, or, where nobody has trained, what goes with the
+        parameters."""
+        if plan.state is not None:
+            self.adopt(*plan.state, lacking=not self._trained or plan.state[1] < self._version_before)
+            return plan.state[1]
+        if self._checkpoints is not None and iteration > self._start:
+            self._checkpoints.load(self._state, iteration)  # this rank's shard is another one by now
+        else:
+            self._state.optimizer.reload_model_params()
+        self.keep_step(iteration)
+        return iteration
+
+    def adopt(self, base: int, version: int, lacking: bool | None = None) -> None:
+        """Take up a state from the ranks that hold it; with it go the schedule, the biases of experts and the seed.
+
+        lacking: this rank has not trained yet, so it needs what is not trained, too; None where that comes otherwise.
+        """
+        whole = functools.partial(self._is_whole, version, lacking)
+        extra = msgpack.unpackb(self.shards.adopt(base, version, whole), strict_map_key=False)
+        self._state.adopt_schedule(extra["scheduler"])
+        auxiliary.adopt_biases(self._state.model, extra["biases"])
+        self._state.seed, self._state.loss = int(extra["seed"]), extra["loss"]
+        if lacking is not None:
+            has = not lacking or self._untrained.restore(extra["untrained"])
+            self._untrained.share(has, self._process.device, self._exchange.data_parallel)
+        self._confirm(version)
+
+    def _is_whole(self, version: int, lacking: bool | None, extra: bytes) -> bool:
+        """Collective over the members: whether the untrained tensors that the shards of `version` name are there."""
+        if lacking is None:
+            return True
+        mark, untrained = msgpack.unpackb(extra, strict_map_key=False)["untrained"], self._untrained
+        has = not mark or not lacking or untrained.find(mark) is not None
+        nowhere = not untrained.exists_somewhere(has, self._process.device, self._exchange.data_parallel)
+        if nowhere:
+            warn(
+                f"training state in memory passed over: the untrained part of iteration {version} (parameters, "
+                "buffers) is in no node's memory; an older state or a checkpoint is used"
+            )
+        return not self._exchange.largest(int(nowhere))
+
+    # ------------------------------------------------------------ in an iteration
+    def wait_whole(self) -> None:
+        self.shards.pool.wait_whole()
+
+    def keep_step(self, version: int) -> None:
+        state, untrained = self._state, self._untrained.update_image(version)
+        self.shards.pool.remove_unwanted_cuts()
+        cut = self._cuts.is_due(version)
+        if cut and untrained and self.shards.index == 0:  # one rank of the place is enough
+            self.wait_whole()  # the thread has its hands off the cuts
+            cut = self._untrained.keep_cut(self._cuts, version)
+        extra = {
+            "scheduler": state.schedule(),
+            "biases": auxiliary.biases(state.model),
+            "seed": state.seed,
+            "loss": state.loss,
+            "untrained": untrained,
+        }
+        besides = self._untrained.offsets() if self._files_untrained else None
+        can = besides is None or self._untrained.image is not None
+        file = functools.partial(self._file_head, version, untrained if self._files_untrained else "") if can else None
+        self.shards.export(version, msgpack.packb(extra), file, cut, besides)
+        self._confirm(version)
+
+    def _confirm(self, version: int) -> None:
+        self.shards.send_copies(version, self._shifts)
+        self._exchange.all_there()
+        self.shards.confirm(version)
+        self._version = version
+
+    # ------------------------------------------------------------ checkpoints' files
+    @property
+    def _files_untrained(self) -> bool:
+        """Whether this rank's checkpoint file also carries the untrained tensors of its place."""
+        return self.shards.index == 0 and bool(self._untrained.bytes)
+
+    def _file_head(self, version: int, untrained: str, about: bytes, step: float) -> bytes:
+        """For the readers of this rank's shard as a file of a checkpoint."""
+        return contents.head_of(self._state, about, version, self._process.layout.text, step, untrained)
+
+    def set_aside(self, iteration: int, members: Sequence[int], generation: int, writer: Writer) -> bool:
+        image = self._untrained.image if self._files_untrained else None
+        return self.note_destination() and self.shards.set_aside(iteration, image)
+
+    def file_writer(self, writer: Writer) -> Writer:
+        return replace(writer, shards=self.shards.mark)
+
+    def forget_asked(self) -> None:
+        self.shards.pool.forget_missed()
+        super().forget_asked()
+
+    # ------------------------------------------------------------ words
+    @property
+    def bytes(self) -> int:
+        """Bytes that the states take: this rank's own and the copies of others', the last two versions of each, and one
+        while the agent makes a file of it."""
+        filed = self._checkpoints is not None and self._checkpoints.destination is not None
+        return (2 * (1 + len(self._shifts)) + filed) * self.shards.shard_bytes
+
+    def memory_text(self, parameters: int) -> str:
+        return f", {self.bytes / parameters:.1f} for the optimizer's states"

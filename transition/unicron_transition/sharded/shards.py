@@ -1,0 +1,429 @@
+"""The state of a sharded optimizer in the ranks' memory: snapshots by version, copies of other ranks', and resharding.
+
+A rank's shard is one flat tensor of three rows, [main parameters, exp_avg, exp_avg_sq], laid out by
+:class:`sharding.Buckets`. A **set** is all shards of one state of the training: it is named by the
+generation in which the state was made (`base`: another generation may repeat a step and differ in the last bit) and its
+`version`, the number of finished steps. Each rank keeps its own shard of the last two versions, and those of the ranks
+whose partner it is: 24 bytes for each element of a shard, and as many for each copy. Older ones are written over. They
+lie in the memory of the node's agent where there is one (:mod:`sharded.buffer_pool`): the next process of
+the slot has them again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+
+from unicron_transition.generations.sharding import MARK_BITS, Buckets, Uncovered, named
+from unicron_transition.seams import elastic_buckets
+from unicron_transition.seams.modules import copy_all
+from unicron_transition.sharded.buffer_pool import Buffer, BufferPool, Claimed
+from unicron_transition.sharded.shard_exchange import CopyFailed, ShardExchange
+from unicron_transition.snapshot import parts
+from unicron_transition.snapshot.checkpoint_file import behind, set_mark
+from unicron_transition.snapshot.image_format import SHARD, STEP, Found, Key
+from unicron_transition.snapshot.migrate import StateMismatch, as_before, plain
+
+STATES = ("param", "exp_avg", "exp_avg_sq")
+_KEYS = (parts.PARAMETER, *STATES[1:])  # as a checkpoint's file has them
+MOST_GENERATIONS = 1 << (48 - MARK_BITS)  # what a message can hold (unicron_ctl.shared.protocol.ranges)
+_MARK = re.compile(rf"[0-9a-f]{{{MARK_BITS // 4}}}")
+
+
+@dataclass
+class _Set:
+    """The part of a set that this rank holds: its own shard and others'. header: the state that is no tensor."""
+
+    count: int
+    step: float  # Adam's; 0 in a rank whose shard is nothing but padding
+    header: bytes
+    shards: dict[int, Buffer] = field(default_factory=dict)
+
+
+class Shards:
+    """The sharded state of one rank's optimizer. All methods are for the training thread.
+
+    Collective methods are so over the data-parallel group (context parallelism included), over which the optimizer is
+    sharded, and raise RuntimeError when a peer is lost. lost(): whether the generation is over. pool: where shards
+    are kept, default: where the parameters are. wire: where the backend wants its tensors, default: the same. place: of
+    this rank among the `size` of its replica.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[Any],
+        optimizer: Any,
+        lost: Callable[[], bool] = lambda: False,
+        pool: BufferPool | None = None,
+        wire: torch.device | None = None,
+        place: int = 0,
+        size: int = 1,
+    ):
+        elastic_buckets.check(model, optimizer)
+        here: torch.device = next(model[0].parameters()).device
+        self.model, self.optimizer = list(model), optimizer
+        self.pool = pool or BufferPool(None, 0, here)
+        self._exchange = ShardExchange(lambda: self.group, wire or here, lost)
+        self._place, self._size = place, size
+        self.buckets = Buckets(*elastic_buckets.bucket_sizes(optimizer))
+        self.base = self.count = self.index = 0
+        self._sets: dict[tuple[int, int], _Set] = {}  # (base, version), oldest first
+        self._confirmed: tuple[int, int] | None = None
+        self._before: tuple[int, int] | None = None  # what the next one is made from
+        self._about: bytes | None = None
+        self._passed: set[tuple[int, int]] = set()  # sets that nobody can go on from
+        self._told: tuple[int, int] | None = None  # of which this rank's image says what a checkpoint's file has to
+
+    @property
+    def group(self) -> Any:
+        """The process group over which the optimizer is sharded."""
+        return self.model[0].intra_dp_cp_group
+
+    def enter_generation(self, base: int) -> None:
+        """Megatron's objects hold the groups of a generation by now, in which states are named by `base`: take this
+        rank's place in it.
+
+        The optimizer's state is lost where the place is another one (:func:`elastic_buckets.resize`).
+        """
+        self.pool.wait_whole()
+        elastic_buckets.resize(self.model, self.optimizer)
+        self.base, self.count, self.index, self._about = base, self.group.size(), self.group.rank(), None
+
+    def claim(self, here: Sequence[int], again: bool = False) -> None:
+        """Have the shards again that earlier processes left in the memory of this node; `here` are its slots at this
+        place. Before the first :meth:`enter_generation`; again: at rest, those of cuts and copies that this rank
+        lacks."""
+        for claimed in self.pool.claim(here, self._place, self._size, self._misfit, self._lacks if again else None):
+            self._take_back(claimed)
+
+    def _lacks(self, key: Key) -> bool:
+        found = self._sets.get((named(key.base, int(key.mark, 16)), key.iteration))
+        return found is None or key.shard not in found.shards
+
+    def _misfit(self, found: Found) -> str:
+        """Why an image is no shard of this model."""
+        key = found.key
+        if not (0 <= key.shard < key.count and 0 <= key.base < MOST_GENERATIONS and _MARK.fullmatch(key.mark)):
+            return "not an image of this release"
+        length = len(STATES) * self.buckets.length(key.count) * torch.float32.itemsize
+        return "" if length == found.data_bytes else "of another model"
+
+    def _take_back(self, claimed: Claimed) -> None:
+        key = claimed.key
+        name = named(key.base, int(key.mark, 16)), key.iteration
+        try:
+            model, step, header, _ = msgpack.unpackb(claimed.head)
+        except ValueError:
+            model, step, header = b"of another release", 0.0, b""
+        found = self._sets.get(name) or _Set(key.count, 0.0, header)
+        if model != self._model or found.count != key.count or key.shard in found.shards or name in self._passed:
+            self.pool.discard(claimed.buffer)
+            return
+        found.step = max(found.step, step)
+        found.shards[key.shard] = claimed.buffer
+        self._sets[name] = found
+
+    # ------------------------------------------------------------ snapshots and copies
+    @torch.no_grad()
+    def export(
+        self,
+        version: int,
+        extra: bytes = b"",
+        file: Callable[[bytes, float], bytes] | None = None,
+        cut: bool = False,
+        untrained: Mapping[int, int] | None = None,
+    ) -> None:
+        """Keep the optimizer's present state as `version`. extra: what else belongs to it; :meth:`adopt` returns it.
+        file(about, step): the part of the image's head for readers of a checkpoint's file (:meth:`about`, which has
+        `untrained`); None where no file can be made of it. cut: in a file that stays, too."""
+        self._keep_only({self._confirmed})
+        self._drop((self.base, version))
+        header, about = self._header(extra), self.about(untrained) if file is not None else b""
+        told = file(about, self._step()) if file is not None and about else b""
+        with self._take_buffers(1, header, told) as (buffer,):
+            into: list[torch.Tensor] = []
+            values: list[torch.Tensor] = []
+            step = 0.0
+            for tensors, pieces in self._pieces(buffer.flat):
+                into += pieces
+                values += [tensors[name].detach().view(-1) for name in STATES]
+                step = float(tensors.get("step", step))
+            copy_all(into, values)
+        self._sets[self.base, version] = _Set(self.count, step, header)
+        self._add(version, self.index, buffer, told, cut)
+        self._told = (self.base, version) if told else None
+
+    def set_aside(self, version: int, untrained: Path | None = None) -> bool:
+        """The agent is to make a checkpoint's file of this rank's shard of `version`; False where it cannot. untrained:
+        the image that goes into the same file."""
+        if self._told != (self.base, version):
+            return False
+        return self.pool.set_aside(self._sets[self._told].shards[self.index], version, untrained)
+
+    @property
+    def mark(self) -> str:
+        """The mark of the files that are made of the sets of this generation."""
+        return set_mark(*self._parted_base)
+
+    @property
+    def _parted_base(self) -> tuple[int, str]:
+        """The generation's number and its mark."""
+        generation, mark = divmod(self.base, 1 << MARK_BITS)
+        return generation, f"{mark:0{MARK_BITS // 4}x}"
+
+    def send_copies(self, version: int, shifts: Sequence[int]) -> None:
+        """Collective: give this rank's shard of `version` to its partners, get those that it is the partner of.
+
+        shifts: of :func:`sharding.partner_shifts`. The copies are safe when all members say that they have them.
+        """
+        mine = self._sets[self.base, version]
+        with self._take_buffers(len(shifts), mine.header) as buffers:
+            received = {
+                (self.index - shift) % self.count: buffer for shift, buffer in zip(shifts, buffers, strict=True)
+            }
+            own = [mine.shards[self.index].flat]
+            outgoing = {(self.index + shift) % self.count: own for shift in shifts}
+            self._exchange.send(outgoing, {rank: [buffer.flat] for rank, buffer in received.items()})
+        for shard, buffer in received.items():
+            self._add(version, shard, buffer)
+
+    def confirm(self, version: int) -> None:
+        """All members have their copies of `version`: older sets are not needed any more. That from which it was made
+        stays until the next one takes its buffer, for a rank that dies now may leave an image of `version` that is not
+        whole yet."""
+        now = self.base, version
+        self._keep_only({now, self._before})
+        self.pool.trim(self._elements)
+        self._confirmed = self._before = now
+
+    def held(self) -> list[tuple[int, int, int, list[int]]]:
+        """What this rank could give: (base, version, count of shards, which of them) of each set, the newest last.
+        Where there are images, they are whole."""
+        self.pool.wait_whole()
+        return [(*key, found.count, sorted(found.shards)) for key, found in sorted(self._sets.items())]
+
+    # ------------------------------------------------------------ adopting
+    @torch.no_grad()
+    def adopt(self, base: int, version: int, whole: Callable[[bytes], bool] = lambda extra: True) -> bytes:
+        """Collective, after :meth:`enter_generation`: take up state `version` of generation `base` from the ranks that
+        hold it.
+
+        Only what a rank does not hold itself moves. Afterwards this rank's shard is kept as `version` of the present
+        generation (copies are to be sent), the optimizer has it, and all parameters of the model are made from it.
+        What was held of the state before stays until a copy is confirmed, so that this may be done again, with other
+        members. Returns `extra` of :meth:`export`. Raises :class:`Uncovered` when a part has no holder.
+
+        whole(extra): the same in all members; where it is not, the set is dropped before anything has changed.
+        """
+        old = self._sets.get((base, version))
+        self._drop_spoiled(old)
+        own = (old.count, old.step, sorted(old.shards)) if old is not None else (0, 0.0, [])
+        count, step, held = self._exchange.who_holds(*own)
+        if not any(held):
+            raise Uncovered(f"nobody holds state {version} of generation {base}")
+        header = self._exchange.header(old.header if old else b"", next(rank for rank, has in enumerate(held) if has))
+        if not whole(bytes(msgpack.unpackb(header, strict_map_key=False)["extra"])):
+            self._pass_over((base, version))
+            raise CopyFailed(f"a part of state {version} of generation {base} is nowhere")
+        self._keep_only({(base, version), self._confirmed})
+        self._before = base, version
+        with self._take_buffers(1, header) as (buffer,):
+            outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
+            incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
+            for move in self.buckets.moves(held, count):
+                if move.source == self.index and old is not None:
+                    outgoing[move.target] += _pieces_of(old.shards[move.old].flat, move.read, move.size)
+                if move.target == self.index:
+                    incoming[move.source] += _pieces_of(buffer.flat, move.write, move.size)
+            if self.index in incoming:
+                copy_all(incoming.pop(self.index), outgoing.pop(self.index))
+            self._exchange.send_soundly(outgoing, incoming)
+            extra = self._apply(buffer.flat, step, header)
+            elastic_buckets.rebuild_parameters(self.model, self.optimizer)
+            self._exchange.check_alive()
+        if base == self.base:
+            self._drop((base, version))
+        self._sets[self.base, version] = _Set(self.count, step, header)
+        self._add(version, self.index, buffer)
+        return extra
+
+    def _add(self, version: int, shard: int, buffer: Buffer, told: bytes = b"", cut: bool = False) -> None:
+        """A buffer of the present generation has its content: from now on it is part of the set of `version`. told: for
+        the readers of its image as a checkpoint's file."""
+        mine = self._sets[self.base, version]
+        mine.shards[shard] = buffer
+        key = Key(SHARD, self.pool.slot, version, self._place, self._size, shard, mine.count, *self._parted_base)
+        self.pool.seal(buffer, key, self._head(mine.step, mine.header, told), cut)
+
+    def _head(self, step: float, header: bytes, told: bytes = b"") -> bytes:
+        """The head of an image."""
+        packed: bytes = msgpack.packb((self._model, step, header, told))
+        return packed
+
+    @property
+    def _model(self) -> bytes:
+        """A mark that models with the same buckets share."""
+        return hashlib.blake2b(repr(self.buckets).encode(), digest_size=8).digest()
+
+    def _pass_over(self, key: tuple[int, int]) -> None:
+        """Nobody can go on from this set, so this rank does not report it again."""
+        self._passed.add(key)
+        if (old := self._sets.pop(key, None)) is not None:
+            for buffer in old.shards.values():
+                self.pool.discard(buffer)
+
+    def _drop_spoiled(self, old: _Set | None) -> None:
+        """What memory has spoiled since it was summed is not given to anybody."""
+        if old is None:
+            return
+        for shard, buffer in list(old.shards.items()):
+            if not self.pool.is_sound(buffer):
+                del old.shards[shard]
+                self.pool.discard_spoiled(buffer)
+
+    # ------------------------------------------------------------ the optimizer
+    def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[dict[str, torch.Tensor], list[torch.Tensor]]]:
+        """For each parameter of which this rank has a part: Megatron's tensors of the part, its places in `flat`."""
+        for optimizer, parameter, where, base in self._ranges():
+            local = where["gbuf_local"]
+            tensors = elastic_buckets.own_state(optimizer, parameter)
+            yield tensors, _pieces_of(flat, base + local.start, local.size)
+
+    def _ranges(self) -> Iterator[tuple[Any, torch.nn.Parameter, Mapping[str, Any], int]]:
+        """For each parameter of which this rank has a part: its optimizer, Megatron's ranges of the part, and at which
+        element of a row the bucket begins that they count from."""
+        base = 0
+        buckets = elastic_buckets.optimizer_buckets(self.optimizer)
+        for (optimizer, number, buffer, bucket), part in zip(buckets, self.buckets.parts(self.count), strict=True):
+            ranges = optimizer.gbuf_ranges[number][buffer.param_dtype, buffer.grad_dtype][bucket.bucket_id]
+            for parameter, where in ranges["param_map"].items():
+                yield optimizer, parameter, where, base
+            base += part
+
+    def _step(self) -> float:
+        """Adam's; 0 where this rank has nothing but padding."""
+        tensors = (tensors for tensors, _ in self._pieces(torch.empty(self._elements, device="meta")))
+        return next((float(each["step"]) for each in tensors if "step" in each), 0.0)
+
+    def about(self, untrained: Mapping[int, int] | None = None) -> bytes:
+        """Where in this rank's shard the parts of the parameters are, as :mod:`snapshot.contents` has it; the
+        same for all states of a generation.
+
+        untrained: where in the image that stands behind the shard's data in a file each tensor lies that is not
+        trained, by its address; None for a shard whose file has none. Empty where one of them is not there.
+        """
+        if self._about is None:
+            row, starts = self.buckets.length(self.count), self._starts()
+            index: list[tuple[Any, ...]] = []
+            tensors: list[tuple[Any, ...] | None] = []
+            rest: list[parts.Part] = []
+            for part in parts.parts(self.model, self.optimizer):
+                if not part.stepped:
+                    if untrained is not None:
+                        rest.append(part)
+                    continue
+                begin = starts[id(part.parameter)] + part.first
+                keys = {key: len(tensors) + number for number, key in enumerate(_KEYS)}
+                at = [torch.float32.itemsize * (number * row + begin) for number in range(len(STATES))]
+                tensors += [("float32", part.end - part.begin, offset) for offset in at]
+                steps = {key: [len(tensors), list(value.shape)] for key, value in part.others.items()}
+                tensors += [(_name(value.dtype), 1, STEP) for value in part.others.values()]
+                index.append((*part.box, part.begin, part.end, keys, {}, steps))
+            for part in rest:
+                index.append((*part.box, part.begin, part.end, {parts.PARAMETER: len(tensors)}, {}, {}))
+                tensors.append(self._behind(part, untrained or {}))
+            self._about = msgpack.packb({"index": index, "tensors": tensors}) if None not in tensors else b""
+        return self._about
+
+    def _behind(self, part: parts.Part, untrained: Mapping[int, int]) -> tuple[Any, ...] | None:
+        """A tensor that is not trained, as :meth:`about` has it."""
+        whole, mine = part.parameter, part.tensors[parts.PARAMETER]
+        if (begin := untrained.get(whole.data_ptr()) if whole.is_contiguous() else None) is None:
+            return None
+        at = behind(self.shard_bytes) + begin + part.first * whole.element_size()
+        return _name(mine.dtype), mine.numel(), at
+
+    def _starts(self) -> dict[int, int]:
+        """id of a parameter -> at which element of a row its first one would be, if this rank had all of it."""
+        return {
+            id(parameter): base + where["gbuf_local"].start - where["param"].start
+            for _, parameter, where, base in self._ranges()
+        }
+
+    def _apply(self, flat: torch.Tensor, step: float, header: bytes) -> bytes:
+        """Give the optimizer the state of `flat` and the header; returns `extra`."""
+        data = msgpack.unpackb(header, strict_map_key=False)
+        into: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for tensors, pieces in self._pieces(flat):
+            into += [tensors[name].detach().view(-1) for name in STATES]
+            values += pieces
+            if "step" in tensors:
+                tensors["step"].fill_(step)
+        copy_all(into, values)
+        optimizers = elastic_buckets.distributed(self.optimizer)
+        if len(optimizers) != len(data["optimizers"]):
+            raise StateMismatch("the peers have another number of optimizers: start the same script on all nodes")
+        for optimizer, (groups, scaler) in zip(optimizers, data["optimizers"], strict=True):
+            for group, values_of in zip(optimizer.optimizer.param_groups, groups, strict=True):
+                group.update({key: as_before(group.get(key), value) for key, value in values_of.items()})
+            if optimizer.grad_scaler is not None:
+                before = optimizer.grad_scaler.state_dict()
+                optimizer.grad_scaler.load_state_dict(
+                    {key: as_before(before.get(key), value) for key, value in scaler.items()}
+                )
+        return bytes(data["extra"])
+
+    def _header(self, extra: bytes) -> bytes:
+        """What is no big tensor: learning rates and the like, the loss scaler's state, and `extra`."""
+        optimizers = [
+            (
+                plain(optimizer.optimizer.param_groups),
+                {} if optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict(),
+            )
+            for optimizer in elastic_buckets.distributed(self.optimizer)
+        ]
+        packed: bytes = msgpack.packb({"optimizers": optimizers, "extra": extra}, default=torch.Tensor.tolist)
+        return packed
+
+    # ------------------------------------------------------------ memory
+    @property
+    def _elements(self) -> int:
+        return len(STATES) * self.buckets.length(self.count)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one shard of the present generation."""
+        return self._elements * torch.float32.itemsize
+
+    def _take_buffers(self, count: int, header: bytes, told: bytes = b"") -> AbstractContextManager[list[Buffer]]:
+        """Memory for so many shards of the present generation."""
+        return self.pool.take_buffers(count, self._elements, len(self._head(0.0, header, told)))
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        if (old := self._sets.pop(key, None)) is not None:
+            for buffer in old.shards.values():
+                self.pool.give_back(buffer)
+
+    def _keep_only(self, keys: set[Any]) -> None:
+        for key in [key for key in self._sets if key not in keys]:
+            self._drop(key)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _pieces_of(flat: torch.Tensor, start: int, size: int) -> list[torch.Tensor]:
+    """A run of elements in each row of a shard."""
+    rows = flat.view(len(STATES), -1)
+    return [row.narrow(0, start, size) for row in rows]

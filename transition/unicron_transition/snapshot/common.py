@@ -1,0 +1,206 @@
+"""What a world of ranks without a session has in common of what lies in its nodes' memory, and how each rank gets its
+part (docs/design/memory.md, "For scripts without a session").
+
+One rank of each node tells all others what is there; from then on all compute the same. What comes from another node is
+sent from rank to rank, the sources spread over those that have it, and compared with its digest where it arrives. A
+part that does not arrive as it was written comes from its next source; without one, all take an older state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from unicron_transition.iteration.rank_log import warn
+from unicron_transition.snapshot import contents, tensor_transfer
+from unicron_transition.snapshot.image_format import FOLDER, SAME, USER, BadImage, inventory, memory_folder, read_page
+
+_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+_NOTHING = [0, 0]  # bytes of what could not be read
+_ANY = -1  # in place of a rank: all ranks have saved the same
+
+Content = tuple[bytes, torch.Tensor]  # head and data of a sound image
+
+
+class Choice(NamedTuple):
+    """A state that could be taken, in the order in which it is: the newest first, replicated rather than not."""
+
+    iteration: int
+    replicated: bool
+    base: int
+
+
+class There(NamedTuple):
+    """An image in a node's memory. node: the lowest rank there; size: of the world that saved it, place: the rank."""
+
+    node: int
+    name: str
+    choice: Choice
+    place: int
+    size: int
+
+
+class Way(NamedTuple):
+    """How a rank gets its part: rank `sender` reads it in its node."""
+
+    image: There
+    sender: int
+
+
+class World(NamedTuple):
+    """Where this process is in the world that its agent has made. folder: None where its node has no memory."""
+
+    folder: Path | None
+    rank: int
+    size: int
+    local: int
+    per_node: int
+
+    @classmethod
+    def here(cls) -> World | None:
+        """None without an agent: then none of its world has one.
+
+        An agent that has no memory for its ranks says so by an empty name. They are a part of their world all the same:
+        other nodes may have some, and their ranks wait for all in what is collective.
+        """
+        if FOLDER not in os.environ:
+            return None
+        memory = memory_folder()
+        if memory is not None and "UNICRON_AGENT" in os.environ:
+            raise RuntimeError("unicron.Session keeps the training state by itself: take unicron.memory out")
+        numbers = [int(os.environ.get(name, default)) for name, default in _VARIABLES]
+        return cls(memory, *numbers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where collectives want their tensors."""
+        nccl = self.size > 1 and dist.get_backend() == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+    @property
+    def node(self) -> int:
+        """The lowest rank of this node."""
+        return self.rank - self.local
+
+    # ------------------------------------------------------------ what there is
+    def everything(self) -> list[There]:
+        """Collective: all that lies in the memory of the world's nodes, the same list in all ranks."""
+        mine = []
+        for key, name in ((each.key, each.path.name) for each in self._lists()):
+            same = key.mark == SAME
+            mine.append([self.node, name, [key.iteration, same, key.base], key.place, key.size])
+        told = [msgpack.unpackb(each) for each in self._gather_bytes(msgpack.packb(mine))]
+        return [There(node, name, Choice(*choice), *rest) for its in told for node, name, choice, *rest in its]
+
+    def _lists(self) -> Iterator[Any]:
+        if self.local == 0 and self.folder is not None:
+            yield from (each for each in inventory(self.folder) if each.key.kind == USER)
+
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        """The bytes of each rank, in all ranks."""
+        if self.size == 1:
+            return [mine]
+        lengths = tensor_transfer.gather(len(mine), self.device)
+        data = torch.zeros(max(lengths), dtype=torch.uint8)
+        data[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        every = [torch.empty_like(data, device=self.device) for _ in lengths]
+        dist.all_gather(every, data.to(self.device))
+        return [bytes(each.cpu().numpy()[:length]) for each, length in zip(every, lengths, strict=True)]
+
+    def _read(self, name: str) -> Content | None:
+        """The content of an image of this node; None, with a line, where it is not as it was written."""
+        if self.folder is None:
+            return None
+        try:
+            return contents.read(read_page(self.folder / name))
+        except (BadImage, OSError) as error:
+            warn(f"training state in memory passed over: {error}")
+            return None
+
+    # ------------------------------------------------------------ to each its own
+    def fetch(self, images: Collection[There]) -> Content | None:
+        """Collective: each rank's part of a state, or the state itself where all have saved the same; None in all ranks
+        where one cannot have it sound."""
+        left = set(images)
+        while (ways := self.ways(left)) is not None:
+            content = self._transfer(ways)
+            arrived = tensor_transfer.gather(int(content is not None), self.device) if self.size > 1 else [content]
+            failed = [rank for rank, good in enumerate(arrived) if not good]
+            if not failed:
+                return content
+            left -= {ways[rank].image for rank in failed}
+        return None
+
+    def ways(self, images: Collection[There]) -> list[Way] | None:
+        """By rank: from its own node if it is there, else from the node that gives least so far, whose ranks take
+        turns; None where a rank's part is nowhere. The same in all ranks."""
+        given: Counter[int] = Counter()
+        by_place: dict[int, list[There]] = defaultdict(list)
+        for each in images:
+            if each.choice.replicated:
+                by_place[_ANY].append(each)
+            elif each.size == self.size:
+                by_place[each.place].append(each)
+        found = []
+        for rank in range(self.size):
+            able = by_place[_ANY] or by_place[rank]
+            here = rank // self.per_node * self.per_node
+            if not able:
+                return None
+            best = min(able, key=lambda each: (each.node != here, given[each.node], each))
+            sender = rank
+            if best.node != here:
+                sender = best.node + given[best.node] % self.per_node
+                given[best.node] += 1
+            found.append(Way(best, sender))
+        return found
+
+    def _transfer(self, ways: Sequence[Way]) -> Content | None:
+        """This rank's part, sound, after it has given others what they have from this one."""
+        mine = ways[self.rank]
+        to = {rank: way.image.name for rank, way in enumerate(ways) if way.sender == self.rank != rank}
+        given = {name: self._read(name) for name in set(to.values())}
+        outgoing = {rank: given[name] for rank, name in to.items()}
+        if mine.sender == self.rank:
+            self._exchange(outgoing, None)
+            return self._read(mine.image.name)
+        return self._exchange(outgoing, mine.sender)
+
+    def _exchange(self, outgoing: dict[int, Content | None], source: int | None) -> Content | None:
+        """Gives, and gets from `source`, if there is one, what arrives as it was written."""
+        lengths = torch.tensor(_NOTHING)
+        told = {rank: [torch.tensor(_lengths(content))] for rank, content in outgoing.items()}
+        tensor_transfer.send(told, {} if source is None else {source: [lengths]}, self.device)
+        head, data = (torch.empty(length, dtype=torch.uint8) for length in lengths.tolist())
+        incoming = {source: [head, data]} if source is not None and head.numel() else {}
+        given = {rank: [_flat(content[0]), content[1]] for rank, content in outgoing.items() if content is not None}
+        if tensor_transfer.send_checked(given, incoming, self.device):
+            warn(f"the state that rank {source} sent from its node's memory was damaged on its way")
+            return None
+        return (bytes(head.numpy()), data) if incoming else None
+
+
+def _flat(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _lengths(content: Content | None) -> list[int]:
+    """How many bytes of head and of data are sent."""
+    return _NOTHING if content is None else [len(content[0]), content[1].numel()]
+
+
+def choices(images: Collection[There], size: int) -> list[Choice]:
+    """What a world of `size` ranks can take, in the order in which it is to."""
+    parts: dict[Choice, set[int]] = {}
+    for each in images:
+        if each.choice.replicated or each.size == size:
+            parts.setdefault(each.choice, set()).add(each.place)
+    found = [choice for choice, places in parts.items() if choice.replicated or len(places) == size]
+    return sorted(found, reverse=True)

@@ -1,0 +1,448 @@
+"""The index of a checkpoint: which tensors there are, of which blocks each is made, and where the bytes of a block lie.
+
+An index is made without reading a tensor. A block's bytes are read when they are asked for, so whoever goes through a
+checkpoint block by block needs memory for one of them only. bfloat16 and whatever else numpy does not have are moved
+as unsigned integers of the same size.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import secrets
+import struct
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+from zipfile import BadZipFile
+
+import numpy as np
+
+from unicron_transition.snapshot.reading import PIECE, open_plain, pieces, read_into
+
+Array = np.ndarray[Any, np.dtype[Any]]
+PARAMETER = "parameter"  # of a tensor, what the optimizer steps; its other keys are the optimizer's own
+STATE = "optimizer.state."  # how the name of an optimizer's tensor begins: `optimizer.state.KEY.NAME`, as Megatron's
+MAINS = ("param", "fp32_param")  # the keys under which Megatron keeps main parameters
+# dtype as torch calls it -> the numpy type that moves it
+RAW = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "|i1",
+    "uint8": "|u1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
+    "bool": "|b1",
+    "complex64": "<c8",
+    "complex128": "<c16",
+    "float8_e4m3fn": "|u1",
+    "float8_e4m3fnuz": "|u1",
+    "float8_e5m2": "|u1",
+    "float8_e5m2fnuz": "|u1",
+    "float8_e8m0fnu": "|u1",
+    "float4_e2m1fn_x2": "|u1",  # two elements in a byte, which count as one
+    "complex32": "<u4",
+}
+# Megatron's names: how those of the layers begin, and the embedding and the output layer, whose last rows are padding.
+LAYERS = "decoder.layers."
+VOCABULARY = EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+Place = tuple[int, ...]
+Slices = tuple[slice, ...]
+MOST_AXES = 64  # of a tensor; numpy and torch know no more
+MOST_ELEMENTS = 1 << 60
+MOST_LETTERS = 1000  # of a tensor's name
+# What readers raise where the bytes are not what they were written as.
+DAMAGE = (
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, EOFError, MemoryError),
+    *(BadZipFile, struct.error, zlib.error, RuntimeError, AssertionError),
+)
+
+
+class BadCheckpoint(ValueError):
+    """A folder is no checkpoint that can be used; one line says why, and what to do."""
+
+
+def some(names: Sequence[str]) -> str:
+    """The first three of many names, for people."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def raw_type(dtype: str) -> np.dtype[Any]:
+    """The numpy type that moves elements of this dtype. Raises BadCheckpoint for one that nobody knows."""
+    if dtype not in RAW:
+        raise BadCheckpoint(f"tensors of {dtype} are not supported: convert them first")
+    return np.dtype(RAW[dtype])
+
+
+@dataclass(slots=True)  # not frozen, which takes four times as long: a large model has hundreds of thousands of these
+class Raw:
+    """Where elements lie in a file: from byte `offset` on, of this shape; strides in elements, None for row-major. crc:
+    the checksum (CRC-32) of these very bytes, where the file has one. Called, it is itself: a block needs no other to
+    find it."""
+
+    path: Path
+    offset: int
+    dtype: str
+    shape: Place
+    strides: Place | None = None
+    crc: int | None = None
+
+    def __call__(self) -> Raw:
+        return self
+
+    def array(self) -> Array:
+        """The elements, read. Raises BadCheckpoint where the file is shorter, OSError."""
+        return self.part(tuple(slice(0, extent) for extent in self.shape))
+
+    def part(self, its: Slices) -> Array:
+        """Some of them: only what is needed is read, or little more. Raises BadCheckpoint, OSError."""
+        kind, count = raw_type(self.dtype), math.prod(self.shape)
+        strides = self.strides or row_major(self.shape)
+        check_shape(str(self.path), self.shape)
+        if not count:
+            return np.empty([each.stop - each.start for each in its], kind)
+        last = sum((extent - 1) * stride for extent, stride in zip(self.shape, strides, strict=True))
+        if self.offset < 0 or min(strides, default=0) < 0:
+            raise BadCheckpoint(f"{self.path}: one of its tensors begins before its bytes")
+        with open_plain(self.path) as file:
+            if self.path.stat().st_size < (end := self.offset + (last + 1) * kind.itemsize):
+                raise BadCheckpoint(f"{self.path} is cut off: it ends before byte {end}")
+            if self.strides is None:
+                into = np.empty([each.stop - each.start for each in its], kind)
+                self._fill(file, into, self.offset, self.shape, its)
+                return into
+            flat = np.empty(last + 1, kind)
+            self._fill(file, flat, self.offset, flat.shape, (slice(0, last + 1),))
+        return np.lib.stride_tricks.as_strided(flat, self.shape, [stride * kind.itemsize for stride in strides])[its]
+
+    def check(self) -> None:
+        """Reads all of it, piece by piece. Raises BadCheckpoint where it does not match its checksum, OSError."""
+        strides = self.strides or row_major(self.shape)
+        last = sum((extent - 1) * stride for extent, stride in zip(self.shape, strides, strict=True))
+        size = (last + 1) * raw_type(self.dtype).itemsize if all(self.shape) else 0
+        found = 0
+        with open_plain(self.path) as file:
+            for piece in pieces(file, self.path, self.offset, size):
+                found = zlib.crc32(piece, found)
+        if self.crc is not None and self.strides is None and found != self.crc:
+            raise BadCheckpoint("the bytes do not match their checksum")
+
+    def _fill(self, file: BinaryIO, into: Array, begin: int, shape: Place, its: Slices) -> None:
+        """Read the part `its` of a row-major array of this shape that begins at this byte. Raises OSError."""
+        row = math.prod(shape[1:]) * into.itemsize
+        first, stop = (its[0].start, its[0].stop) if shape else (0, 1)
+        whole = into.flags.c_contiguous and all(
+            each == slice(0, extent) for each, extent in zip(its[1:], shape[1:], strict=True)
+        )
+        if whole:
+            read_into(file, self.path, begin + first * row, into.reshape(-1).view(np.uint8).data)
+        elif row > PIECE:
+            for number in range(first, stop):
+                self._fill(file, into[number - first], begin + number * row, shape[1:], its[1:])
+        else:
+            step = max(1, PIECE // row)
+            for at in range(first, stop, step):
+                rows = np.empty((min(step, stop - at), *shape[1:]), into.dtype)
+                read_into(file, self.path, begin + at * row, rows.reshape(-1).view(np.uint8).data)
+                into[at - first : at - first + len(rows)] = rows[(slice(None), *its[1:])]
+
+
+def row_major(shape: Place) -> Place:
+    """The strides of a contiguous array, in elements."""
+    return tuple(math.prod(shape[number + 1 :]) for number in range(len(shape)))
+
+
+def check_shape(name: str, shape: Sequence[Any]) -> None:
+    """Raises BadCheckpoint for numbers that no tensor has as its shape or place."""
+    sound = len(shape) <= MOST_AXES and all(type(each) is int and 0 <= each <= MOST_ELEMENTS for each in shape)
+    if not sound or math.prod(shape) > MOST_ELEMENTS:
+        raise BadCheckpoint(f"{name}: {str(list(shape[:8]))[:80]} is no shape of a tensor: it is damaged")
+
+
+def check_name(name: str) -> None:
+    """Raises BadCheckpoint for what nobody calls a tensor: it would not fit into a line for people."""
+    if len(name) > MOST_LETTERS or not name.isprintable():
+        raise BadCheckpoint(f"{name[:60]!r} is no name of a tensor ({len(name)} letters): it is damaged")
+
+
+PRIME = (1 << 61) - 1
+_weights = random.Random(secrets.token_bytes(32))  # nobody knows them before; asking the system for each takes long
+
+
+def tiles(shape: Place, boxes: Iterable[tuple[Place, Place]]) -> bool:
+    """Whether the boxes are a partition of a tensor of this shape: no two of them overlap, and no element is in none.
+
+    Each place on each axis gets a random weight, and a box the product of the differences over its axes. The weights of
+    the boxes of a partition add up to that of the whole, whatever the weights. Other boxes do so once in 2**50 times.
+    """
+    weights: list[defaultdict[int, int]] = [defaultdict(lambda: _weights.getrandbits(61)) for _ in shape]
+
+    def weight(offset: Place, extent: Place) -> int:
+        axes = zip(weights, offset, extent, strict=True)
+        return math.prod(axis[at + size] - axis[at] for axis, at, size in axes) % PRIME
+
+    return (sum(weight(*box) for box in boxes) - weight((0,) * len(shape), shape)) % PRIME == 0
+
+
+@dataclass(slots=True)
+class Block:
+    """Elements [begin, end), in row-major order, of the block of this offset and extent in a whole tensor. find: says
+    where they lie; None for zeros. A block that is whole may lie there in any strides."""
+
+    offset: Place
+    extent: Place
+    begin: int
+    end: int
+    find: Callable[[], Raw] | None
+
+    @property
+    def box(self) -> tuple[Place, Place]:
+        return self.offset, self.extent
+
+    @property
+    def whole(self) -> bool:
+        return self.begin == 0 and self.end == math.prod(self.extent)
+
+    def array(self, dtype: str, its: Slices | None = None) -> Array:
+        """The elements, or some of them: of the extent's shape for a whole block, else flat. Raises BadCheckpoint,
+        OSError."""
+        shape = self.extent if self.whole else (self.end - self.begin,)
+        wanted = tuple(slice(0, extent) for extent in shape) if its is None else its
+        raw = self.raw(dtype)
+        if raw is None:
+            return np.zeros([each.stop - each.start for each in wanted], raw_type(dtype))
+        if raw.strides is None:
+            return replace(raw, shape=shape).part(wanted)
+        return raw.array().reshape(shape)[wanted]
+
+    def raw(self, dtype: str) -> Raw | None:
+        """Where its elements lie; None for zeros. Raises BadCheckpoint, OSError."""
+        if self.find is None:
+            return None
+        try:
+            raw = self.find()
+        except (BadCheckpoint, OSError):
+            raise
+        except DAMAGE as error:
+            raise BadCheckpoint(f"a file of it is damaged ({type(error).__name__}: {error})") from None
+        if raw.dtype != dtype or math.prod(raw.shape) != self.end - self.begin:
+            raise BadCheckpoint(f"{raw.path} does not hold what its index says")
+        return raw
+
+    @classmethod
+    def of(cls, offset: Place, extent: Place, find: Callable[[], Raw] | None) -> Block:
+        """A whole one."""
+        return cls(offset, extent, 0, math.prod(extent), find)
+
+
+@dataclass(slots=True)
+class Tensor:
+    """A whole tensor. check: is called with each part of it that is read, and its offset and extent; it raises
+    BadCheckpoint for elements that are not this tensor's."""
+
+    name: str
+    shape: Place
+    dtype: str
+    blocks: list[Block]
+    check: Callable[[Array, Place, Place], None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * raw_type(self.dtype).itemsize
+
+    def boxes(self) -> list[tuple[Place, Place]]:
+        """The places of its blocks, each once, where they make up the whole; else the whole as one."""
+        found = list(dict.fromkeys(block.box for block in self.blocks))
+        return found if tiles(self.shape, found) else [((0,) * len(self.shape), self.shape)]
+
+    def check_blocks(self) -> None:
+        """Raises BadCheckpoint where its blocks are no partition of it: some elements would be there twice, and others
+        would come from nowhere."""
+        check_shape(self.name, self.shape)
+        first = self.blocks[0] if len(self.blocks) == 1 else None
+        if first is not None and first.whole and first.box == ((0,) * len(self.shape), self.shape):
+            return
+        boxes: dict[tuple[Place, Place], list[Block]] = {}
+        for block in self.blocks:
+            boxes.setdefault(block.box, []).append(block)
+        for numbers in (numbers for box in boxes for numbers in box):
+            check_shape(self.name, numbers)
+            if len(numbers) != len(self.shape):
+                raise BadCheckpoint(f"{self.name}: a part of it has another number of axes: it is damaged")
+        if not tiles(self.shape, boxes):
+            raise BadCheckpoint(
+                f"{self.name}: its parts are no partition of it: some of its {math.prod(self.shape)} elements are in "
+                "no file, or in two"
+            )
+        for (_, extent), blocks in boxes.items():
+            reached = 0
+            for block in sorted(blocks, key=lambda block: (block.begin, -block.end)):
+                if not 0 <= block.begin <= reached:
+                    break
+                reached = max(reached, block.end)
+            if reached != math.prod(extent):
+                raise BadCheckpoint(f"{self.name}: elements from {reached} on of a block are in no file")
+
+    def read(self, offset: Place | None = None, extent: Place | None = None) -> Array:
+        """The elements of a part of it, the whole by default. Raises BadCheckpoint where some are in no block, or in
+        two, or are not this tensor's, OSError."""
+        offset, extent = offset or (0,) * len(self.shape), self.shape if extent is None else extent
+        found = self._read(offset, extent)
+        if self.check is not None:
+            self.check(found, offset, extent)
+        return found
+
+    def _read(self, offset: Place, extent: Place) -> Array:
+        groups: dict[tuple[Place, Place], list[Block]] = {}
+        for block in self.blocks:
+            if overlap(block.box, (offset, extent)) is not None:
+                groups.setdefault(block.box, []).append(block)
+        if (offset, extent) in groups:
+            return self._joined(groups[offset, extent])
+        places = {box: overlap((offset, extent), box) or ((), ()) for box in groups}
+        if not tiles(extent, [box_of(mine) for mine, _ in places.values()]):
+            raise BadCheckpoint(f"{self.name}: some of its {math.prod(self.shape)} elements are in no file, or in two")
+        into = np.empty(extent, raw_type(self.dtype))
+        for box, (mine, its) in places.items():
+            blocks = groups[box]
+            whole = next((block for block in blocks if block.whole), None)
+            into[mine] = whole.array(self.dtype, its) if whole is not None else self._joined(blocks)[its]
+        return into
+
+    def _joined(self, blocks: Sequence[Block]) -> Array:
+        """One block, from ranges of it."""
+        ranges = sorted(blocks, key=lambda block: (block.begin, -block.end))
+        if ranges[0].whole:
+            return ranges[0].array(self.dtype)
+        flat, reached = np.empty(math.prod(ranges[0].extent), raw_type(self.dtype)), 0
+        for block in ranges:
+            if block.begin > reached:
+                break
+            if block.end > reached:
+                flat[reached : block.end] = block.array(self.dtype)[reached - block.begin :]
+                reached = block.end
+        if reached != flat.size:
+            raise BadCheckpoint(f"{self.name}: elements from {reached} on of a block are in no file")
+        return flat.reshape(ranges[0].extent)
+
+
+def in_pieces(offset: Place, extent: Place, most: int) -> Iterator[tuple[Place, Place]]:
+    """Cuts a box into parts of so many elements, in row-major order: no box is all in memory then."""
+    if not extent or math.prod(extent) <= most:
+        yield offset, extent
+    elif (row := math.prod(extent[1:])) > most:
+        for number in range(extent[0]):
+            for begin, size in in_pieces(offset[1:], extent[1:], most):
+                yield (offset[0] + number, *begin), (1, *size)
+    else:
+        step = max(1, most // row)
+        for number in range(0, extent[0], step):
+            yield (offset[0] + number, *offset[1:]), (min(step, extent[0] - number), *extent[1:])
+
+
+def box_of(part: Slices) -> tuple[Place, Place]:
+    """The offset and extent of a part."""
+    return tuple(each.start for each in part), tuple(each.stop - each.start for each in part)
+
+
+def overlap(one: tuple[Place, Place], other: tuple[Place, Place]) -> tuple[Slices, Slices] | None:
+    """What two boxes have in common, as slices of each; None for nothing."""
+    mine, its = [], []
+    for at, size, there, extent in zip(*one, *other, strict=True):
+        begin, end = max(at, there), min(at + size, there + extent)
+        if begin >= end:
+            return None
+        mine.append(slice(begin - at, end - at))
+        its.append(slice(begin - there, end - there))
+    return tuple(mine), tuple(its)
+
+
+@dataclass
+class Common:
+    """What is no tensor, as plain values. groups: settings of the optimizer's groups of parameters. step: its count of
+    steps, None where it has none. schedule: the state of the learning rate's schedule. scales: of gradient scalers.
+    facts: about the model, see `snapshot.contents.facts`. args: Megatron-LM's arguments. unread: why the optimizer's
+    state is not in the index though there is one, "" otherwise. left: what else is there and is not in the
+    index. doubt: what its files do not say, "" for nothing."""
+
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    step: float | None = None
+    schedule: dict[str, Any] | None = None
+    scales: list[dict[str, Any]] = field(default_factory=list)
+    seed: int = 0
+    loss: float | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict)
+    unread: str = ""
+    left: list[str] = field(default_factory=list)
+    doubt: str = ""
+
+    def lost(self) -> list[str]:
+        """What is not in the index, in lines for people."""
+        found = [f"the optimizer's state is left out: {self.unread}"] if self.unread else []
+        found += [self.doubt] if self.doubt else []
+        return found + ([f"left out, for nothing here reads it: {some(self.left)}"] if self.left else [])
+
+
+@dataclass
+class Index:
+    """A checkpoint. format: as `unicronctl checkpoint show` calls it; iteration: the one to go on with; layout: of the
+    ranks that wrote it, "" where that is not known. others: what the optimizer has for a tensor of the model that is no
+    tensor, by the tensor's name and by key."""
+
+    format: str
+    iteration: int
+    layout: str
+    tensors: dict[str, Tensor]
+    common: Common = field(default_factory=Common)
+    others: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, name: str, shape: Sequence[int], dtype: str, block: Block) -> None:
+        """One more block of the tensor of this name. Raises BadCheckpoint where others say something else of it."""
+        check_name(name)
+        found = self.tensors.setdefault(name, Tensor(name, tuple(shape), dtype, []))
+        if (found.shape, found.dtype) != (tuple(shape), dtype):
+            raise BadCheckpoint(
+                f"{name} is {list(found.shape)} {found.dtype} in one file and {list(shape)} {dtype} in another"
+            )
+        found.blocks.append(block)
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The model's tensors."""
+        return (tensor for name, tensor in self.tensors.items() if not name.startswith(STATE))
+
+    def states(self, name: str) -> dict[str, Tensor]:
+        """What the optimizer has for the model's tensor of this name, by key, main parameters included."""
+        return self._by_parameter().get(name, {})
+
+    def _by_parameter(self) -> dict[str, dict[str, Tensor]]:
+        if not hasattr(self, "_found"):
+            self._found: dict[str, dict[str, Tensor]] = {}
+            for name, tensor in self.tensors.items():
+                if name.startswith(STATE):
+                    key, _, parameter = name.removeprefix(STATE).partition(".")
+                    self._found.setdefault(parameter, {})[key] = tensor
+        return self._found
+
+    def main(self, name: str) -> Tensor:
+        """The main parameter of the model's tensor of this name: in the precision in which it is stepped."""
+        states = self.states(name)
+        return next((states[key] for key in MAINS if key in states), self.tensors[name])
+
+    def has_optimizer(self) -> bool:
+        """Whether there is anything of an optimizer: some have no state of any parameter, but a learning rate."""
+        return bool(self.common.groups or self.others) or any(name.startswith(STATE) for name in self.tensors)
+
+    def without_optimizer(self, why: str) -> None:
+        """Leave the optimizer's state out; it cannot be read."""
+        self.tensors = {tensor.name: tensor for tensor in self.parameters()}
+        self.others, self.common.groups, self.common.step, self.common.unread = {}, [], None, why

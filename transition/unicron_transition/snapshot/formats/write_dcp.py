@@ -1,0 +1,211 @@
+"""Writes `torch.distributed.checkpoint`, and Megatron's `torch_dist`. Its metadata are torch's own classes, pickled: so
+torch is needed here, and nowhere else in this package."""
+
+from __future__ import annotations
+
+import argparse
+import copyreg
+import io
+import json
+import os
+import pickle
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from unicron_transition.seams import table, torch_chunks
+from unicron_transition.snapshot.formats.dcp import COMMON, CONFIG, METADATA, RESHARDABLE, TOLD, TORCH_DIST
+from unicron_transition.snapshot.formats.index import LAYERS, MAINS, STATE, Array, BadCheckpoint, Common, Index
+from unicron_transition.snapshot.formats.megatron_arguments import arguments
+from unicron_transition.snapshot.formats.written import Out, of
+
+DATA = "__0_0.distcp"
+FIELDS = 5  # of a tensor's properties, which all releases of torch read
+NEEDED = "torch is needed to write {}: pip install torch, or write safetensors"
+
+
+class _Pickler(pickle.Pickler):
+    """torch 2.15 gives the properties of a tensor a sixth field, with which no release before reads them; it reads five
+    itself."""
+
+    def __init__(self, file: IO[bytes], properties: type):
+        super().__init__(file)
+        self._properties = properties
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not self._properties:
+            return NotImplemented
+        return copyreg.__newobj__, (type(value),), value.__getstate__()[:FIELDS]  # type: ignore[attr-defined, index]
+
+
+class _Writer:
+    """One file of chunks, and what the metadata say of them."""
+
+    def __init__(self, folder: Path, what: str):
+        try:
+            import torch
+            from torch.distributed.checkpoint import metadata
+
+            storage = torch_chunks.storage_info()
+        except ImportError:
+            raise BadCheckpoint(NEEDED.format(what)) from None
+        except table.UnsupportedLayout as error:
+            raise BadCheckpoint(str(error)) from None
+        self._torch, self._types, self._storage = torch, metadata, storage
+        self._folder = folder
+        self._known: dict[str, Any] = {}
+        self._where: dict[Any, Any] = {}
+
+    def write(self, outs: Iterable[Out], aliases: Mapping[str, Sequence[str]], objects: Mapping[str, Any]) -> None:
+        """The tensors, one chunk in memory at a time, and objects. aliases: name -> names of the same tensor."""
+        with (self._folder / DATA).open("wb") as file:
+            for out in outs:
+                self._add(file, out, aliases.get(out.name, ()))
+            for name, value in objects.items():
+                at = file.tell()
+                self._torch.save(value, file)
+                self._known[name] = self._types.BytesStorageMetadata()
+                self._where[self._types.MetadataIndex(name)] = self._storage(DATA, at, file.tell() - at)
+            file.flush()
+            os.fsync(file.fileno())
+        paths = {name: (name,) for name in self._known}
+        told = self._types.Metadata(self._known, paths, self._where, self._types.StorageMeta())
+        told.version = "1.0.0"
+        packed = io.BytesIO()
+        _Pickler(packed, self._types.TensorProperties).dump(told)
+        (self._folder / METADATA).write_bytes(packed.getvalue())
+
+    def _add(self, file: IO[bytes], out: Out, aliases: Sequence[str]) -> None:
+        types, kind = self._types, getattr(self._torch, out.dtype)
+        properties = types.TensorProperties(dtype=kind)
+        size = self._torch.Size(out.shape)
+        chunks = []
+        for offset, extent in out.boxes:
+            at = file.tell()
+            self._torch.save(self._tensor(out.read(offset, extent), kind), file)
+            where = self._storage(DATA, at, file.tell() - at)
+            chunks.append(types.ChunkStorageMetadata(self._torch.Size(offset), self._torch.Size(extent)))
+            for name in (out.name, *aliases):
+                self._where[types.MetadataIndex(name, offset)] = where
+        for name in (out.name, *aliases):
+            self._known[name] = types.TensorStorageMetadata(properties, size, chunks)
+
+    def _tensor(self, array: Array, kind: Any) -> Any:
+        found = self._torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))  # also of one element
+        return found if found.dtype == kind else found.view(kind)
+
+    def save(self, value: Any, name: str) -> None:
+        packed = io.BytesIO()
+        self._torch.save(value, packed)
+        (self._folder / name).write_bytes(packed.getvalue())
+
+    def tensor(self, value: Any) -> Any:
+        return self._torch.tensor(value)
+
+
+def told_of(index: Index) -> dict[str, Any]:
+    """What :func:`dcp.adopt_told` reads."""
+    common = index.common
+    return {
+        "iteration": index.iteration,
+        "layout": index.layout,
+        "groups": common.groups,
+        "step": common.step,
+        "schedule": common.schedule,
+        "scales": common.scales,
+        "seed": common.seed,
+        "loss": common.loss,
+        "facts": common.facts,
+        "args": common.args,
+        "others": index.others,
+    }
+
+
+def write_dcp(folder: Path, index: Index) -> None:
+    """All tensors of the index under its names. Raises BadCheckpoint, OSError."""
+    _Writer(folder, "dcp").write(map(of, index.tensors.values()), {}, {TOLD: told_of(index)})
+
+
+# ------------------------------------------------------------ Megatron's
+def write_torch_dist(folder: Path, index: Index) -> None:
+    """Write the tensors as Megatron's releases since 0.16 load it, with a distributed optimizer or without. Raises
+    BadCheckpoint, OSError."""
+    writer = _Writer(folder, TORCH_DIST)
+    outs, aliases = [], {}
+    for tensor in index.parameters():
+        states = index.states(tensor.name)
+        main = next((states[key] for key in MAINS if key in states), None)
+        dtype = str(index.common.facts.get("dtype") or tensor.dtype) if states else tensor.dtype
+        same = main is None and dtype == tensor.dtype
+        names = [f"{STATE}{key}.{tensor.name}" for key in MAINS] if states else []
+        outs.append(of(tensor, dtype=dtype))
+        if same:
+            aliases[tensor.name] = names
+        elif names:
+            outs.append(of(main or tensor, names[0]))
+            aliases[names[0]] = names[1:]
+        kept = {key: state for key, state in states.items() if key not in (*MAINS, "step")}
+        if other := next((key for key, state in kept.items() if state.shape != tensor.shape), ""):
+            raise BadCheckpoint(f"no optimizer of Megatron's has {other} for {tensor.name}: write --format dcp")
+        outs += [of(state) for state in kept.values()]
+    writer.write(outs, aliases, {name: [None] for name in _extra_states(index)})
+    writer.save(_common(index, writer), COMMON)
+    (folder / CONFIG).write_text(json.dumps({"sharded_backend": TORCH_DIST, "sharded_backend_version": 1}))
+
+
+def _extra_states(index: Index) -> list[str]:
+    """The names of what Megatron's modules ask for besides their tensors; there is nothing in it without fp8."""
+    found: dict[str, None] = {}
+    for tensor in index.parameters():
+        module = tensor.name.rpartition(".")[0]
+        stacked = tensor.name.startswith(LAYERS) and not re.match(r"decoder\.layers\.\d", tensor.name)
+        count = tensor.shape[0] if stacked else 1
+        modules = [module, f"{module.rpartition('.')[0]}.core_attention"] if "self_attention" in module else [module]
+        for name in modules:
+            found |= dict.fromkeys(f"{name}._extra_state/shard_{number}_{count}" for number in range(count))
+    return list(found)
+
+
+def _common(index: Index, writer: _Writer) -> dict[str, Any]:
+    common = index.common
+    found = {
+        "args": argparse.Namespace(**arguments(index)),
+        "checkpoint_version": 3.0,
+        "iteration": index.iteration,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": {
+            "distrib_optim_sharding_type": RESHARDABLE,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+        },
+        TOLD: told_of(index),
+    }
+    if index.has_optimizer():
+        found["optimizer"] = _optimizer(common, writer)
+    if common.schedule is not None:
+        found["opt_param_scheduler"] = common.schedule
+    return found
+
+
+def _optimizer(common: Common, writer: _Writer) -> dict[str, Any]:
+    """What each of Megatron's optimizers looks for, each at its own place."""
+    groups = []
+    for group in common.groups:
+        told = {key: tuple(value) if key == "betas" else value for key, value in group.items() if key != "params"}
+        groups.append(told | ({"step": common.step} if common.step is not None else {}))
+    state = {} if common.step is None else {"common_step": writer.tensor(float(common.step))}
+    found = {
+        "optimizer": {"state": dict(state), "param_groups": groups},
+        "state": dict(state),
+        "param_groups": [dict(group) for group in groups],
+        "param_state_sharding_type": RESHARDABLE,
+    }
+    if common.scales:
+        scale = {
+            key: writer.tensor(value) if isinstance(value, list) else value for key, value in common.scales[0].items()
+        }
+        found["optimizer"]["grad_scaler"] = found["grad_scaler"] = scale  # type: ignore[index]
+    return found

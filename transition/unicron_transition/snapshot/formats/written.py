@@ -1,0 +1,80 @@
+"""Tensors that are to be written: what each is called there, and where its elements come from. They are read when they
+are written, one block after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from unicron_transition.snapshot.formats.index import Array, BadCheckpoint, Place, Tensor, in_pieces, raw_type
+
+LEAST = 1 << 22  # elements that are read at once
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def pieces_of(box: tuple[Place, Place]) -> Iterator[tuple[Place, Place]]:
+    """The parts in which a block is read and written. A block that is put together from ranges is put together for each
+    of them: there are some eight."""
+    return in_pieces(*box, max(LEAST, math.prod(box[1]) // 8))
+
+
+@dataclass(frozen=True)
+class Out:
+    """One of them. boxes: the blocks that it is written in, which make up the whole; read: the elements of one."""
+
+    name: str
+    shape: Place
+    dtype: str
+    boxes: list[tuple[Place, Place]]
+    read: Callable[[Place, Place], Array]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * raw_type(self.dtype).itemsize
+
+    def whole(self) -> Iterator[Array]:
+        """Its elements in row-major order: block by block where the blocks are rows, else all at once."""
+        zeros = (0,) * len(self.shape)
+        rows = sorted(self.boxes)
+        if all(offset[1:] == zeros[1:] and extent[1:] == self.shape[1:] for offset, extent in rows):
+            for box in rows:
+                for part in pieces_of(box):
+                    yield np.ascontiguousarray(self.read(*part))
+        else:
+            yield np.ascontiguousarray(self.read(zeros, self.shape))
+
+
+def of(tensor: Tensor, name: str = "", dtype: str = "") -> Out:
+    """A tensor of an index under another name, or in another precision."""
+    wanted = dtype or tensor.dtype
+
+    def read(offset: Place, extent: Place) -> Array:
+        return cast(tensor.read(offset, extent), tensor.dtype, wanted)
+
+    return Out(name or tensor.name, tensor.shape, wanted, tensor.boxes(), read)
+
+
+def cast(array: Array, dtype: str, wanted: str) -> Array:
+    """The elements in another precision, rounded to the nearest as torch does. Raises BadCheckpoint for a pair of types
+    that is no pair of floats."""
+    if dtype == wanted:
+        return array
+    if dtype not in FLOATS or wanted not in FLOATS:
+        raise BadCheckpoint(f"{dtype} is not converted to {wanted}")
+    if dtype == "bfloat16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    if wanted != "bfloat16":
+        with np.errstate(over="ignore"):
+            return array.astype(raw_type(wanted))
+    bits = array.astype(np.float32, copy=False).view(np.uint32)
+    rounded = np.empty(bits.shape, np.uint16)
+    flat, into, step = bits.reshape(-1), rounded.reshape(-1), 1 << 20
+    for begin in range(0, flat.size, step):  # no second copy of all of it
+        piece = flat[begin : begin + step]
+        up = piece + (((piece >> 16) & 1) + np.uint32(0x7FFF))
+        nan = (piece & 0x7FFFFFFF) > 0x7F800000
+        into[begin : begin + step] = np.where(nan, np.uint32(0x7FC0), up >> 16)
+    return rounded

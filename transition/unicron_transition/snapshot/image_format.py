@@ -1,0 +1,240 @@
+"""The image: the one format of a rank's training state, in shared memory and in checkpoint files
+(docs/design/memory.md, "An image"). Agents read and write it too, so this file needs no torch.
+
+A file has a page that says what is in it, a head (MessagePack, for the reader of the data), and the data, flat. The
+page is marked torn before the first byte changes and whole after the last, so a writer that is killed leaves nothing
+that looks sound. Digests (xxh3-128) of page, head and data show what memory or a network did to them later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgpack
+import xxhash
+
+from unicron_detector.formats import IMAGE
+from unicron_transition.snapshot.reading import allowance, open_plain, pieces
+from unicron_transition.snapshot.shared_memory import allocate
+
+PAGE = 4096
+ALIGN = 64  # bytes: where a tensor of a state may begin in its data
+STEP = "step"  # in place of an offset: the tensor is nothing but the optimizer's step, which the head has
+SUFFIX = ".image"
+STATE = "state"  # the kind of images that hold a rank's part of the state
+USER = "user"  # ... what a script without a session saved
+SHARD = "shard"  # ... a shard of a distributed optimizer
+UNTRAINED = "untrained"  # ... what of the model its optimizer does not change
+COPIED = (STATE, USER, SHARD, UNTRAINED)  # kinds of which other nodes get copies
+SAME = "replicated"  # the mark of what all ranks have saved alike
+FOLDER = "UNICRON_MEMORY"  # the folder, as the agent tells its ranks
+DIGEST = 16  # bytes
+_MAGIC = b"unicron\x00"
+_TORN, _WHOLE = struct.pack("<I", 0), struct.pack("<I", 1)
+# magic, version, state, length of the key, of the head, where the data begin, their length, digests of head and data
+_FIXED = struct.Struct(f"<8sI4sIIQQ{DIGEST}s{DIGEST}s")
+_STATE = slice(12, 16)  # where the state is in it
+_KEY = _FIXED.size + DIGEST  # where the key begins, behind the digest of all that
+Data = bytes | bytearray | memoryview
+
+
+class BadImage(ValueError):
+    """A file is no image, or not as it was written; one line says why."""
+
+
+def digest(data: Data) -> bytes:
+    """The checksum of bytes in the host's memory. Other threads run meanwhile."""
+    return xxhash.xxh3_128_digest(data)
+
+
+@dataclass(frozen=True)
+class Key:
+    """What an image holds. place: of the rank among the `size` ranks of a replica; shard: of `count`. iteration: the
+    one that comes next. base: the generation that made the state. mark: the same in all images that belong together."""
+
+    kind: str
+    slot: int
+    iteration: int
+    place: int = 0
+    size: int = 1
+    shard: int = 0
+    count: int = 1
+    base: int = 0
+    mark: str = ""
+
+
+class Image:
+    """A new file of shared memory with room for an image, mapped; a file of that name is replaced. The data begin at a
+    page. head_bytes, data_bytes: the most that it can hold.
+
+    Raises OSError where there is no room. The mapping is released with the last reference to :attr:`data`.
+    """
+
+    def __init__(self, path: Path, head_bytes: int, data_bytes: int):
+        self.path = path
+        self.copier: object = None  # what its writer prepared to fill it again
+        self._offset = _data_offset(head_bytes)
+        new, size = path.with_name(f"{path.name}.{os.getpid()}.new"), self._offset + max(1, data_bytes)
+        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            allocate(new, descriptor, size)
+            self._map = mmap.mmap(descriptor, size)
+            os.replace(new, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                new.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+
+    def fits(self, head_bytes: int, data_bytes: int) -> bool:
+        """Whether it has room for so much."""
+        return PAGE + head_bytes <= self._offset and self._offset + data_bytes <= len(self._map)
+
+    @property
+    def data(self) -> memoryview:
+        """All the room for data."""
+        return memoryview(self._map)[self._offset :]
+
+    def mark_torn(self) -> None:
+        """Nobody may use its content from here on."""
+        self._map[_STATE] = _TORN
+
+    def mark_whole(self, key: Key, head: bytes, data_bytes: int) -> bytes:
+        """The data are there: returns their digest. Raises ValueError where the head does not fit."""
+        if not self.fits(len(head), data_bytes):
+            raise ValueError("the image has no room for this")
+        found = digest(self.data[:data_bytes])
+        page = bytearray(_page(key, head, self._offset, data_bytes, found))
+        page[_STATE] = _TORN
+        self._map[: len(page)] = bytes(page)
+        self._map[PAGE : PAGE + len(head)] = head
+        self._map[_STATE] = _WHOLE
+        return found
+
+
+def write_note(path: Path, data: bytes) -> None:
+    """A small file beside the images; a reader finds the old or the new one, whole. Raises OSError."""
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    new.write_bytes(data)
+    new.replace(path)
+
+
+def file_front(key: Key, head: bytes, data_bytes: int, data_digest: bytes) -> bytes:
+    """What stands in front of the data of a whole image, for a file that is written from its beginning to its end."""
+    offset = _data_offset(len(head))
+    page = _page(key, head, offset, data_bytes, data_digest)
+    return page.ljust(PAGE, b"\0") + head.ljust(offset - PAGE, b"\0")
+
+
+def _data_offset(head_bytes: int) -> int:
+    return PAGE + -(-head_bytes // PAGE) * PAGE
+
+
+def _page(key: Key, head: bytes, offset: int, data_bytes: int, data_digest: bytes) -> bytes:
+    about = msgpack.packb(asdict(key))
+    if _KEY + len(about) > PAGE:
+        raise ValueError("the image's key is too long")
+    fixed = _FIXED.pack(
+        _MAGIC, IMAGE.number, _WHOLE, len(about), len(head), offset, data_bytes, digest(head), data_digest
+    )
+    return bytes(fixed + digest(fixed + about) + about)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole image as its first page tells of it. The head and the data are checked by their readers."""
+
+    path: Path
+    key: Key
+    head_bytes: int
+    head_digest: bytes
+    offset: int
+    data_bytes: int
+    digest: bytes  # of the data
+
+    @property
+    def used(self) -> int:
+        """Bytes of the file, as far as it is used."""
+        return self.offset + self.data_bytes
+
+    def head(self) -> bytes:
+        """The head, as it was written. Raises BadImage, OSError."""
+        with open_plain(self.path) as file:
+            if os.fstat(file.fileno()).st_size < self.used or self.head_bytes > allowance(file):
+                raise BadImage(f"{self.path}: cut off")
+            head = b"".join(pieces(file, self.path, PAGE, self.head_bytes))
+        if digest(head) != self.head_digest:
+            raise BadImage(f"{self.path}: its head does not match its checksum")
+        return head
+
+    def read(self) -> tuple[bytes, memoryview]:
+        """(head, data) of an image in memory; the data are a private mapping of the file and are not checked yet
+        (:meth:`check`): what is written into them changes no image. Raises BadImage, OSError."""
+        head = self.head()
+        with open_plain(self.path) as file:
+            mapped = memoryview(mmap.mmap(file.fileno(), self.used, access=mmap.ACCESS_COPY))
+        return head, mapped[self.offset : self.offset + self.data_bytes]
+
+    def check(self, data: Data) -> None:
+        """Raises BadImage where these are not the data that were written."""
+        if digest(data) != self.digest:
+            raise BadImage(f"{self.path}: its data do not match their checksum")
+
+    def check_file(self) -> None:
+        """Reads the data from the file and checks them likewise. Raises BadImage, OSError."""
+        total = xxhash.xxh3_128()
+        with open_plain(self.path) as file:
+            for piece in pieces(file, self.path, self.offset, self.data_bytes):
+                total.update(piece)
+        if total.digest() != self.digest:
+            raise BadImage(f"{self.path}: its data do not match their checksum")
+
+
+def read_page(path: Path) -> Found:
+    """The first page of an image file. Raises BadImage for a torn image and for another kind of file, OSError."""
+    with open_plain(path) as file:
+        page = file.read(PAGE)
+    if len(page) < _KEY:
+        raise BadImage(f"{path}: too short")
+    magic, version, state, key_bytes, *rest = _FIXED.unpack_from(page)
+    if magic != _MAGIC:
+        raise BadImage(f"{path}: not an image of this release")
+    if refusal := IMAGE.refusal(version):
+        raise BadImage(f"{path}: not an image of this release: {refusal}")
+    if state != _WHOLE:
+        raise BadImage(f"{path}: torn, its writer ended in the middle")
+    about = page[_KEY : _KEY + key_bytes]
+    if digest(page[: _FIXED.size] + about) != page[_FIXED.size : _KEY]:
+        raise BadImage(f"{path}: its first page does not match its checksum")
+    try:
+        key = Key(**msgpack.unpackb(about))
+    except (TypeError, ValueError) as error:
+        raise BadImage(f"{path}: not an image of this release ({error})") from None
+    head_bytes, offset, data_bytes, head_digest, data_digest = rest
+    return Found(path, key, head_bytes, head_digest, offset, data_bytes, data_digest)
+
+
+def memory_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the agent wants a rank's images; None where there is no memory that outlives this process."""
+    name = environment.get(FOLDER)
+    return Path(name) if name else None
+
+
+def inventory(folder: Path, on_bad: Callable[[BadImage], None] = lambda error: None) -> Iterator[Found]:
+    """All whole images in a folder. on_bad: called for each file that is torn or no image, which is passed over."""
+    with contextlib.suppress(OSError):  # there is no such folder, or not any more
+        for path in sorted(folder.iterdir()):
+            if path.name.endswith(SUFFIX):
+                try:
+                    yield read_page(path)
+                except BadImage as error:
+                    on_bad(error)
+                except OSError:
+                    pass  # it is gone

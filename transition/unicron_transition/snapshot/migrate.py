@@ -1,0 +1,346 @@
+"""State migration: a newcomer gets the training state from a data-parallel replica's memory, the nearest place
+(docs/design/micro-batch-reuse.md).
+
+One rank sends, the newcomers receive, and all members compare their checksums with the sender's. What arrived corrupted
+is never trained with: it is sent again, by another member where there is one. A member that had silently diverged from
+most others ends; the others go on. The header is MessagePack; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from unicron_detector.chaos.inject import injector
+from unicron_detector.processes.rank_messages import Fault
+from unicron_transition.iteration.deferred_changes import scalers
+from unicron_transition.snapshot.model_facts import model_facts
+from unicron_transition.snapshot.tensor_transfer import (
+    as_tensor,
+    broadcast,
+    broadcast_bytes,
+    checksum,
+    gather,
+    raw_bytes,
+)
+
+TRIES = 4  # transfers, by different members as long as there are any, before a newcomer gives up
+Settings = dict[str, Any]  # plain values by name: of a group of parameters, a schedule or a gradient scaler
+HOW = {"foreach", "fused", "capturable", "differentiable"}  # settings of how a step is computed here
+TOGETHER = 1 << 22  # bytes of small tensors that are sent as one: each broadcast is a wait for all members
+
+
+class StateMismatch(RuntimeError):
+    """The members do not hold the same training state after a transfer."""
+
+
+class CorruptTransfer(RuntimeError):
+    """The training state did not reach this newcomer sound."""
+
+
+class TrainingState:
+    """What one rank must hold to go on: parameters, optimizer state, learning-rate schedule, loss scale, the seed of
+    the random numbers, iteration. The state of a distributed optimizer is another one in each rank, and no part of it
+    (:mod:`unicron_transition.sharded.sharded_state`)."""
+
+    def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, seed: int = 0):
+        self.model, self.optimizer, self.scheduler, self.seed = list(model), optimizer, scheduler, seed
+        self.loss: float | None = None  # of the last finished iteration
+        self.sharded = any(
+            chunk.ddp_config.use_distributed_optimizer for chunk in model if hasattr(chunk, "ddp_config")
+        )
+
+    @functools.cached_property
+    def facts(self) -> Settings:
+        """What an exporter needs to know of the model."""
+        return model_facts(self.model)
+
+    def _inner_optimizers(self) -> list[Any]:
+        outer = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [getattr(optimizer, "optimizer", optimizer) for optimizer in outer]
+
+    def _groups(self) -> Iterator[tuple[Any, Settings]]:
+        for inner in self._inner_optimizers():
+            for group in inner.param_groups:
+                yield inner, group
+
+    def _plain_groups(self) -> list[Settings]:
+        return plain(group for _, group in self._groups())
+
+    def schedule(self) -> Settings | None:
+        """The state of the learning-rate schedule."""
+        return self.scheduler.state_dict() if self.scheduler is not None else None
+
+    def adopt_schedule(self, saved: Settings | None) -> None:
+        """Take up such a state."""
+        if self.scheduler is not None:
+            if hasattr(self.scheduler, "num_steps"):
+                self.scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
+            self.scheduler.load_state_dict(saved)
+
+    def scales(self) -> list[Settings]:
+        """For fp16, each gradient scaler's scale, and how many steps went well or were skipped since it changed."""
+        return [as_plain(scaler.state_dict()) for scaler in scalers(self.optimizer)]
+
+    def adopt_scales(self, saved: Sequence[Settings]) -> None:
+        """Take up such a state. Raises StateMismatch for one of other scalers."""
+        mine = scalers(self.optimizer)
+        if [set(scaler.state_dict()) for scaler in mine] != [set(each) for each in saved]:
+            raise StateMismatch(
+                "the peer's optimizer has another kind of loss scale: start the same script on all nodes"
+            )
+        for scaler, values in zip(mine, saved, strict=True):
+            before = scaler.state_dict()
+            scaler.load_state_dict({key: as_before(before[key], value) for key, value in values.items()})
+
+    def adopt_progress(self, groups: Sequence[Settings], schedule: Settings | None, scales: Sequence[Settings]) -> None:
+        """Take up what a file has of the groups' settings (with Megatron's schedule, which sets the others by itself,
+        their step counts only), of the schedule and of the gradient scalers."""
+        own = hasattr(self.scheduler, "num_steps")
+        for number, group in enumerate(self.optimizer.param_groups):
+            saved = groups[min(number, len(groups) - 1)] if groups else {}
+            taken = (saved.keys() & group.keys()) - HOW if not own else saved.keys() & group.keys() & {"step"}
+            group.update({key: as_before(group[key], saved[key]) for key in taken})
+        if self.scheduler is not None and schedule is not None:
+            if own:  # Megatron's: how far it is; the rest is what the script says today
+                self.scheduler.num_steps = 0
+                self.scheduler.step(increment=int(schedule["num_steps"]))
+            else:
+                self.scheduler.load_state_dict(schedule)
+        with contextlib.suppress(StateMismatch):  # written in another precision: this one's scale begins anew
+            self.adopt_scales(scales)
+
+    def header(self, iteration: int) -> bytes:
+        """Everything that is not a big tensor, and the layout of the tensors that follow."""
+        layout = [
+            [] if self.sharded else [self._layout(inner.state.get(parameter, {})) for parameter in group["params"]]
+            for inner, group in self._groups()
+        ]
+        packed: bytes = msgpack.packb(
+            {
+                "iteration": iteration,
+                "groups": self._plain_groups(),
+                "layout": layout,
+                "scheduler": self.schedule(),
+                "scales": self.scales(),
+                "seed": self.seed,
+                "loss": self.loss,
+            }
+        )
+        return packed
+
+    def settings(self) -> torch.Tensor:
+        """Checksum of what is no tensor and must be the same everywhere: learning rates, schedule, loss scale. Shape
+        (2,)."""
+        groups = [sorted(group.items()) for group in self._plain_groups()]
+        return checksum(as_tensor(msgpack.packb([groups, self.schedule(), self.scales()])))
+
+    @staticmethod
+    def _layout(state: Settings) -> Settings:
+        """Key -> [dtype, shape, device type] for tensors, or the plain value."""
+        return {
+            key: [str(value.dtype), list(value.shape), value.device.type] if isinstance(value, torch.Tensor) else value
+            for key, value in sorted(state.items())
+        }
+
+    def adopt(self, header: bytes) -> int:
+        """Apply a peer's header and make room for its tensors; returns the iteration to go on with. Raises
+        StateMismatch."""
+        data = msgpack.unpackb(header, strict_map_key=False)
+        mine = list(self._groups())
+        if len(mine) != len(data["groups"]):
+            raise StateMismatch(
+                f"the peer's optimizer has {len(data['groups'])} parameter groups, this one {len(mine)}: start "
+                "the same script on all nodes"
+            )
+        for (inner, group), values, layouts in zip(mine, data["groups"], data["layout"], strict=True):
+            group.update({key: as_before(group.get(key), value) for key, value in values.items()})
+            for parameter, layout in zip([] if self.sharded else group["params"], layouts, strict=True):
+                inner.state[parameter] = {key: _room(value, parameter) for key, value in layout.items()}
+        self.adopt_schedule(data["scheduler"])
+        self.adopt_scales(data.get("scales", self.scales()))
+        self.seed, self.loss = int(data.get("seed", self.seed)), data.get("loss")
+        return int(data["iteration"])
+
+    def trained(self) -> Iterator[torch.Tensor]:
+        """The model's parameters that the optimizer changes."""
+        for chunk in self.model:
+            yield from (each for each in chunk.module.parameters() if each.requires_grad and each.numel())
+
+    def model_tensors(self) -> Iterator[torch.Tensor]:
+        """Parameters and buffers."""
+        for chunk in self.model:
+            yield from (*chunk.module.parameters(), *chunk.module.buffers())
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors of the state in a fixed order: model, main parameters where they differ, optimizer state."""
+        seen = set()
+        for tensor in self.model_tensors():
+            seen.add(tensor.data_ptr())
+            yield tensor.data
+        for inner, group in () if self.sharded else self._groups():
+            for parameter in group["params"]:
+                if parameter.data_ptr() not in seen:
+                    yield parameter.data
+                state = inner.state.get(parameter, {})
+                yield from (state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor))
+
+
+def plain(groups: Iterable[Settings]) -> list[Settings]:
+    """An optimizer's parameter groups without the parameters."""
+    return [as_plain({key: value for key, value in group.items() if key != "params"}) for group in groups]
+
+
+def as_plain(value: Any) -> Any:
+    """A setting without tensors, for MessagePack."""
+    if isinstance(value, dict):
+        return {key: as_plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(each) for each in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def as_before(before: Any, value: Any) -> Any:
+    """A value of a header as it is held here: MessagePack knows neither tuples nor tensors, nor counters."""
+    if isinstance(before, torch.Tensor):
+        return torch.tensor(value, dtype=before.dtype, device=before.device)
+    if isinstance(before, list) and len(before) == len(value):
+        return [as_before(*pair) for pair in zip(before, value, strict=True)]
+    if isinstance(before, tuple):
+        return tuple(as_before(list(before), value))
+    if isinstance(before, int) and isinstance(value, float) and value.is_integer():
+        return type(before)(value)
+    return Counter(value) if isinstance(before, Counter) else value
+
+
+def can_be_told(value: Any) -> bool:
+    """Whether the value could stand in a header."""
+    try:
+        msgpack.packb(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _room(value: Any, parameter: torch.Tensor) -> Any:
+    if not (isinstance(value, list) and len(value) == 3 and str(value[0]).startswith("torch.")):
+        return value
+    dtype, shape, device = value
+    return torch.empty(
+        shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=parameter.device if device != "cpu" else "cpu"
+    )
+
+
+def transfer(
+    state: TrainingState,
+    iteration: int,
+    source: int,
+    newcomer: bool,
+    device: torch.device,
+    holders: Sequence[int] = (),
+    group: Any = None,
+    note: Callable[[int, int, int], None] = lambda sender, parts, following: None,
+    moved: Callable[[int], None] = lambda size: None,
+    lost: Callable[[], bool] = lambda: False,
+    made: Callable[[torch.Tensor], bool] = lambda tensor: False,
+) -> int:
+    """Collective over `group` (the world): its rank `source` sends, newcomers receive; returns the iteration to go on
+    with.
+
+    holders: the ranks that hold the state already. note(sender, parts, following): called in a newcomer that was
+    sent so many wrong parts, before another member sends. moved(size): called after so many more bytes. lost(): the
+    generation is over. made(tensor): newcomers should have it by now, so that it is compared, and sent only if it
+    differs. Raises :class:`StateMismatch` in a member that differs from most, :class:`CorruptTransfer`
+    in a newcomer that could not be given the state, RuntimeError when a peer is lost meanwhile.
+    """
+    me, order = dist.get_rank(group), [source, *(rank for rank in holders if rank != source)]
+    for attempt in range(TRIES):
+        sender = order[attempt % len(order)]
+        receiving = me not in order
+        there = made if attempt == 0 else _nothing
+        found, wrong = _send_once(state, iteration, sender, receiving and newcomer, device, group, moved, there)
+        differing = gather(wrong, device, group)
+        if lost():  # an aborted NCCL collective leaves garbage and raises nothing
+            raise RuntimeError("the generation ended while the training state was transferred")
+        bad = [rank for rank in order if differing[rank]]
+        trusted = 2 * (len(order) - len(bad)) > len(order)  # most members hold what was sent
+        if trusted and me in bad:
+            raise StateMismatch(
+                f"training state (checkpoint) corrupt here: checksum mismatch with most in {wrong} parts"
+            )
+        if trusted and not any(differing):
+            return found if receiving else iteration
+        following = order[(attempt + 1) % len(order)]
+        if differing[me] and receiving and attempt + 1 < TRIES:
+            note(sender, wrong, following)
+        if trusted and all(rank in bad for rank, count in enumerate(differing) if count):
+            return found if receiving else iteration  # those who differ end by themselves, which breaks the generation
+    if not trusted:
+        raise StateMismatch("the members differ in their training state, and no state is that of most")
+    if differing[me]:
+        raise CorruptTransfer(f"training state (checkpoint of rank {sender}) corrupt: checksum mismatch {TRIES} times")
+    return found if receiving else iteration
+
+
+def _nothing(tensor: torch.Tensor) -> bool:
+    return False
+
+
+def corrupt_transfer(members: Sequence[int], sender: int, parts: int, following: int) -> Fault:
+    """The fault that :func:`transfer` notes, for the rank's status; `members` are the slots of its ranks."""
+    text = f"training state (checkpoint of slot {members[sender]}) corrupt: checksum mismatch in {parts} parts"
+    text += f"; taken again from slot {members[following]}"
+    return Fault(CorruptTransfer.__name__, text, time.time())
+
+
+def _send_once(
+    state: TrainingState,
+    iteration: int,
+    source: int,
+    receiving: bool,
+    device: torch.device,
+    group: Any,
+    moved: Callable[[int], None],
+    made: Callable[[torch.Tensor], bool],
+) -> tuple[int, int]:
+    """One transfer; returns the sender's iteration, and in how many parts this rank differs from what was sent."""
+    am_source = dist.get_rank(group) == source
+    spoil = am_source and injector.spoils_transfer()
+    header, sound = broadcast_bytes(state.header(iteration) if am_source else None, source, device, group)
+    if any(gather(int(receiving and not sound), device, group)):  # nobody knows the tensors that would follow
+        return iteration, int(receiving and not sound)
+    if receiving:
+        iteration = state.adopt(header)
+    sums = [state.settings()]
+    for part in _parts(state.tensors(), made):
+        if not made(part[0]):
+            broadcast(part, source, device, group, receiving, moved, spoil)
+        flat = [raw_bytes(tensor).to(device) for tensor in part]
+        sums.append(checksum(flat[0] if len(flat) == 1 else torch.cat(flat)))
+    mine = torch.stack(sums)
+    sent, sound = broadcast_bytes(mine.numpy().tobytes() if am_source else None, source, device, group)
+    if not sound or len(sent) != mine.numel() * mine.element_size():
+        return iteration, int(receiving)
+    theirs = torch.frombuffer(bytearray(sent), dtype=torch.int64).reshape(mine.shape)
+    return iteration, int((mine != theirs).any(dim=1).sum())
+
+
+def _parts(tensors: Iterable[torch.Tensor], made: Callable[[torch.Tensor], bool]) -> Iterator[list[torch.Tensor]]:
+    """The tensors in their order, small ones together; the same in all members."""
+    part, size = list[torch.Tensor](), 0
+    for tensor in tensors:
+        if part and (size + tensor.nbytes > TOGETHER or made(tensor) != made(part[0])):
+            yield part
+            part, size = [], 0
+        part.append(tensor)
+        size += tensor.nbytes
+    if part:
+        yield part

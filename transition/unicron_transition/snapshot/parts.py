@@ -1,0 +1,341 @@
+"""What a rank holds of the whole model and of its optimizer's state: by the name of each whole tensor, and where in it.
+
+Megatron's `sharded_state_dict` says both for each parameter (tensor ranks have a slice, pipeline stages have some of
+the layers, which are stacked under one name); the distributed optimizer gives each data-parallel rank a range of it. So
+ranks of any other layout find what they need in the parts that these have written
+(`unicron_transition/snapshot/checkpoint.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from unicron_transition.seams import elastic_buckets
+from unicron_transition.snapshot.formats.index import box_of, overlap, tiles
+
+PARAMETER = "parameter"
+
+
+class Box(NamedTuple):
+    """A block of a whole tensor: its name and shape, the block's offset and extent in it."""
+
+    name: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.extent)
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where it is in the whole tensor: offset and extent."""
+        return self.offset, self.extent
+
+
+@dataclass
+class Part:
+    """Elements [begin, end) of a box, in row-major order: the parameter's, and those of its optimizer state by key.
+
+    parameter: the model's own tensor, in which they begin at element `first`. tensors: key -> flat tensor of that many
+    elements; others: key -> whatever else the optimizer keeps for the parameter, a step count for example. duplicate:
+    another rank of the same replica holds the same, as the first stage does of a tied embedding. stepped: the optimizer
+    changes it.
+    """
+
+    box: Box
+    begin: int
+    end: int
+    parameter: Any
+    first: int
+    tensors: dict[str, torch.Tensor]
+    others: dict[str, Any] = field(default_factory=dict)
+    duplicate: bool = False
+    stepped: bool = True
+
+
+class Missing(ValueError):
+    """Some elements are in none of the given parts."""
+
+
+# ------------------------------------------------------------ what there is in this rank
+@dataclass
+class _Held:
+    """One parameter as the optimizer of this rank has it: elements [begin, end) of it."""
+
+    main: torch.Tensor
+    begin: int
+    end: int
+    owner: Any  # torch's optimizer, None for what is not trained
+
+
+def parts(model: Sequence[Any], optimizer: Any) -> Iterator[Part]:
+    """The parts that this rank holds, in a fixed order. Their tensors are views where they can be.
+
+    What the optimizer has as a main parameter is given by that alone, the others are whole. Raises Missing for a
+    parameter whose place in the model is not known.
+    """
+    held = _held(optimizer)
+    for parameter, boxes, duplicate in places(model):
+        own = held.get(id(parameter), _Held(parameter.detach(), 0, parameter.numel(), None))
+        if own.owner is None and parameter.requires_grad and is_sharded(optimizer):
+            continue  # other ranks have it
+        state = own.owner.state.get(own.main, {}) if own.owner is not None else {}
+        tensors = {PARAMETER: own.main.detach().reshape(-1)}
+        tensors |= {key: value.reshape(-1) for key, value in sorted(state.items()) if _is_like(value, own.main)}
+        others = {key: value for key, value in state.items() if not _is_like(value, own.main)}
+        first = 0
+        for box in boxes:
+            begin, end = max(own.begin, first), min(own.end, first + box.numel)
+            if begin < end:
+                cut = slice(begin - own.begin, end - own.begin)
+                mine = {key: tensor[cut] for key, tensor in tensors.items()}
+                yield Part(
+                    box, begin - first, end - first, parameter, begin, mine, others, duplicate, own.owner is not None
+                )
+            first += box.numel
+
+
+def _is_like(value: Any, main: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == main.shape
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def is_sharded(optimizer: Any) -> bool:
+    """Whether data-parallel ranks have different parts of its state."""
+    return any(hasattr(each, "model_param_gbuf_map") for each in _optimizers(optimizer))
+
+
+def _held(optimizer: Any) -> dict[int, _Held]:
+    """id of the model's parameter -> what the optimizer has of it."""
+    found: dict[int, _Held] = {}
+    for each in _optimizers(optimizer):
+        inner = getattr(each, "optimizer", each)
+        for parameter, main, begin, end in _mains(each, inner):
+            found[id(parameter)] = _Held(main, begin, end, inner)
+    return found
+
+
+def _mains(optimizer: Any, inner: Any) -> Iterator[tuple[Any, torch.Tensor, int, int]]:
+    """(the model's parameter, the tensor that the optimizer steps, its range in the parameter)."""
+    if hasattr(optimizer, "model_param_gbuf_map"):
+        for models, mains in (
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+        ):
+            for parameter, main in _pairs(models, mains):
+                yield parameter, main, *elastic_buckets.own_range(optimizer, parameter)
+    elif hasattr(optimizer, "float16_groups"):
+        for parameter, main in _pairs(optimizer.float16_groups, optimizer.fp32_from_float16_groups):
+            yield parameter, main, 0, main.numel()
+        for parameter in itertools.chain.from_iterable(optimizer.fp32_from_fp32_groups):
+            yield parameter, parameter, 0, parameter.numel()
+    else:
+        for parameter in itertools.chain.from_iterable(group["params"] for group in inner.param_groups):
+            yield parameter, parameter, 0, parameter.numel()
+
+
+def _pairs(one: Iterable[Sequence[Any]], other: Iterable[Sequence[Any]]) -> Iterator[tuple[Any, Any]]:
+    for first, second in zip(one, other, strict=True):
+        yield from zip(first, second, strict=True)
+
+
+def places(model: Sequence[Any]) -> Iterator[tuple[torch.Tensor, list[Box], bool]]:
+    """(parameter or persistent buffer, its boxes one after another, whether another rank of the replica has it too)."""
+    for number, chunk in enumerate(model):
+        module = getattr(chunk, "module", chunk)
+        if hasattr(module, "sharded_state_dict"):
+            yield from _megatron_places(module)
+        else:
+            seen: set[int] = set()  # a tied parameter has several names
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    shape = tuple(tensor.shape)
+                    yield tensor, [Box(f"{number}.{name}", shape, (0,) * len(shape), shape)], False
+
+
+def plain_names(model: Sequence[Any]) -> dict[str, str]:
+    """Every name of a plain module's tensors -> the name of the tensor's box; empty for Megatron's."""
+    found = {}
+    for number, chunk in enumerate(model):
+        module = getattr(chunk, "module", chunk)
+        if hasattr(module, "sharded_state_dict"):
+            return {}
+        first: dict[int, str] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            full = f"{number}.{name}"
+            found[full] = first.setdefault(id(tensor), full)
+    return found
+
+
+def _megatron_places(module: Any) -> Iterator[tuple[torch.Tensor, list[Box], bool]]:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+    further = getattr(getattr(module, "config", None), "mtp_num_layers", None)  # which does not look for it itself
+    metadata = {"metadata": ensure_metadata_has_dp_cp_group(None)} if further else {}
+    for sharded in module.sharded_state_dict(**metadata).values():
+        if isinstance(sharded, ShardedTensorFactory):
+            pieces = [piece for piece in nested_values(sharded.build()) if isinstance(piece, ShardedTensor)]
+            pieces.sort(key=lambda piece: int(piece.data.data_ptr()))
+            if sum(piece.data.numel() for piece in pieces) != sharded.data.numel():
+                raise Missing(f"{sharded.key}: its pieces are not the whole of it")
+            yield sharded.data, [_box(piece) for piece in pieces], _is_duplicate(sharded.replica_id)
+        elif isinstance(sharded, ShardedTensor):
+            yield sharded.data, [_box(sharded)], _is_duplicate(sharded.replica_id)
+
+
+def _box(sharded: Any) -> Box:
+    extent = (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)
+    return Box(sharded.key, tuple(sharded.global_shape), tuple(sharded.global_offset), extent)
+
+
+def _is_duplicate(replica_id: Any) -> bool:
+    """Whether another rank of the replica has the same: the last of Megatron's (pipeline, tensor, data) ids is that of
+    the data-parallel replica."""
+    return any(replica_id[:-1]) if isinstance(replica_id, tuple | list) else bool(replica_id)
+
+
+# ------------------------------------------------------------ putting parts together
+class Source(NamedTuple):
+    """A part that somewhere can be read: its box and range, and what `read(key)` gives, flat."""
+
+    box: Box
+    begin: int
+    end: int
+    read: Callable[[str], torch.Tensor]
+
+    @classmethod
+    def of(cls, box: Box, begin: int, end: int, flat: torch.Tensor) -> Source:
+        """One that is in memory, of a single kind."""
+        return cls(box, begin, end, lambda key: flat)
+
+
+class Saved(NamedTuple):
+    """The keys of a block's optimizer state, and what else is in that."""
+
+    box: Box
+    keys: Sequence[str]
+    others: Mapping[str, Any]
+
+
+def assemble(box: Box, key: str, sources: Sequence[Source]) -> torch.Tensor:
+    """The block `box` of one kind (`key`), put together from parts of any layout. Shape: the box's extent.
+
+    Raises :class:`Missing` where they do not cover it.
+    """
+    blocks: dict[Box, list[Source]] = {}
+    for source in sources:
+        if source.box.whole != box.whole:
+            raise Missing(f"{box.name} is {list(source.box.whole)} there and {list(box.whole)} here")
+        if overlap(box.place, source.box.place) is not None:
+            blocks.setdefault(source.box, []).append(source)
+    if box in blocks:  # nothing but this very block is needed
+        blocks = {box: blocks[box]}
+    places = {block: overlap(box.place, block.place) or ((), ()) for block in blocks}
+    if not places or not tiles(box.extent, [box_of(into) for into, _ in places.values()]):
+        raise Missing(f"{box.name}: some of {box.numel} elements are not there, or there twice")
+    found: torch.Tensor | None = None
+    for block, pieces in blocks.items():
+        whole = _joined(block, key, pieces)
+        if block == box:
+            return whole.view(box.extent)
+        if found is None:
+            found = torch.empty(box.extent, dtype=whole.dtype)
+        into, out_of = places[block]
+        found[into].copy_(whole.view(block.extent)[out_of])
+    assert found is not None
+    return found
+
+
+def _joined(box: Box, key: str, pieces: Sequence[Source]) -> torch.Tensor:
+    """All elements of `box`, flat, from ranges of it."""
+    ranges = sorted(pieces, key=lambda piece: (piece.begin, -piece.end))
+    if ranges[0].begin == 0 and ranges[0].end == box.numel:
+        return ranges[0].read(key)
+    tensors, reached = [], 0
+    for piece in ranges:
+        if piece.begin > reached:
+            break
+        if piece.end > reached:
+            tensors.append(piece.read(key)[reached - piece.begin :])
+            reached = piece.end
+    if reached != box.numel:
+        raise Missing(f"{box.name}: elements from {reached} on are not there")
+    return torch.cat(tensors)
+
+
+class Blocks(Protocol):
+    """What a model's tensors are restored from."""
+
+    def read(self, box: Box, key: str) -> torch.Tensor:
+        """The block of one kind. Shape: the box's extent. Raises :class:`Missing`."""
+
+    def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
+        """The keys of what torch's optimizer `owner` had for this very block, and what else is in that."""
+
+
+class Assembled:
+    """The blocks of parts that were written in any layout. sources, saved: by tensor name."""
+
+    def __init__(self, sources: Mapping[str, Sequence[Source]], saved: Mapping[str, Sequence[Saved]]):
+        self._sources, self._saved = sources, saved
+
+    def read(self, box: Box, key: str) -> torch.Tensor:
+        if box.name not in self._sources:
+            raise Missing(f"{box.name} is not there")
+        return assemble(box, key, self._sources[box.name])
+
+    def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
+        """This block's: layers that are blocks of one tensor need not all be trained."""
+        saved = self._saved.get(box.name, ())
+        return next(((each.keys, each.others) for each in saved if overlap(box.place, each.box.place)), ((), {}))
+
+
+@torch.no_grad()
+def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
+    """Put what `blocks` have into this rank's model and optimizer. Raises :class:`Missing`; then part of the state may
+    be the old one."""
+    held = _held(optimizer)
+    for parameter, boxes, _ in places(model):
+        own = held.get(id(parameter))
+        keys, others = blocks.state(boxes[0], own.owner if own is not None else None)
+        values = {
+            key: torch.cat([blocks.read(box, key).reshape(-1) for box in boxes])
+            for key in (PARAMETER, *(keys if own is not None else ()))
+        }
+        parameter.detach().view(-1).copy_(values[PARAMETER])
+        if own is not None:
+            _restore_state(own, values, keys, others)
+
+
+def _restore_state(
+    own: _Held, values: Mapping[str, torch.Tensor], keys: Iterable[str], others: Mapping[str, Any]
+) -> None:
+    cut = slice(own.begin, own.end)
+    own.main.detach().view(-1).copy_(values[PARAMETER][cut])
+    state: dict[str, Any] = {
+        key: values[key][cut].to(own.main.device, copy=True).view(own.main.shape) for key in sorted(keys)
+    }
+    for key, value in others.items():
+        state[key] = value.to(_device(own, key), copy=True) if isinstance(value, torch.Tensor) else value
+    if state:
+        own.owner.state[own.main] = state
+
+
+def _device(own: _Held, key: str) -> torch.device | str:
+    """Where torch has what an optimizer keeps for a parameter: step counts on the CPU, mostly."""
+    on_device = any(group.get("fused") or group.get("capturable") for group in own.owner.param_groups)
+    return "cpu" if key == "step" and not on_device else own.main.device

@@ -1,0 +1,214 @@
+"""What a script without a session keeps in its agent's memory across restarts (restart mode): two lines in the script.
+
+    saved = unicron.memory.load()                                # None, or .state and .iteration
+    unicron.memory.save({"model": model.state_dict(), ...}, iteration)
+
+Plain values and tensors are written as they are; nothing is pickled. Without an agent nothing is kept.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from unicron_transition.iteration.rank_log import warn
+from unicron_transition.snapshot import contents
+from unicron_transition.snapshot.common import World, choices
+from unicron_transition.snapshot.cuts import CUT_PREFIX, Cuts, read_cut_note
+from unicron_transition.snapshot.image_format import SAME, USER, Image, Key, inventory
+from unicron_transition.snapshot.image_ring import ImageRing, ring_paths
+from unicron_transition.snapshot.worker import Worker
+
+_TENSOR, _TUPLE = 1, 2  # MessagePack's codes for what it does not know
+
+
+class Saved(NamedTuple):
+    """What :func:`save` was given. Tensors are in the host's memory."""
+
+    state: Any
+    iteration: int
+
+
+def save(state: Any, iteration: int, replicated: bool = False) -> None:
+    """Keep `state` (nested dictionaries, lists and tuples of tensors and plain values), with which `iteration` comes
+    next; when this returns it may change. The last two stay. Where the ranks wait for each other between two calls, as
+    training does, all have one of these whole at any moment.
+
+    replicated: all ranks give the same, as in data-parallel training; then one rank of each node writes it, and a world
+    of any size can go on from it. Raises TypeError for a value of another kind, and for an iteration that is no whole
+    number from 0. Where there is no room it is said once, and nothing is kept.
+    """
+    if not isinstance(iteration, int) or iteration < 0:
+        raise TypeError(f"iteration={iteration!r}: give the number of the iteration that comes next, 0 or more")
+    world = World.here()
+    if world is not None and (world.local == 0 or not replicated) and (keeper := _keeper(world)) is not None:
+        keeper.save(state, iteration, replicated)
+
+
+def load() -> Saved | None:
+    """The newest state that the ranks of the present world have in common, or None. All ranks call it, after
+    `torch.distributed.init_process_group`, and get the same iteration; also those whose node has no memory.
+
+    What was saved `replicated` is in common if one rank has it: the others get it from that. Of the rest each rank gets
+    what the rank of its number has saved, from whichever node's memory has it, in a world of the same size. Raises
+    RuntimeError where the ranks cannot talk to each other yet.
+    """
+    world = World.here()
+    if world is None:
+        return None
+    if world.size > 1 and not dist.is_initialized():
+        raise RuntimeError("call torch.distributed.init_process_group before unicron.memory.load()")
+    there = world.everything()
+    for choice in choices(there, world.size):
+        images = [each for each in there if each.choice == choice]
+        if (content := world.fetch(images)) is not None:
+            if (keeper := _keeper(world)) is not None:
+                keeper.needed = choice.iteration
+            return Saved(_unpacked(*content), choice.iteration)
+    return None
+
+
+# ------------------------------------------------------------ writing
+class _Keeper:
+    """Keeps what one process saves. folder: its node's memory."""
+
+    def __init__(self, world: World, folder: Path):
+        self.world, self._folder = world, folder
+        self._ring, self._cuts = ImageRing(ring_paths(folder, USER, world.rank)), Cuts(folder, world.rank)
+        self.needed = -1  # the iteration that it began with: not overwritten before another one is whole
+        self._before = -1  # the iteration that was saved before the last one
+        self._warned = False
+        self._worker = Worker("unicron-memory")
+        atexit.register(self._worker.close)  # the last image becomes whole
+        self._whole: Future[None] | None = None
+
+    def save(self, state: Any, iteration: int, replicated: bool) -> None:
+        tensors: list[torch.Tensor] = []
+        packed = _packed(state, tensors)
+        offsets, size = contents.laid(tensors)
+        kinds = [_kind(*each) for each in zip(tensors, offsets, strict=True)]
+        head = msgpack.packb({"state": packed, "tensors": kinds})
+        world = self.world
+        base = int(os.environ.get("UNICRON_GENERATION", "0"))
+        key = Key(USER, world.rank, iteration, world.rank, world.size, base=base, mark=SAME if replicated else "")
+        try:
+            if self._whole is not None:
+                self._whole.exception()
+            ring, image = self._reserve(iteration, base, len(head), size)
+            contents.fill([tensor.reshape(-1) for tensor in tensors], offsets, contents.raw(image.data[:size]))
+            self._whole = self._finish_beside(lambda: self._finish(ring, image, key, head, size), replicated)
+        except OSError as error:
+            self._whole = None
+            if not self._warned:
+                warn(f"the state is not kept in memory, the training goes on: {error}")
+            self._warned = True
+
+    def _finish_beside(self, finish: Callable[[], None], replicated: bool) -> Future[None] | None:
+        """Make the image whole: what is replicated in a thread, beside the training. Of parts all ranks are to have the
+        same one, so each is whole before others write over their older one."""
+        if replicated:
+            with contextlib.suppress(RuntimeError):  # no thread is to be had
+                return self._worker.submit(finish)
+        finish()
+        return None
+
+    def _reserve(self, iteration: int, base: int, head_bytes: int, data_bytes: int) -> tuple[ImageRing, Image]:
+        """An image of the ring; or one for a cut, if this is one and there is room for it."""
+        self._cuts.wanted = wanted = read_cut_note(self._folder)
+        if 0 <= wanted.at <= iteration and self._newest_cut(base) < wanted.at:
+            with contextlib.suppress(OSError):
+                return self._cuts.reserve(USER, head_bytes, data_bytes)
+        return self._ring, self._ring.reserve(head_bytes, data_bytes, self.needed)
+
+    def _newest_cut(self, base: int) -> int:
+        """The newest that this rank has kept for a cut, in this world: an earlier one may have been further."""
+        mine = (found.key for found in inventory(self._folder) if found.path in self._cuts.paths(USER))
+        return max((key.iteration for key in mine if key.base == base), default=-1)
+
+    def _finish(self, ring: ImageRing, image: Image, key: Key, head: bytes, size: int) -> None:
+        ring.finish(image, key, head, size)
+        self.needed, self._warned = -1, False
+        if self.world.local == 0:
+            self._remove_older(self._before)
+        self._before = key.iteration
+
+    def _remove_older(self, iteration: int) -> None:
+        """What ranks have left that ran in this node in an earlier world goes where it is older than what this world
+        has, and so do their cuts where a newer one is in enough nodes."""
+        good, first = read_cut_note(self._folder).good, self.world.node
+        for found in inventory(self._folder):
+            here = first <= found.key.slot < first + self.world.per_node
+            own, cut = found.path.name.startswith(f"{USER}-"), found.path.name.startswith(f"{CUT_PREFIX}{USER}-")
+            if not here and ((own and found.key.iteration < iteration) or (cut and found.key.iteration < good)):
+                found.path.unlink(missing_ok=True)
+
+
+_kept: _Keeper | None = None
+
+
+def _keeper(world: World) -> _Keeper | None:
+    """The keeper of this process; None where the node has no memory."""
+    global _kept
+    if world.folder is None:
+        return None
+    if _kept is None or _kept.world != world:
+        _kept = _Keeper(world, world.folder)
+    return _kept
+
+
+def _kind(tensor: torch.Tensor, offset: int) -> tuple[str, list[int], int]:
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset
+
+
+# ------------------------------------------------------------ plain values and tensors
+def _packed(state: Any, tensors: list[torch.Tensor]) -> bytes:
+    """Packs the state as MessagePack and appends its tensors to the list. Raises TypeError, one line."""
+
+    def other(value: Any) -> msgpack.ExtType:
+        ordinary = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        if ordinary and not value.is_meta:
+            tensors.append(value.detach().resolve_conj().resolve_neg())
+            return msgpack.ExtType(_TENSOR, msgpack.packb(len(tensors) - 1))
+        if isinstance(value, tuple):
+            return msgpack.ExtType(_TUPLE, msgpack.packb(list(value), default=other, strict_types=True))
+        if isinstance(value, dict):  # an OrderedDict, as torch's modules give
+            return dict(value)
+        raise TypeError(
+            "unicron.memory.save keeps ordinary tensors, numbers, texts, bytes, lists, tuples and dictionaries, and "
+            f"no {type(value).__name__}"
+        )
+
+    packed: bytes = msgpack.packb(state, default=other, strict_types=True)
+    return packed
+
+
+def _unpacked(head: bytes, data: torch.Tensor) -> Any:
+    """The state; its tensors are copies."""
+    told = msgpack.unpackb(head, strict_map_key=False)
+
+    def tensor(number: int) -> torch.Tensor:
+        kind, shape, at = told["tensors"][number]
+        dtype = getattr(torch, kind)
+        length = dtype.itemsize
+        for extent in shape:
+            length *= extent
+        return data[at : at + length].clone().view(dtype).view(shape)
+
+    def other(code: int, value: bytes) -> Any:
+        if code == _TENSOR:
+            return tensor(msgpack.unpackb(value))
+        return tuple(_plain(value))
+
+    def _plain(value: bytes) -> Any:
+        return msgpack.unpackb(value, ext_hook=other, strict_map_key=False)
+
+    return _plain(told["state"])

@@ -1,0 +1,1 @@
+"""The names by which users start programs that lie in `unicron_transition`."""

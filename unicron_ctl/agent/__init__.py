@@ -1,1 +1,0 @@
-"""unicron-agent: parent of a node's ranks; see `unicron.ctl.agent.loop.agent`."""

@@ -1,0 +1,142 @@
+"""The agent's line to its ranks, a Unix socket of its own, and the messages on it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+import zmq
+
+from unicron_ctl.agent.connections.held_folders import let_go, try_hold
+from unicron_ctl.shared.protocol import wire
+from unicron_detector.formats import RANKS
+from unicron_detector.processes.rank_messages import FROM_RANK, FromRank, ToRank
+
+PLACES = ("/tmp", "/dev/shm")  # where an epilog looks for what is left
+FOR_RANKS = re.compile(r"unicron-\d+-\w{8}(?:-\w{8})?")  # names of folders with the ranks' socket, or their counters
+MAX_ENDPOINT = 100  # characters of a Unix socket's path (unix(7) has 108 bytes)
+
+
+class RankLine:
+    """`socket` is to be polled; ranks connect to `endpoint`. A rank can be told something once :meth:`set_identity` was
+    called for it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: str) -> None:
+        self.folder, self.endpoint = folder, f"ipc://{folder}/ranks"
+        self._held = try_hold(Path(folder))
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_BYTES)
+        self.socket.bind(self.endpoint)
+        self._identities: dict[int, bytes] = {}
+
+    def bind_again(self) -> bool:
+        """Make the socket again where something has removed it, as cleaners of /tmp do. True when that was needed.
+        ZeroMQ removes a name when it lets go of it, so the old one is kept and the new one bound beside it."""
+        path = self.endpoint.removeprefix("ipc://")
+        if os.path.exists(path):
+            return False
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        let_go(self._held)
+        self._held = try_hold(Path(self.folder))
+        self.socket.bind(f"{self.endpoint}.new")
+        os.rename(f"{path}.new", path)
+        return True
+
+    def remove(self) -> None:
+        """Leave nothing of it behind."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        let_go(self._held)
+        self._held = -1
+
+    def receive(self) -> Iterator[tuple[bytes, bytes]]:
+        """What has come: (who, message)."""
+        while True:
+            try:
+                identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield identity, frames[-1] if frames else b""
+
+    def set_identity(self, slot: int, identity: bytes) -> None:
+        """The slot's process is who sent this."""
+        self._identities[slot] = identity
+
+    def send(self, slots: Iterable[int], message: wire.Message | ToRank) -> None:
+        """To those of the slots that are known."""
+        data = for_rank(message)
+        for slot in slots:
+            if slot in self._identities:
+                self.socket.send_multipart([self._identities[slot], data])
+
+
+def for_rank(message: wire.Message | ToRank) -> bytes:
+    """The message as ranks understand it, the controller's or this agent's own: a map with the version of their
+    protocol (:mod:`unicron_detector.processes.rank_messages`)."""
+    kind = {} if isinstance(message, wire.Message) else {"kind": message.kind}
+    fields: dict[str, Any] = kind | msgspec.to_builtins(message, str_keys=False)
+    data: bytes = msgpack.packb(fields | {"v": RANKS.number})
+    return data
+
+
+class Head(msgspec.Struct):
+    """Which process of which slot has sent a message."""
+
+    v: int
+    kind: str
+    slot: int
+    incarnation: int
+
+
+def from_rank(data: bytes) -> tuple[Head, FromRank]:
+    """A rank's message. Raises msgspec.MsgspecError for what does not fit."""
+    fields = msgspec.msgpack.decode(data)
+    head = msgspec.convert(fields, Head)
+    if refusal := RANKS.refusal(head.v):
+        raise msgspec.ValidationError(f"{refusal}; the job's Python has another unicron than the agent")
+    if head.kind not in FROM_RANK:
+        raise msgspec.ValidationError(f"{head.kind!r} is no message of a rank")
+    return head, msgspec.convert(fields, FROM_RANK[head.kind])
+
+
+def socket_folder(job: str, environment: Mapping[str, str]) -> str:
+    """A private folder whose sockets' paths are short enough, in the first place that takes one: TMPDIR may be full.
+    Its name begins with the element's own job id: that is all that the epilog, which removes what a killed agent
+    leaves, is told by Slurm. Raises OSError.
+    """
+    prefix = f"unicron-{environment.get('SLURM_JOB_ID', job)}-"
+    first: OSError | None = None
+    for parent in places(environment):
+        try:
+            folder = tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(parent))
+        except OSError as error:
+            first = first or OSError(error.errno, error.strerror, parent)
+            continue
+        try:
+            if len(folder) + len("/ranks") <= MAX_ENDPOINT:
+                _try_socket(f"{folder}/ranks")
+                return folder
+        except OSError as error:
+            first = first or OSError(error.errno, error.strerror, parent)
+        os.rmdir(folder)
+    raise first or OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), PLACES[0])
+
+
+def places(environment: Mapping[str, str]) -> list[str]:
+    """Where such a folder may be."""
+    return list(dict.fromkeys((environment.get("TMPDIR") or PLACES[0], *PLACES)))
+
+
+def _try_socket(path: str) -> None:
+    """Raises OSError where there is room for a folder and not for a socket in it."""
+    with socket.socket(socket.AF_UNIX) as tried:
+        tried.bind(path)
+    os.unlink(path)

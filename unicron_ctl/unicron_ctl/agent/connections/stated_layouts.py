@@ -1,0 +1,107 @@
+"""The layouts that a job can run in, and the sizes of its model, as its submission states them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+
+from unicron_ctl.shared.protocol import ranges
+from unicron_ctl.shared.system.errors import WRONG_USE, UserError
+from unicron_detector.words import counted
+from unicron_transition.generations.layout import Stated, stated
+
+LAYOUTS, MODEL = "UNICRON_LAYOUTS", "UNICRON_MODEL"
+AUTO = "auto"
+MOST_STAGES = 1024  # that `auto` tries by itself
+NEEDED = ("layers", "hidden", "heads", "seq-length", "vocab", "global-batch")
+SIZES = (*NEEDED, "micro-batch", "recompute")  # sequences of a micro-batch, by default 1; 1: full recomputation
+
+
+def read_model(environment: Mapping[str, str]) -> dict[str, int]:
+    """The model's sizes, {} where none are given. Raises UserError, one line."""
+    text = environment.get(MODEL, "").strip()
+    sizes: dict[str, int] = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        if name not in SIZES or name in sizes or not value.isascii() or not value.isdecimal():
+            raise _wrong(MODEL, f"{word} is {'there twice' if name in sizes else 'no size of a model'}", _EXAMPLE)
+        sizes[name] = int(value)
+        if not int(name != "recompute") <= sizes[name] <= ranges.MOST_COUNT:
+            raise _wrong(MODEL, f"{word} is out of range", _EXAMPLE)
+    missing = [name for name in NEEDED if name not in sizes]
+    if text and missing:
+        raise _wrong(MODEL, f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing", _EXAMPLE)
+    return sizes
+
+
+def read_layouts(environment: Mapping[str, str], per_node: int, nodes: int, model: Mapping[str, int]) -> list[str]:
+    """The layouts, the preferred first, in the words of :attr:`Stated.text`; [] where none are given.
+
+    per_node: ranks of a node; nodes: the most that the job can have. Raises UserError, one line, for one that cannot be
+    run on any number of nodes.
+    """
+    text = environment.get(LAYOUTS, "").strip()
+    if not text:
+        return []
+    words = text.split()
+    found = _all(words[1:], per_node, nodes, model) if words[0] == AUTO else [_read(one) for one in text.split(",")]
+    names = [one.text for one in found]
+    if len(set(names)) < len(names):
+        double = next(name for name in names if names.count(name) > 1)
+        raise _wrong(LAYOUTS, f"{double} is there twice", "name each layout once")
+    if len(names) > ranges.MOST_LAYOUTS:
+        raise _wrong(LAYOUTS, f"{len(names)} layouts are too many", f"name at most {ranges.MOST_LAYOUTS}")
+    for one in found:
+        if problem := misfit(one, per_node, nodes, model):
+            raise _wrong(LAYOUTS, f"{one.text} {problem}", "leave it out")
+    return names
+
+
+def misfit(one: Stated, per_node: int, nodes: int, model: Mapping[str, int]) -> str:
+    """Why no number of nodes can run it; empty where one can."""
+    size = one.layout.size
+    if size > per_node * nodes:
+        return (
+            f"needs {size} ranks, and the job has at most {per_node * nodes} ({counted(nodes, 'node')} of {per_node})"
+        )
+    if size % per_node and per_node % size:
+        return f"is a replica of {size} ranks, which neither fills nodes of {per_node} ranks nor shares one evenly"
+    for name, parts in (("heads", one.layout.tensor), ("layers", one.layout.pipeline * one.virtual)):
+        if model and model[name] % parts:
+            return f"cannot share out the model's {model[name]} {name}"
+    return ""
+
+
+def _read(text: str) -> Stated:
+    try:
+        return stated(text)
+    except ValueError as error:
+        raise _wrong(
+            LAYOUTS, str(error), 'several are parted by commas, "auto TP8 PP4" tries all up to there'
+        ) from None
+
+
+def _all(limits: list[str], per_node: int, nodes: int, model: Mapping[str, int]) -> list[Stated]:
+    """The layouts that fit, those with the fewest ranks first; tensor parallelism stays within a node."""
+    if not model:
+        raise _wrong(LAYOUTS, f"{AUTO} needs the sizes of the model", f'give {MODEL}="{_SIZES}"')
+    deepest = min(model["layers"], per_node * nodes, MOST_STAGES)
+    most = _read(" ".join(limits)) if limits else Stated(stated(f"TP{per_node} PP{deepest}").layout)
+    if most.virtual > 1:
+        raise _wrong(LAYOUTS, f"{AUTO} tries no virtual stages (VPP{most.virtual})", "name those layouts one by one")
+    tensor = [size for size in range(1, min(most.layout.tensor, per_node) + 1) if size & (size - 1) == 0]
+    found = [_read(f"TP{tp} PP{pp}") for tp, pp in product(tensor, range(1, most.layout.pipeline + 1))]
+    fit = [one for one in found if not misfit(one, per_node, nodes, model)]
+    if not fit:
+        raise _wrong(
+            LAYOUTS, f"no layout up to {most.text} fits this model and {counted(nodes, 'node')}", "name the layouts"
+        )
+    return sorted(fit, key=lambda one: one.layout.size)
+
+
+def _wrong(name: str, what: str, instead: str) -> UserError:
+    return UserError(f"{name}: {what}: {instead}", WRONG_USE)
+
+
+_SIZES = "layers=32 hidden=4096 heads=32 seq-length=2048 vocab=51200 global-batch=512"
+_EXAMPLE = f'write it like "{_SIZES}", and micro-batch=1, recompute=1 where they are so'

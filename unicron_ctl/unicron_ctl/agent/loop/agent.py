@@ -1,0 +1,488 @@
+"""The agent's loop: one poller over the controller, the ranks' channel, their pidfds and standard errors, and signals.
+
+It decides nothing: it reports the state of its ranks, at every change and at every heartbeat, and does what the
+controller says.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from unicron_ctl.agent.connections.connections import connect
+from unicron_ctl.agent.connections.job_environment import Place
+from unicron_ctl.agent.connections.rank_socket import from_rank
+from unicron_ctl.agent.connections.signals import ENDING, FORWARDED, SAVES, SignalPipe, slurm_signals_all
+from unicron_ctl.agent.connections.step_tasks import others
+from unicron_ctl.agent.loop.controller_registration import Registration
+from unicron_ctl.agent.loop.dumps import Dumps
+from unicron_ctl.agent.loop.ending import Ending
+from unicron_ctl.agent.loop.plans import AT_WORK, LONG_WAIT_SECONDS, Plans, wait_long
+from unicron_ctl.agent.loop.reports import Reports
+from unicron_ctl.agent.loop.stand_in import StandIn
+from unicron_ctl.agent.node import node_watch
+from unicron_ctl.agent.node.rendezvous_store import Store, StoreProcess
+from unicron_ctl.agent.node.sampling import Sampling
+from unicron_ctl.agent.node.witness import Witness
+from unicron_ctl.agent.ranks.injected_faults import Trials
+from unicron_ctl.agent.ranks.rank_host import host_ranks
+from unicron_ctl.agent.ranks.ranks import Rank, package_path, stop_all
+from unicron_ctl.agent.snapshots.snapshots import open_snapshots
+from unicron_ctl.shared.protocol import wire
+from unicron_detector.processes.rank_messages import Save, Saved, Step, Timing, ToRank
+from unicron_detector.processes.supervise import Child, adopt_orphans
+
+LOGS_SECONDS = 2.0  # without progress, for the files with the ranks' output
+STAY_SECONDS = 3600.0  # for Slurm to end a preempted element, which it would not requeue if that ended by itself
+SIGTERM_SECONDS = 0.1  # in which it reaches all processes of a step
+UNANSWERED_SECONDS = 3.0  # of the wait for the controller, before the job's log says so
+FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
+
+
+class Agent:
+    """Runs `command` once per rank under the controller at `address`; :meth:`run` returns the element's exit code.
+
+    Raises zmq.ZMQError for an address that is none, UserError for a wrong configuration, and whatever else keeps it
+    from beginning. From then on nothing that fails ends it.
+    """
+
+    AGREES = True  # its ranks go on by what the job's agents agree on while the controller is away
+
+    def __init__(self, place: Place, command: Sequence[str], address: str):
+        self.place, self.command = place, list(command)
+        self.identity = uuid.uuid4().hex
+        self._address = address
+        self._net = connect(place, address, os.environ)
+        self.log = self._net.log
+        try:
+            self._build()
+        except BaseException:
+            self._net.abandon()
+            raise
+
+    def _build(self) -> None:
+        """Make all parts. Where one cannot be made the caller runs the command without an agent."""
+        place, net, watch, unwatch = self.place, self._net, self._net.polling.watch, self._net.polling.unwatch
+        self._layout = ""  # in which the ranks are started, as the controller wants it
+        self._last_heard = 0.0  # of the controller
+        self._plans = Plans(place.slots)
+        self._snapshots = open_snapshots(
+            place, os.environ, self._to_all, self._plans.writers_before_at_rest, self.log.warn
+        )
+        hear, tell = self._from_ranks, self._send_status
+        self._host = host_ranks(place, self.command, os.environ, net, self._told, hear, self._explain, tell)
+        self.ranks = self._host.ranks
+        self._witness = Witness()
+        self._stand_in = StandIn(net, place, self.identity, self.AGREES, self._to_ranks)
+        self._trials = Trials(place.job, net, self._witness.door, self.ranks, self._send_to_rank)
+        copies, participant = self._snapshots.copies, self._stand_in.participant
+        self._reports = Reports(
+            place, self.identity, self.ranks, participant, Sampling(net.ranks.folder), copies, net.outbox.send
+        )
+        self._dumps = Dumps(place.job, self.ranks, net.ranks.endpoint, net.outbox.send)
+        self._ending = Ending(self.ranks, self._plans, self._snapshots, self._send_status, self.log)
+        self.registration = Registration(place, self.identity, net, self._witness.door, self._stand_in.address, copies)
+        environment = {**os.environ, "PYTHONPATH": package_path(os.environ)}
+        self._store: Store = StoreProcess(
+            self.command, environment, self._host.warm_start.fork, watch, unwatch, tell, self.log.warn
+        )
+        self._signals = SignalPipe()
+        self._watch_all()
+
+    def _watch_all(self) -> None:
+        """Watch the sockets and descriptors that there are from the beginning."""
+        watch = self._net.polling.watch
+        watch(self._net.line.socket, self._from_controller)
+        watch(self._net.ranks.socket, self._from_ranks)
+        watch(self._net.line.events, self._net.line.notice)
+        for socket in self._stand_in.sockets:
+            watch(socket, lambda: self._stand_in.serve(time.monotonic()))
+        watch(self._signals.fileno(), lambda: self._on_signal(self._signals.read()))
+        watch(self._witness.answers.fileno(), lambda: self._reports.testimony(self._witness.answers.take_all()))
+        watch(self._net.line.results.fileno(), lambda: [result() for result in self._net.line.results.take_all()])
+        watch(self._snapshots.copies.results.fileno(), self._on_copies)
+        watch(self._snapshots.files.results.fileno(), self._on_files)
+
+    # ------------------------------------------------------------ life
+    def connect(self, seconds: float) -> bool:
+        """Register; False when no controller takes this agent within `seconds`, or when it is over (`exit_code`)."""
+        began = time.monotonic()
+        registration, outbox, told = self.registration, self._net.outbox, False
+        while not (registration.welcomed or registration.alone or outbox.closed or self.exit_code is not None):
+            waited = time.monotonic() - began
+            if waited >= seconds:
+                break
+            if waited >= UNANSWERED_SECONDS and not told:  # something may end it before it is through
+                told = True
+                self.log.inform(
+                    f"waits up to {seconds:.0f} s for its controller: {registration.why_not(self._address)}"
+                )
+            registration.on_timer()
+            self._serve(0.1)
+        return registration.welcomed and self.exit_code is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None until the element is over."""
+        return self._ending.exit_code
+
+    @property
+    def released(self) -> bool:
+        """Whether the command is to run without this agent: nothing protects it, and no rank has a world."""
+        outside = all(rank.status.state in ("starting", "waiting") for rank in self.ranks.values())
+        return self._net.outbox.closed and outside
+
+    def run(self) -> int | None:
+        """Start the ranks and serve until the element is over; None when it was released before it had a world."""
+        attempt = self._net.containment.attempt
+        try:
+            attempt("watch the node", self._watch_node)
+            attempt("adopt what its ranks leave behind", adopt_orphans)
+            attempt("start the zygote", lambda: self._host.warm_start.start_zygote(self._environments(), os.environ))
+            attempt("start the rendezvous store", self._store.start)
+            for rank in self.ranks.values():
+                if not rank.alive:
+                    attempt(f"start slot {rank.slot}", partial(self._host.processes.start, rank, 0))
+            while self.exit_code is None and not self.released:
+                self._run_once()
+        finally:
+            self.close()
+            codes = {rank.local: rank.status.exit.code for rank in self.ranks.values() if rank.status.exit is not None}
+            others.tell_codes({local: code for local, code in codes.items() if code})
+        if self._ending.stays:
+            time.sleep(STAY_SECONDS)
+        return self.exit_code
+
+    def _watch_node(self) -> None:
+        self._reports.node = node_watch.start(self.log.warn, os.environ)
+        self._net.polling.watch(self._reports.node.fileno(), self._reports.node_events)
+
+    def close(self) -> None:
+        """End the ranks, their zygote and the store, leave no socket behind. What fails there stops nothing else."""
+        for what, step in (
+            ("end the ranks", lambda: stop_all(list(self.ranks.values()), self._ending.stop_seconds)),
+            ("say what was healed", self._ending.tell_summary),
+            ("end the files", lambda: self._snapshots.files.close(FILES_SECONDS if self._ending.final else 0.0)),
+            ("save the training state", lambda: self._ending.save()),
+            ("end the store", self._store.close),
+            ("end the zygote", self._host.warm_start.close),
+            ("end the ranks' files", partial(self._host.logs.close, LOGS_SECONDS)),
+            ("give up what ranks left behind", partial(adopt_orphans, False)),
+            ("end the metrics", self._reports.sampling.close),
+            ("close the line to the controller", self._net.line.close),
+            ("close the line to the ranks", self._net.ranks.socket.close),
+            ("close the line to the other agents", self._stand_in.close),
+            ("close the sockets", partial(self._net.context.destroy, 500)),
+            ("remove the sockets", self._net.ranks.remove),
+            ("give the signals back", self._signals.close),
+            ("close the door", self._witness.close),
+            ("end the copies", self._snapshots.copies.close),
+            ("let go of the memory", lambda: self._snapshots.memory.close(self._ending.final)),
+            ("end the watch of the node", self._reports.node.close if self._reports.node is not None else lambda: None),
+        ):
+            self._net.containment.attempt(what, step)
+
+    def _told(self) -> dict[str, str]:
+        """What a process that starts now is told of the job."""
+        return {**self._snapshots.memory.environment, **({"UNICRON_LAYOUT": self._layout} if self._layout else {})}
+
+    def _run_once(self) -> None:
+        attempt = self._net.containment.attempt
+        attempt("wait for what comes", self._wait_for_events)
+        now = time.monotonic()
+        for what, step in (
+            ("send stack traces", self._dumps.send_finished),
+            ("report", partial(self._reports.on_timer, now)),
+            ("look after the memory", partial(self._snapshots.memory.touch_folder, now)),
+            ("look after the copies", partial(self._snapshots.copies.give_cut, now)),
+            ("look after the zygote", lambda: self._host.warm_start.on_timer(now, self._child_pid)),
+            ("look after the processes", lambda: self._host.processes.on_timer(self.ranks.values())),
+            ("begin what was forked", self._complete_starts),
+            ("answer at the door", self._witness.door.answer),
+            ("send a status", partial(self._report, now)),
+            ("call the controller", self.registration.on_timer),
+            ("say that it waits", self._tell_long_wait),
+            ("end", partial(self._end_if_over, now)),
+        ):
+            attempt(what, step)
+
+    def _tell_long_wait(self) -> None:
+        """Element 0 says, once and for all of them, that the job waits for more nodes."""
+        settings, states = self.place.settings, [rank.status for rank in self.ranks.values()]
+        if not self.place.element and not settings.spares and wait_long(states, time.time()):
+            told = f"its ranks have waited {LONG_WAIT_SECONDS:.0f} s for others"
+            self.log.warn_once(f"{told}: `unicronctl explain {self.place.job}` says for which, and why")
+
+    @property
+    def _child_pid(self) -> int | None:
+        """The process of a child beside the ranks and their zygote, for which somebody waits."""
+        return self._store.pid
+
+    def _wait_for_events(self) -> None:
+        """Wait until something is to be done. Mere progress of ranks is taken in here: it only changes when to
+        report."""
+        now, sent = time.monotonic(), self._reports.sent_at
+        waits = (
+            self._stand_in.participant.seconds_to_tick(now),
+            self._dumps.timeout,
+            self._host.warm_start.timeout(now),
+            self._snapshots.copies.seconds_to_cut(now),
+            self._ending.timeout(now),
+        )
+        until = now + min(*waits, self._host.processes.timeout(self.ranks.values(), now))
+        while True:
+            due = min(until, now + self._status_wait(now), now + self._reports.timeout(now))
+            came = self._serve(due - now)
+            now = time.monotonic()
+            if came != [self._net.ranks.socket] or self._reports.sent_at != sent or now >= due:
+                return
+
+    def _report(self, now: float) -> None:
+        """Send a status when it is due."""
+        urgent = self._stand_in.on_timer(now) or self._trials.restore_network()
+        if urgent or self._status_wait(now) <= 0.0:
+            self._send_status()
+
+    def _status_wait(self, now: float) -> float:
+        return self._reports.status_wait(now)
+
+    def _serve(self, seconds: float) -> list[Any]:
+        """Wait up to `seconds` for something to happen, and deal with all that has; returns where."""
+        came = self._net.polling.serve(seconds)
+        self._complete_starts()
+        return came
+
+    def _complete_starts(self) -> None:
+        """Start the processes that were forked."""
+        self._store.complete_start()
+        self._host.warm_start.start_forked_ranks()
+
+    def _end_if_over(self, now: float) -> None:
+        self._ending.end_if_late(now)
+        self._ending.end_if_over(now - self._last_heard)
+
+    # ------------------------------------------------------------ processes
+    def _environments(self) -> list[dict[str, str]]:
+        """The environments of ranks that differ in all that may be different: of one for each of Slurm's tasks."""
+        environment, first = self._host.environment, self.place.slots[0]
+        return [
+            environment(first + number, number, number) | ({"UNICRON_LAYOUT": "another"} if number else {})
+            for number in range(max(2, len(self.place.tasks)))
+        ]
+
+    def _on_copies(self) -> None:
+        if self._snapshots.copies.finish(time.monotonic()):
+            self._send_status()
+
+    def _on_files(self) -> None:
+        for iteration in self._snapshots.files.results.take_all():
+            self._to_all(Saved(iteration=iteration))
+
+    def _explain(self, rank: Rank) -> None:
+        """What there is to know of the end of the rank's process."""
+        if rank.status.exit is not None and rank.status.exit.code == -signal.SIGTERM and not self._ending.noticed:
+            # Slurm may have sent it to all processes of the step.
+            self._on_signal(self._signals.read_within(SIGTERM_SECONDS))
+        if rank.status.exit is not None and self._reports.node is not None:
+            self._reports.node.explain(rank.status.exit)
+        self._trials.ended(rank)
+        self._reports.node_events()  # what killed it comes before its end
+
+    def _on_signal(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number == SAVES and self.AGREES:
+                self._snapshots.files.request_checkpoint(self._states.isdisjoint(AT_WORK), self._snapshots.copies.whole)
+                self._to_all(Save())
+            elif number in FORWARDED and not slurm_signals_all():
+                for rank in self.ranks.values():
+                    if rank.child is not None:
+                        rank.child.pass_on(number, rank.trainer)
+            elif number in ENDING and self.exit_code is None:
+                for child in self._children if number == signal.SIGTERM and slurm_signals_all() else ():
+                    child.terminated = True
+                self._ending.on_signal(number, not self.registration.welcomed or self.place.settings.max_nodes == 1)
+
+    @property
+    def _children(self) -> list[Child]:
+        return [rank.child for rank in self.ranks.values() if rank.child is not None]
+
+    @property
+    def _states(self) -> set[str]:
+        return {rank.status.state for rank in self.ranks.values()}
+
+    # ------------------------------------------------------------ messages
+    def _from_ranks(self) -> None:
+        for identity, data in self._net.ranks.receive():
+            self._from_rank(identity, data)
+        self._reports.send_steps(time.monotonic())
+
+    def _from_rank(self, identity: bytes, data: bytes) -> None:
+        try:
+            head, message = from_rank(data)
+            rank = self.ranks[head.slot]
+            match message:
+                case Timing():
+                    told = {**vars(message), "job": self.place.job, "slot": rank.slot}
+                    self._net.outbox.send(msgspec.convert(told, wire.Timing))
+                    return
+                case Step():
+                    self._reports.add_step(rank.slot, message)
+                    if message.status is None:
+                        return
+                    message = message.status
+            if head.incarnation != rank.status.incarnation:
+                return  # of a process that has been replaced
+            if rank.on_message(message):
+                self._send_status()
+            else:
+                self._reports.dirty = True
+            self._net.ranks.set_identity(rank.slot, identity)
+        except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
+            self.log.drop("a rank", f"{type(error).__name__}: {error}")
+
+    def _send_status(self, leaving: str = "") -> None:
+        self._reports.status(self._store.port, leaving, self._ending.noticed)
+        self._stand_in.carry_out()
+        within = (rank.status.generation for rank in self.ranks.values() if rank.status.state == "running")
+        if news := self._plans.on_entered(max(within, default=0)):
+            self.log.warn(news)
+
+    def _from_controller(self) -> None:
+        while self._net.line.socket.poll(0) and self.exit_code is None:
+            self._on_controller(self._net.line.socket.recv())
+
+    def _on_controller(self, data: bytes) -> None:
+        if self._net.outbox.muted:
+            return  # a lost network brings nothing either, however soon ZeroMQ has found a way around it
+        try:
+            message = wire.decode(data, wire.ToAgent)
+            if not self._net.line.is_current(message.term):
+                self.log.drop("the controller", "another controller has taken over from it")
+                return
+            self._last_heard = time.monotonic()
+            self._stand_in.participant.on_controller(self._last_heard)
+            self._obey(message)
+        except wire.BadMessage as error:
+            if isinstance(error, wire.OtherRelease):
+                self.registration.refusal = str(error)
+            self.log.drop("the controller", str(error))
+
+    def _obey(self, message: Any) -> None:  # noqa: C901  (one branch a message)
+        """Do what one of wire.ToAgent says. Raises BadMessage, before anything is done, when it makes no sense."""
+        match message:
+            case wire.Welcome():
+                self._on_welcome(message)
+            case wire.Ping():
+                self._reports.pinged = max(self._reports.pinged, message.number)
+                self._stand_in.participant.cede_votes(message.over)
+                self._send_status()
+            case wire.Reach():
+                self._witness.try_addresses(message.number, message.targets)
+            case wire.Refused():
+                self._on_refused(message)
+            case wire.Break():
+                self._plans.on_break(message.reason)
+                self._stand_in.participant.on_break(message)
+                self._to_ranks(message)
+            case wire.Withdraw():
+                self._to_ranks(message)
+            case wire.PlanShare():
+                self._on_plan(message)
+            case wire.Recall():
+                if (share := self._plans.share(message.generation)) is not None:
+                    job, element = self.place.job, self.place.element
+                    self._net.outbox.send(wire.Held(job=job, element=element, agent=self.identity, share=share))
+            case wire.StartRank():
+                rank = self.ranks.get(message.slot)
+                if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:
+                    self._layout = message.layout
+                    self._host.processes.start(rank, message.incarnation)
+            case wire.StopRank():
+                rank = self.ranks.get(message.slot)
+                if rank is None or rank.status.incarnation != message.incarnation:
+                    return
+                if message.save:
+                    self._send_to_rank(message.slot, message)
+                else:
+                    rank.kill()
+                    self._reports.dirty = True
+            case wire.Cut():
+                self._snapshots.copies.obey(message)
+            case wire.Fetch():
+                self._snapshots.copies.fetch(message, time.monotonic())
+            case wire.Inject():
+                self._trials.perform(message)
+            case wire.Stacks():
+                self._dumps.start_dump(message)
+            case wire.End():
+                self._on_end(message)
+            case wire.Grace():
+                self._ending.notice_seconds = max(self._ending.notice_seconds, message.seconds)
+            case wire.Note(at_end=True):
+                self._ending.summary = message.text
+            case wire.Note():
+                self.log.warn_once(message.text)
+            case wire.Released():
+                self._ending.on_released(message)
+
+    def _on_plan(self, share: wire.PlanShare) -> None:
+        """A plan for the ranks, or the controller's word that it takes over what the agents agreed on."""
+        participant = self._stand_in.participant
+        agreed = participant.agreed
+        plan = participant.on_plan(share)
+        if plan is not None:
+            self._plans.add_plan(share, plan.generation)
+            self._to_ranks(plan)
+        elif agreed is not None and participant.agreed is None:
+            self._plans.add_plan(share, agreed.generation)
+
+    def _on_welcome(self, message: wire.Welcome) -> None:
+        self._reports.configure(message.heartbeat_period, message.progress_seconds)
+        self._reports.sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
+        self._layout, self._ending.notice_seconds = message.layout, message.notice_seconds
+        self._snapshots.memory.open(message.run)
+        again = self.registration.on_welcome()
+        if self._snapshots.memory.folder is None and self._snapshots.copies.address:
+            self._snapshots.copies.refuse()
+            self.registration.register()
+        if again:
+            self._reports.send_steps_again()
+            self._send_status()
+            self._reports.node_events(again=True)
+
+    def _on_end(self, message: wire.End) -> None:
+        self._ending.on_order(message)
+        self._end_if_over(time.monotonic())
+
+    def _on_refused(self, message: wire.Refused) -> None:
+        self.registration.on_refused(message)
+        known = self.registration.was_welcomed
+        if message.alone and not message.final and known:
+            self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
+        elif message.replaced or message.apart:
+            self.log.warn(message.reason)
+            self._ending.end_element(1, "refused by the controller")
+        elif message.final:
+            self._net.outbox.closed = True
+            if known and not self.released:
+                what = "this step goes on" if message.alone else "the job trains on"
+                self.log.warn(f"{message.reason}; {what} unprotected")
+        else:
+            self.registration.register_again()
+
+    def _to_ranks(self, message: wire.Break | wire.Withdraw | wire.Plan) -> None:
+        self._to_all(message)
+
+    def _to_all(self, message: wire.Message | ToRank) -> None:
+        self._net.ranks.send([slot for slot, rank in self.ranks.items() if rank.alive], message)
+
+    def _send_to_rank(self, slot: int, message: wire.Message) -> None:
+        if slot in self.ranks and self.ranks[slot].alive:
+            self._net.ranks.send([slot], message)

@@ -1,0 +1,79 @@
+"""An agent's place with the controller: it registers until it is welcomed, or refused for good."""
+
+from __future__ import annotations
+
+import time
+
+from unicron_ctl.agent.connections.connections import Connections
+from unicron_ctl.agent.connections.job_environment import Place
+from unicron_ctl.agent.snapshots.peer_copies import Copies
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol.reach import Door
+from unicron_ctl.shared.system.addresses import join
+
+REGISTER_SECONDS = 0.5
+
+
+class Registration:
+    """Registers the agent with the controller.
+
+    door: where others see that this agent lives. peer: the address at which other agents speak to it.
+
+    welcomed: the controller knows this agent. refusal: why it did not take it, the last time. alone: it says that the
+    others have done already what this step is for. apart: it says so for good: the command is none of this job's.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        identity: str,
+        net: Connections,
+        door: Door,
+        peer: str,
+        copies: Copies,
+    ) -> None:
+        self._place, self._identity, self._line = place, identity, net.line
+        self._outbox, self._polling = net.outbox, net.polling
+        self._door, self._peer, self._copies = door, peer, copies
+        self._tried = float("-inf")
+        self.welcomed = self.was_welcomed = self.alone = self.apart = False
+        self.refusal = ""
+
+    def on_timer(self) -> None:
+        """Find the controller, and register until it welcomes this agent."""
+        self._line.find_controller()
+        if self._line.answers >= 0 and self._line.answers not in self._polling:
+            self._polling.watch(self._line.answers, lambda: self._line.learn(self.register))
+        wanted = not self.welcomed and not self._outbox.closed and self._line.key is not None
+        if wanted and time.monotonic() - self._tried >= REGISTER_SECONDS:
+            self.register()
+
+    def register(self) -> None:
+        """Send the first message."""
+        self._tried = time.monotonic()
+        images = self._copies.address, self._copies.token
+        door = join(self._place.address, self._door.port)
+        self._line.register(self._place, self._identity, door, self._peer, images, self._outbox.send)
+
+    def on_welcome(self) -> bool:
+        """The controller knows this agent; True where it did so before."""
+        again, self.welcomed, self.was_welcomed = self.was_welcomed, True, True
+        return again
+
+    def on_refused(self, message: wire.Refused) -> None:
+        """The controller does not take this agent."""
+        self.refusal, self.alone = message.reason, self.alone or message.alone
+        self.apart = message.alone and message.final
+
+    def register_again(self) -> None:
+        """The controller was restarted and does not know this agent any more."""
+        if self.welcomed:
+            self.welcomed = False
+            self.register()
+
+    def why_not(self, address: str) -> str:
+        """Why this agent is not protected, in one line."""
+        if self._outbox.closed or self.refusal:
+            return self.refusal
+        said = self._line.problem
+        return f"no controller answers at {address}" + (f" ({said})" if said else "")

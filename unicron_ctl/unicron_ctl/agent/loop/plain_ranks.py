@@ -1,0 +1,388 @@
+"""Restart mode: the ranks are plain programs that know nothing of Unicron.
+
+The agent speaks the rank protocol for them. A slot is *waiting* without a process until a plan makes a world; then its
+process starts with torchrun's variables and the slot is *running*, the generation's port on the first member's node
+being a new one each time. At a Break the processes are ended and the slots wait again. So a loss is, for the
+controller, what it is in session mode, except that nobody keeps any training state.
+
+The incarnation of a slot rises when the controller has taken it for lost; a process is one incarnation in one
+generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unicron_ctl.agent.connections.job_environment import Place
+from unicron_ctl.agent.loop.absence import Absence
+from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS, Agent
+from unicron_ctl.agent.ranks.counted import Counted, Folder
+from unicron_ctl.agent.ranks.fence import Fence
+from unicron_ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
+from unicron_ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outside_the_step
+from unicron_ctl.agent.ranks.zygote_client import Starter
+from unicron_ctl.shared.protocol import shared_plans, structs, wire
+from unicron_ctl.shared.settings.limits import PLANNED_SECONDS
+from unicron_detector.processes.rank_messages import Step, ToRank
+from unicron_detector.processes.supervise import USUAL, Surroundings
+from unicron_transition.snapshot import cuts
+from unicron_transition.snapshot.formats import tracker
+
+YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
+OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows its own error
+LOOK_SECONDS = 0.05
+COUNT_SECONDS = 0.25  # between two looks at what the processes have counted
+DOORS_SECONDS = 1.0
+WITHOUT_CONTROLLER_SECONDS = 60.0  # a node that is through waits so long for the others when nobody tells their end
+NOT_FOR_PROGRAMS = ("UNICRON_AGENT", "UNICRON_SLOT", "UNICRON_INCARNATION", "UNICRON_STACKS")
+
+
+class PlainRank(Rank):
+    """One slot. Its process exists only within a generation. counted: how far that says it is."""
+
+    def __init__(
+        self,
+        slot: int,
+        local: int,
+        command: Sequence[str],
+        counted: Counted,
+        starter: Starter = COLD,
+        surroundings: Surroundings = USUAL,
+    ):
+        super().__init__(slot, local, command, lambda *_: {}, starter, surroundings)
+        self.counted = counted
+        self.step: Step | None = None  # that its process has made, and that is not reported yet
+        self.breaking: int | None = None  # the generation for whose Break its process has to end
+        self.told = False  # ... and was sent SIGTERM
+
+    def start(self, incarnation: int) -> None:
+        """A newcomer without a process."""
+        self.status = structs.RankStatus(state="waiting", incarnation=incarnation, changed=time.time())
+
+    def enter_generation(self, generation: int, iteration: int, environment: Mapping[str, str]) -> None:
+        """Its process of this generation, which begins with this iteration of the job. One that cannot be started
+        counts as exited, and so does one that would end at once as if it were through."""
+        self.breaking, self.told = None, False
+        self.status.state, self.status.generation, self.status.changed = "running", generation, time.time()
+        if why := tracker.problem_of(self._command):
+            self._ends(1, why)
+            return
+        self._begin_process({**environment, **self.counted.start(generation, iteration)})
+
+    @property
+    def trainer(self) -> int:
+        return self.counted.pid or self.status.pid
+
+    def break_(self, generation: int) -> bool:
+        """The generations up to this one are over; True when a process has to be ended for it."""
+        if self.status.broken >= generation or self.status.generation > generation:
+            return False
+        if self.child is not None:
+            fresh, self.breaking = self.breaking is None, generation
+            return fresh
+        if self.starting:
+            self.give_up()
+            self._rest(generation)
+        if self.status.state in ("waiting", "finished"):
+            self._rest(generation)
+        return False
+
+    def count(self, now: float) -> bool:
+        """Take in how far its process is; True when that is news. now: on the monotonic clock."""
+        news, self.step = self.counted.update(self.status, now)
+        return news
+
+    def collect(self) -> None:
+        """The process has ended: because of a Break, or by itself."""
+        self.count(time.monotonic())
+        super().collect()
+        self.counted.close()
+        if self.breaking is not None and (self.told or self.status.state == "finished"):
+            self._rest(self.breaking)
+        self.breaking, self.told = None, False
+
+    def kill(self) -> None:
+        """End the process at once; a slot that waits without one is out, too."""
+        if not self.alive and self.status.state == "waiting":
+            self.status.state, self.status.changed = "exited", time.time()
+        super().kill()
+
+    def _rest(self, generation: int) -> None:
+        incarnation = self.status.incarnation
+        self.status = structs.RankStatus(
+            state="waiting", incarnation=incarnation, broken=generation, changed=time.time()
+        )
+
+
+class FreePort:
+    """A port of this node that nothing uses, held until a world takes it; stands in for the rendezvous store of session
+    mode."""
+
+    pid = None
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._used: deque[int] = deque(maxlen=200)
+        self._wanted = False
+        self.port: int | None = None
+
+    def start(self) -> None:
+        """Find a new one: never one of the last 200, whose late clients may still try."""
+        self.close()
+        self._wanted = True
+        for _ in range(PORTS):
+            port = FIRST_PORT + random.randrange(PORTS)
+            if port in self._used:
+                continue
+            holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                holder.bind(("", port))
+            except OSError:
+                holder.close()
+            else:
+                self._socket, self.port = holder, port
+                self._used.append(port)
+                return
+
+    def complete_start(self) -> None:
+        """One that could not be had is looked for again."""
+        if self._wanted and self.port is None:
+            self.start()
+
+    def close(self) -> None:
+        """Let it go."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self.port = None, None
+
+
+class RestartAgent(Agent):
+    """Runs `command` once per rank of every world that the controller forms; otherwise as :class:`Agent`."""
+
+    AGREES = False
+
+    def __init__(self, place: Place, command: Sequence[str], address: str):
+        super().__init__(place, command, address)
+        self._pages = Folder(self._net.ranks.folder)
+        around = surroundings_of(place)
+        self._plain = {
+            slot: PlainRank(slot, local, self.command, Counted(self._pages, slot), surroundings=around[local])
+            for local, slot in enumerate(place.slots)
+        }
+        for rank in self._plain.values():
+            rank.logs = self._host.logs
+        self.ranks.update(self._plain)
+        self._store = FreePort()
+        self._snapshots.copies.plain = True
+        self._ending.leaves = "its processes end"
+        self._fence = Fence(self._net.polling.watch, self._net.polling.unwatch)
+        self._counted_at = 0.0
+        self._began = 0.0  # when the present world's processes were started
+        self._term_at = self._kill_at = 0.0
+        self._shares_doors: list[str] = []  # of the last plan, as its nodes' names
+        self._node_names: list[str] = []
+        self._absence = Absence(place.element == 0)
+        self._next: tuple[wire.Plan, float] | None = None  # a world that begins once its doors were tried; until when
+
+    def _base(self, local: int) -> dict[str, str]:
+        """What the process of this local rank has in every world."""
+        given = task_environment(self.place, local, os.environ)
+        return {
+            **{name: value for name, value in outside_the_step(given).items() if name not in NOT_FOR_PROGRAMS},
+            "PYTHONPATH": os.pathsep.join(filter(None, (package_path(given), self._pages.autoload))),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def _environments(self) -> list[dict[str, str]]:
+        per_node, job = self.place.settings.ranks_per_node, self.place.job
+        return [
+            World(number, 2 * number + 1, per_node, f"{number}", number, job, number).environment(
+                number, self._base(number)
+            )
+            for number in range(max(2, len(self.place.tasks)))
+        ]
+
+    @property
+    def _child_pid(self) -> int | None:
+        return self._fence.pid
+
+    def close(self) -> None:
+        super().close()
+        self._net.containment.attempt("end the watchdog", self._fence.close)
+        self._pages.close()
+
+    # ------------------------------------------------------------ orders
+    def _on_welcome(self, message: wire.Welcome) -> None:
+        self._reports.repeat_steps()  # the status that follows takes them along
+        super()._on_welcome(message)
+
+    def _on_plan(self, share: wire.PlanShare) -> None:
+        self._shares_doors, self._node_names = share.doors, shared_plans.nodes(share)
+        super()._on_plan(share)
+
+    def _to_ranks(self, message: wire.Break | wire.Withdraw | wire.Plan) -> None:
+        if isinstance(message, wire.Plan):
+            self._enter_world(message)
+        elif isinstance(message, wire.Break):
+            self._break(message)
+
+    def _to_all(self, message: wire.Message | ToRank) -> None:
+        """Programs hear nothing of the agent; what they save looks for a note beside the images."""
+        if isinstance(message, wire.Cut) and self._snapshots.memory.folder is not None:
+            with contextlib.suppress(OSError):  # a folder that is gone is said of, and made again
+                cuts.write_cut_note(self._snapshots.memory.folder, cuts.Wanted(message.iteration, message.good))
+
+    def _enter_world(self, plan: wire.Plan) -> None:
+        outside = [rank for rank in self.ranks.values() if rank.slot not in plan.members]
+        if outside:  # a world without this node
+            self._break(wire.Break(generation=plan.generation - 1, lost=[], reason="a world without this node"))
+            return
+        ready = [
+            rank
+            for rank in self._plain.values()
+            if rank.status.state == "waiting" and rank.status.broken < plan.generation
+        ]
+        if not ready:
+            self._next = None
+            return
+        now = time.monotonic()
+        if self._next is None or self._next[0].generation != plan.generation:
+            self._next = plan, now + DOORS_SECONDS
+            self._fence.begin_world(self._shares_doors, now)
+        # A node that is lost in the first second of a world has told the controller of its lease before.
+        if not self._fence.tried and now < self._next[1]:
+            return
+        self._next = None
+        world, self._began = world_of(plan, self.place, self._node_names), now
+        self._store.close()
+        for rank in ready:
+            rank.enter_generation(
+                plan.generation,
+                max(0, plan.iteration or 0),
+                world.environment(rank.local, self._base(rank.local))
+                | {"UNICRON_GENERATION": str(plan.generation), **self._snapshots.memory.environment},
+            )
+            self._host.processes.attend(rank)
+        self._store.start()
+        self._send_status()
+
+    def _break(self, message: wire.Break) -> None:
+        self._next = None
+        if any([rank.break_(message.generation) for rank in self._plain.values()]):
+            now = time.monotonic()
+            self._term_at = now + own_end_seconds(message, now - self._began)
+            self._kill_at = self._term_at + (STOP_SECONDS if message.lost else PLANNED_SECONDS)
+        self._press()
+        self._send_status()
+
+    # ------------------------------------------------------------ time
+    def _breaking(self) -> list[PlainRank]:
+        return [rank for rank in self._plain.values() if rank.breaking is not None]
+
+    def _press(self) -> None:
+        """Ends the processes of a broken world, without waiting for them."""
+        now = time.monotonic()
+        for rank in self._breaking():
+            if rank.child is None:
+                continue
+            if not rank.told and now >= self._term_at:
+                rank.told = True
+                rank.child.terminate()
+            elif rank.told and now >= self._kill_at:
+                rank.kill()
+
+    def _serve(self, seconds: float) -> list[Any]:
+        if self._breaking() or self._next is not None:
+            seconds = min(seconds, LOOK_SECONDS)
+        elif any(rank.child is not None for rank in self._plain.values()):
+            seconds = min(seconds, COUNT_SECONDS)
+        came = super()._serve(seconds)
+        self._press()
+        self._net.containment.attempt("look at the counters", self._read_counters)
+        self._net.containment.attempt("look after the lease", self._check_lease)
+        if self._next is not None:
+            self._enter_world(self._next[0])
+        return came
+
+    def _read_counters(self) -> None:
+        """Take in how far the processes are, which they do not say."""
+        now = time.monotonic()
+        if now - self._counted_at < COUNT_SECONDS:
+            return
+        self._counted_at = now
+        for rank in self._plain.values():
+            if rank.child is None or rank.status.state != "running":
+                continue
+            self._reports.dirty = rank.count(now) or self._reports.dirty
+            self._report_step(rank)
+            if said := rank.counted.complaint():
+                self.log.warn_once(f"its ranks' progress is not seen in full: {said}")
+
+    def _report_step(self, rank: PlainRank) -> None:
+        if rank.step is not None:
+            self._reports.add_step(rank.slot, rank.step)
+            rank.step = None
+
+    def _explain(self, rank: Rank) -> None:
+        super()._explain(rank)
+        if isinstance(rank, PlainRank):
+            self._report_step(rank)  # what it stepped last
+
+    def _check_lease(self) -> None:
+        """The processes of a world from which this node is cut off end."""
+        inside = [rank for rank in self._plain.values() if rank.child is not None]
+        pids = [rank.child.pid for rank in inside if rank.child is not None]
+        # What the controller has given up for good it forms no other world of.
+        closed, muted = self._net.outbox.closed, self._net.outbox.muted
+        if self._fence.check_lease(self._net.line.up or closed, muted and not closed, pids, time.monotonic()):
+            self.log.warn(self._fence.told())
+            for rank in inside:
+                rank.kill()
+        if self._reports.fenced != self._fence.holds:
+            self._reports.fenced = self._fence.holds
+            self._send_status()
+
+    def _tell_long_wait(self) -> None:
+        super()._tell_long_wait()
+        connected = self._net.line.up or self._net.outbox.closed
+        statuses = [rank.status for rank in self.ranks.values()]
+        if news := self._absence.news(connected, self._last_heard, statuses, time.monotonic()):
+            self.log.warn(news)
+
+    def _end_if_over(self, now: float) -> None:
+        """A node that is through waits for the others: if one of them fails, all start again."""
+        silent = now - self._last_heard > WITHOUT_CONTROLLER_SECONDS
+        through = all(rank.status.state == "finished" for rank in self.ranks.values())
+        if self._ending.trained or not through or silent:
+            super()._end_if_over(now)
+
+
+def own_end_seconds(message: wire.Break, age: float) -> float:
+    """How long the processes of a world, `age` seconds old, may go on to end by themselves. Where nobody was lost
+    another node may have heard first that Slurm ends the whole job: its SIGTERM comes to this one, too, and once."""
+    if not message.lost:
+        return SIGTERM_SECONDS
+    return OWN_END_SECONDS if not message.killed and age < YOUNG_SECONDS else 0.0
+
+
+def world_of(plan: wire.Plan, place: Place, names: Sequence[str] = ()) -> World:
+    """The place of this node in the plan's world: its members' nodes in order of their slots. names: of these nodes,
+    where they are known.
+
+    Raises BadMessage for a plan whose store has no port.
+    """
+    per_node = place.settings.ranks_per_node
+    host, _, port = plan.store.rpartition(":")
+    if not (port.isascii() and port.isdecimal()):
+        raise wire.BadMessage(f"the plan's world meets at {plan.store!r}, which has no port")
+    elements = sorted({slot // per_node for slot in plan.members})
+    node, before = elements.index(place.element), max(0, plan.generation - 1)
+    known = tuple(names) if len(names) == len(elements) else ()
+    return World(node, len(elements), per_node, host.strip("[]"), int(port), place.job, before, known)

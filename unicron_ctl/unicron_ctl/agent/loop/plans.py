@@ -1,0 +1,129 @@
+"""The plans that an agent's ranks were given last, and what follows from them for this node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from unicron_ctl.shared.protocol import shared_plans, structs, wire
+from unicron_detector.words import counted
+from unicron_transition.snapshot.image_format import SHARD, Key
+
+PLANS_HELD = 4  # the ranks are in one of the last
+AT_WORK = frozenset({"entering", "running"})  # states of ranks
+RESTING = frozenset({"starting", "waiting"})  # of those that begin anew
+LONG_WAIT_SECONDS = 60.0  # without a world, after which the job's log says where to ask why
+
+
+def wait_long(statuses: Sequence[structs.RankStatus], now: float) -> bool:
+    """Whether all ranks have been able to enter a world for long, and there is none. now: in seconds since the epoch,
+    as in the statuses."""
+    latest = max((status.changed for status in statuses), default=now)
+    return all(status.state == "waiting" for status in statuses) and now - latest >= LONG_WAIT_SECONDS
+
+
+class Saving(NamedTuple):
+    """before(key): of an image, the nodes that come first to write it; None: it is not this node's. rests: nobody
+    trains, as far as this node knows. prunes: older checkpoints go."""
+
+    before: Callable[[Key], tuple[int, ...] | None]
+    rests: bool
+    prunes: bool
+
+
+class Plans:
+    """The plans that this node's ranks were given last.
+
+    slots: of this node's ranks; each node has as many.
+    """
+
+    def __init__(self, slots: Collection[int]) -> None:
+        self._slots, self._here = slots, min(slots) // len(slots)
+        self._held: dict[int, wire.PlanShare] = {}  # by generation
+        self._broken_by = ""  # why the last generation broke, until the next one
+        self._entered, self._world = 0, ""  # the last generation that was entered here, and its size
+
+    def add_plan(self, share: wire.PlanShare, generation: int) -> None:
+        """The ranks are given it, or agreed on it already."""
+        self._held[generation] = share
+        while len(self._held) > PLANS_HELD:
+            del self._held[min(self._held)]
+
+    def share(self, generation: int) -> wire.PlanShare | None:
+        """That plan, for a controller that has lost its log."""
+        return self._held.get(generation)
+
+    def on_break(self, reason: str) -> None:
+        """The controller says why the generation is over."""
+        self._broken_by = reason
+
+    def on_entered(self, generation: int) -> str:
+        """This node's ranks are in a generation. Returns what the job's log is told of it: once, by the node of its
+        first member, and nothing of the first world."""
+        if generation <= self._entered:
+            return ""
+        why, before, self._entered = self._broken_by, self._world, generation
+        self._broken_by = self._world = ""
+        if generation not in self._held:
+            return ""  # the agents agreed on it, and have said so
+        plan = shared_plans.whole(self._held[generation])
+        nodes = len({slot // len(self._slots) for slot in plan.members})
+        self._world = f"{counted(len(plan.members), 'rank')} on {counted(nodes, 'node')}"
+        if generation == 1 or plan.members[0] not in self._slots:
+            return ""
+        if plan.source is not None and not plan.boundary:
+            why = ""  # formed anew: the plan knows more of it than the first Break did
+        changed = f" (before: {before})" if before not in ("", self._world) else ""
+        return f"generation {generation}: {self._world}{changed}: {'; '.join(filter(None, (why, plan.reason)))}"
+
+    @property
+    def _members(self) -> Sequence[int]:
+        return shared_plans.whole(self._held[max(self._held)]).members if self._held else ()
+
+    def saving(self, states: Collection[str], ended: bool) -> Saving | None:
+        """How this node writes its part of a job that ends in the middle of its training; None where it writes none.
+        states: of its ranks. ended: for all, by an error, so the state itself may be what ends it.
+
+        Ranks that begin anew may be those of a job that waits. Or the others train without them, which nobody has told
+        this node: then it comes after them, and writes only where they have written nothing as late.
+        """
+        member = any(slot in self._slots for slot in self._members)
+        if not AT_WORK.isdisjoint(states):
+            before = self.writers_before
+            if not member and self._entered in self._held:  # it is to leave at a boundary that has not come yet
+                before = partial(self.writers_before, members=shared_plans.whole(self._held[self._entered]).members)
+            return Saving(before, False, not ended)
+        if "stopped" in states or (ended and member):
+            return Saving(self.writers_before_at_rest, True, not ended)
+        return Saving(self.all_other_writers, True, False) if member and RESTING.issuperset(states) else None
+
+    def writers_before(self, key: Key, members: Sequence[int] | None = None) -> tuple[int, ...] | None:
+        """The nodes that train a place of the layout and come before this one; None where this one does not train it. A
+        shard is its rank's. members: by default those of the newest plan."""
+        nodes = self._nodes(key, members)
+        if not nodes:
+            return None if key.kind == SHARD else ()
+        return tuple(nodes[: nodes.index(self._here)]) if self._here in nodes else None
+
+    def writers_before_at_rest(self, key: Key) -> tuple[int, ...] | None:
+        """The nodes that write before this one while nobody trains. A node that holds a copy of what others train comes
+        after all of them."""
+        nodes, mine = self._nodes(key), self.writers_before(key)
+        return tuple(nodes) if mine is None and nodes else mine
+
+    def all_other_writers(self, key: Key) -> tuple[int, ...] | None:
+        """All nodes but this one, which comes last in everything; None where it writes nothing."""
+        return (
+            None
+            if self.writers_before_at_rest(key) is None
+            else tuple(node for node in self._nodes(key) if node != self._here)
+        )
+
+    def _nodes(self, key: Key, members: Sequence[int] | None = None) -> list[int]:
+        members = self._members if members is None else members
+        if key.kind == SHARD:
+            slots = [key.slot] if not members or key.slot in members else []
+        else:
+            slots = [slot for slot in members if slot % key.size == key.place]
+        return sorted({slot // len(self._slots) for slot in slots})

@@ -1,0 +1,176 @@
+"""What an agent tells the controller of its ranks and its node."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+
+from unicron_ctl.agent.connections.job_environment import Place
+from unicron_ctl.agent.loop.step_reports import StepReports
+from unicron_ctl.agent.node.node_watch import NodeWatch
+from unicron_ctl.agent.node.sampling import Sampling
+from unicron_ctl.agent.ranks.ranks import Rank
+from unicron_ctl.agent.ranks.vitals import Vitals
+from unicron_ctl.agent.snapshots.peer_copies import Copies
+from unicron_ctl.shared.consensus.participant import Participant
+from unicron_ctl.shared.protocol import ranges, structs, wire
+from unicron_ctl.shared.protocol.structs import MERGE_SECONDS
+from unicron_ctl.shared.system.addresses import join
+from unicron_detector.processes.rank_messages import Step
+
+COLD_TEXT = 400  # characters of a reason
+KEPT_SECONDS, MOST_KEPT = 15.0, 512  # for which step reports that were sent are kept, and how many
+
+
+class Reports:
+    """Makes and sends the agent's statuses.
+
+    identity: the agent's id. send: to the controller, if there is one.
+
+    sent_at: when the last status was made. fenced: its processes end by themselves where they are cut off. dirty: there
+    is progress that it does not tell. pinged: the number of the last Ping.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        identity: str,
+        ranks: Mapping[int, Rank],
+        participant: Participant,
+        sampling: Sampling,
+        copies: Copies,
+        send: Callable[[wire.Message], None],
+    ) -> None:
+        self._place, self._ranks, self._participant, self._send = place, ranks, participant, send
+        self._identity = identity
+        self._vitals, self.sampling, self._copies = Vitals(), sampling, copies
+        self._steps = StepReports()
+        self._kept: deque[tuple[float, structs.StepReport]] = deque(maxlen=MOST_KEPT)
+        self._period, self._progress = 1.0, 0.2  # as the controller wants them
+        self._number = 0  # of the last status
+        self.sent_at = 0.0
+        self.dirty = False
+        self.pinged = 0
+        self.fenced = False
+        self.node: NodeWatch | None = None
+
+    def configure(self, period: float, progress: float) -> None:
+        """period: seconds from one status to the next; progress: until one that tells of nothing else."""
+        self._period, self._progress = period, progress
+        self._steps.configure(period, progress)
+
+    def timeout(self, now: float) -> float:
+        """Seconds until :meth:`on_timer` is to be called whatever happens; infinity when nothing is due."""
+        return self._steps.timeout(now)
+
+    def status_wait(self, now: float) -> float:
+        """Seconds until a status is due by time. Steps tell of progress, too: while they flow it needs no status."""
+        due = self.sent_at + self._period
+        if self.dirty and not self._steps.held:
+            due = min(due, max(self.sent_at, self._steps.sent_at + MERGE_SECONDS) + self._progress)
+        return due - now
+
+    def on_timer(self, now: float) -> None:
+        """Send what is due by time."""
+        self.send_steps(now)
+        self._metrics(now)
+
+    def status(self, port: int | None, leaving: str = "", noticed: bool = False) -> None:
+        """The whole state. port: of the node's rendezvous store. leaving: why the agent is about to end. noticed: its
+        element is to end soon."""
+        now = time.monotonic()
+        steps = self._due_steps(now, leaving=bool(leaving))  # what a rank has proved comes before its end
+        most = ranges.MOST_STEP_REPORTS
+        self._send_steps(steps[:-most])
+        self.sent_at, self.dirty = now, False
+        self._vitals.update(self._ranks.values(), now)
+        self._number += 1
+        store = join(self._place.address, port) if port else ""
+        participant, statuses = self._participant, {slot: rank.status for slot, rank in self._ranks.items()}
+        participant.on_ranks(statuses, store, now)
+        participant.status_due = False
+        self._send(
+            wire.Status(
+                job=self._place.job,
+                element=self._place.element,
+                agent=self._identity,
+                sent=time.time(),
+                number=self._number,
+                store=store,
+                leaving=leaving,
+                noticed=noticed,
+                pinged=self.pinged,
+                answer=participant.on_status(now),
+                agreed=participant.agreed,
+                over=participant.over,
+                cut=self._copies.cut.number,
+                moved=self._copies.moved,
+                unmoved=self._copies.failed,
+                rates=dict(self._copies.rates),
+                failing=self._copies.failing(now),
+                refusing=self._copies.refusing(now),
+                images=self._copies.rows(any(rank.running for rank in self._ranks.values())),
+                saved=self._copies.saved(),
+                fenced=self.fenced,
+                ranks=statuses,
+                cold={slot: rank.cold[:COLD_TEXT] for slot, rank in self._ranks.items() if rank.cold},
+                steps=steps[-most:],
+            )
+        )
+
+    def add_step(self, slot: int, step: Step) -> None:
+        """Takes in that this slot's rank has stepped."""
+        self._steps.add(slot, step, time.monotonic())
+
+    def repeat_steps(self) -> None:
+        """Report the ranks' last steps once more."""
+        self._steps.repeat(time.monotonic())
+
+    def send_steps_again(self) -> None:
+        """Step reports of the last seconds once more: the controller may be another one, and what was on its way when
+        the old one was lost has not reached it. Only of the newest generation: others may have been undone since."""
+        since = time.monotonic() - KEPT_SECONDS
+        newest = max((report.generation for _, report in self._kept), default=0)
+        self._send_steps([report for at, report in self._kept if at >= since and report.generation == newest])
+
+    def send_steps(self, now: float) -> None:
+        """Step reports that can wait no longer."""
+        self._send_steps(self._due_steps(now, hold=True))
+
+    def _due_steps(self, now: float, leaving: bool = False, hold: bool = False) -> list[structs.StepReport]:
+        """Step reports that are due. hold: they may wait for later ones."""
+        ranks = {} if leaving else self._ranks
+        running = {slot: rank.status.generation for slot, rank in ranks.items() if rank.running}
+        due = self._steps.due_reports(now, running, hold)
+        self._kept.extend((now, report) for report in due)
+        return due
+
+    def _send_steps(self, reports: list[structs.StepReport]) -> None:
+        """Step reports that no status takes along."""
+        job, element, most = self._place.job, self._place.element, ranges.MOST_STEP_REPORTS
+        for first in range(0, len(reports), most):
+            self._send(
+                wire.Steps(job=job, element=element, agent=self._identity, reports=reports[first : first + most])
+            )
+
+    def testimony(self, answers: Iterable[tuple[int, list[str]]]) -> None:
+        """What the witness found: (number of the question, words)."""
+        job, element, agent = self._place.job, self._place.element, self._identity
+        for number, words in answers:
+            self._send(wire.Reached(job=job, element=element, agent=agent, number=number, words=words))
+
+    def node_events(self, again: bool = False) -> None:
+        """What the node has said; again: from the beginning."""
+        for event in (
+            self.node.new_events(self._place.job, self._place.element, self._identity, again) if self.node else ()
+        ):
+            self._send(event)
+
+    def _metrics(self, now: float) -> None:
+        sample = self.sampling.read_sample(now)
+        if sample is not None:
+            ranks = self._vitals.sample(self._ranks.values(), now)
+            job, element, agent = self._place.job, self._place.element, self._identity
+            host, node = sample.host, sample.node
+            self._send(wire.Metrics(job=job, element=element, agent=agent, host=host, node=node, ranks=ranks))

@@ -1,0 +1,108 @@
+"""The node's metrics, from a child of the agent: what it reads may hang, the agent may not.
+
+:meth:`Sampling.read_sample` never blocks: it takes what the child has printed, starts a child that is due, and replaces
+one that has fallen silent. One that cannot be killed, for it waits in the kernel, is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import IO
+
+import msgspec
+
+from unicron_ctl.agent.ranks.ranks import package_path
+
+TRIES = 3  # children that end or fall silent; then this node sends no metrics
+SILENT_PERIODS = 5.0
+LINE_BYTES = 65536
+
+
+class Sample(msgspec.Struct):
+    """One line of `unicron_detector.health.sampler`."""
+
+    host: str
+    node: dict[str, float]
+
+
+class Sampling:
+    """Times in seconds on the clock of `now`. `folder`: whose latency is measured when no other is named."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._directory, self._seconds = folder, folder, 0.0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._buffer = b""
+        self._due = self._heard = 0.0
+        self._tries = 0
+
+    def configure(self, seconds: float, directory: str, now: float) -> None:
+        """A sample every so many seconds from now on; 0 for none."""
+        directory = directory or self._folder
+        if (seconds, directory) == (self._seconds, self._directory) or not 0 <= seconds < float("inf"):
+            return
+        self.close()
+        self._seconds, self._directory, self._due, self._tries = seconds, directory, now + seconds, 0
+
+    def read_sample(self, now: float) -> Sample | None:
+        """The newest sample, if there is a new one."""
+        if self._child is None:
+            if self._seconds and now >= self._due and self._tries < TRIES:
+                self._start(now)
+            return None
+        try:
+            data = os.read(_output(self._child).fileno(), LINE_BYTES)
+        except BlockingIOError:
+            if now - self._heard > SILENT_PERIODS * self._seconds:
+                self._drop(now)
+            return None
+        if not data:
+            self._drop(now)
+            return None
+        *lines, self._buffer = (self._buffer + data)[-LINE_BYTES:].split(b"\n")
+        self._heard = now if lines else self._heard
+        try:
+            return msgspec.json.decode(lines[-1], type=Sample) if lines else None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
+    def _start(self, now: float) -> None:
+        self._tries += 1
+        command = [sys.executable, "-m", "unicron_detector.health.sampler", f"--seconds={self._seconds}"]
+        # The working folder leads with -m; a folder `detector` of the user's there must not be taken.
+        environment = {**os.environ, "PYTHONPATH": package_path({}), "PYTHONSAFEPATH": "1"}
+        environment.pop("PYTHONHOME", None)  # the user's may be another Python's
+        try:
+            self._child = subprocess.Popen(
+                [*command, f"--directory={self._directory}"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError:
+            self._due = now + self._seconds
+            return
+        os.set_blocking(_output(self._child).fileno(), False)
+        self._buffer, self._heard = b"", now
+
+    def _drop(self, now: float) -> None:
+        self.close()
+        self._due = now + self._seconds
+
+    def close(self) -> None:
+        """Ends the child, without waiting for one that cannot end."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            _output(child).close()
+            try:
+                child.wait(0.2)
+            except subprocess.TimeoutExpired:
+                pass
+
+
+def _output(child: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert child.stdout is not None  # it was started with a pipe
+    return child.stdout

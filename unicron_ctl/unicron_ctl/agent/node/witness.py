@@ -1,0 +1,60 @@
+"""What this agent can say of other nodes, and how others see that it lives: its door."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from unicron_ctl.shared.protocol.reach import Door, Reach, reach
+from unicron_ctl.shared.system.mailbox import Mailbox
+
+REACH_SECONDS = 0.7  # for one address; several connections are tried in that time
+AT_ONCE = 64  # addresses that are being tried; a question beyond them is answered with "unknown"
+
+
+class Witness:
+    """Tries other nodes for the controller, and answers those who try this one.
+
+    answers: numbers of questions, and a word for each address. Raises OSError without a port for the door.
+    """
+
+    def __init__(self) -> None:
+        self.door = Door()
+        self.answers: Mailbox[tuple[int, list[str]]] = Mailbox()
+        self._trying = 0
+        self._lock = threading.Lock()
+
+    def try_addresses(self, number: int, targets: Sequence[str]) -> None:
+        """Try the addresses side by side; the answer is known after at most REACH_SECONDS, if names resolve."""
+        words = [str(Reach.UNKNOWN)] * len(targets)
+        wanted = [place for place, target in enumerate(targets) if target]
+        with self._lock:
+            free = self._trying + len(wanted) <= AT_ONCE
+            self._trying += len(wanted) if free else 0
+        if not wanted or not free:
+            self.answers.put((number, words))
+            return
+        left = [len(wanted)]
+
+        def one(place: int) -> None:
+            words[place] = str(reach(targets[place], REACH_SECONDS))
+            answered()
+
+        def answered() -> None:
+            with self._lock:
+                self._trying -= 1
+                left[0] -= 1
+                last = not left[0]
+            if last:
+                self.answers.put((number, words))
+
+        for place in wanted:
+            try:
+                threading.Thread(target=one, args=(place,), name="unicron-witness", daemon=True).start()
+            except RuntimeError:  # there is none to be had: nothing is known of this one
+                answered()
+
+    def close(self) -> None:
+        """The door is shut; answers that are still to come are lost."""
+        self.door.close()
+        self.answers.close()

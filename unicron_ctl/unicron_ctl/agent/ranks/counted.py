@@ -1,0 +1,230 @@
+"""What the processes of plain programs count in their pages (`unicron_detector/processes/counters.py`), as the agent
+reads it: their ranks' progress and the steps that it reports for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from unicron_ctl.agent.connections.held_folders import let_go, try_hold
+from unicron_ctl.agent.ranks.ranks import stacks_file
+from unicron_ctl.shared.protocol import structs
+from unicron_detector.processes import counters, stacks, step_signals
+from unicron_detector.processes.counters import AT, BYTES, TEXT, VERSION
+from unicron_detector.processes.rank_messages import Step
+
+MEMORY = "/dev/shm"  # a page of a file on a disk is written back from time to time, and who writes to it then waits
+STANDS = 1.5  # seconds without an iteration, at least, after which a rank is asked how far its collectives are
+TIMES_USUAL = 2.0  # ... and so many usual iterations
+ASK_SECONDS = 1.0  # between two such questions
+
+
+class Folder:
+    """Where an agent's pages are. autoload: what Python's path needs, so that torch loads the counters."""
+
+    def __init__(self, ranks: str) -> None:
+        """ranks: the folder of the ranks' socket."""
+        self.endpoint = f"ipc://{ranks}/ranks"
+        try:
+            self.path = tempfile.mkdtemp(prefix=os.path.basename(ranks) + "-", dir=MEMORY)
+        except OSError:
+            self.path = tempfile.mkdtemp(prefix="counters-", dir=ranks)
+        self._held = try_hold(Path(self.path))
+        self.autoload = f"{self.path}/torch"
+        about = f"{self.autoload}/{counters.NAME}-{VERSION}.dist-info"
+        os.makedirs(about)
+        # Copies: in a container that the ranks alone are in there is this folder, and none of the project's.
+        for module in (counters, stacks, step_signals):
+            shutil.copy(str(module.__file__), self.path)
+        os.symlink(f"../{os.path.basename(counters.__file__)}", f"{self.autoload}/{counters.NAME}.py")
+        for name, text in (
+            ("METADATA", f"Metadata-Version: 2.1\nName: {counters.NAME}\nVersion: {VERSION}\n"),
+            ("entry_points.txt", f"[torch.backends]\n{counters.NAME} = {counters.NAME}:install\n"),
+        ):
+            with open(f"{about}/{name}", "w") as file:
+                file.write(text)
+
+    def close(self) -> None:
+        """Remove them."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        let_go(self._held)
+        self._held = -1
+
+
+@dataclass
+class Count:
+    """The page's numbers at one moment (`counters.FIELDS`)."""
+
+    values: list[int]
+
+    def __getattr__(self, name: str) -> int:
+        return self.values[AT[name]]
+
+
+class Page:
+    """One rank's page, made anew for each process: what an old one still writes says nothing of the new one."""
+
+    def __init__(self, folder: Folder, slot: int) -> None:
+        self.path = f"{folder.path}/{slot}"
+        self.environment = {counters.PAGE: self.path, "UNICRON_STACKS": stacks_file(folder.endpoint, slot)}
+        for name in (self.path, self.path + counters.ASKS):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+        with open(self.path, "wb") as file:
+            file.truncate(BYTES)
+        os.mkfifo(self.path + counters.ASKS, 0o600)
+        with open(self.path, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), BYTES)
+        self._numbers = memoryview(self._map).cast("Q")
+
+    def read(self) -> Count:
+        """The numbers, all of the same iteration."""
+        while True:
+            values = self._numbers[: len(AT)].tolist()
+            if values[AT["done"]] == self._numbers[AT["done"]]:
+                return Count(values)
+
+    def text(self, length: int) -> str:
+        """Its text, so many bytes long."""
+        return self._map[TEXT : TEXT + min(length, BYTES - TEXT)].decode(errors="replace")
+
+    def ask_process(self) -> None:
+        """Ask the process how far its collectives are. Nobody listens in one that has no process group."""
+        with contextlib.suppress(OSError):
+            pipe = os.open(self.path + counters.ASKS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.write(pipe, b"?")
+            finally:
+                os.close(pipe)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._numbers.release()
+        self._map.close()
+
+
+class Counted:
+    """What one rank's processes have counted in the present generation. base: the job's iterations before it."""
+
+    def __init__(self, folder: Folder, slot: int) -> None:
+        self._folder, self._slot = folder, slot
+        self.page: Page | None = None
+        self._pid = self._done = self._waited = self._outside = 0  # as the last report had them
+        self._steps = False  # a process of this slot has stepped: this program is one that does
+        self.said = ""
+
+    def start(self, generation: int, base: int) -> dict[str, str]:
+        """A new process is about to start; returns what it needs in its environment."""
+        self.close()
+        self.page = Page(self._folder, self._slot)
+        self._generation, self._base = generation, base
+        self._pid, self._done, self._at, self._waited, self._outside = 0, 0, time.monotonic_ns(), 0, 0
+        self._began, self._usual = self._at, 0.0
+        self._idle = 0.0  # the longest that it did nothing, and waited for no answer, since its last step
+        self._asked, self._answers = time.monotonic(), 0
+        return self.page.environment
+
+    @property
+    def pid(self) -> int:
+        """The process that trains; 0 while none does."""
+        return self._pid
+
+    def update(self, status: structs.RankStatus, now: float) -> tuple[bool, Step | None]:
+        """Put into the status how far the process is. Returns whether that is news, and what it has stepped since the
+        last look. now: on the monotonic clock."""
+        if self.page is None:
+            return False, None
+        count = self.page.read()
+        if not count.version:
+            return False, None
+        if count.pid != self._pid:  # the first that counts, or one after it
+            self._base += self._done
+            self._began = count.began if self._pid else self._began
+            self._pid, self._done, self._waited, self._outside = count.pid, 0, 0, 0
+        if not status.waits:
+            self._idle = max(self._idle, status.idle)
+        step = self._step(count) if count.done > self._done else None
+        iteration, phase = self._base + count.done, "computing"
+        if count.wait:
+            phase = "reducing"
+        elif count.outside:
+            iteration, phase = iteration - 1, "stepped"
+        judged = int(bool(self._pid) and (self._steps or count.done > 0))
+        before = status.iteration, status.phase, status.micro_batches, status.moved, status.collectives
+        status.iteration, status.phase, status.micro_batches = iteration, phase, judged
+        status.saved = self._base + count.saved_done if count.saves else -1
+        status.iteration_seconds, status.moved = self._usual, count.heartbeats
+        if step is not None:
+            status.collectives = {}
+        elif judged:
+            self._question(status, count, now)
+        after = status.iteration, status.phase, status.micro_batches, status.moved, status.collectives
+        if after != before:
+            status.changed = time.time()
+        return after != before, step
+
+    def _step(self, count: Count) -> Step:
+        """What has been stepped since the last look, as one report of the newest iteration."""
+        number, since = count.done - self._done, self._at if self._done else self._began
+        seconds = max(1e-6, (count.done_at - since) / 1e9 / number)
+        waited = max(0, count.waited_then - self._waited) / 1e9 / number
+        outside = max(0, count.outside_then - self._outside) / 1e9 / number
+        self._done, self._at, self._usual, self._steps = count.done, count.done_at, seconds, True
+        self._waited, self._outside = count.waited_then, count.outside_then
+        phases = dict.fromkeys(structs.PHASES, 0.0)
+        phases["reduce"], phases["outside"] = waited, outside
+        own = max(0.0, seconds - waited - outside)
+        phases["data"] = min(own, self._idle) if own > STANDS else 0.0
+        phases["forward"] = own - phases["data"]  # more is not known
+        self._idle = 0.0
+        return Step(
+            generation=self._generation,
+            iteration=self._base + count.done - 1,
+            micro_batches=[0],
+            computed=[0],
+            total=1,
+            seconds=seconds,
+            loss=None,
+            at=time.time(),
+            phases=phases,
+        )
+
+    def _question(self, status: structs.RankStatus, count: Count, now: float) -> None:
+        """Ask a rank that stands how far its collectives are, and take in its answer."""
+        if count.answers != self._answers:
+            self._answers = count.answers
+            assert self.page is not None
+            with contextlib.suppress(ValueError, msgspec.ValidationError):
+                said: Any = json.loads(self.page.text(count.length))
+                status.collectives = msgspec.convert(said, structs.Collectives)
+        stands = now - self._at / 1e9
+        if stands > max(STANDS, TIMES_USUAL * self._usual) and now - self._asked >= ASK_SECONDS:
+            assert self.page is not None
+            self._asked = now
+            self.page.ask_process()
+
+    def complaint(self) -> str:
+        """Why something is not counted, once."""
+        count = self.page.read() if self.page is not None else None
+        if self.said or count is None or not count.length or count.answers:
+            return ""
+        assert self.page is not None
+        self.said = self.page.text(count.length)
+        return self.said
+
+    def close(self) -> None:
+        """The process is gone."""
+        if self.page is not None:
+            self.page.close()
+            self.page = None

@@ -1,0 +1,361 @@
+"""The ranks of one node: their processes, what they last said, and their status for the controller."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from unicron_ctl.agent.connections.job_environment import Place
+from unicron_ctl.agent.ranks.placeholders import fill_variables, fill_words
+from unicron_ctl.agent.ranks.rank_logs import RankLogs
+from unicron_ctl.agent.ranks.static_world import LAUNCHER, slurm_world
+from unicron_ctl.agent.ranks.zygote_client import AlwaysCold, Coming, Starter
+from unicron_ctl.shared.protocol import ranges, structs
+from unicron_ctl.shared.system.release import rank_roots
+from unicron_detector.failures.classify import default_classifier
+from unicron_detector.failures.root_cause import one_line
+from unicron_detector.processes.job_input import standard_input
+from unicron_detector.processes.job_output import JobOutput
+from unicron_detector.processes.rank_messages import Fault, FromRank, Moved, Status
+from unicron_detector.processes.supervise import USUAL, Child, Surroundings
+
+QUIET_STATES = ("running",)  # a change within these may wait for the next beat of the agent's clock
+STOP_SECONDS = 1.0  # between SIGTERM and SIGKILL
+
+CANNOT_START = 127  # as a shell says it
+PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)  # of descriptors, processes, memory: it may get some
+START_SECONDS = 60.0  # for a process that cannot be started for want of those
+START_AGAIN_SECONDS = 1.0
+RANK_STATES = ("waiting", "entering", "running", "stopped", "standby", "left", "finished")  # what it may say of itself
+AGENTS_OWN = (
+    "pid",
+    "incarnation",
+    "exit",
+    "changed",
+    "process",
+    "idle",
+    "waits",
+    "collectives",
+)  # of its status: the agent's to know
+
+_rank_fields = structs.RankStatus.__struct_fields__  # in the order of its array
+
+
+COLD = AlwaysCold("there is no zygote")
+
+Environment = Callable[[int, int, int], dict[str, str]]  # (slot, local rank, incarnation) -> its process's
+
+
+class Rank:
+    """One slot: its present process and the status that follows from it.
+
+    surroundings: of its processes. starter: from which they come; coming: the one that is being forked; cold: why its
+    last process was started cold, empty for a warm one. logs: where their output goes. again: when a process that could
+    not be started is tried again (monotonic), None when nothing is; short: of what the node is short then.
+    """
+
+    def __init__(
+        self,
+        slot: int,
+        local: int,
+        command: Sequence[str],
+        environment: Environment,
+        starter: Starter = COLD,
+        surroundings: Surroundings = USUAL,
+    ):
+        self.slot, self.local, self.surroundings = slot, local, surroundings
+        self._command, self._environment, self.starter = command, environment, starter
+        self.logs: RankLogs | None = None
+        self._stdin: int | None = None  # of the next process
+        self._stdout: tuple[int, int] | None = None  # reading and writing end of the next process's standard output
+        self.child: Child | None = None
+        self.coming: Coming | None = None
+        self.cold = self.short = ""
+        self.again: float | None = None
+        self._tries_until = 0.0
+        self._wanted: Mapping[str, str] = {}  # the environment of the process that is tried
+        self.status = structs.RankStatus(state="exited", incarnation=-1)
+
+    def start(self, incarnation: int) -> None:
+        """A new process in this slot; the old one must be gone. One that cannot be started counts as exited."""
+        self.status = structs.RankStatus(state="starting", incarnation=incarnation, changed=time.time())
+        self._begin_process(self._environment(self.slot, self.local, incarnation))
+
+    def _begin_process(self, environment: Mapping[str, str]) -> None:
+        """A process: warm where that is possible, and then :meth:`arrive` takes it in; else cold, at once."""
+        self._tries_until = time.monotonic() + START_SECONDS
+        self._try(environment)
+
+    def retry(self) -> None:
+        """The process that could not be started is tried again."""
+        self._try(self._wanted)
+
+    def _try(self, environment: Mapping[str, str]) -> None:
+        self.cold, self.again, self._wanted = "", None, environment
+        try:
+            piped = self.logs is not None and self.logs.output(self.local, environment).piped
+            self._stdout = os.pipe() if piped else None
+            self._stdin = standard_input.open()
+            self.coming = self.starter.request_fork(environment, surroundings=self._around())
+        except OSError as error:
+            self._failed(error)
+            return
+        if self.coming is None:
+            self._begin_cold(environment, self.starter.why)
+
+    def _around(self) -> Surroundings:
+        """What surrounds the next process."""
+        around = replace(self.surroundings, stdin=self._stdin)
+        return replace(around, stdout=self._stdout[1]) if self._stdout else around
+
+    def arrive(self) -> None:
+        """The process that is coming has settled: it begins, or is started cold."""
+        assert self.coming is not None
+        coming, self.coming = self.coming, None
+        child = coming.child()
+        if child is None:
+            self._begin_cold(coming.environment, coming.cold or "it ended before it began")
+        else:
+            self._has(child)
+
+    def _begin_cold(self, environment: Mapping[str, str], why: str) -> None:
+        self.cold = why
+        try:
+            self._has(Child(fill_words(self._command, environment), environment, surroundings=self._around()))
+        except (OSError, MemoryError) as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError | MemoryError) -> None:
+        """What the node is short of may be free soon: it is tried again, and then counts as exited."""
+        self._close_streams()
+        why = getattr(error, "strerror", "") or str(error) or type(error).__name__
+        passes = isinstance(error, MemoryError) or error.errno in PASSING
+        if passes and (now := time.monotonic()) < self._tries_until:
+            self.again, self.short = now + START_AGAIN_SECONDS, why
+        else:
+            self._ends(CANNOT_START, f"couldn't start {self._command[0]}: {why}")
+
+    def _has(self, child: Child) -> None:
+        self.child = child
+        if self.logs is not None:
+            child.output = self.logs.output(self.local, self._wanted)
+        if self._stdout is not None:
+            child.stdout, theirs = self._stdout
+            os.set_blocking(child.stdout, False)
+            os.close(theirs)
+            self._stdout = None
+        self._close_streams()
+        self.status.pid, self.status.changed = child.pid, time.time()
+
+    def _ends(self, code: int, why: str) -> None:
+        """Note that the rank has ended without a process of its own."""
+        now = time.time()
+        self.status.state, self.status.changed = "exited", now
+        self.status.exit = structs.Exit(code=code, at=now, lived=0.0, last_line=why)
+
+    @property
+    def alive(self) -> bool:
+        """Its process runs, or is coming."""
+        return self.child is not None or self.starting
+
+    @property
+    def starting(self) -> bool:
+        """Its process is coming, or is tried again."""
+        return self.coming is not None or self.again is not None
+
+    @property
+    def running(self) -> bool:
+        """The rank trains in its generation, and nothing says that it is about to end."""
+        return self.status.state == "running" and self.status.end is None
+
+    def on_message(self, message: FromRank) -> bool:
+        """Take in what the rank's process says of itself; True when the controller should know at once.
+
+        Raises msgspec.ValidationError or ValueError for a message that does not fit.
+        """
+        before = self.status
+        if before.state in ("exited", "finished"):
+            return False  # of a process that has been replaced
+        match message:
+            case Fault():
+                lived = time.monotonic() - self.child.started if self.child else 0.0
+                before.fault = msgspec.convert({**vars(message), "fatal": True, "lived": lived}, structs.Fault)
+                before.changed = time.time()
+                return True
+            case Moved():
+                before.moved, before.changed = msgspec.convert(message.moved, ranges.Count), time.time()
+                return False
+            case Status():
+                if message.state not in RANK_STATES:
+                    raise ValueError(f"{message.state!r} is no state that a rank may have")
+                told = [getattr(before if name in AGENTS_OWN else message, name) for name in _rank_fields]
+                self.status = msgspec.convert(msgspec.to_builtins(told), structs.RankStatus)
+                if before.fault is not None and before.fault.fatal:
+                    self.status.fault = before.fault  # nothing that the process says later takes it back
+                self.status.changed = time.time()
+                quiet = self.status.state in QUIET_STATES or before.moved != self.status.moved
+                return before.state != self.status.state or not quiet
+        raise ValueError(f"{message.kind!r} says nothing of the rank")
+
+    @property
+    def trainer(self) -> int:
+        """The process that trains: its own, where none of its children does."""
+        return self.status.pid
+
+    def collect(self) -> None:
+        """The process has ended: record how. A rank that trained to the end stays finished, whatever came after. One
+        that SIGTERM has ended is not through, whatever its exit status."""
+        assert self.child is not None
+        code = self.child.reap(1.0)
+        tail = self.child.tail()
+        now = time.time()
+        if code == 0 and not self.child.terminated:
+            self.status.state = "finished"
+        else:
+            if self.status.state != "finished":
+                self.status.state = "exited"
+            self.status.exit = structs.Exit(
+                code=-signal.SIGKILL if code is None else code,
+                at=now,
+                lived=time.monotonic() - self.child.started,
+                last_line=last_words(tail),
+            )
+        self.status.changed = now
+        self.child.close()
+        self.child = None
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self.child is not None:
+            self.child.signal(signal.SIGKILL)
+        elif self.starting:
+            self.give_up()
+            self._ends(-signal.SIGKILL, "")
+
+    def give_up(self) -> None:
+        """The process that is coming is not wanted any more."""
+        self.again = None
+        if self.coming is not None:
+            self.coming.drop()
+            self.coming = None
+        self._close_streams()
+
+    def _close_streams(self) -> None:
+        for end in (*(self._stdout or ()), *([] if self._stdin is None else [self._stdin])):
+            os.close(end)
+        self._stdin = self._stdout = None
+
+
+def last_words(tail: str) -> str:
+    """The statement that says why a process ended, as one line (failures.root_cause); the last line where none does."""
+    said, _ = default_classifier().last_words(tail)
+    lines = tail.splitlines()
+    return one_line(said or (lines[-1] if lines else ""))
+
+
+def stop_all(ranks: Sequence[Rank], seconds: float = STOP_SECONDS) -> None:
+    """End all processes: SIGTERM, `seconds` to act on it, SIGKILL. Those to which SIGTERM does nothing get SIGKILL at
+    once. Returns when they are reaped."""
+    for rank in ranks:
+        rank.give_up()
+    running = [(rank, rank.child) for rank in ranks if rank.child is not None]
+    for rank, child in running:
+        if rank.status.outlives:
+            child.signal(signal.SIGKILL)
+    stop_children([child for _, child in running], seconds)
+    for rank, _ in running:
+        rank.collect()
+
+
+def stop_children(children: Sequence[Child], seconds: float = STOP_SECONDS) -> None:
+    """SIGTERM, `seconds` to act on it, SIGKILL; nothing is reaped yet."""
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(not child.ended() for child in children):
+        for child in children:
+            child.pass_stderr()  # a full pipe would keep it from ending
+            child.pass_stdout()
+        time.sleep(0.01)
+    for child in children:
+        if not child.ended():
+            child.signal(signal.SIGKILL)
+
+
+def surroundings_of(place: Place) -> list[Surroundings]:
+    """What surrounds the node's ranks, by local rank: that of Slurm's tasks, where the step has several. The first
+    is the agent's own task, whose output is the agent's."""
+    if not place.tasks:
+        return [USUAL] * place.settings.ranks_per_node
+    first, *others = place.tasks
+    return [
+        Surroundings(cpus=first.cpus),
+        *(
+            Surroundings(None, task.stdout, JobOutput(task.stdout), JobOutput(task.stderr), task.cpus)
+            for task in others
+        ),
+    ]
+
+
+def task_environment(place: Place, local: int, environment: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment that Slurm gave the task of this local rank. environment: the agent's, which also knows the
+    launcher."""
+    if not 0 < local < len(place.tasks):
+        return environment
+    return {
+        **place.tasks[local].environment,
+        **{name: environment[name] for name in (LAUNCHER,) if name in environment},
+    }
+
+
+def package_path(base: Mapping[str, str]) -> str:
+    """PYTHONPATH with which a script finds `unicron` where it is not installed."""
+    return os.pathsep.join(filter(None, [base.get("PYTHONPATH", ""), *rank_roots()]))
+
+
+def rank_environment(
+    place: Place, endpoint: str, base: dict[str, str], told: Callable[[], Mapping[str, str]] = dict
+) -> Environment:
+    """(slot, local rank, incarnation) -> the environment of that rank's process. told: what is known only when it
+    starts.
+
+    RANK and WORLD_SIZE describe the world in which a rank prepares itself, which is its own; the generation's plan
+    gives the real one.
+    """
+
+    def environment(slot: int, local: int, incarnation: int) -> dict[str, str]:
+        own = task_environment(place, local, base)
+        made = {
+            **own,
+            **(slurm_world(0, 1, local, 1, 0) if place.tasks else {}),
+            "PYTHONPATH": package_path(own),
+            "UNICRON_AGENT": endpoint,
+            "UNICRON_STACKS": stacks_file(endpoint, slot),
+            "UNICRON_SLOT": str(slot),
+            "UNICRON_MAX_RANKS": str(place.settings.max_nodes * place.settings.ranks_per_node),
+            "UNICRON_BLOCK": str(place.settings.block),
+            "UNICRON_INCARNATION": str(incarnation),
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(place.settings.ranks_per_node),
+            "MASTER_ADDR": place.address,
+            "MASTER_PORT": "0",
+            "PYTHONUNBUFFERED": "1",
+            **told(),
+        }
+        return fill_variables(made)
+
+    return environment
+
+
+def stacks_file(endpoint: str, slot: int) -> str:
+    """The file for a rank's stacks, beside its channel's socket."""
+    folder = endpoint.removeprefix("ipc://").rpartition("/")[0]
+    return f"{folder}/stacks.{slot}" if folder else ""

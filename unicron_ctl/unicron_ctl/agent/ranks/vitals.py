@@ -1,0 +1,149 @@
+"""Reads from /proc whether the ranks' processes are stopped, how long they and their children have been idle, and what
+they use.
+
+Reading takes no lock that a stuck process could hold, so it never blocks the agent.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from unicron_ctl.agent.ranks.ranks import Rank
+
+WINDOW = 0.9  # seconds, at least, over which activity is judged: a kernel tick of CPU time is 0.01 s
+BUSY_CPU = 0.05  # of one core; threads that only wait for messages stay far below
+BUSY_BYTES = 65536.0  # read or written per second
+BUSY_STATES = "RD"  # computing, or waiting for a disk or a file system
+# Where the kernel has a process that waits for somebody else's answer (wchan of proc(5)); one that sleeps, or waits for
+# a lock, does not.
+ANSWERS = re.compile(
+    r"poll|select|wait_woken|recv|pipe|accept|lock_page|\b(ep|sk|skb|unix|inet|tcp|rpc|nfs)_|\bdo_wait"
+)
+MOST_CHILDREN = 256
+_TICK = float(os.sysconf("SC_CLK_TCK"))
+_PAGE = float(os.sysconf("SC_PAGE_SIZE"))
+
+
+@dataclass(frozen=True)
+class Usage:
+    """A process at one moment: state letter, seconds of CPU time, bytes in memory, bytes read and written so far."""
+
+    state: str
+    cpu: float
+    memory: float
+    transferred: float
+
+
+def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
+    """The process as it is now; None for one that is gone."""
+    try:
+        fields = _text(f"{root}/{pid}/stat").rpartition(")")[2].split()
+        usage = Usage(fields[0], (int(fields[11]) + int(fields[12])) / _TICK, int(fields[21]) * _PAGE, 0.0)
+    except (OSError, IndexError, ValueError):
+        return None
+    try:
+        lines = _text(f"{root}/{pid}/io").split()
+        return Usage(usage.state, usage.cpu, usage.memory, float(lines[1]) + float(lines[3]))
+    except (OSError, IndexError, ValueError):
+        return usage  # not every kernel counts them
+
+
+def children_cpu(pid: int, root: Path = Path("/proc")) -> float:
+    """Seconds of CPU time that its living descendants have taken, as far as its main thread has started them."""
+    found, seconds = [str(pid)], 0.0
+    for parent in found:
+        try:
+            found += _text(f"{root}/{parent}/task/{parent}/children").split()
+            fields = _text(f"{root}/{parent}/stat").rpartition(")")[2].split()
+            seconds += (int(fields[11]) + int(fields[12])) / _TICK if parent is not found[0] else 0.0
+        except (OSError, IndexError, ValueError):
+            continue
+        if len(found) > MOST_CHILDREN:
+            break
+    return seconds
+
+
+def awaits_answer(pid: int, root: Path = Path("/proc")) -> bool:
+    """Whether its main thread waits for an answer: from a socket, a pipe, a child, a file server."""
+    try:
+        return bool(ANSWERS.search(_text(f"{root}/{pid}/wchan")))
+    except OSError:
+        return False
+
+
+def _text(path: str) -> str:
+    """What a small file of /proc says. Each status reads two of them for each rank, so nothing is added to the system's
+    calls. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, 4096).decode(errors="replace")
+    finally:
+        os.close(descriptor)
+
+
+class Activity:
+    """Tells how long one process has been idle. `now`: seconds on any clock that does not jump."""
+
+    def __init__(self, usage: Usage, now: float) -> None:
+        self._usage, self._time, self._busy_at = usage, now, now
+        self._children: float | None = None  # their CPU time at the last window, while the process itself is idle
+
+    def idle(self, usage: Usage, now: float, children: Callable[[], float] = float) -> float:
+        """Seconds since it was last busy, up to the last window. children: the CPU time of its children, which is
+        looked at while it does nothing itself."""
+        elapsed = now - self._time
+        if elapsed >= WINDOW:
+            cpu = (usage.cpu - self._usage.cpu) / elapsed
+            moved = (usage.transferred - self._usage.transferred) / elapsed
+            if cpu >= BUSY_CPU or moved >= BUSY_BYTES or usage.state in BUSY_STATES:
+                self._busy_at, self._children = now, None
+            else:
+                before, self._children = self._children, children()
+                if before is not None and (self._children - before) / elapsed >= BUSY_CPU:
+                    self._busy_at = now
+            self._usage, self._time = usage, now
+        return now - self._busy_at
+
+
+class Vitals:
+    """The processes of an agent's ranks."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[int, Activity]] = {}  # slot -> (pid, its activity)
+        self._before: dict[int, tuple[int, float, Usage]] = {}  # slot -> (pid, when, what) of the last sample
+
+    def update(self, ranks: Iterable[Rank], now: float) -> None:
+        """Puts state and idle time into the ranks' statuses."""
+        for rank in ranks:
+            trainer = rank.trainer
+            usage = usage_of(trainer) if rank.alive else None
+            if usage is None:
+                rank.status.process, rank.status.idle, rank.status.waits = "", 0.0, False
+                self._of.pop(rank.slot, None)
+                continue
+            pid, activity = self._of.get(rank.slot, (0, None))
+            if activity is None or pid != trainer:
+                activity = Activity(usage, now)
+                self._of[rank.slot] = trainer, activity
+            idle = round(activity.idle(usage, now, partial(children_cpu, trainer)), 1)
+            rank.status.process, rank.status.idle = usage.state, idle
+            rank.status.waits = idle > WINDOW and awaits_answer(trainer)
+
+    def sample(self, ranks: Iterable[Rank], now: float) -> dict[int, dict[str, float]]:
+        """slot -> `rank_cpu` (cores, since the last sample), `rank_memory` (bytes); new processes have no rate yet."""
+        found = {}
+        for rank in ranks:
+            usage = usage_of(rank.status.pid) if rank.alive else None
+            if usage is None:
+                continue
+            pid, at, before = self._before.get(rank.slot, (0, now, usage))
+            self._before[rank.slot] = rank.status.pid, now, usage
+            found[rank.slot] = {"rank_memory": usage.memory}
+            if pid == rank.status.pid and now > at:
+                found[rank.slot]["rank_cpu"] = (usage.cpu - before.cpu) / (now - at)
+        return found

@@ -1,0 +1,342 @@
+"""The agent's side of the zygote (`unicron_detector/processes/zygote.py`): a process of the job's own interpreter
+that has imported what the script needs, and forks the ranks. When something goes wrong with it the ranks start cold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from unicron_ctl.agent.ranks.placeholders import fill_words
+from unicron_detector.formats import ZYGOTE
+from unicron_detector.processes import zygote as program
+from unicron_detector.processes.supervise import USUAL, Child, Surroundings
+
+LOAD_SECONDS = 120.0  # for the imports; then ranks that wait for them start cold
+ANSWER_SECONDS = 2.0  # for the next fork, which takes 10 ms unless the machine is busy; then those asked for start cold
+HUNG_SECONDS = 10.0  # the same; then another zygote is started
+REST_SECONDS = 1.0  # before a zygote that died is started again, and twice as long each time
+STEADY_SECONDS = 600.0  # of life after which earlier deaths are forgotten
+TRIES = 5
+
+
+@dataclass(eq=False)
+class Coming:
+    """A rank's process that is being forked; settled with its pid, or with the reason why it has to start cold.
+
+    stderr: the reading end of its standard error; leave: the writing end of the pipe by which it learns that it may
+    begin; theirs: the other ends. asked: when the zygote was (monotonic). late: it has not answered in time.
+    """
+
+    words: list[str]
+    environment: Mapping[str, str]
+    stderr: int
+    leave: int
+    theirs: tuple[int, int]
+    surroundings: Surroundings = USUAL
+    asked: float | None = None
+    late: bool = False
+    pid: int | None = None
+    cold: str = ""
+
+    @classmethod
+    def of(cls, words: list[str], environment: Mapping[str, str], surroundings: Surroundings = USUAL) -> Coming:
+        """Not asked for yet. Raises OSError."""
+        stderr, its_stderr = os.pipe()
+        try:
+            its_leave, leave = os.pipe()
+        except OSError:
+            os.close(stderr)
+            os.close(its_stderr)
+            raise
+        return cls(words, environment, stderr, leave, (its_stderr, its_leave), surroundings)
+
+    @property
+    def settled(self) -> bool:
+        return self.pid is not None or bool(self.cold)
+
+    def child(self) -> Child | None:
+        """The process, which begins now; None when it is gone already, or is to start cold."""
+        child = None
+        if self.pid is not None and not self.cold:
+            try:
+                child = Child.forked(self.pid, self.stderr, self.surroundings)
+            except ProcessLookupError:
+                pass
+            except OSError as error:  # no descriptor is left; without its leave it ends
+                self.cold = f"it could not be taken in: {error.strerror}"
+        if child is None:
+            self.drop()
+            return None
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed it
+            os.write(self.leave, b"g")
+        os.close(self.leave)
+        return child
+
+    def forget(self) -> None:
+        """Close the ends that are the process's."""
+        for descriptor in self.theirs:
+            os.close(descriptor)
+
+    def drop(self) -> None:
+        """The process is not wanted any more. A fork that comes all the same gets no leave, and ends."""
+        self.cold = self.cold or "it was not wanted any more"
+        os.close(self.stderr)
+        os.close(self.leave)
+
+
+class Starter(Protocol):
+    """What ranks get their processes from. why: the reason for which they start cold now, or nothing."""
+
+    why: str
+
+    def request_fork(self, environment: Mapping[str, str], *, surroundings: Surroundings = USUAL) -> Coming | None:
+        """A warm process with this environment; None where it has to start cold. Its standard
+        input and output stay open until it has settled."""
+
+
+class AlwaysCold:
+    """No zygote."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def request_fork(self, environment: Mapping[str, str], *, surroundings: Surroundings = USUAL) -> Coming | None:
+        """None."""
+        return None
+
+
+class ZygoteClient:
+    """One zygote process after another, and the requests to it.
+
+    python: the interpreter with its options; words: the command after it; environment: the zygote's. preload: modules
+    that the user has named; told: further ones. watch, unwatch: a descriptor, and what to call when it can be read.
+    answer: seconds without the next fork, after which the ranks start cold; hung: after which another zygote is
+    started.
+    """
+
+    def __init__(
+        self,
+        python: Sequence[str],
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        preload: Sequence[str],
+        told: Sequence[str],
+        watch: Callable[[int, Callable[[], None]], None],
+        unwatch: Callable[[int], None],
+        answer: float = ANSWER_SECONDS,
+        hung: float = HUNG_SECONDS,
+    ):
+        self._python, self._words, self.environment = list(python), list(words), dict(environment)
+        task = {"format": ZYGOTE.number, "preload": list(preload), "told": list(told), "agent": os.getpid()}
+        self._task = json.dumps(task).encode()
+        self._watch, self._unwatch = watch, unwatch
+        self._answer, self._hung = answer, hung
+        self._child: Child | None = None
+        self._line: socket.socket | None = None
+        self.ready = False
+        self._asked: dict[int, Coming] = {}  # those without an answer, oldest first
+        self._number = self._tries = 0
+        self._answered = 0.0  # when it did so last
+        self._began = 0.0
+        self._again: float | None = None  # when the next one is to be started
+        self.why = ""
+
+    @property
+    def pid(self) -> int | None:
+        """The present zygote's process."""
+        return self._child.pid if self._child is not None else None
+
+    # ------------------------------------------------------------ requests
+    def request_fork(
+        self, environment: Mapping[str, str], words: list[str] | None = None, surroundings: Surroundings = USUAL
+    ) -> Coming | None:
+        """A warm process with this environment, as soon as there is one; None where it has to start cold. `words`: what
+        it runs in place of the command. Raises OSError."""
+        if self._child is None:
+            return None
+        if any(coming.late for coming in self._asked.values()):
+            self.why = "the zygote does not answer"
+            return None
+        coming = Coming.of(fill_words(words or self._words, environment), environment, surroundings)
+        self._number += 1
+        self._asked[self._number] = coming
+        if self.ready:
+            try:
+                self._send(self._number, coming, time.monotonic())
+            except OSError:
+                del self._asked[self._number]
+                coming.drop()
+                raise
+        return coming
+
+    def _send(self, number: int, coming: Coming, now: float) -> None:
+        """Asks for one; a zygote that is gone is noticed by its end of the line. Raises OSError, without a
+        descriptor. now: one for all that are asked for
+        together (monotonic); a look at the files that begins after it counts for each of them."""
+        assert self._line is not None
+        coming.asked = now
+        around, cpus = coming.surroundings, sorted(coming.surroundings.cpus)
+        streams = [own if given is None else given for own, given in enumerate((around.stdin, around.stdout))]
+        request = json.dumps({"environment": dict(coming.environment), "words": coming.words, "cpus": cpus}).encode()
+        message = json.dumps({"number": number, "asked": now}).encode()
+        file = -1
+        try:
+            file = os.memfd_create("unicron-request")
+            with open(file, "wb", closefd=False) as writing:
+                writing.write(request)
+            with contextlib.suppress(OSError):
+                files = [file, *streams, *coming.theirs]
+                socket.send_fds(self._line, [message], files)
+        finally:
+            if file >= 0:
+                os.close(file)
+            coming.forget()
+
+    def _send_late(self, number: int, coming: Coming, now: float) -> None:
+        """What was wanted before the zygote was ready."""
+        self._asked[number] = coming
+        try:
+            self._send(number, coming, now)
+        except OSError as error:
+            del self._asked[number]
+            self.why = coming.cold = f"it could not be asked for: {error.strerror}"
+
+    # ------------------------------------------------------------ what it says
+    def read(self) -> None:
+        """Take in what it says, and its end."""
+        while self._line is not None:
+            try:
+                data = self._line.recv(program.ANSWER_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._died()
+            elif not self._heard(json.loads(data)):
+                return  # its last word
+
+    def _heard(self, message: dict[str, Any]) -> bool:
+        """False when there is nothing more to read."""
+        if "off" in message:
+            self._end(message["off"])
+            return False
+        if "ready" in message:
+            self.ready = True
+            unsent, self._asked = self._asked, {}
+            now = time.monotonic()
+            for number, coming in unsent.items():
+                if coming.settled:
+                    coming.forget()
+                else:
+                    self._send_late(number, coming, now)
+            return True
+        self._answered = time.monotonic()
+        coming = self._asked.pop(message["number"])
+        if coming.settled:
+            return True  # too late
+        coming.pid, coming.cold = message.get("pid"), message.get("cold", "")
+        self.why = coming.cold
+        if message.get("stale"):
+            self._end(coming.cold)
+            self.start_process()
+            return False
+        return True
+
+    def _died(self) -> None:
+        child, lasted = self._child, time.monotonic() - self._began
+        code = child.reap(1.0) if child is not None else None
+        words = child.tail().splitlines()[-1:] if child is not None else []
+        self._end(f"the zygote has ended with {code}" + "".join(f": {word}" for word in words))
+        self._tries = 1 if lasted > STEADY_SECONDS else self._tries + 1
+        if self._tries < TRIES:
+            self._again = time.monotonic() + REST_SECONDS * 2 ** (self._tries - 1)
+
+    # ------------------------------------------------------------ time
+    def on_timer(self, now: float) -> None:
+        """Give up what takes too long, and start the next zygote when that is due. now: monotonic."""
+        if self._again is not None and now >= self._again:
+            self.start_process()
+        for coming in self._asked.values():
+            limit = LOAD_SECONDS if coming.asked is None else self._answer
+            if not coming.settled and now >= self._since(coming) + limit:
+                what = "imported everything" if coming.asked is None else "answered"
+                coming.late = True
+                self.why = coming.cold = f"the zygote has not {what} within {limit:g} s"
+        asked = [coming for coming in self._asked.values() if coming.asked is not None]
+        if any(now >= self._since(coming) + self._hung for coming in asked):
+            assert self._child is not None
+            self._child.signal(9)
+
+    def timeout(self, now: float) -> float:
+        """Seconds until :meth:`on_timer` is to be called whatever happens; infinity when nothing is due."""
+        due = [self._again] if self._again is not None else []
+        for coming in self._asked.values():
+            if coming.asked is not None:
+                due.append(self._since(coming) + (self._hung if coming.settled else self._answer))
+            elif not coming.settled:
+                due.append(self._since(coming) + LOAD_SECONDS)
+        return max(0.0, min(due) - now) if due else float("inf")
+
+    def _since(self, coming: Coming) -> float:
+        """The time from which this fork's limit counts. Forks are made one after the other, so each has its time after
+        the one before."""
+        return self._began if coming.asked is None else max(coming.asked, self._answered)
+
+    # ------------------------------------------------------------ the process
+    def start_process(self) -> None:
+        """Start a zygote."""
+        self._again, self._began = None, time.monotonic()
+        try:
+            mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            self.why = f"no zygote could be started: {error.strerror}"
+            return
+        command = [*self._python, program.__file__, str(its.fileno()), *self._words]
+        try:
+            self._child = child = Child(command, self.environment, keep=[its.fileno()])
+        except OSError as error:
+            mine.close()
+            self.why = f"couldn't start {self._python[0]}: {error.strerror}"
+            return
+        finally:
+            its.close()
+        self._line = mine
+        mine.setblocking(False)
+        with contextlib.suppress(OSError):  # it has ended already: its end of the line says so, as later on
+            mine.send(self._task)
+        self._watch(mine.fileno(), self.read)
+        self._watch(child.stderr, self._pass_stderr)
+
+    def _pass_stderr(self) -> None:
+        if self._child is not None and not self._child.pass_stderr():
+            self._unwatch(self._child.stderr)
+
+    def _end(self, why: str) -> None:
+        """The present one is over, and nothing comes of what was asked of it."""
+        child, line, self._child, self._line = self._child, self._line, None, None
+        self.ready, self.why = False, why
+        for coming in self._asked.values():
+            if coming.asked is None:
+                coming.forget()
+            coming.cold = coming.cold or why
+        self._asked.clear()
+        if child is not None and line is not None:
+            self._unwatch(line.fileno())
+            self._unwatch(child.stderr)
+            line.close()
+            child.signal(9)
+            child.reap(1.0)
+            child.close()
+
+    def close(self) -> None:
+        """End the zygote, and forks that nobody has taken."""
+        self._again = None
+        self._end("the agent ends")

@@ -1,0 +1,76 @@
+"""Gives an image to another agent of the job, and gets one from it (:mod:`image_stream` has the protocol)."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from unicron_ctl.agent.snapshots import image_stream as stream
+from unicron_ctl.shared.system.addresses import split
+from unicron_transition.snapshot.image_format import BadImage, Found, Key
+
+
+def put(
+    found: Found, address: str, token: str, meter: stream.Meter, rate: float = 0.0, wanted: stream.Wanted = lambda: True
+) -> None:
+    """Give an image to the agent at `address`. rate: bytes a second at most, 0 for no limit. wanted(): it still is.
+
+    Raises OSError, BadImage where the image was overwritten meanwhile, or is damaged: then it is gone; Unwanted.
+    """
+    with _connected(address, token, stream.Request(bytes=found.used)) as connection:
+        connection.settimeout(stream.room_seconds(found.used))
+        said = stream.receive(connection, len(stream.GO))
+        connection.settimeout(stream.SILENT_SECONDS)
+        if said == stream.SO:
+            raise stream.Busy("it serves others")
+        if said != stream.GO:
+            length = min(stream.MOST_REASON, stream.LENGTH.unpack(stream.receive(connection, stream.LENGTH.size))[0])
+            raise stream.TransferError(stream.receive(connection, length).decode(errors="replace"))
+        stream.send_image(connection, found, rate, meter, wanted=wanted)
+        answer = stream.receive(connection, len(stream.KEPT))
+        if answer == stream.HARM and (problem := stream.examine(found)):
+            raise BadImage(problem)
+        if answer != stream.KEPT:
+            raise stream.Damaged(f"{address} has not kept it: it came damaged")
+
+
+def get(key: Key, folder: Path, address: str, token: str, meter: stream.Meter) -> Found:
+    """Get an image from the agent at `address` into `folder`. Raises OSError, Busy, NoRoom where this side cannot take
+    it, BadImage."""
+    with _connected(address, token, stream.Request(key)) as connection:
+        length = stream.LENGTH.unpack(stream.receive(connection, stream.LENGTH.size))[0]
+        if not length:
+            raise stream.Busy("it serves others")
+        try:
+            with _drafted(folder, length) as draft:
+                draft.receive(connection, meter)
+                found = draft.keep_image()
+        except stream.Damaged:
+            connection.sendall(stream.HARM)
+            raise
+        connection.sendall(stream.KEPT)
+    if found.key != key:
+        found.path.unlink()
+        raise BadImage(f"{address} has sent another image than was asked for")
+    return found
+
+
+def _drafted(folder: Path, length: int) -> stream.Draft:
+    try:
+        return stream.Draft(folder, length)
+    except (OSError, OverflowError) as error:
+        raise stream.NoRoom("".join(stream.no_room(folder, length, error))) from error
+
+
+@contextlib.contextmanager
+def _connected(address: str, token: str, request: stream.Request) -> Iterator[socket.socket]:
+    with socket.create_connection(split(address), stream.SILENT_SECONDS) as connection:
+        connection.settimeout(stream.SILENT_SECONDS)
+        stream.keep_alive(connection)
+        nonce, data = stream.receive(connection, stream.NONCE), msgspec.msgpack.encode(request)
+        connection.sendall(stream.proof(token, nonce, data) + stream.LENGTH.pack(len(data)) + data)
+        yield connection

@@ -1,0 +1,373 @@
+"""The agent's part in keeping copies of the training state in other nodes (docs/design/memory.md).
+
+The controller names an iteration, a *cut*. The ranks keep what they have of it in files that are not overwritten; the
+agent gives these to the agents that it was told, in a thread of its own and no faster than it may; what it is to get
+has another, since a job may wait for that. From whom one could not be got, and who did not take one, is told the
+controller, and the others that wait for the same agent are let go. A cut that enough nodes have is good, and the one
+before it is removed. Nothing here decides, and nothing waits for a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from unicron_ctl.agent.connections.interfaces import collectives_address
+from unicron_ctl.agent.connections.job_environment import Place, memory_every, memory_rate
+from unicron_ctl.agent.snapshots import image_client, image_server, image_stream
+from unicron_ctl.shared.protocol import ranges, structs, wire
+from unicron_ctl.shared.system.mailbox import Mailbox
+from unicron_transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX
+from unicron_transition.snapshot.image_format import COPIED, STATE, UNTRAINED, USER, Found, Key, inventory
+from unicron_transition.snapshot.worker import Worker
+
+CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
+AGAIN_SECONDS = 2.0  # before what failed is tried again
+FAILING_SECONDS = 300.0  # for which the controller is told of an agent that did not give an image, or take one
+LEAST_MEASURED = 1 << 20  # bytes: how soon less is there says little of how much goes through
+SLOWER = 10.0  # times than usual: as long as the controller gives a cut
+USUAL_RATE = 1e8  # bytes a second where nothing is known; as the controller has it
+WHY = 120  # characters of the reason
+
+
+@dataclass(frozen=True)
+class _Task:
+    """An image that is to go between this node and another.
+
+    image: to be given to `holder`; to be got from it where `found` is None. failures: images that could not be given
+    to it, or got from it, before that."""
+
+    key: Key
+    holder: structs.Holder
+    found: Found | None = None
+    failures: int = 0
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What became of a task.
+
+    rate: bytes a second, 0 for too little to tell. dropped: it was not wanted any more, and `problem` says how far
+    it was by then. blames: the other side; who was to send it is asked last from now on, and who was to take it is
+    passed over."""
+
+    task: _Task
+    problem: str = ""
+    dropped: bool = False
+    blames: bool = False
+    rate: float = 0.0
+
+
+class _Blamed:
+    """Agents, by their addresses, with which images came to nothing of late: how often, one after the other, and why
+    the last time."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[str, tuple[structs.Failing, float]] = {}  # and until when that is told
+
+    def add(self, address: str, why: str, now: float) -> None:
+        before = self.told(now).get(address)
+        self.drop(address)  # the last one comes last
+        what = structs.Failing(times=1 + (before.times if before else 0), why=why[:WHY])
+        self._known[address] = what, now + FAILING_SECONDS
+        while len(self._known) > self._most:
+            del self._known[next(iter(self._known))]
+
+    def drop(self, address: str) -> None:
+        self._known.pop(address, None)
+
+    def told(self, now: float) -> dict[str, structs.Failing]:
+        self._known = {address: one for address, one in self._known.items() if now < one[1]}
+        return {address: what for address, (what, _) in self._known.items()}
+
+
+class Copies:
+    """folder(): the node's memory, None while there is none. tell(message): the ranks. say: one line for the job's
+    log."""
+
+    def __init__(
+        self,
+        folder: Callable[[], Path | None],
+        place: Place,
+        environment: Mapping[str, str],
+        tell: Callable[[wire.Cut | wire.Fetch], None],
+        say: Callable[[str], None],
+    ):
+        self._folder, self._tell, self._say = folder, tell, say
+        self._rate = memory_rate(environment)
+        self.results: Mailbox[_Done | image_server.News] = Mailbox()
+        self._meter = image_stream.Meter()
+        self._server: image_server.Server | None = None
+        self.address = self.token = ""
+        if memory_every(environment) > 0:
+            host = collectives_address(environment) or place.address
+            self._server = image_server.Server(folder, host, self.results.put, self._meter)
+            self.address, self.token = self._server.address, self._server.token
+        self.failed = 0  # transfers that came to nothing
+        self._failing = _Blamed(ranges.MOST_FAILING)  # who gave none
+        self._refusing = _Blamed(ranges.MOST_PASSED_OVER)  # who took none; nobody asks for more
+        self._failures: Counter[tuple[str, bool]] = Counter()  # by address, got or given; the threads count
+        self._rests: dict[str, float] = {}  # address -> until when nothing is given to it
+        self.rates: dict[int, float] = {}  # element -> bytes a second of the last image between it and this one
+        self.cut = wire.Cut(iteration=-1)
+        self._sent: set[tuple[Key, int]] = set()  # which image, to the agent of which element
+        self._under_way: set[tuple[Key, int, bool]] = set()
+        self._not_before: dict[tuple[Key, int, bool], float] = {}
+        self._complained: set[str] = set()
+        self.plain = False  # the ranks say nothing of what they keep
+        self._look_at = 0.0
+        self._giving, self._getting, self._freeing = (Worker("unicron-copies") for _ in range(3))
+        self._freed = itertools.count()
+
+    @property
+    def moved(self) -> int:
+        """Bytes of images that were sent and received; it rises while one is on its way."""
+        return self._meter.moved
+
+    @property
+    def whole(self) -> list[int]:
+        """Iterations of which all may lie in the nodes' memories, the surest first."""
+        return [cut for cut in dict.fromkeys((self.cut.good, self.cut.iteration)) if cut >= 0]
+
+    # ------------------------------------------------------------ orders
+    def obey(self, order: wire.Cut) -> None:
+        """Keep a cut, give it to others, and remove older ones."""
+        if order.number < self.cut.number:
+            return
+        back = not order.none and order.iteration < self.cut.iteration
+        self.cut, self._look_at = order, 0.0
+        self._prune(order, back)
+        # Whom it goes to is not for the ranks.
+        self._tell(wire.Cut(iteration=order.iteration, good=order.good, none=order.none))
+
+    def fetch(self, order: wire.Fetch, now: float) -> None:
+        """Get an image, unless it is there or on its way."""
+        folder, key = self._folder(), _key(order.image)
+        if folder is None:
+            return
+        if image_stream.find(folder, key) is not None:
+            self._tell(order)
+            return
+        if any(mark[0] == key and not mark[2] for mark in self._under_way):  # from another one, who was nearer then
+            return
+        self._submit(_Task(key, order.holder, failures=self._failures[order.holder.address, False]), now)
+
+    # ------------------------------------------------------------ the agent's loop
+    def seconds_to_cut(self, now: float) -> float:
+        """Seconds until :meth:`give_cut` is to be called; infinity while there is nothing to do."""
+        return max(0.0, self._look_at - now) if self.cut.targets else float("inf")
+
+    def give_cut(self, now: float) -> None:
+        """Give away what is there of the cut, until all of it has gone."""
+        if not self.cut.targets or now < self._look_at:
+            return
+        self._look_at = now + CUT_LOOK_SECONDS
+        mine = [found for found in self._images(CUT_PREFIX) if found.key.iteration >= self.cut.iteration]
+        todo = [(one, to) for one in mine for to in self.cut.targets if (one.key, to.element) not in self._sent]
+        parts = {(one.key.place, one.key.shard) for one in mine if one.key.kind != UNTRAINED}  # which come first
+        if not todo and len(parts) >= self.cut.parts:
+            self._look_at = float("inf")
+        for found, holder in sorted(todo, key=lambda each: each[0].key.kind != UNTRAINED):  # shards are no use without
+            if now >= self._rests.get(holder.address, 0.0):
+                self._submit(_Task(found.key, holder, found, self._failures[holder.address, True]), now)
+
+    def finish(self, now: float) -> bool:
+        """Take in what the threads have done; True when the controller is to know of it."""
+        news = False
+        for done in self.results.take_all():
+            if isinstance(done, image_server.News):
+                news = True
+                self._say_once(*done)
+                continue
+            mark = _mark(done.task)
+            self._under_way.discard(mark)
+            if done.rate:
+                self.rates[done.task.holder.element] = done.rate
+            if done.dropped and self._is_slow(done):
+                done = replace(done, dropped=False, blames=True)
+            if done.dropped:
+                pass
+            elif done.problem:
+                self.failed += 1
+                self._not_before[mark] = now + AGAIN_SECONDS
+                self._complain(done)
+                if done.blames:
+                    news = True
+                    self._blame(done, now)
+            else:
+                self._failing.drop(done.task.holder.address)
+                if done.task.found is not None:
+                    self._refusing.drop(done.task.holder.address)
+                    self._sent.add((done.task.key, done.task.holder.element))
+                else:
+                    news = True
+                    self._tell(wire.Fetch(image=structs.Image(**asdict(done.task.key)), holder=done.task.holder))
+        return news
+
+    def failing(self, now: float) -> dict[str, structs.Failing]:
+        """By their addresses, the agents from which images could not be got of late."""
+        return self._failing.told(now)
+
+    def refusing(self, now: float) -> dict[str, structs.Failing]:
+        """By their addresses, the agents to which images could not be given of late."""
+        return self._refusing.told(now)
+
+    def rows(self, trains: bool) -> list[structs.Image]:
+        """What lies in this node's memory and stays; while no rank trains, also what the last iterations have left."""
+        folder = self._folder()
+        if folder is None or (trains and (self.cut.iteration < 0 or self.cut.none)):
+            return []
+        stays = (CUT_PREFIX, COPY_PREFIX)
+        found = (one for one in inventory(folder) if one.key.kind in COPIED)
+        all_states = () if trains else (STATE,)
+        return [row(one) for one in found if one.path.name.startswith(stays) or one.key.kind in all_states]
+
+    def saved(self) -> structs.Image | None:
+        """The newest that a script without a session keeps in this node."""
+        folder = self._folder() if self.plain else None
+        kept = [one for one in inventory(folder) if one.key.kind == USER] if folder is not None else []
+        return row(max(kept, key=lambda one: (one.key.base, one.key.iteration))) if kept else None
+
+    def refuse(self) -> None:
+        """There is no memory here: nobody gives anything to this node."""
+        if self._server is not None:
+            self._server.close()
+        self.address = self.token = ""
+
+    def close(self) -> None:
+        """Nothing is taken, given or got any more."""
+        self.refuse()
+        for worker in (self._giving, self._getting, self._freeing):
+            worker.close(wait=False)
+        self.results.close()
+
+    # ------------------------------------------------------------ inside
+    def _images(self, prefix: str) -> Iterable[Found]:
+        folder = self._folder()
+        found = inventory(folder) if folder is not None else ()
+        return [each for each in found if each.path.name.startswith(prefix)]
+
+    def _submit(self, task: _Task, now: float) -> None:
+        mark = _mark(task)
+        if mark not in self._under_way and now >= self._not_before.get(mark, 0.0):
+            worker = self._getting if task.found is None else self._giving
+            with contextlib.suppress(RuntimeError):  # no thread is to be had: it is tried again
+                worker.submit(functools.partial(self._do, task))
+                self._under_way.add(mark)
+
+    def _prune(self, order: wire.Cut, back: bool) -> None:
+        """Copies of cuts that are not needed any more. The ranks write over their own; where none is needed these go,
+        too, also of ranks that are no more. back: the job has gone back behind the last cut, so what there is of later
+        iterations is of no use."""
+
+        def needed(iteration: int) -> bool:
+            return iteration == order.good if back else _needed(order, iteration)
+
+        for prefix in (COPY_PREFIX, CUT_PREFIX) if order.none or back else (COPY_PREFIX,):
+            for found in self._images(prefix):
+                if found.key.kind in COPIED and not needed(found.key.iteration):
+                    self._remove(found.path)
+        self._sent = {(key, element) for key, element in self._sent if needed(key.iteration)}
+        self._not_before.clear()
+
+    def _remove(self, path: Path) -> None:
+        """Nobody finds it any more. To give back the memory of a large file takes seconds, so a thread does it; where
+        that is ended in the middle, the next agent removes what is unfinished."""
+        away = path.with_name(f"{path.name}.{os.getpid()}-{next(self._freed)}.new")
+        with contextlib.suppress(OSError, RuntimeError):  # no thread is to be had: the next agent does
+            path.rename(away)
+            self._freeing.submit(lambda: away.unlink(missing_ok=True))
+
+    def _blame(self, done: _Done, now: float) -> None:
+        """An image could not be got from there, or given; the controller is told, for there may be others."""
+        address = done.task.holder.address
+        (self._failing if done.task.found is None else self._refusing).add(address, done.problem, now)
+        if done.task.found is not None:
+            self._rests[address] = now + AGAIN_SECONDS  # until the controller has named another one
+
+    def _is_slow(self, done: _Done) -> bool:
+        """Whether images go there so much slower than elsewhere that no cut may get through before the next one is
+        due."""
+        rates = [rate for element, rate in self.rates.items() if element != done.task.holder.element]
+        usual = statistics.median(rates) if rates else USUAL_RATE
+        return 0.0 < done.rate * SLOWER < min(usual, self._rate or usual)
+
+    def _complain(self, done: _Done) -> None:
+        what = "give a copy of the training state to" if done.task.found is not None else "get a copy from"
+        text = f"couldn't {what} element {done.task.holder.element} at {done.task.holder.address}"
+        self._say_once(text, f": {done.problem}; it is tried again")
+
+    def _say_once(self, text: str, more: str = "") -> None:
+        if text and text not in self._complained:
+            self._complained.add(text)
+            self._say(text + more)
+
+    # ------------------------------------------------------------ the threads
+    def _do(self, task: _Task) -> None:
+        if not self._wanted(task):
+            self.results.put(_Done(task, dropped=True))
+            return
+        began = time.monotonic()
+        try:
+            size = self._transfer(task)
+        except image_stream.Unwanted as end:
+            self.results.put(_Done(task, str(end), dropped=True, rate=end.rate))
+            return
+        except Exception as error:  # what a peer sends must not end the thread
+            blames = _blames(task, error)
+            self._failures[task.holder.address, task.found is not None] += blames
+            self.results.put(_Done(task, str(error) or type(error).__name__, blames=blames))
+            return
+        rate = size / max(1e-6, time.monotonic() - began) if size >= LEAST_MEASURED else 0.0
+        self.results.put(_Done(task, rate=rate))
+
+    def _wanted(self, task: _Task) -> bool:
+        """Still. What another image could not be got from, or given to, is not tried for all that wait behind that: the
+        controller names somebody else, or the same one again."""
+        order, giving = self.cut, task.found is not None
+        if giving and not (_needed(order, task.key.iteration) and task.holder in order.targets):
+            return False
+        return task.failures == self._failures[task.holder.address, giving]
+
+    def _transfer(self, task: _Task) -> int:
+        """Bytes."""
+        if task.found is not None:
+            to = task.holder
+            image_client.put(task.found, to.address, to.token, self._meter, self._rate, lambda: self._wanted(task))
+            return task.found.used
+        if (folder := self._folder()) is None:
+            return 0
+        return image_client.get(task.key, folder, task.holder.address, task.holder.token, self._meter).used
+
+
+def _needed(order: wire.Cut, iteration: int) -> bool:
+    return not order.none and (iteration == order.good or 0 <= order.iteration <= iteration)
+
+
+def _blames(task: _Task, error: Exception) -> bool:
+    """Whether it was the other side, or the way there, and not what this node has or lacks."""
+    if task.found is None:
+        return not isinstance(error, (image_stream.NoRoom, image_stream.Busy))
+    return isinstance(error, OSError) and not isinstance(error, image_stream.Busy) and error.filename is None
+
+
+def row(found: Found) -> structs.Image:
+    """What the controller is told of an image."""
+    return structs.Image(**asdict(found.key), bytes=found.used)
+
+
+def _key(image: structs.Image) -> Key:
+    return Key(**{field.name: getattr(image, field.name) for field in fields(Key)})
+
+
+def _mark(task: _Task) -> tuple[Key, int, bool]:
+    return task.key, task.holder.element, task.found is not None

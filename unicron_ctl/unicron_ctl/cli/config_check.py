@@ -1,0 +1,132 @@
+"""`unicronctl config check`: what unicron.toml lets the controller do in each partition of the real cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import click
+import msgspec
+
+from unicron_ctl.shared.settings.config import Config, port_notes
+from unicron_ctl.shared.settings.config_file import examine
+from unicron_ctl.shared.settings.partitions import ACT, DEFAULT, PERMISSIONS
+from unicron_ctl.shared.slurm import CommandLineClient, PartitionInfo, SlurmError
+from unicron_ctl.shared.system.columns import Listing, show
+from unicron_ctl.shared.system.errors import FOUND
+from unicron_ctl.shared.system.printable import print_text
+
+BY_ITSELF = 2
+RETURNS = (
+    "slurm.conf: ReturnToService=2 gives a node that was set down back when its slurmd registers, without the checks "
+    "of [controller] admission: set it to 1"
+)
+
+
+class PartitionReport(msgspec.Struct, kw_only=True):
+    """What an admin allows in one partition. nodes, state: null where Slurm has no such partition."""
+
+    partition: str
+    nodes: int | None
+    state: str | None
+    mode: str
+    actions: list[str]
+    max_weight: float
+    accounts: dict[str, float]
+    qos: dict[str, float]
+    spare_nodes: int
+
+
+class ConfigReport(msgspec.Struct, kw_only=True):
+    """The JSON of `unicronctl config check`. slurm: why Slurm could not be asked, else ""."""
+
+    file: str
+    problems: list[str]
+    warnings: list[str]
+    slurm: str
+    partitions: list[PartitionReport]
+
+
+@click.group("config")
+def command() -> None:
+    """Check unicron.toml."""
+
+
+@command.command()
+@click.option("--config", "path", type=click.Path(), help="The file [default: as unicrond finds it].")
+@click.option("--json", "as_json", is_flag=True, help="For programs; the keys are stable.")
+def check(path: str | None, as_json: bool) -> int:
+    """Print every problem, and what is allowed in each partition that Slurm has.
+
+    The exit status is 3 if there is a problem.
+    """
+    config, problems = examine(path, os.environ)
+    error, listed, warnings = "", [], port_notes(config.controller)
+    try:
+        if config.controller.slurm != "none":
+            client = CommandLineClient(timeout=config.controller.slurm_timeout)
+            listed = client.partitions()
+            if client.return_to_service() == BY_ITSELF:
+                warnings.append(RETURNS)
+    except SlurmError as failed:
+        error = str(failed)
+    found = allowed(config, listed)
+    known = {one.name for one in listed}
+    if listed:
+        problems += [
+            f"[partition.{name}]: Slurm has no such partition: it has {', '.join(sorted(known))}"
+            for name in config.controller.partitions
+            if name != DEFAULT and name not in known
+        ]
+    if as_json:
+        report = ConfigReport(file=config.path, problems=problems, warnings=warnings, slurm=error, partitions=found)
+        print_text(json.dumps(msgspec.to_builtins(report)))
+        return FOUND if problems else 0
+    print_text(config.path or "no file: the defaults")
+    show([table(found)])
+    if error:
+        print_text(f"Slurm's partitions are not known: {error}", err=True)
+    for problem in (*warnings, *problems):
+        print_text(problem, err=True)
+    return FOUND if problems else 0
+
+
+def allowed(config: Config, listed: list[PartitionInfo]) -> list[PartitionReport]:
+    """What counts for each of Slurm's partitions, each other that the file names, and all others ("default")."""
+    shown = {one.name: one for one in listed}
+    found = []
+    for name in (*shown, *sorted(config.controller.partitions.keys() - shown.keys() - {DEFAULT}), DEFAULT):
+        rules, info = config.controller.rules("" if name == DEFAULT else name), shown.get(name)
+        found.append(
+            PartitionReport(
+                partition=name,
+                nodes=info.nodes if info else None,
+                state=info.state if info else None,
+                mode=rules.mode,
+                actions=[one for one in PERMISSIONS if one in rules.actions] if rules.mode == ACT else [],
+                max_weight=rules.max_weight,
+                accounts=dict(rules.accounts),
+                qos=dict(rules.qos),
+                spare_nodes=rules.spare_nodes,
+            )
+        )
+    return found
+
+
+def table(found: list[PartitionReport]) -> Listing:
+    """One line for each partition."""
+    shown = Listing("partition", "nodes", "state", "mode", "spare", "weight", "actions", optional=["spare"])
+    for one in found:
+        claims = [f"{name}={most:g}" for known in (one.accounts, one.qos) for name, most in sorted(known.items())]
+        actions = one.actions
+        every = len(actions) == len(PERMISSIONS)
+        shown.add_row(
+            one.partition,
+            "-" if one.nodes is None else str(one.nodes),
+            one.state or "-",
+            one.mode,
+            str(one.spare_nodes),
+            ",".join([f"{one.max_weight:g}", *claims]),
+            "all" if every else ",".join(actions) or "none",
+        )
+    return shown

@@ -1,0 +1,28 @@
+"""`unicronctl nodes`: the nodes alone. JSON (`--json`) is the list under "nodes" of `unicronctl status --json`."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from unicron_ctl.cli import status_tables
+from unicron_ctl.cli.filter_options import Filters, filter_options
+from unicron_ctl.cli.options import controller_option
+from unicron_ctl.shared.protocol.answer_schema import Node
+from unicron_ctl.shared.protocol.client import as_struct, ask_controller
+from unicron_ctl.shared.system.columns import show, terminal_width
+from unicron_ctl.shared.system.printable import print_text
+
+
+@click.command(name="nodes")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@filter_options("user", "partition", "nodes")
+@controller_option()
+def command(as_json: bool, filters: Filters, controller: str | None) -> None:
+    """List nodes and who uses them. With --user: those on which that user's jobs run."""
+    data = ask_controller({"kind": "nodes", **filters}, controller)
+    if as_json:
+        print_text(json.dumps(data, indent=2), lines=True)
+    else:
+        show([status_tables.nodes(as_struct(data, list[Node]), folded=terminal_width() is not None)])

@@ -1,0 +1,57 @@
+"""How much is wrong with a job or a node, so that the worst comes first. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from unicron_ctl.shared.protocol.answer_schema import Attention, Job, Node
+from unicron_ctl.shared.slurm.host_lists import folded, natural
+
+WRONG, HURT, ODD, FINE, OVER = range(5)
+_MARK = "\0"
+_HURT = ("breaking", "entering", "forming")
+
+
+def of_job(job: Job) -> int:
+    """WRONG: it is not looked after, or not training as it should. HURT: it trains not, or without some of its nodes.
+    ODD: it is slow."""
+    if job.ended:
+        return OVER
+    if job.set_aside or job.ledger_violations or job.nan_since is not None:
+        return WRONG
+    if job.waits or job.barred or job.silent or job.left_out or job.state in _HURT:
+        return HURT
+    return ODD if job.degraded or job.anomalies else FINE
+
+
+def of_node(node: Node) -> int:
+    """WRONG: it is out of service, or a check has found it bad. HURT: silent, or a suspect. ODD: it stands out."""
+    if not node.healthy or any(report and report.verdict == "bad" for report in (node.health, node.pair_test)):
+        return WRONG
+    if node.asked_since is not None or node.suspect:
+        return HURT
+    return ODD if node.anomalies or node.unverified or node.admission else FINE
+
+
+def jobs_by_trouble(listed: Iterable[Job]) -> list[Job]:
+    """The worst first, then by number."""
+    return sorted(listed, key=lambda job: (of_job(job), natural(job.job)))
+
+
+def needs_an_admin(listed: Iterable[Attention], together: bool) -> list[str]:
+    """What needs an admin, a line each. together: what is said of several nodes in the same words is one."""
+    groups: dict[str, list[str]] = {}
+    for item in listed:
+        groups.setdefault(nameless(item.reason, item.node) if together else item.reason, []).append(item.node)
+    return [f"needs an admin: {named(said, names)}" for said, names in groups.items()]
+
+
+def nameless(text: str, node: str, mark: str = _MARK) -> str:
+    """The text with a mark in place of the node's name."""
+    return re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", mark, text) if node and node in text else text
+
+
+def named(text: str, nodes: Sequence[str], mark: str = _MARK) -> str:
+    """The text with these nodes' names, as a host list, where the mark is."""
+    return text.replace(mark, folded(nodes)) if mark in text else text

@@ -1,0 +1,116 @@
+"""Who looks at the page: a link holds a munge credential, and a session takes its place (docs/web.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import pwd
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from unicron_ctl.shared.protocol import claims
+from unicron_ctl.shared.protocol.audience import Viewer
+from unicron_ctl.shared.protocol.munge import MungeError, unmunge
+from unicron_ctl.shared.system.time_limit import TimeLimit
+
+SESSION_SECONDS = 8 * 3600.0
+OF_ONE, OF_ALL = 20, 2000  # sessions that are kept
+LINK_SECONDS = 3600.0  # the longest life that munged gives a credential (MUNGE_MAXIMUM_TTL)
+LINKS_OF_ONE = 200  # that one user opens in this time
+VERIFYING = 4  # credentials at once
+NEW_LINK = "make a new link with `unicronctl web link`"
+_names = TimeLimit(1.0, 4, "unicron-names")
+
+
+class Refused(Exception):
+    """The credential opens nothing; the text says why."""
+
+
+@dataclass(frozen=True)
+class _Session:
+    viewer: Viewer
+    until: float
+
+
+class Sessions:
+    """Trades munge credentials for tokens. Only digests of the tokens are kept, in memory.
+
+    origins: the page's own addresses; a credential is good for the one that it names.
+    """
+
+    def __init__(self, origins: Collection[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._claims = {claims.of_viewer(origin).encode() for origin in origins}
+        self._clock = clock
+        self._known: OrderedDict[bytes, _Session] = OrderedDict()
+        self._used: dict[int, dict[bytes, float]] = {}
+        """uid -> links that were used, by digest, and until when they have to be known."""
+        self._lock = threading.Lock()
+        self._verifying = threading.BoundedSemaphore(VERIFYING)
+
+    def open_session(self, credential: str) -> tuple[str, str]:
+        """The token of a new session, in two halves with a point between, and the user's name. Raises Refused."""
+        if not self._verifying.acquire(timeout=2.0):
+            raise Refused("too many links are opened at once: try again")
+        try:
+            viewer = self._viewer(credential)
+        finally:
+            self._verifying.release()
+        token = f"{secrets.token_urlsafe(32)}.{secrets.token_urlsafe(32)}"
+        with self._lock:
+            self._forget(lambda session: session.until <= self._clock(), 0)
+            self._forget(lambda session: session.viewer.uid == viewer.uid, OF_ONE - 1)
+            self._forget(lambda session: True, OF_ALL - 1)
+            self._known[_digest(token)] = _Session(viewer, self._clock() + SESSION_SECONDS)
+        return token, viewer.user or f"uid {viewer.uid}"
+
+    def _viewer(self, credential: str) -> Viewer:
+        if not credential.startswith("MUNGE:") or not credential.isascii():
+            raise Refused(f"this is no link to a page: {NEW_LINK}")
+        try:
+            found = unmunge(credential)
+        except MungeError as error:
+            raise Refused(f"{error}: {NEW_LINK}") from None
+        if found.replayed or not self._first_use(credential, found.uid):
+            raise Refused(f"this link was used before: {NEW_LINK}")
+        if found.payload not in self._claims:
+            raise Refused(f"this link is for another address: {NEW_LINK} and --url with the address that you open")
+        try:
+            user = _names.run(lambda: pwd.getpwuid(found.uid).pw_name)
+        except (KeyError, TimeoutError):  # the name service may be away: who it is, the number says
+            user = ""
+        return Viewer(found.uid, user)
+
+    def _first_use(self, credential: str, uid: int) -> bool:
+        """Notes that a link is used. munged forgets which it has seen when it is started again. Raises Refused."""
+        now, digest = self._clock(), _digest(credential)
+        with self._lock:
+            used = {seen: until for seen, until in self._used.get(uid, {}).items() if now < until}
+            if len(used) >= LINKS_OF_ONE:
+                raise Refused("too many links were opened within the hour: try again later")
+            first = digest not in used
+            self._used[uid] = used | {digest: now + LINK_SECONDS}
+        return first
+
+    def _forget(self, which: Callable[[_Session], bool], kept: int) -> None:
+        """Forgets the oldest of these sessions but for so many."""
+        found = [digest for digest, session in self._known.items() if which(session)]
+        for digest in found[: max(0, len(found) - kept)]:
+            del self._known[digest]
+
+    def viewer(self, token: str) -> Viewer | None:
+        """Returns whose session it is; None when there is none, or it is over."""
+        with self._lock:
+            session = self._known.get(_digest(token))
+        return session.viewer if session is not None and self._clock() < session.until else None
+
+    def end(self, token: str) -> None:
+        """Ends a session."""
+        with self._lock:
+            self._known.pop(_digest(token), None)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()

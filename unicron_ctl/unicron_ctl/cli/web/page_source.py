@@ -1,0 +1,120 @@
+"""What the page knows of the controller: each question is asked once for all who look, and only while somebody does."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from unicron_ctl.shared.protocol.answer_schema import Explanation, Scenario, Status
+from unicron_ctl.shared.protocol.client import as_struct
+from unicron_ctl.shared.system.errors import UserError
+
+Ask = Callable[[Mapping[str, Any]], Any]
+Answer = TypeVar("Answer")
+STATUS = {"kind": "status", "brief": True, "each": True}  # what each viewer is told is cut from the answer
+# Seconds. A question that takes long is asked less often: the controller is to spend at most 2 % of its core on it.
+STATUS_SECONDS, EXPLAIN_SECONDS, SCENARIO_SECONDS, LONGEST_SECONDS = 2.0, 5.0, 20.0, 20.0
+TIMES_ITS_LENGTH = 50.0  # from one question to the next, counted without what the page itself makes of the answer
+OLD_SECONDS = 40.0  # an older answer is not shown while a new one is on its way
+ANSWER_SECONDS = 8.0  # for the controller to answer
+PATIENCE_SECONDS = 9.0  # for the answer to somebody else's question
+EXPLAIN_APART = 0.5  # between questions about jobs, whoever asks
+MOST_JOBS = 256  # whose explanations are kept
+
+
+class Busy(Exception):
+    """Too much is asked at once; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class Seen(Generic[Answer]):
+    """The last answer. problem: why there is no newer one, or "". number: rises with each try. every: seconds between
+    two questions. at: when it was asked last, by the monotonic clock."""
+
+    answer: Answer | None
+    problem: str
+    number: int
+    every: float
+    at: float
+
+
+class Kept(Generic[Answer]):
+    """Keeps the answer to one question. Whoever wants it when it is due asks; meanwhile others get the last one."""
+
+    def __init__(self, ask: Callable[[], Answer], seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ask, self._seconds, self._clock = ask, seconds, clock
+        self._asking = threading.Lock()
+        self._seen: Seen[Answer] | None = None
+        self._took = 0.0  # the last question
+
+    def latest(self) -> Seen[Answer]:
+        """The last answer, asked for anew when it is due. Raises Busy."""
+        seen = self._seen
+        old = seen is None or self._clock() - seen.at > OLD_SECONDS
+        if self._asking.acquire(timeout=PATIENCE_SECONDS if old else 0.0):
+            try:
+                seen = self._seen
+                if seen is None or self._clock() >= seen.at + seen.every:
+                    seen = self._seen = self._ask_now(seen)
+            finally:
+                self._asking.release()
+        if seen is None:
+            raise Busy("the controller has not answered yet: try again")
+        return seen
+
+    def _ask_now(self, before: Seen[Answer] | None) -> Seen[Answer]:
+        answer, problem = before.answer if before else None, ""
+        began, used = self._clock(), time.thread_time()
+        try:
+            answer = self._ask()
+        except UserError as error:
+            problem = str(error)
+        took, self._took = self._took, self._clock() - began - (time.thread_time() - used)
+        every = max(self._seconds, float(math.ceil(TIMES_ITS_LENGTH * min(took, self._took))))  # one may be bad luck
+        return Seen(answer, problem, before.number + 1 if before else 1, min(every, LONGEST_SECONDS), began)
+
+
+class Source:
+    """Asks the controller. ask: as `protocol.client.ask_controller`."""
+
+    def __init__(self, ask: Ask, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ask, self._clock = ask, clock
+        self._status = Kept(lambda: as_struct(ask(STATUS), Status), STATUS_SECONDS, clock)
+        self._scenario = Kept(lambda: as_struct(ask({"kind": "scenario"}), Scenario), SCENARIO_SECONDS, clock)
+        self._jobs: OrderedDict[str, Kept[Explanation]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._next_job = 0.0
+
+    def status(self) -> Seen[Status]:
+        """Everything at a glance. Raises Busy."""
+        return self._status.latest()
+
+    def scenario(self) -> Seen[Scenario]:
+        """The planner's input. Raises Busy."""
+        return self._scenario.latest()
+
+    def explanation(self, job: str) -> Seen[Explanation]:
+        """Why the job is treated as it is. Raises Busy."""
+        with self._lock:
+            kept = self._jobs.setdefault(job, Kept(lambda: self._explain(job), EXPLAIN_SECONDS, self._clock))
+            self._jobs.move_to_end(job)
+            if len(self._jobs) > MOST_JOBS:
+                self._jobs.popitem(last=False)
+        return kept.latest()
+
+    def _explain(self, job: str) -> Explanation:
+        with self._lock:
+            wait = self._next_job - self._clock()
+            if wait > 2.0:
+                raise UserError("too many jobs are looked at: try again")
+            self._next_job = max(self._next_job, self._clock()) + EXPLAIN_APART
+        time.sleep(max(0.0, wait))
+        found = as_struct(self._ask({"kind": "explain", "job": job}), Explanation)
+        if found.job != job:  # its id is another job's name
+            raise UserError(f"no job has the id {job}")
+        return found

@@ -1,0 +1,299 @@
+"""The questions of `unicronctl` and their answers: the structs of `protocol.answer_schema`."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from unicron_ctl.controller.api import filters, privacy
+from unicron_ctl.controller.api.filters import Unanswerable as Unanswerable
+from unicron_ctl.controller.api.job_answers import explanation, failure_answer, partitions, plain, visible_jobs
+from unicron_ctl.controller.api.live_scenario import scenario
+from unicron_ctl.controller.api.node_answers import visible_nodes
+from unicron_ctl.controller.api.observed_savings import observed_lines
+from unicron_ctl.controller.api.questions import (
+    EventsQuestion,
+    ExplainQuestion,
+    Filters,
+    InjectOrder,
+    NoArguments,
+    PauseOrder,
+    ReportQuestion,
+    ResumeOrder,
+    StatusQuestion,
+)
+from unicron_ctl.controller.api.week_answer import report
+from unicron_ctl.controller.core.core import Core
+from unicron_ctl.controller.job import injection
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.naming import KINDS_WITH_NODES
+from unicron_ctl.controller.log.store import Store, Wanted
+from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.controller.model.job_state import Failure
+from unicron_ctl.controller.model.view import Outcome
+from unicron_ctl.controller.nodes import isolation, readmission
+from unicron_ctl.shared.protocol import answer_schema as schema
+from unicron_ctl.shared.protocol.audience import LAST_FAILURES
+from unicron_ctl.shared.settings.partitions import DEFAULT
+from unicron_ctl.shared.system.release import release
+
+RELEASE = release()  # once, at the start: what is installed may be replaced while this runs
+
+
+def answer(core: Core, store: Store, what: str, args: Mapping[str, Any], asker: Asker) -> Any:
+    """The data for a question of `asker`. Raises Unanswerable."""
+    if what not in QUESTIONS:
+        known = ", ".join(sorted(QUESTIONS))
+        raise Unanswerable(f"this controller does not know the question {what!r}: it knows {known}")
+    kind, function = QUESTIONS[what]
+    try:
+        question = msgspec.convert(args, kind)
+    except msgspec.ValidationError as error:
+        raise Unanswerable(f"{what}: {error}") from None
+    return function(core, store, question, asker)
+
+
+def status(core: Core, store: Store, wanted: StatusQuestion, asker: Asker) -> schema.Status:
+    """Everything at a glance, or what is asked for. What needs an admin is always there."""
+    names = filters.checked(core, wanted, asker, _partitions(core))
+    all_jobs, all_nodes = visible_jobs(core, asker, wanted.brief), visible_nodes(core, asker, wanted.brief)
+    listed = filters.jobs(all_jobs, wanted, names, all_nodes)
+    mine = [job for job in core.state.jobs.values() if asker.may_read(job)]
+    failures = sorted((f for job in mine for f in job.failures), key=lambda failure: -failure.id)
+    last = _last(core, filters.failures(failures, wanted, names, listed), wanted.each)
+    report = core.state.plan_report
+    return schema.Status(
+        controller=_controller(core),
+        jobs=listed,
+        nodes=filters.nodes(all_nodes, wanted, names, all_jobs),
+        failures=[failure_answer(failure) for failure in reversed(last)],
+        attention=[plain(item, schema.Attention) for item in isolation.attention(core.view)] if asker.reads_all else [],
+        observed=observed_lines(core, store) if asker.reads_all else [],
+        waf=sum(item.waf for item in listed),
+        plan=plain(report, schema.PlanReport) if report and asker.reads_all else schema.PlanReport(),
+        sharing=privacy.sharing(core.view) if asker.reads_all else None,
+    )
+
+
+def _last(core: Core, newest_first: Iterable[Failure], each: bool) -> list[Failure]:
+    """The last failures of all, or of each user."""
+    told, counts = list[Failure](), Counter[object]()
+    for failure in newest_first:
+        job = core.state.jobs[failure.job]
+        owner = (job.uid, job.settings.user) if each else None
+        if counts[owner] < LAST_FAILURES:
+            counts[owner] += 1
+            told.append(failure)
+    return told
+
+
+def _controller(core: Core) -> schema.Controller:
+    slurm = core.view.slurm
+    return schema.Controller(
+        pid=os.getpid(),
+        since=core.view.started_at,
+        time=core.now,
+        alone_since=core.view.suspicions.alone_since,
+        most_silent_since=core.view.suspicions.most_since,
+        modes=modes(core),
+        paused=_paused(core).until,
+        events=core.state.last_event,
+        slurm=schema.SlurmStatus(
+            used=slurm.used, last_answer=slurm.seen.asked_at if slurm.seen else None, error=slurm.error
+        ),
+    )
+
+
+def modes(core: Core) -> dict[str, str]:
+    """The mode of each partition that Slurm shows, of those that the configuration names, and of all others
+    ("default")."""
+    seen = core.view.slurm.seen
+    shown = {name for node in (seen.nodes if seen else ()) for name in node.partitions}
+    return {name: core.view.rules(name).mode for name in sorted({DEFAULT, *shown, *core.config.partitions})}
+
+
+def _partitions(core: Core) -> set[str]:
+    return {*modes(core)} - {DEFAULT}
+
+
+def jobs(core: Core, store: Store, wanted: Filters, asker: Asker) -> list[schema.Job]:
+    """All jobs of which the asker may know, the ended ones last, or those that are asked for."""
+    names = filters.checked(core, wanted, asker, _partitions(core))
+    return filters.jobs(visible_jobs(core, asker), wanted, names, visible_nodes(core, asker) if names else ())
+
+
+def nodes(core: Core, store: Store, wanted: Filters, asker: Asker) -> list[schema.Node]:
+    """All nodes that Slurm shows, and those on which an agent speaks, or those that are asked for."""
+    names = filters.checked(core, wanted, asker, _partitions(core))
+    return filters.nodes(visible_nodes(core, asker), wanted, names, visible_jobs(core, asker) if wanted.user else ())
+
+
+def events(core: Core, store: Store, question: EventsQuestion, asker: Asker) -> list[dict[str, Any]]:
+    """The log after an id, or its end. Where it is too much for one answer an item of the kind CUT stands for the rest,
+    with the id of the event up to which the log was read."""
+    after, wanted = question.after, _wanted(core, question, asker)
+    found = store.tail(after, question.limit, wanted)
+    told = [event.as_dict() for event in found.events]
+    if found.cut:
+        reason = f"{'later' if after else 'earlier'} events are left out: they are too much for one answer"
+        number, time = found.cut
+        told.insert(len(told) if after else 0, _item(number, time, schema.CUT, reason))
+    if question.mark and not (after and (found.cut or len(told) >= question.limit)):
+        told.append(_item(core.state.last_event, core.now, schema.READ, ""))
+    return told
+
+
+def _item(number: int, time: float, kind: str, reason: str) -> dict[str, Any]:
+    return {"id": number, "time": time, "job": "", "generation": 0, "kind": kind, "reason": reason}
+
+
+def _wanted(core: Core, question: EventsQuestion, asker: Asker) -> Wanted:
+    """Which part of the log is asked for. Events of a job are its owner's; those of nodes and of the controller the
+    admins'. Raises Unanswerable."""
+    name = _job_id(core, question.job, asker) if question.job else None
+    names = filters.checked(core, question, asker, _partitions(core))
+    jobs = privacy.visible(core.view, asker)
+    if question.user and not any(asker.may_read(job) for job in jobs if job.settings.user == question.user):
+        raise Unanswerable(f"{asker} may not read events of {question.user}'s jobs: only they, readers and admins")
+    mine = {
+        job.job
+        for job in jobs
+        if asker.may_read(job)
+        and name in (None, job.job)
+        and question.user in ("", job.settings.user)
+        and (not question.partition or question.partition in partitions(core, job, asker))
+    }
+    kinds = filters.kinds(question.kinds)
+    of_no_job = None
+    if question.partition:
+        seen = core.view.slurm.seen
+        inside = {node.name for node in (seen.nodes if seen else ()) if question.partition in node.partitions}
+        of_no_job = inside if names is None else inside & names
+    every = asker.reads_all and not (name or question.user)
+    if every and question.partition:
+        mine.add("")
+    return Wanted(
+        jobs=None if every and not question.partition else mine,
+        kinds=kinds or (KINDS_WITH_NODES if names is not None else ()),
+        without=question.without.split(),
+        nodes=names,
+        nodes_of_no_job=of_no_job,
+        since=question.since,
+        before=question.before,
+    )
+
+
+def explain(core: Core, store: Store, question: ExplainQuestion, asker: Asker) -> schema.Explanation:
+    """Why a job is treated as it is; for its owner, readers and admins."""
+    state = core.state.jobs[_job_id(core, question.job, asker)]
+    if not asker.may_read(state):
+        raise Unanswerable(f"{asker} may not read this: only the job's owner, readers and admins")
+    return explanation(core, state)
+
+
+def _job_id(core: Core, text: str, asker: Asker) -> str:
+    """A job by its id, or by its name where that is unique among living jobs that the asker may see. Raises
+    Unanswerable."""
+    seen = {state.job: state for state in privacy.visible(core.view, asker)}
+    if text in seen:
+        return text
+    named = [state for state in seen.values() if state.settings.name == text]
+    living = [state for state in named if not state.ended] or named[-1:]
+    if len(living) == 1:
+        return living[0].job
+    known = ", ".join(sorted(seen)) or "none yet"
+    raise Unanswerable(f"{'several jobs are' if living else 'no job is'} called {text[:100]!r}: jobs are {known}")
+
+
+def inject(core: Core, store: Store, order: InjectOrder, asker: Asker) -> schema.Injected:
+    """Breaks a rank on purpose."""
+    state = core.state.jobs[_job_id(core, order.job, asker)]
+    if not asker.may_order(state):
+        raise Unanswerable(f"{asker} may not inject here: only the job's owner and admins")
+    target = order.fault, order.slot, order.node, order.seconds, order.dry_run
+    try:
+        done, outcome = injection.perform(core.view, core.view.job(state), *target)
+    except injection.NotInjected as error:
+        raise Unanswerable(str(error)) from None
+    core.carry_out(outcome)
+    if not order.dry_run:
+        core.runtime(state).injected.add(done.slot)
+        done.event = core.state.last_event
+    return done
+
+
+def health(core: Core, store: Store, report: readmission.Report, asker: Asker) -> dict[str, bool]:
+    """Takes a node's health report."""
+    if not asker.admin:
+        raise Unanswerable(f"{asker} may not report health here: only root and admins")
+    seen = core.view.slurm.seen
+    if seen is not None and report.node not in seen.by_name:
+        raise Unanswerable(f"health: Slurm shows no node {report.node!r}")
+    core.carry_out(readmission.on_health_report(core.view, core.slurm.gate, report))
+    return {"taken": True}
+
+
+def pause(core: Core, store: Store, order: PauseOrder, asker: Asker) -> schema.Paused:
+    """Changes nothing in Slurm for a while, though the configuration allows it."""
+    _check_partition(core, order.partition, asker)
+    until = core.now + order.seconds if order.seconds else 0.0
+    # As a duration: the time of day would be that of the controller's zone, and the record has `until`.
+    how_long = f"for {timedelta(seconds=round(order.seconds))}" if order.seconds else "until it is resumed"
+    reason = f"{_whole(order.partition)} {how_long}: {asker} has asked for it"
+    record = records.Paused(partition=order.partition, until=until, reason=reason)
+    core.carry_out(Outcome(records=[("", 0, record)]))
+    return _paused(core)
+
+
+def resume(core: Core, store: Store, order: ResumeOrder, asker: Asker) -> schema.Paused:
+    """Acts again where the configuration allows it."""
+    _check_partition(core, order.partition, asker)
+    if core.state.is_paused("", core.now) and order.partition:
+        raise Unanswerable(f"all partitions are paused, not {order.partition} alone: `unicronctl resume` ends it")
+    reason = f"{_whole(order.partition)}: {asker} has asked for it"
+    record = records.Unpaused(partition=order.partition, reason=reason)
+    core.carry_out(Outcome(records=[("", 0, record)]))
+    return _paused(core)
+
+
+def _whole(partition: str) -> str:
+    return f"partition {partition}" if partition else "everything"
+
+
+def _check_partition(core: Core, name: str, asker: Asker) -> None:
+    if not asker.admin:
+        raise Unanswerable(f"{asker} may not do this: only root and admins")
+    filters.check_partition(name, _partitions(core))
+
+
+def _paused(core: Core) -> schema.Paused:
+    ends = core.state.paused
+    until = {name: ends[name] for name in sorted(ends) if core.state.is_paused(name, core.now)}
+    return schema.Paused(time=core.now, until=until, modes=modes(core))
+
+
+def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Pong:
+    """Whether the controller answers, and how soon: through the same queue and loop as every message."""
+    return schema.Pong(release=RELEASE, time=core.now, uid=os.geteuid())
+
+
+# What is asked -> the type of its arguments, and the function that answers.
+QUESTIONS: dict[str, tuple[type[msgspec.Struct], Callable[[Core, Store, Any, Asker], Any]]] = {
+    "status": (StatusQuestion, status),
+    "jobs": (Filters, jobs),
+    "nodes": (Filters, nodes),
+    "events": (EventsQuestion, events),
+    "explain": (ExplainQuestion, explain),
+    "scenario": (NoArguments, scenario),
+    "inject": (InjectOrder, inject),
+    "health": (readmission.Report, health),
+    "report": (ReportQuestion, report),
+    "pause": (PauseOrder, pause),
+    "resume": (ResumeOrder, resume),
+    "ping": (NoArguments, ping),
+}

@@ -1,0 +1,127 @@
+"""What is asked for of jobs, nodes and failures.
+
+Jobs and nodes are chosen from the answers as the asker gets them anyway, so a filter tells nobody more than he sees
+without. What a value may be, and what is near a wrong one, comes from these answers, too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from bisect import bisect
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from unicron_ctl.controller.api import privacy
+from unicron_ctl.controller.api.questions import Filters
+from unicron_ctl.controller.core.core import Core
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.controller.model.job_state import Failure
+from unicron_ctl.shared.protocol import answer_schema as schema
+from unicron_ctl.shared.slurm.host_lists import hosts
+
+COMPARED = 128  # names that a wrong one is compared with
+_HOST_LIST = re.compile(r"[^\[\]\s]*(\[[0-9,-]+\][^\[\]\s]*)*")
+
+
+class Unanswerable(Exception):
+    """The question makes no sense; the text says what would."""
+
+
+def checked(core: Core, wanted: Filters, asker: Asker, partitions: Iterable[str]) -> frozenset[str] | None:
+    """The names of the nodes that are asked for; None for all. partitions: that there are. Raises Unanswerable."""
+    if wanted.user:
+        users = {job.settings.user for job in privacy.visible(core.view, asker)}
+        if wanted.user not in users:
+            raise Unanswerable(f"no job here is of user {wanted.user!r}{near(wanted.user, users, 'users with jobs')}")
+    check_partition(wanted.partition, partitions)
+    if not wanted.nodes:
+        return None
+    names = hosts(wanted.nodes) if _HOST_LIST.fullmatch(wanted.nodes) else []
+    if not names:
+        raise Unanswerable(f"{wanted.nodes[:100]!r} is no list of nodes: write n1, or n[1-8,12],m3")
+    seen = known_nodes(core, asker)
+    if strange := next((name for name in names if name not in seen), ""):
+        raise Unanswerable(f"no node is called {strange[:100]!r}{near(strange, seen, 'nodes')}")
+    return frozenset(names)
+
+
+def check_partition(name: str, partitions: Iterable[str]) -> None:
+    """Raises Unanswerable for a partition that there is not. name: "" for all."""
+    if name and name not in (known := set(partitions)):
+        raise Unanswerable(f"there is no partition {name[:100]!r}{near(name, known, 'partitions')}")
+
+
+def near(word: str, known: Collection[str], what: str) -> str:
+    """What may have been meant, or what there is."""
+    ordered = sorted(known)
+    here = max(0, bisect(ordered, word) - COMPARED // 2)  # in a long list only its neighbours: all would take seconds
+    found = difflib.get_close_matches(word[:100], ordered[here : here + COMPARED] if ordered[COMPARED:] else ordered, 1)
+    if found:
+        return f": did you mean {found[0]}?"
+    few = ", ".join(ordered[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+    return f": {what} are {few or 'none yet'}"
+
+
+def known_nodes(core: Core, asker: Asker) -> set[str]:
+    """The names of all nodes of which the asker may know; for admins also of those that Slurm has no more."""
+    if not privacy.sees_nodes(core.view, asker):
+        jobs = (job for job in core.state.jobs.values() if asker.may_read(job))
+        return {agent.node for job in jobs for agent in job.agents.values()}
+    seen = core.view.slurm.seen
+    names = {*(seen.by_name if seen else ()), *(view.node for view in core.view.live.agents())}
+    return names | set(core.state.nodes) if asker.reads_all else names
+
+
+def jobs(
+    listed: Sequence[schema.Job], wanted: Filters, names: Collection[str] | None, nodes: Iterable[schema.Node]
+) -> list[schema.Job]:
+    """Chooses the jobs that are asked for. names: of nodes; None for all. nodes: as the asker sees them."""
+    on = {user.partition("_")[0] for node in nodes if names is not None and node.node in names for user in node.used_by}
+    return [
+        job
+        for job in listed
+        if wanted.user in ("", job.user)
+        and (not wanted.partition or wanted.partition in job.partitions)
+        and (job.ended is None or job.ended.time >= wanted.since)
+        and (
+            names is None
+            or job.job in on
+            or any(one.node in names and (job.ended or not one.gone) for one in job.elements)
+        )
+    ]
+
+
+def nodes(
+    listed: Sequence[schema.Node], wanted: Filters, names: Collection[str] | None, jobs: Iterable[schema.Job]
+) -> list[schema.Node]:
+    """Chooses the nodes that are asked for. names: of nodes; None for all. jobs: as the asker sees them."""
+    theirs = {job.job for job in jobs if job.user == wanted.user}
+    return [
+        node
+        for node in listed
+        if (names is None or node.node in names)
+        and (not wanted.partition or wanted.partition in node.partitions)
+        and (not wanted.user or any(user.partition("_")[0] in theirs for user in node.used_by))
+    ]
+
+
+def failures(
+    listed: Iterable[Failure], wanted: Filters, names: Collection[str] | None, jobs: Iterable[schema.Job]
+) -> Iterator[Failure]:
+    """Chooses the failures that are asked for. names: of nodes; None for all. jobs: those that are asked for."""
+    chosen = {job.job for job in jobs}
+    for failure in listed:
+        here = names is None or failure.record.node in names
+        if here and failure.detected_at >= wanted.since:
+            if failure.job in chosen or not (wanted.user or wanted.partition):
+                yield failure
+
+
+def kinds(text: str) -> list[str]:
+    """The kinds of events that are asked for. Raises Unanswerable."""
+    found = [word.replace("-", "_") for word in text.split()]
+    for word in found:
+        if word not in records.KINDS:
+            raise Unanswerable(f"no event is of kind {word[:100]!r}{near(word, records.KINDS, 'kinds')}")
+    return found

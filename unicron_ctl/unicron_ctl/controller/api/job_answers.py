@@ -1,0 +1,228 @@
+"""What is told of jobs."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+from msgspec.structs import asdict
+
+from unicron_ctl.controller.api import privacy
+from unicron_ctl.controller.core.core import Core
+from unicron_ctl.controller.job import spares
+from unicron_ctl.controller.model import permission
+from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.controller.model.job_state import AgentRecord, Failure, JobState, Phase
+from unicron_ctl.controller.plan.inputs import bounds, fixed, waiting, weight
+from unicron_ctl.controller.plan.stranded import shortage
+from unicron_ctl.shared.protocol import answer_schema as schema
+from unicron_detector.words import counted
+
+
+def visible_jobs(core: Core, asker: Asker, brief: bool = False) -> list[schema.Job]:
+    """All jobs of which the asker may know, the ended ones last. brief: without their elements."""
+    found = privacy.visible(core.view, asker)
+    return [privacy.of_job(core.view, state, job_answer(core, state, asker, brief), asker) for state in found]
+
+
+def job_answer(core: Core, state: JobState, asker: Asker, brief: bool = False) -> schema.Job:
+    """One job. What takes long and is not for the asker is not even made. brief: without what its ranks say."""
+    full = asker.may_read(state)
+    nodes_now = len(state.inside) if not state.ended else 0
+    flops = state.measured.get(nodes_now, 0.0)
+    counts = weight(core.view, state)
+    return schema.Job(
+        **asdict(_base(core, state, brief)),
+        user=state.settings.user,
+        partitions=partitions(core, state, asker),
+        since=state.since,
+        nodes=nodes_now,
+        min_nodes=state.settings.min_nodes,
+        max_nodes=state.settings.max_nodes,
+        members=sorted(state.members),
+        iteration=state.iteration,
+        train_iterations=state.iterations_wanted,
+        iteration_seconds=state.seconds,
+        loss=state.loss,
+        degraded=_slow(core, state),
+        anomalies=anomalies(core, state.job) if full else [],
+        weight=counts,
+        flops=flops,
+        waf=waf(state, counts),
+        ledger_violations=state.ledger_violations,
+        silent=_silent(core, state) if full else [],
+        left_out=[f"{e} ({state.agents[e].node})" for e in sorted(state.parted)] if full else [],
+        failures=len(state.failures),
+        last_failure=failure_answer(state.failures[-1]) if state.failures else None,
+        reason=state.decisions[-1].reason if state.decisions else "",
+        elements=_elements(core, state) if full and not brief else [],
+        barred=[plain(one, schema.Waiting) for one in waiting(core.view, state) if not one.starts] if full else [],
+    )
+
+
+def waf(state: JobState, counts: float) -> float:
+    """The job's achieved FLOP/s times what its weight counts for; 0 where it has fewer nodes than it needs."""
+    count = len(state.inside)
+    if state.ended or count < state.settings.min_nodes:
+        return 0.0
+    return counts * state.measured.get(count, 0.0)
+
+
+def partitions(core: Core, job: JobState, asker: Asker) -> list[str]:
+    """The partitions of a job: as Slurm shows them, and where it shows the job no more, those of its nodes, which are
+    not for others."""
+    seen = core.view.slurm.seen
+    shown = seen.partitions(job.job) if seen else frozenset()
+    if shown or seen is None or not asker.may_read(job):
+        return sorted(shown)
+    infos = (seen.by_name.get(agent.node) for agent in job.agents.values())
+    return sorted({name for info in infos if info is not None for name in info.partitions})
+
+
+def explanation(core: Core, state: JobState) -> schema.Explanation:
+    """Why a job is treated as it is: the plan's reason, its failures, its last decisions."""
+    report, view = core.state.plan_report, core.view.job(state)
+    return schema.Explanation(
+        **asdict(_base(core, state)),
+        mode_reason=state.settings.mode_reason,
+        log_dir=state.settings.log_dir,
+        cold=view.cold() if not state.ended else {},
+        forgets=view.forgets() if not state.ended else {},
+        plan_reason=report.reasons.get(state.job, "") if report and not state.over else "",
+        plan_trigger=report.trigger if report else "",
+        bounds=_bounds(core, state) if not state.over else "",
+        waiting=[plain(one, schema.Waiting) for one in waiting(core.view, state)],
+        decisions=[plain(decided, schema.Decision) for decided in state.decisions],
+        failures=[failure_answer(failure) for failure in state.failures],
+    )
+
+
+def _bounds(core: Core, state: JobState) -> str:
+    if why := fixed(core.view, state):
+        nodes = counted(state.settings.max_nodes, "node")
+        return f"it is one allocation, of {nodes}, which the plan leaves as it is: {why}"
+    if state.settings.allocation:
+        least = state.settings.min_nodes
+        return f"it is one allocation: the plan may take nodes from it, down to {least}, and cannot give it any"
+    return bounds(core.view, state, _planned_with(core, state))
+
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+
+def plain(source: object, kind: type[Struct]) -> Struct:
+    """The fields of `kind`, which the object has as attributes."""
+    return msgspec.convert(source, kind, from_attributes=True)
+
+
+def failure_answer(failure: Failure) -> schema.Failure:
+    """What the log says of the failure and its story, as one."""
+    known = asdict(failure.record) | vars(failure)
+    return msgspec.convert({**known, "kind": failure.record.kind_of_failure, "slot": failure.slot}, schema.Failure)
+
+
+def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
+    view = core.view.job(state)
+    size = view.replica
+    kept = ("standby", "stopped") if state.phase is Phase.FORMING else ("standby",)
+    standbys = [slot for _, slot, status in view.all_ranks() if status.state in kept] if size > 1 else []
+    found = spares.standing(view) if not state.over else {}
+    return schema.JobBase(
+        job=state.job,
+        name=state.settings.name,
+        mode=state.settings.mode,
+        state=state.phase.value,
+        generation=state.generation,
+        planned_nodes=core.state.assignment.get(state.job),
+        layout=view.live.layout if not state.layout else state.layout,
+        layouts=list(state.settings.layouts),
+        planned_layout=core.state.layouts.get(state.job, ""),
+        replica=size,
+        replicas=len(state.members) // size if not state.ended else 0,
+        standbys=standbys if not state.ended else [],
+        spares=[schema.Spare(element=e, node=view.agents[e].node, state=how) for e, how in found.items()],
+        spares_wanted=state.settings.spares,
+        spares_ready=sum(how == "ready" for how in found.values()),
+        ended=plain(state.ended, schema.Ending) if state.ended else None,
+        set_aside=state.set_aside,
+        waits=state.waits or (short.reason if (short := shortage(core.view, state)) is not None else ""),
+        nan_since=state.nan_since if state.nan_since >= 0 else None,
+        goodput=state.goodput,
+        trained_seconds=state.trained_seconds,
+        lost_seconds=state.lost_seconds,
+        blocks=_blocks(state) if state.settings.block > 1 and not state.ended else [],
+        checkpoints="" if brief else next((s.saves_in for _, _, s in view.all_ranks() if s.saves_in), ""),
+    )
+
+
+def _blocks(state: JobState) -> list[str]:
+    """The elements that have had agents, each with its nodes, and those of which the agent is gone."""
+    found: dict[int, list[AgentRecord]] = {}
+    for element, agent in sorted(state.agents.items()):
+        found.setdefault(state.block_of(element), []).append(agent)
+    return [
+        f"{state.job}_{block} {','.join(agent.node for agent in agents)}"
+        + "".join(f" ({agent.node}: {agent.gone})" for agent in agents if agent.gone)
+        for block, agents in found.items()
+    ]
+
+
+def _silent(core: Core, state: JobState) -> list[str]:
+    """Elements that this controller does not hear and does not take for lost."""
+    view, lease = core.view, core.config.lease
+    found = [one for (job, _), one in sorted(view.suspicions.open.items()) if job == state.job]
+    return [f"{one.element} ({one.node})" for one in found if core.now - one.since > lease]
+
+
+def _elements(core: Core, state: JobState) -> list[schema.Element]:
+    """Every agent of the job with its ranks."""
+    view = core.view.job(state)
+    found = []
+    for element, record in sorted(state.agents.items()):
+        agent = view.agents.get(element)
+        statuses = [(slot, view.status(slot)) for slot in record.slots] if agent is not None else []
+        ranks = [
+            schema.Rank(
+                slot=slot,
+                state=s.state,
+                incarnation=s.incarnation,
+                generation=s.generation,
+                iteration=s.iteration,
+                phase=s.phase,
+                pid=s.pid,
+                start=view.agents[element].start(slot),
+                forgets=s.forgets,
+            )
+            for slot, s in statuses
+            if s is not None
+        ]
+        one = schema.Element(
+            element=element,
+            node=record.node,
+            agent=record.agent,
+            gone=record.gone,
+            last_heard=agent.last_heard if agent is not None else None,
+            copies_failed=agent.status.unmoved if agent is not None else 0,
+            ranks=ranks,
+        )
+        found.append(one)
+    return found
+
+
+def _planned_with(core: Core, state: JobState) -> list[JobState]:
+    """The jobs that are planned for together with this one."""
+    acts = permission.acts(core.view, state)
+    jobs = (job for job in core.state.jobs.values() if not job.over and not fixed(core.view, job))
+    return [job for job in jobs if permission.acts(core.view, job) is acts]
+
+
+def _slow(core: Core, state: JobState) -> schema.Slow | None:
+    """What makes the job slow at present."""
+    runtime = core.runtimes.get(state.job)
+    return plain(runtime.sensors.times.slow, schema.Slow) if runtime and runtime.sensors.times.slow else None
+
+
+def anomalies(core: Core, job: str) -> list[schema.Anomaly]:
+    """The job's present anomalies."""
+    runtime = core.runtimes.get(job)
+    return [plain(item, schema.Anomaly) for item in runtime.sensors.peers.standing] if runtime else []

@@ -1,0 +1,455 @@
+"""The one door: inputs come in, sensors and deciders are asked, and only here records are appended and folded, and
+messages and requests go out.
+
+    input -> what is known for now (`model.live`) -> sensors -> findings -> judge -> records
+          -> the job's next event -> its transition -> records -> orders to its agents
+
+Whoever drives it stores `events` before it sends `outbox` or starts `requests`, so that nothing is done that a restart
+would not know of. What breaks in one job sets that job aside and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from unicron_ctl.controller.core.intake import Intake
+from unicron_ctl.controller.core.job_containment import COMPLAIN_AGAIN, JobContainment
+from unicron_ctl.controller.core.listings import Listings
+from unicron_ctl.controller.core.turn import Turns
+from unicron_ctl.controller.failure_detector import ending_nodes, leases, network_partitions, probes, self_suspicion
+from unicron_ctl.controller.job import adoption
+from unicron_ctl.controller.job.modes import mode_of
+from unicron_ctl.controller.job.runtime import JobRuntime
+from unicron_ctl.controller.judge import node_failures as judge_nodes
+from unicron_ctl.controller.judge.judge import judge
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event, Record
+from unicron_ctl.controller.log.savings import PLAN
+from unicron_ctl.controller.model import allocation
+from unicron_ctl.controller.model.agent_view import Route
+from unicron_ctl.controller.model.asker import EVERYBODY, Asker
+from unicron_ctl.controller.model.cluster_state import ClusterState
+from unicron_ctl.controller.model.finding import Finding, What
+from unicron_ctl.controller.model.fold import fold
+from unicron_ctl.controller.model.job_state import JobState, Phase
+from unicron_ctl.controller.model.live import Live
+from unicron_ctl.controller.model.quotas import Written
+from unicron_ctl.controller.model.requests import Action, Knock, Probe, Run
+from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
+from unicron_ctl.controller.nodes import isolation, readmission
+from unicron_ctl.controller.plan import reconcile, slurm_actions
+from unicron_ctl.controller.sense import iterations, outliers
+from unicron_ctl.controller.sense.sensors import When
+from unicron_ctl.shared.protocol import datagrams, wire
+from unicron_ctl.shared.protocol.reach import Reach
+from unicron_ctl.shared.settings.config import ControllerConfig
+from unicron_ctl.shared.slurm.slurm_client import UNSAID, ElementInfo, NodeInfo, Site
+from unicron_detector.failures.classify import Classifier
+from unicron_detector.failures.text_budget import Budget
+
+STALL_SECONDS = 0.5  # a tick that is later than this says that this process stood still, not the agents
+ATTENTION_SECONDS = 5.0  # between two looks for what needs an admin
+PHASE_RECORDS = (
+    records.Break,
+    records.PlanMade,
+    records.Adopted,
+    records.NumberUsed,
+    records.Reinstated,
+    records.Offer,
+    records.OfferWithdrawn,
+    records.Entered,
+    records.Reform,
+    records.JobEnded,
+    records.JobRegistered,
+)
+
+
+@dataclass
+class Core:
+    """All jobs. `now` is seconds since the epoch, and never goes backwards within one process."""
+
+    config: ControllerConfig
+    state: ClusterState
+    started_at: float
+    classifier: Classifier = field(default_factory=Classifier)
+    has_slurm: bool = False
+
+    def __post_init__(self) -> None:
+        self.budget = Budget()
+        self._charged: str | None = None  # the job that the view's classifier charges
+        self.events: list[Event] = []
+        self.outbox: list[Send] = []
+        self.requests: list[Any] = []
+        self.last_tick = self.started_at
+        self.view = View(
+            self.config,
+            self.classifier,
+            self.state,
+            Live(),
+            SlurmView(self.has_slurm),
+            self.started_at,
+            self.started_at,
+        )
+        self.runtimes: dict[str, JobRuntime] = {}
+        self.slurm = reconcile.Desk()
+        self.node_events = judge_nodes.NodeEventQueue(waiting=judge_nodes.undecided_events(self.state.nodes))
+        self._looked_at = self.started_at
+        self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
+        self.written = Written()
+        self._containment = JobContainment(self.view, self.append, self.written)
+        self.intake = Intake(self.view, self.runtime, self.node_events, self.carry_out, self.written)
+        self._dirty: set[str] = set()
+        self._findings: deque[Finding] = deque()
+        self._judging = False
+        self.turns = Turns(self.view, self.runtime, self.carry_out, self.judge, self._send)
+        self._listings = Listings(
+            self.view, self.slurm, self.intake, self.turns, self.carry_out, self._containment, self._dirty
+        )
+        for job in self.state.jobs.values():
+            if not job.over:
+                self.view.job(job).begin_phase(self.started_at)
+
+    @property
+    def now(self) -> float:
+        return self.view.now
+
+    @now.setter
+    def now(self, value: float) -> None:
+        self.view.now = max(self.view.now, value)
+
+    @property
+    def busy(self) -> bool:
+        """A job is being healed, or formed."""
+        return any(job.phase in (Phase.BREAKING, Phase.ENTERING) for job in self.state.jobs.values() if not job.over)
+
+    def configure(self, config: ControllerConfig, classifier: Classifier) -> None:
+        """Takes a new configuration."""
+        self.config = self.view.config = config
+        self.classifier = self.view.classifier = classifier
+        self._charged = None
+        if not config.metrics_seconds:  # peers are no longer compared: nobody stands out any more
+            for runtime in self.runtimes.values():
+                runtime.sensors.peers = outliers.JobPeers()
+
+    def runtime(self, job: JobState) -> JobRuntime:
+        """What is known about the job and lost with the process."""
+        found = self.runtimes.get(job.job)
+        if found is None:
+            found = self.runtimes[job.job] = JobRuntime.for_job(self.view.job(job), self.config)
+        return found
+
+    # ------------------------------------------------------------ the door
+    def append(self, job: str, generation: int, record: Record) -> Event:
+        """Records one decision and takes it into the state."""
+        event = Event(self.state.last_event + 1, self.view.now, job, generation, record)
+        if len(event.payload) > records.REASON and (shorter := records.bounded(record)) is not record:
+            record, event = shorter, Event(event.id, event.time, job, generation, shorter)
+        size = len(event.payload)  # what the log cannot hold is not taken into the state either
+        fold(self.state, event)
+        self.events.append(event)
+        self._containment.charge(event, size)
+        if isinstance(record, PHASE_RECORDS):
+            self._phase_changed(job, record)
+        elif isinstance(record, records.RankStart):
+            state = self.state.jobs[job]
+            live, element = self.view.job(state).live, state.element(record.slot)
+            live.touched.add(element)
+            live.restarts.add(element)
+        elif isinstance(record, records.NodeEvent):
+            self.node_events.note(event)
+        return event
+
+    def carry_out(self, outcome: Outcome) -> bool:
+        """Carries out what a decider wants. False when that is nothing."""
+        if outcome.hurry:
+            self.slurm.hurry(self.now)
+        if not outcome:
+            return False
+        failure: int | None = None
+        for job, generation, record in outcome.records:
+            if isinstance(record, records.Observed) and record.action != PLAN:
+                if (job, record.would) in self._observed:
+                    continue
+                self._observed.add((job, record.would))
+            if getattr(record, "failure", 0) == records.THIS_FAILURE:
+                assert failure is not None, f"{record.kind} follows no failure"
+                record = msgspec.structs.replace(record, failure=failure)
+            number = self.append(job, generation, record).id
+            failure = number if isinstance(record, records.FailureDetected) else failure
+        self.outbox += outcome.sends
+        for request in outcome.requests:
+            self._request(request)
+        for finding in outcome.findings:
+            self.judge(finding)
+        return True
+
+    def judge(self, finding: Finding) -> None:
+        """Makes a failure of a finding, if it is one. What follows from one is judged after it, not within it."""
+        self._findings.append(finding)
+        if self._judging:
+            return
+        self._judging = True
+        try:
+            while self._findings:
+                finding = self._findings.popleft()
+                self._containment.attempt(finding.job, f"a finding ({finding.what})", self._judge, finding)
+        finally:
+            self._judging = False
+
+    def _judge(self, finding: Finding) -> None:
+        recorded = self.state.last_event
+        job = self.state.jobs.get(finding.job)
+        self._read_for(finding.job)
+        self.carry_out(self._with_peers(judge(self.view, finding)))
+        if job is None or job.over or self.state.last_event == recorded:
+            return
+        self._dirty.add(finding.job)
+        if finding.what in (What.HANG, What.COLLECTIVE):
+            known = self.view.job(job)
+            self.carry_out(network_partitions.start_survey(self.view, known, known.live.survey, finding.slots))
+        if finding.what is What.HANG and not finding.seen:
+            iterations.on_hang_recorded(self.runtime(job).sensors.iterations, finding, job.failures[-1].id)
+
+    def _with_peers(self, outcome: Outcome) -> Outcome:
+        """Adds to a failure's reason what was odd with its node before."""
+        for index, (job, generation, record) in enumerate(outcome.records):
+            if isinstance(record, records.FailureDetected) and record.node:
+                said = outliers.evidence(
+                    (runtime.sensors.peers for runtime in self.runtimes.values()), record.node, self.now
+                )
+                if said:
+                    outcome.records[index] = job, generation, records.amended(record, record.reason + said)
+        return outcome
+
+    def _send(self, send: Send) -> None:
+        self.outbox.append(send)
+
+    def _request(self, request: Any) -> None:
+        if isinstance(request, Run):
+            for job, generation, record in slurm_actions.record_intents(self.view, request).records:
+                self.append(job, generation, record)
+            self.slurm.under_way.update(action.key for action in request.actions)
+            self.slurm.busy = self.slurm.busy or not request.urgent
+        self.requests.append(request)
+
+    def _phase_changed(self, name: str, record: Record) -> None:
+        job = self.state.jobs[name]
+        if isinstance(record, records.JobRegistered):
+            self.forget(name)
+        elif isinstance(record, records.JobEnded):
+            self.runtimes.pop(name, None)
+            self._observed = {said for said in self._observed if said[0] != name}
+            for known in [known for known in self.view.views if known not in self.state.jobs]:
+                self.forget(known)
+        if not job.over:
+            self.runtime(job).on_phase_changed(record)
+        self.turns.begun.add(name)
+        self._dirty.add(name)
+
+    def forget(self, job: str) -> None:
+        """Drops what is known for now of a job that is over."""
+        self.view.live.forget(job)
+        self.view.views.pop(job, None)
+        self.view.slurm.expected.pop(job, None)
+        self.runtimes.pop(job, None)
+
+    # ------------------------------------------------------------ inputs
+    def receive(self, route: Route, message: wire.Message, now: float, key: str = "", asker: Asker = EVERYBODY) -> None:
+        """Takes in a message of an agent that passed the checks at the edge; `advance_jobs` must follow before anything
+        is sent.
+
+        key: the CURVE public key of the connection that it came by. asker: of a registration, who made its credential.
+        """
+        self._notice_time(now)
+        if self.view.alone and self.intake.knows(message, key):
+            self._heard_again()
+        name: str = getattr(message, "job", "")
+        recorded = self.state.last_event
+        self._read_for(name)
+        try:
+            self.intake.receive(route, message, key, asker)
+        except Exception as error:
+            self._containment.set_aside(name, repr(message), error)
+        if self.state.last_event > recorded:
+            self._containment.bound(name)
+        if name in self.state.jobs:
+            self._dirty.add(name)
+
+    def hint(self, hint: datagrams.Hint, now: float) -> None:
+        """Takes in a datagram of the plugin, which is never trusted alone."""
+        self.now = now
+        self._containment.attempt(hint.job, "a hint", lambda: self.carry_out(self.intake.on_hint(hint)))
+
+    def advance_jobs(self) -> None:
+        """Brings every job that something happened to as far as it can go now.
+
+        A Break and a plan go out first: `pending` says that what follows from them is still to be worked out.
+        """
+        self._dirty |= self.turns.later
+        self.turns.later.clear()
+        while self._dirty:
+            name = min(self._dirty)
+            self._dirty.discard(name)
+            job = self.state.jobs.get(name)
+            if job is not None and name not in self.turns.later:
+                self._containment.attempt(name, f"its state ({job.phase})", self.turns.advance, job)
+                self._containment.bound(name)
+        self.budget.renew()
+
+    def _read_for(self, job: str) -> None:
+        """Charges what is judged by words next to this job. Most messages say nothing that is, and come in a row."""
+        if job != self._charged:
+            self._charged, self.view.classifier = job, self.classifier.within(self.budget, job)
+
+    @property
+    def pending(self) -> bool:
+        """`advance_jobs` should be called again once what was decided has gone out."""
+        return bool(self.turns.later)
+
+    def tick(self, now: float) -> None:
+        """Does what time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
+        self._notice_time(now)
+        self.last_tick = now
+        self._containment.attempt("", "agents that wait for Slurm's word", self.intake.overdue)
+        self._containment.attempt("", "what nodes said", self._settle_node_events)
+        self._containment.attempt(
+            "", "slurmds that may be asked", lambda: self.carry_out(ending_nodes.greet_slurmds(self.view))
+        )
+        self._containment.attempt("", "silent agents", self._silence)
+        self._containment.attempt("", "what needs an admin", self._look_for_admins, now)
+        if self.view.alone:
+            self._containment.attempt("", "Slurm's turn", self._ask_slurm)
+            return
+        for job in list(self.state.jobs.values()):
+            if not job.over:
+                self._containment.attempt(job.job, "a tick", self._tick, job)
+        self.advance_jobs()
+        for job in list(self.state.jobs.values()):
+            if not job.set_aside:
+                self._containment.attempt(job.job, "its orders", self.turns.repeat_orders, job)
+        self._containment.attempt("", "Slurm's turn", self._ask_slurm)
+
+    def _look_for_admins(self, now: float) -> None:
+        if now - self._looked_at >= ATTENTION_SECONDS:
+            self._looked_at = now
+            self.carry_out(isolation.admin_news(self.view))
+
+    def _ask_slurm(self) -> None:
+        self.carry_out(self.slurm.tick(self.view, self.intake.waiting_jobs()))
+
+    def _settle_node_events(self) -> None:
+        for outcome in judge_nodes.settle_node_events(self.view, self.node_events):
+            self.carry_out(outcome)
+
+    def _notice_time(self, now: float) -> None:
+        """Excuses everyone after a stall: they were waiting for this process, and nobody has been silent."""
+        late = now - self.last_tick
+        self.now = now
+        if late <= STALL_SECONDS:
+            return
+        self.last_tick = now
+        self._excuse(late)
+
+    def _excuse(self, seconds: float) -> None:
+        """Adds the seconds to all deadlines: only this process, or its network, was late."""
+        self.view.live.shift(seconds)
+        self.view.suspicions.shift(seconds)
+        for runtime in self.runtimes.values():
+            runtime.sensors.iterations.shift(seconds)
+        self.view.started_at += seconds
+
+    def _heard_again(self) -> None:
+        """Ends the controller's doubt: somebody is heard after nobody was."""
+        since = self.view.suspicions.alone_since
+        if since is not None:
+            self.carry_out(self_suspicion.end_alone(self.view, since))
+            self._excuse(self.now - since)
+            self.view.live.renew(self.now)
+            self.view.suspicions.renew_ending(self.now)
+
+    def _silence(self) -> None:
+        for agent in leases.late_agents(self.view):
+            if self.view.unread(agent.route):  # it is not silent: this controller is behind
+                self.view.live.heard(agent, self.now)
+        outcome = leases.check_leases(self.view)
+        for finding in outcome.findings:
+            self._fell_silent(finding)
+        self.carry_out(outcome)
+        if self.state.deferred:
+            self.carry_out(isolation.deferred(self.view))
+
+    def _fell_silent(self, finding: Finding) -> None:
+        """Marks an agent as judged: nobody waits for its next word."""
+        agent, live = self.view.live.agent(finding.job, finding.element), self.view.live.jobs.get(finding.job)
+        if agent is None or live is None:
+            return
+        agent.expired = True
+        self.view.live.silenced(agent)
+        live.changed.update(agent.slots)
+        live.ready.discard(agent.element)
+
+    def _tick(self, state: JobState) -> None:
+        job, runtime = self.view.job(state), self.runtime(state)
+        if job.live.ahead:
+            self.turns.advance(state)
+            return
+        self.turns.run_sensors(state, When.TICK)
+        self.carry_out(mode_of(state).report(self.view, job, runtime.newcomers))
+        self.turns.advance(state)
+        self.carry_out(adoption.report_awaited(self.view, job, runtime))
+
+    # ------------------------------------------------------------ results of slow work
+    def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:
+        """What came of trying one of the addresses; the next tick judges."""
+        probes.on_probe(self.view.suspicions, probe, place, answer)
+
+    def on_slurm_error(self, message: str) -> None:
+        """Takes in that Slurm did not answer the question."""
+        self.slurm.listed(self.now, self.config.slurm_poll_seconds, self.now - self.slurm.asked_at, failed=True)
+        if not self.view.slurm.error:
+            self.view.slurm.error_since = self.now
+        other = message != self.view.slurm.error and self.now - self.view.slurm.error_told >= COMPLAIN_AGAIN
+        if other or not self.view.slurm.error:
+            self.append("", 0, records.SlurmFailed(reason=message))
+            self.view.slurm.error_told = self.now
+        self.view.slurm.error = message
+
+    def on_listing(
+        self, nodes: Iterable[NodeInfo], elements: Iterable[ElementInfo], site: Site = UNSAID, took: float = 0.0
+    ) -> None:
+        """Takes in a fresh listing. took: seconds that Slurm's programs needed for it."""
+        self.view.slurm.private, self.view.slurm.domains = site.private, site.domains
+        self.view.slurm.kill_wait, self.view.slurm.grace = site.kill_wait, site.grace
+        self.view.slurm.shrinks = site.shrinks
+        self.slurm.listed(self.now, self.config.slurm_poll_seconds, took)
+        if self.view.slurm.error:
+            self.append("", 0, records.SlurmBack(reason="Slurm answers again"))
+            self.view.slurm.error = ""
+        rows = list(elements)
+        listed = list(allocation.by_node(rows, self.state.jobs))
+        self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), listed, rows)
+        self._listings.on_listing(self.view.slurm.seen)
+        self.advance_jobs()
+
+    def on_action(self, action: Action, error: str) -> None:
+        """Takes in that one action was carried out, or was refused."""
+        self._containment.attempt(action.job, f"Slurm's answer to {action.label}", self._action_done, action, error)
+
+    def on_knock(self, request: Knock, answer: Reach | None) -> None:
+        """The slurmd of a node was tried."""
+        ending_nodes.on_knock(self.view, request, answer)
+        if self.state.node(request.node).downed:
+            readmission.on_knock(self.view, self.slurm.gate, request.node, answer is Reach.REACHED)
+
+    def _action_done(self, action: Action, error: str) -> None:
+        self.slurm.under_way.discard(action.key)
+        self.carry_out(slurm_actions.on_outcome(self.view, self.slurm.retries, self.slurm.gate, action, error))
+
+    def on_actions_done(self, urgent: bool = False) -> None:
+        """Takes in that all actions of a request are through, and has their outcome looked at."""
+        self.slurm.acted(self.now, urgent)

@@ -1,0 +1,247 @@
+"""One job's turn: sense, judge, decide, act.
+
+A Break and a plan go out before what follows from them is worked out (`later`): thousands of agents hear of a death
+while the controller still looks through its members.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from unicron_ctl.controller.job import adoption, job_events, recoveries, spares, transitions
+from unicron_ctl.controller.job.modes import Happening
+from unicron_ctl.controller.job.orders import Letter, Order, due_orders, next_start
+from unicron_ctl.controller.job.runtime import JobRuntime
+from unicron_ctl.controller.judge.rank_failures import revive
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.finding import Finding
+from unicron_ctl.controller.model.job_state import JobState, Phase
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.state_machine import ACTIONS
+from unicron_ctl.controller.model.view import Outcome, Send, View
+from unicron_ctl.controller.replication.cuts import cut_orders, report_gaps
+from unicron_ctl.controller.sense import members
+from unicron_ctl.controller.sense.sensors import SENSORS, When
+from unicron_ctl.shared.protocol import wire
+
+EVENTS_PER_TURN = 50  # of one job's state machine; more would be a loop
+ORDERS_KEPT = 200  # of one agent: when each was sent last
+SOON = 1e-6  # seconds; sums of times are not exact
+
+
+class BrokenInvariant(Exception):
+    """A job is in a state in which it must not be."""
+
+
+class Turns:
+    """Takes each job's turns. runtime: what is known for now of a job. carry_out, judge, send: the core's door."""
+
+    def __init__(
+        self,
+        view: View,
+        runtime: Callable[[JobState], JobRuntime],
+        carry_out: Callable[[Outcome], bool],
+        judge: Callable[[Finding], None],
+        send: Callable[[Send], None],
+    ) -> None:
+        self._view, self._runtime, self._carry_out, self._judge, self._send = view, runtime, carry_out, judge, send
+        self.later: set[str] = set()
+        """Jobs whose turn goes on once what was decided has gone out."""
+        self.begun: set[str] = set()
+        """Jobs in a new phase, of which not all members have been looked at."""
+
+    def advance(self, job: JobState) -> None:
+        """Takes the job as far as it can go now."""
+        view = self._view.job(job)
+        if not job.over and view.live.ahead and adoption.ahead(view):
+            self._carry_out(adoption.adopt_generation(self._view, view))
+            if adoption.ahead(view):
+                return  # nothing is decided of what is not known
+        if not job.over:
+            self._sense(job, view)
+            for _ in range(EVENTS_PER_TURN):
+                if job.over:
+                    break
+                before, happening = job.phase, job_events.next_event(self._view, view)
+                if happening is None or not self._transit(job, view, happening):
+                    break
+                if job.phase is not before and job.phase in (Phase.BREAKING, Phase.ENTERING):
+                    self._send_first(job, view)
+                    return
+                self._sense(job, view)
+            else:
+                raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
+            self._revive_outsiders(job, view)
+            self._carry_out(recoveries.report_healed(self._view, view))
+            self._carry_out(spares.report_spares(self._view, view, self._runtime(job).spares))
+        if not job.set_aside and (view.live.touched or job.job in self.begun):
+            self._send_orders(job)
+
+    # ------------------------------------------------------------ sense
+    def run_sensors(self, job: JobState, when: When) -> None:
+        """Runs the sensors of this occasion; what each has found is judged before the next one runs."""
+        view, memory = self._view.job(job), self._runtime(job).sensors
+        for sensor in SENSORS:
+            if job.over:
+                return
+            if sensor.when is when:
+                self._apply(sensor.sense(self._view, view, memory))
+
+    def _apply(self, outcome: Outcome) -> None:
+        for agent, key, message in outcome.orders:
+            self._order(agent, key, message)
+        self._carry_out(outcome)
+
+    def _sense(self, job: JobState, view: JobView) -> None:
+        if job.over:
+            return
+        self._begin_phase(job, view)
+        for _ in range(2):  # what is made of the first findings may change what others mean
+            if not self._sense_changes(job, view):
+                break
+        if job.over:
+            return
+        progress = view.live.progress
+        blocked = progress.blocked
+        self.run_sensors(job, When.TURN)
+        if progress.blocked is not blocked:
+            view.live.touched.update(job.elements(job.hit(progress.blocked)))
+
+    def _sense_changes(self, job: JobState, view: JobView) -> bool:
+        """Takes in the slots that changed. True when some needed a closer look."""
+        live, runtime = view.live, self._runtime(job)
+        if not live.changed:
+            return False
+        if job.phase is Phase.OFFERING:
+            live.touched.update({job.element(slot) for slot in live.changed})
+        memory = runtime.sensors
+        memory.odd = members.take_in_changes(view, memory.iterations.standing)
+        live.changed.clear()
+        if not memory.odd:
+            return False
+        found = [s.sense(self._view, view, memory) for s in SENSORS if s.when is When.CHANGE]
+        for slot in memory.odd:
+            view.notice(slot, self._view.now)
+            memory.iterations.standing.on_change(view, slot)
+            runtime.on_change(view, slot)
+            live.touched.add(job.element(slot))
+        for outcome in found:
+            self._apply(outcome)
+        return True
+
+    # ------------------------------------------------------------ decide and act
+    def _send_first(self, job: JobState, view: JobView) -> None:
+        """A Break, or a plan, is on its way before anything else is worked out."""
+        self.later.add(job.job)
+        if job.phase is Phase.BREAKING:
+            letter = self._letter(view)
+            for agent in view.alive():
+                self._recheck(view, agent.element, self._order(agent, letter.break_key, letter.broken))
+        else:
+            view.live.touched.update(view.agents)
+            self._send_orders(job)
+
+    def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:
+        """One step of the job's state machine. False when the event changes nothing in this phase."""
+        action = ACTIONS[job.phase].get(happening.event)
+        return action is not None and self._carry_out(transitions.PERFORM[action](self._view, view, happening))
+
+    def _revive_outsiders(self, job: JobState, view: JobView) -> None:
+        """Starts processes again that a plan went on without."""
+        if job.over:
+            return
+        runtime = self._runtime(job)
+        for slot in sorted(runtime.outsiders):
+            agent = view.agent(slot)
+            if agent is None or not agent.alive:
+                runtime.outsiders.discard(slot)  # what comes in its place is looked at when it does
+                continue
+            self._carry_out(revive(self._view, view, slot))
+            if not runtime.is_outsider(view, slot):
+                runtime.outsiders.discard(slot)
+
+    def _begin_phase(self, job: JobState, view: JobView) -> None:
+        """All members are looked at once; put off until what was decided has gone out."""
+        if job.job in self.begun:
+            self.begun.discard(job.job)
+            if job.phase is not Phase.OFFERING:
+                self._runtime(job).sensors.iterations.standing.clear()
+            view.begin_phase(self._view.now)
+
+    def repeat_orders(self, job: JobState) -> None:
+        """Tells those again who have not obeyed. Called at every tick."""
+        view = self._view.job(job)
+        self._look_again(view)
+        runtime = self._runtime(job)
+        for agent, order in list(cut_orders(self._view, view, runtime.cuts, runtime.spares.ready)):
+            self._order(agent, f"cut {order.iteration}", order)
+        self._carry_out(report_gaps(view, runtime.cuts))
+        if view.live.touched:
+            self._send_orders(job)
+
+    def _send_orders(self, job: JobState) -> None:
+        """Tells every agent that may not have obeyed; whoever is told something is looked at again when it may be
+        repeated."""
+        view = self._view.job(job)
+        if job.over:
+            self._begin_phase(job, view)
+        letter, now = self._letter(view), self._view.now
+        rest: list[tuple[AgentView, str, Order]] = []
+        for element in sorted(view.live.touched):
+            agent = view.agents.get(element)
+            if agent is None:
+                continue
+            told = False
+            for key, message in due_orders(view, agent, letter, now):
+                told = True
+                if isinstance(message, wire.Break):  # everybody hears of a Break before anything else happens
+                    self._recheck(view, element, self._order(agent, key, message))
+                else:
+                    rest.append((agent, key, message))
+            starts = next_start(view, agent, now) if element in view.live.restarts else None
+            if starts is not None:
+                self._recheck(view, element, starts)
+            elif not told:
+                view.live.restarts.discard(element)
+        view.live.touched.clear()
+        for agent, key, message in rest:
+            self._recheck(view, agent.element, self._order(agent, key, message))
+
+    def _letter(self, view: JobView) -> Letter:
+        """Kept as long as it says what is to be said."""
+        job, arrivals = view.state, view.live.last_arrival
+        if job.over:
+            return Letter(job)
+        runtime = self._runtime(job)
+        blocked = view.live.progress.blocked
+        if runtime.letter is None or not runtime.letter.holds(job, arrivals, blocked):
+            runtime.letter = Letter(job, arrivals, blocked=blocked)
+        return runtime.letter
+
+    @staticmethod
+    def _recheck(view: JobView, element: int, at: float) -> None:
+        if at < view.live.due.get(element, float("inf")):
+            view.live.due[element] = at
+            heapq.heappush(view.live.told, (at, element))
+
+    def _look_again(self, view: JobView) -> None:
+        """Agents that were told something a while ago: have they obeyed?"""
+        told = view.live.told
+        while told and told[0][0] <= self._view.now:
+            at, element = heapq.heappop(told)
+            if view.live.due.get(element) == at:
+                del view.live.due[element]
+                view.live.touched.add(element)
+
+    def _order(self, agent: AgentView, key: str, order: Order) -> float:
+        """Sends it, unless that was done a moment ago. Returns when it may be repeated."""
+        now, pause = self._view.now, self._view.config.repeat_seconds
+        last = agent.repeated.get(key)
+        if last is not None and now - last < pause - SOON:
+            return last + pause
+        if len(agent.repeated) > ORDERS_KEPT:
+            agent.repeated.clear()
+        agent.repeated[key] = now
+        self._send(Send(agent.route, order() if callable(order) else order))
+        return now + pause

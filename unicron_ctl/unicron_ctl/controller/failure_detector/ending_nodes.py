@@ -1,0 +1,269 @@
+"""Nodes that end after an agent on them did.
+
+A node that is shut down ends its processes before its network: for a moment its kernel refuses connections at the
+agent's door and at slurmd's port. That says that the agent died, and nothing about the node. So a node stays under
+question where nobody reached its slurmd in that moment, or where Slurm still runs an element whose agent died or left.
+The node is lost when nobody has reached its slurmd for UNREACHED_SECONDS: not the controller's own sockets, and no
+witness or, where nobody can be asked, not Slurm.
+
+- In doubt for the node, the question ends quietly (`_is_over`). An agent that claims to reach the node may lie, so it
+  only begins the count anew.
+- A door that refuses while slurmd is silent says nothing: the kernel lives, and something drops what comes for slurmd.
+- A refusal at slurmd's port counts only where this controller has reached slurmd before (`greet_slurmds`), and reaches
+  another node's now (the control): slurmd may listen elsewhere, and a firewall may refuse.
+- While the controller hears nobody or suspects itself, nothing counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from unicron_ctl.controller.failure_detector import probes
+from unicron_ctl.controller.failure_detector.probes import ANSWER_SECONDS, ROUND_SECONDS, Tick
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.job_state import AGENT_DIED
+from unicron_ctl.controller.model.requests import Knock
+from unicron_ctl.controller.model.suspicion import OWN, Answer, EndingNode, Key, Suspicion
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.shared.protocol.reach import Reach
+from unicron_ctl.shared.slurm.states import ASLEEP, OCCUPIES, TAKEN_OUT
+
+# An admin who starts slurmd again must not lose the node: it listens again after 1 to 3 s. A node that ends is in no
+# hurry: its ranks have been left out already, and only its element's place in Slurm waits for this.
+UNREACHED_SECONDS = 6.0
+ROUNDS = 3  # the fewest in that time: a round whose answers are lost says nothing
+# Nodes that are asked about at once. When a rack is shut down, each own probe without an answer keeps one of 64 threads
+# for most of a second, and the limits let few nodes be taken anyhow.
+AT_ONCE = 32
+LEFTOVER_SECONDS = 5.0  # between two looks for elements that Slurm still runs without their agents
+REACHED_SECONDS = 15.0  # after a node was reached, until it is asked about again for such an element
+OUT_OF_SERVICE = TAKEN_OUT | ASLEEP
+GREETINGS = 8  # slurmds that are tried at once while all is well, of 64 threads
+GREET_AGAIN_SECONDS = 300.0  # between two tries of a slurmd that has not answered
+
+
+# ---------------------------------------------------------------- which slurmds are known to answer
+def greet_slurmds(view: View) -> Outcome:
+    """Tries the slurmds of nodes with agents, a few at a time, while all is well: only a port that has answered can
+    refuse."""
+    out, live = Outcome(), view.live
+    if view.alone or view.slurm.seen is None:
+        return out
+    while live.greet_at and len(live.greeted) < GREETINGS:
+        node, due = next(iter(live.greet_at.items()))
+        if due > view.now:
+            break
+        live.greet_at[node] = view.now + GREET_AGAIN_SECONDS
+        live.greet_at.move_to_end(node)
+        address = probes.slurmd_address(view, node)
+        if address and not slurmd_known(view, node, address):
+            live.greeted.add(node)
+            out.requests.append(Knock(node, address))
+    return out
+
+
+def on_knock(view: View, knock: Knock, answer: Reach | None) -> None:
+    """A slurmd was tried; None where the try itself failed."""
+    view.live.greeted.discard(knock.node)
+    if answer is Reach.REACHED:
+        view.live.slurmds[knock.node] = knock.address
+
+
+def slurmd_known(view: View, node: str, address: str) -> bool:
+    """The node's slurmd has answered at this address, so a refusal there means something."""
+    return bool(address) and address in (view.live.slurmds.get(node), view.state.node(node).slurmd)
+
+
+def _record_slurmd(view: View, node: str, out: Outcome) -> None:
+    """Tells the next controller, too, where slurmd has answered."""
+    address = view.live.slurmds.get(node)
+    if address and view.state.node(node).slurmd != address:
+        reason = f"the slurmd of {node} has answered at {address}"
+        out.record(None, records.SlurmdReached(node=node, address=address, reason=reason))
+
+
+# ---------------------------------------------------------------- which nodes are under question
+def open_ending_node(view: View, suspicion: Suspicion) -> None:
+    """The suspected agent died, and nobody reached its node's slurmd."""
+    _open_silent(view, suspicion.job, suspicion.element, suspicion.since, suspicion.reached)
+    own, ending = suspicion.answers.get(OWN), view.suspicions.ending_nodes.get(suspicion.node)
+    if ending is not None and own is not None and own.slurmd is Reach.REFUSED:
+        ending.refused = True
+
+
+def _recall_ending_nodes(view: View) -> None:
+    """Opens the nodes on which agents died before this controller's start: whose slurmd was reached is not in the
+    log."""
+    for job in view.state.jobs.values():
+        for element, record in job.agents.items() if not job.over else ():
+            if record.gone == AGENT_DIED:
+                _open_silent(view, job.job, element, view.started_at, None)
+
+
+def _open_leftovers(view: View) -> None:
+    """Opens nodes on which Slurm still runs elements whose agents have ended: most elements are about to end, but the
+    node may be, too."""
+    suspicions = view.suspicions
+    suspicions.leftovers_check_at = view.now + LEFTOVER_SECONDS
+    suspicions.answered = {node: at for node, at in suspicions.answered.items() if view.now - at < REACHED_SECONDS}
+    for job in view.state.jobs.values():
+        for element, record in job.agents.items() if not job.over else ():
+            known = record.node in suspicions.ending_nodes or record.node in suspicions.answered
+            if record.ended_early and not known and (job.job, element) in _leftovers(view, record.node):
+                _open(view, job.job, element, view.now, None)
+
+
+def _open_silent(view: View, job: str, element: int, since: float, reached: bool | None) -> None:
+    """Opens the node, which counts as silent for self-suspicion until somebody reaches it."""
+    ending = _open(view, job, element, since, reached)
+    if ending is not None:
+        view.suspicions.given_up[job, element] = ending
+
+
+def _open(view: View, job: str, element: int, since: float, reached: bool | None) -> EndingNode | None:
+    suspicions, record = view.suspicions, view.state.jobs[job].agents[element]
+    targets = probes.targets(view, record.node, record.door)
+    if not targets[1]:  # Slurm does not know the node, so there is no slurmd to ask
+        return None
+    ending = suspicions.ending_nodes.get(record.node)
+    if ending is None:
+        ending = EndingNode(job, element, record.agent, record.node, since, targets, reached=reached)
+        ending.opened = view.now
+        suspicions.ending_nodes[record.node] = ending
+    return ending
+
+
+def check_ending_nodes(view: View, tick: Tick, out: Outcome) -> None:
+    """Probes the nodes under question, and reports those that are lost. Called at every tick by :mod:`leases`."""
+    suspicions = view.suspicions
+    settled = view.now - view.started_at > view.config.restart_grace and view.slurm.seen is not None
+    if settled and not suspicions.asked_again:
+        suspicions.asked_again = True
+        _recall_ending_nodes(view)
+    if settled and view.now >= suspicions.leftovers_check_at:
+        _open_leftovers(view)
+    for ending in list(islice(suspicions.ending_nodes.values(), AT_ONCE)):
+        _check_ending_node(view, tick, ending, out)
+
+
+def _check_ending_node(view: View, tick: Tick, ending: EndingNode, out: Outcome) -> None:
+    suspicions, node = view.suspicions, ending.node
+    if ending.until is None or view.alone or suspicions.doubt:
+        ending.until = view.now + view.config.state_wait_seconds
+    leftovers = list(_leftovers(view, node))
+    if _is_over(view, ending, leftovers):
+        suspicions.close_ending(node)
+        suspicions.answered[node] = view.now
+        return
+    _record_slurmd(view, node, out)
+    if ending.key not in leftovers:  # another agent that died there speaks for the node, with its own witnesses
+        ending.job, ending.element = leftovers[0]
+        ending.agent = view.state.jobs[ending.job].agents[ending.element].agent
+        suspicions.restart_ending(ending, view.now)
+    if view.alone:
+        suspicions.restart_ending(ending, view.now)
+        return
+    if suspicions.doubt:  # the node is probed all the same: whoever is reached is not silent
+        ending.unreached, ending.counted = 0, True
+    elif _count_round(view, tick, ending) and _is_lost(view, ending):
+        out.findings += [_finding(view, tick, ending, key) for key in leftovers]
+    if not ending.number or (view.now - ending.begun > ROUND_SECONDS and not ending.probing):
+        suspicions.begin_round(ending, view.now)
+        door = view.state.jobs[ending.job].agents[ending.element].door
+        ending.counted, ending.targets = False, probes.targets(view, node, door)
+    probes.send_probes(view, tick, ending, out)
+
+
+# ---------------------------------------------------------------- how a question ends quietly
+def _leftovers(view: View, node: str) -> Iterator[Key]:
+    """Elements that Slurm still runs on the node although their agents died or left there."""
+    for e in view.slurm.seen.by_node.get(node, ()) if view.slurm.seen is not None else ():
+        job = view.state.jobs.get(e.job)
+        record = job.agents.get(e.element) if job is not None and not job.over else None
+        here = record is not None and record.node == node and record.ended_early
+        runs = e.state in OCCUPIES
+        if job is not None and here and runs and view.shown_node(job, e.element) is not None:
+            yield e.job, e.element
+
+
+def _is_over(view: View, ending: EndingNode, leftovers: list[Key]) -> bool:
+    """No element is left there, somebody reached the node, an agent speaks from there, its time is over, or the node is
+    out of service already."""
+    reached = OWN in ending.answers and ending.there(ending.answers[OWN])
+    speaks = any(agent.alive and agent.last_heard > ending.opened for agent in view.live.on_node(ending.node))
+    late = ending.until is not None and view.now > ending.until
+    return not leftovers or reached or speaks or late or _out_of_service(view, ending.node)
+
+
+def _out_of_service(view: View, node: str) -> bool:
+    """The node is out of service. One that was drained here because it was lost while others ran there is not: it is
+    set down when they are gone."""
+    info, known = view.slurm.node(node), view.state.node(node)
+    ours = known.downed and known.drained and not known.proven_bad
+    states = info.states & OUT_OF_SERVICE if info is not None else OUT_OF_SERVICE
+    return bool(states - {"DRAIN"} if ours else states or known.downed)
+
+
+# ---------------------------------------------------------------- what the rounds say
+def _count_round(view: View, tick: Tick, ending: EndingNode) -> bool:
+    """Counts the present round; true when it has just shown that nobody answers."""
+    if any(ending.there(answer) for answer in ending.answers.values()):
+        ending.unreached, ending.counted = 0, True
+    if ending.counted or not _nobody_answers(view, tick, ending):
+        return False
+    ending.unreached_since = ending.unreached_since if ending.unreached else ending.begun
+    ending.unreached, ending.counted = ending.unreached + 1, True
+    return True
+
+
+def _nobody_answers(view: View, tick: Tick, ending: EndingNode) -> bool:
+    """In this round the controller's own sockets got no answer, and neither did enough witnesses, or Slurm."""
+    own, known = ending.answers.get(OWN), slurmd_known(view, ending.node, ending.targets[1])
+    known = known and ending.control is Reach.REACHED
+    ending.refused = ending.refused or (own is not None and own.slurmd is Reach.REFUSED)
+    if own is None or not _unanswered(own, known):
+        return False
+    agreed = sum(_unanswered(answer, known) for answer in ending.witnessed())
+    if agreed >= probes.needed_witnesses(view, tick, ending):
+        return True
+    waits = len(ending.asked) > 1 and view.now - ending.begun < ANSWER_SECONDS
+    return not waits and bool(_slurm_calls_dead(view, tick, ending))
+
+
+def _unanswered(answer: Answer, known: bool) -> bool:
+    """Nobody answered, and it is not only slurmd's port that is silent: a kernel that refuses at the door lives.
+
+    known: slurmd has answered there before and others answer now; without that a refusal is not the node's own.
+    """
+    if answer.slurmd is Reach.REFUSED:
+        return known
+    return answer.slurmd is Reach.SILENT and answer.door is not Reach.REFUSED
+
+
+def _slurm_calls_dead(view: View, tick: Tick, ending: EndingNode) -> str:
+    """The states by which Slurm, asked since then, calls the node dead."""
+    seen = view.slurm.seen
+    fresh = seen is not None and seen.asked_at > ending.opened
+    return probes.slurm_calls_dead(view, tick, ending.node) if fresh else ""
+
+
+def _is_lost(view: View, ending: EndingNode) -> bool:
+    """Nobody answered for long enough, and no agent on the node is still to be judged."""
+    if ending.unreached < ROUNDS or view.now - ending.unreached_since < UNREACHED_SECONDS:
+        return False
+    silent = any(suspicion.node == ending.node for suspicion in view.suspicions.open.values())
+    return not silent and not any(agent.alive for agent in view.live.on_node(ending.node))
+
+
+def _finding(view: View, tick: Tick, ending: EndingNode, key: Key) -> Finding:
+    seconds, by = view.now - ending.unreached_since, "own sockets and witnesses"
+    if len(ending.witnessed()) < probes.needed_witnesses(view, tick, ending):
+        by = f"own sockets and Slurm ({_slurm_calls_dead(view, tick, ending)})"
+    said = (
+        f"after its agent ended nobody reached the slurmd of {ending.node} in {ending.unreached} rounds of questions "
+        f"within {seconds:.1f} s ({'; '.join(map(str, ending.answers.values()))})"
+    )
+    job, element = key
+    return Finding(What.NODE_ENDED, job, (), view.now, Source.PEER, said, element=element, node=ending.node, by=by)

@@ -1,0 +1,164 @@
+"""Says who can come in, and which replicas they make: newcomers and standbys, and the ranks that form the job anew.
+Ranks that complete no replica wait and keep their state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from unicron_ctl.controller.job import spares
+from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView, keeps
+from unicron_ctl.controller.model.job_state import Identity, JobState
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.view import View
+from unicron_ctl.shared.protocol.structs import RankStatus
+from unicron_transition.generations import layout
+
+
+# ---------------------------------------------------------------- who can come in
+def may_work(view: View, job: JobView, element: int) -> bool:
+    """The plan, and the state of its nodes, let the element take part. Its block does as a whole, or not at all."""
+    if job.state.settings.block == 1:
+        return _may_work(view, job, element)
+    mates = job.state.mates(element)
+    return all(mate in job.agents and job.agents[mate].alive and _may_work(view, job, mate) for mate in mates)
+
+
+def _may_work(view: View, job: JobView, element: int) -> bool:
+    allotted, agent = job.state.allotted, job.agents.get(element)
+    if element in job.state.parted or element in job.state.noticed:
+        return False
+    if agent is not None and (view.unfit(agent.node) or job.state.moves(element)):
+        return False
+    return allotted is None or element in allotted
+
+
+def able(job: JobView, agent: AgentView, slot: int, forming: bool = False) -> bool:
+    """The rank can enter now. forming: a stopped rank that has kept its state can enter, too."""
+    status = agent.ranks.get(slot)
+    if status is None or status.end is not None or not agent.alive or status.replica != job.replica:
+        return False
+    if status.incarnation < job.state.slot(slot).wanted or not _in_layout(job, status):
+        return False  # it is to start again
+    if status.state == "waiting" and job.replica == 1 and not job.state.layout:
+        return True
+    kept = status.state in CAN_ENTER or (forming and status.state == "stopped" and keeps(status))
+    gone = job.state.banished.get(slot)
+    return kept and gone != Identity(agent.agent, status.incarnation)
+
+
+def _in_layout(job: JobView, status: RankStatus) -> bool:
+    wanted = job.state.layout
+    return not wanted or status.layout == layout.stated(wanted).layout.text
+
+
+def waiting_elements(view: View, job: JobView, forming: bool = False) -> list[int]:
+    """Elements of which every rank can enter now."""
+    found = (e for e in sorted(job.live.ready) if may_work(view, job, e) and _whole(job, job.agents[e], forming))
+    return in_whole_blocks(job.state, found)
+
+
+def in_whole_blocks(job: JobState, elements: Iterable[int], inside: Collection[int] = ()) -> list[int]:
+    """The elements whose whole block is among them. inside: elements of which some ranks train already."""
+    found = list(elements)
+    if job.settings.block == 1:
+        return found
+    there = {*found, *inside}
+    return [element for element in found if there.issuperset(job.mates(element))]
+
+
+def _whole(job: JobView, agent: AgentView, forming: bool = False) -> bool:
+    return agent.alive and all(able(job, agent, slot, forming) for slot in agent.slots)
+
+
+def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
+    """All ranks that can form the job and are not spares. whole: where one rank is a replica, the elements that come as
+    a whole."""
+    if job.replica == 1:
+        return spares.formers(job, (slot for element in whole for slot in job.agents[element].slots))
+    ready = (element for element in sorted(job.live.ready) if may_work(view, job, element))
+    agents = (job.agents[element] for element in in_whole_blocks(job.state, ready))
+    return spares.formers(job, (slot for agent in agents for slot in agent.slots if able(job, agent, slot, True)))
+
+
+def newcomers(view: View, job: JobView, delay: float) -> list[int]:
+    """Slots that can come in now, replica-major.
+
+    Their elements' processes have been ready for `delay` seconds, or nobody else can follow. Ranks of an element that
+    is inside already, or has a standby, come by themselves; other elements come as a whole. Whoever is one too many
+    waits as a spare.
+    """
+    state = job.state
+    found, late = dict[int, list[int]](), dict[int, list[int]]()
+    for element in sorted(job.live.ready):
+        agent = job.agents[element]
+        if element in state.leaving or not may_work(view, job, element):
+            continue
+        outside = [slot for slot in agent.slots if slot not in state.members]
+        inside = state.mode.joins and len(outside) < len(agent.slots)
+        if inside or any(status.state == "standby" for status in agent.ranks.values()):
+            outside = [slot for slot in outside if able(job, agent, slot)]
+        elif not _whole(job, agent) or len(outside) < len(agent.slots):
+            continue
+        if outside:
+            waited = view.now - max(agent.came.get(slot, 0.0) for slot in outside)
+            (found if waited >= delay else late)[element] = outside
+    if late and state.mode.joins and not _coming(view, job):
+        found = dict(sorted((found | late).items()))
+    found = {element: found[element] for element in in_whole_blocks(state, found, state.inside)}
+    taken = spares.admitted(view, job, found) if found else ()
+    chosen = [slot for element, slots in found.items() if element in taken for slot in slots]
+    return layout.arranged(layout.compose(chosen, job.replica)[0])
+
+
+def _coming(view: View, job: JobView) -> bool:
+    """A living agent has processes that are neither inside nor able to come in yet, or an agent of the log has not been
+    heard since the controller started."""
+    if any(not known.gone and element not in job.agents for element, known in job.state.agents.items()):
+        return True
+    return any(
+        agent.alive
+        and any(slot not in job.state.members and not able(job, agent, slot) for slot in agent.slots)
+        and may_work(view, job, element)
+        for element, agent in job.agents.items()
+    )
+
+
+def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> list[int]:
+    """The members, replica-major, who go on: the replicas without a leaver; where there is none, those that the others
+    compose."""
+    gone = set(leavers)
+    groups = layout.replicas(members, size)
+    whole = [replica for replica in groups if gone.isdisjoint(replica)]
+    return layout.arranged(whole or layout.compose((slot for slot in members if slot not in gone), size)[0])
+
+
+def leavers(job: JobView) -> list[int]:
+    """Members that are to leave, with those whose replica they break. The last replica never does: nobody else has the
+    state."""
+    state = job.state
+    departing = state.departing
+    if not departing or state.plan is None:
+        return []
+    named = [slot for slot in state.members if state.element(slot) in departing]
+    staying = set(remaining(state.plan.members, named, job.replica)) if named else set()
+    return [slot for slot in state.members if slot not in staying] if staying else []
+
+
+def of_another_size(job: JobView) -> dict[int, int]:
+    """Slots that would enter but can never train with the others, with the size of a replica as they say it. Those that
+    are to start again do not count."""
+    ranks = ((slot, status) for element in job.live.ready for slot, status in job.agents[element].ranks.items())
+    return {
+        slot: status.replica
+        for slot, status in ranks
+        if status.replica != job.replica
+        and status.state in CAN_ENTER
+        and status.end is None
+        and status.incarnation >= job.state.slot(slot).wanted
+    }
+
+
+def missing_places(slots: Iterable[int], size: int) -> list[int]:
+    """Places of a replica for which there is no rank among these slots."""
+    here = {slot % size for slot in slots}
+    return [place for place in range(size) if place not in here]

@@ -1,0 +1,61 @@
+"""Decides, from what the controller knows, how the survivors of a Break go on (`unicron_ctl.shared.consensus`)."""
+
+from __future__ import annotations
+
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.shared.consensus import survivors_plan
+from unicron_ctl.shared.protocol.structs import RankStatus
+from unicron_transition.generations import layout
+from unicron_transition.iteration.ledger import deal
+
+
+def decided(job: JobView) -> survivors_plan.Decision | None:
+    """The way on for those who have stopped; None where nobody can go on."""
+    reports = job.reports()
+    if not reports:
+        return None
+    total = max(status.micro_batches for status in reports.values())
+    at = max(status.iteration for status in reports.values())
+    return survivors_plan.decide(
+        reports,
+        total,
+        _furthest_end(job),
+        _lost_done(job, at),
+        _lost_share(job, at, total),
+        at,
+        job.replica,
+        job.state.order,
+    )
+
+
+def _furthest_end(job: JobView) -> int | None:
+    """How many iterations a finished member has trained: fewer than wanted when the script was asked to stop."""
+    if len(job.live.unfinished) == len(job.state.survivors()):
+        return None
+    ends = [_end(status) for s in job.state.members if job.finished(s) and (status := job.status(s)) is not None]
+    return max(ends, default=None)
+
+
+def _end(status: RankStatus) -> int:
+    return status.iteration + 1 if status.phase == "stepped" else status.train_iterations
+
+
+def _lost_done(job: JobView, iteration: int) -> dict[int, list[int]]:
+    """The micro-batches of the iteration that lost ranks had finished."""
+    found = {}
+    for slot, identity in job.state.lost.items():
+        status = job.last_word(slot, identity)
+        if status is not None and status.iteration == iteration and status.phase != "stepped":
+            found[slot] = status.done
+    return found
+
+
+def _lost_share(job: JobView, iteration: int, total: int) -> list[int]:
+    """The micro-batches of the iteration that were to be computed by replicas that have lost a rank."""
+    plan = job.state.plan
+    if plan is None or not job.state.lost:
+        return []
+    planned = plan.assignment if plan.iteration == iteration else {}
+    heads, hit = layout.heads(plan.members, plan.replica), job.state.hit()
+    usual = {slot: deal(total, len(heads), place) for place, slot in enumerate(heads) if slot in hit}
+    return [index for slot in usual for index in planned.get(slot, usual[slot])]

@@ -1,0 +1,190 @@
+"""Decides what differs between the two ways of healing a job: *session*, within the iteration, and *restart* of all
+processes.
+
+The state machine is the same. In restart mode (`loop.plain_ranks`) nobody keeps a training state, so every Break leads
+to a new world of those that are there, and no node joins at a boundary. `model.healing_modes` has the facts that hold
+in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unicron_ctl.controller.job.candidates import waiting_elements
+from unicron_ctl.controller.job.deciding import decided
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model import healing_modes
+from unicron_ctl.controller.model.agent_view import keeps
+from unicron_ctl.controller.model.job_state import JobState, Phase
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.pacing import look_again
+from unicron_ctl.controller.model.state_machine import Event
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.replication.script_states import newest_saved
+from unicron_ctl.shared.settings.config import ControllerConfig
+from unicron_detector.words import counted
+
+STEADY_SECONDS = 600.0  # a world that has run so long has worked: what failed before is forgiven
+MOST_RESTARTS = 16  # after losses, in a row without progress in between
+
+
+@dataclass(frozen=True)
+class Happening:
+    """An event of the state machine, and why. joiners: slots that come in; leavers: members that
+    the plan takes away. code: with FINISHED and FAILED, what the job's agents are to exit with."""
+
+    event: Event
+    reason: str
+    joiners: tuple[int, ...] = ()
+    leavers: tuple[int, ...] = ()
+    code: int = 0
+
+
+class Session:
+    """Healed within the iteration: the survivors have the training state."""
+
+    def settle_from(self, view: View, job: JobView, coming: Sequence[int], arrival: float) -> float:
+        """Since when a forming job has waited for more nodes; arrival: of the last that is ready."""
+        return arrival
+
+    def awaits_moved(self, view: View, job: JobState) -> bool:
+        """Whether no world may form yet because elements are on their way to other nodes."""
+        return False
+
+    def join_delay(self, config: ControllerConfig) -> float:
+        """Newcomers are taken in together when no other has come for so many seconds."""
+        return config.offer_delay
+
+    def change(self, view: View, job: JobView, words: str, joiners: list[int], leavers: list[int]) -> Happening | None:
+        """Newcomers wait, or members are to leave: at the next boundary."""
+        return Happening(Event.CHANGE, words, tuple(joiners), tuple(leavers))
+
+    def stopped(self, view: View, job: JobView) -> Happening | None:
+        """All survivors are at rest: they go on, if those who know the training state make a replica."""
+        if nobody := _nobody(view, job):
+            return Happening(Event.NOBODY, nobody)
+        if not job.has_store():
+            return None
+        return Happening(Event.REPORTED, "all survivors have stopped")
+
+    def exhausted(self, job: JobState) -> str:
+        """Why it is no use to form another generation; empty while it is."""
+        return ""
+
+    def report(self, view: View, job: JobView, said: NewcomersSaid) -> Outcome:
+        """What goes on record of a running job. Called at every tick."""
+        return Outcome()
+
+
+def _nobody(view: View, job: JobView) -> str:
+    """Why no survivor can go on; empty where some can."""
+    if view.now < job.live.nobody_until or not job.anybody_stopped():
+        return "no member is left that has the training state"
+    reports = job.reports()
+    if reports and (not any(keeps(status) for status in reports.values()) or decided(job) is not None):
+        return ""
+    job.live.nobody_until = look_again(view.now, len(job.state.members))
+    return "the survivors make no replica with a training state that is whole"
+
+
+@dataclass
+class NewcomersSaid:
+    """What the log says about a job's newcomers."""
+
+    newcomers: tuple[int, tuple[int, ...]] | None = None
+
+
+class Restart:
+    """All processes end and start again in a new world."""
+
+    def settle_from(self, view: View, job: JobView, coming: Sequence[int], arrival: float) -> float:
+        """Processes that start again are waited for: a world shrinks for lost nodes, not for a program's error."""
+        starts = (job.state.slot(slot).not_before for element in coming for slot in job.agents[element].slots)
+        return max([arrival, job.live.last_arrival if coming else 0.0, *starts])
+
+    def awaits_moved(self, view: View, job: JobState) -> bool:
+        """Nothing is held against the node of an element that moves: the world does not shrink for it."""
+        marks = (job.avoid.get(agent.node) for element, agent in job.agents.items() if job.moves(element))
+        return any(m and not m.suspect and view.now - m.at < view.config.isolate_seconds for m in marks)
+
+    def join_delay(self, config: ControllerConfig) -> float:
+        return config.join_after_seconds
+
+    def change(self, view: View, job: JobView, words: str, joiners: list[int], leavers: list[int]) -> Happening | None:
+        """There is no boundary: all stop, and who is to work begins a new world. The plan has weighed leavers."""
+        state = job.state
+        good, reason = True, "nodes leave: the processes of the others start again"
+        if not leavers:
+            inside, more = len(state.inside), len(state.elements(joiners))
+            good, reason = worth(inside, more, view.now - state.since, view.config)
+        return Happening(Event.FAULT, f"{words}: {reason}") if good else None
+
+    def stopped(self, view: View, job: JobView) -> Happening | None:
+        return Happening(Event.NOBODY, "all processes of the world have ended")
+
+    def exhausted(self, job: JobState) -> str:
+        if job.restarts < MOST_RESTARTS:
+            return ""
+        last = job.failures[-1].record.reason if job.failures else ""
+        short = f"the world broke {job.restarts} times in a row within {STEADY_SECONDS:.0f} s of its start"
+        short += ", and saved nothing new"
+        return f"{short}, the last time because: {last}" if last else short
+
+    def report(self, view: View, job: JobView, said: NewcomersSaid) -> Outcome:
+        """Records that a world has proved itself, and why newcomers are kept waiting."""
+        out, state = Outcome(), job.state
+        if state.phase is not Phase.RUNNING or state.plan is None:
+            return out
+        age, generation = view.now - state.since, state.plan.generation
+        if state.steady != generation and (proof := _proof(job, age)) is not None:
+            out.record(state, proof, generation)
+        if job.room <= 0:  # whoever waits is a spare
+            return out
+        inside, waiting = set(state.inside), waiting_elements(view, job)
+        newcomers = tuple(e for e in waiting if e not in inside and e not in state.leaving)
+        if newcomers and said.newcomers != (generation, newcomers):
+            good, reason = worth(len(inside), len(newcomers), age, view.config)
+            if not good:
+                said.newcomers = generation, newcomers
+                out.record(state, records.NewcomersWait(elements=list(newcomers), reason=reason), generation)
+        return out
+
+
+def _proof(job: JobView, age: float) -> records.Steady | None:
+    """Proof that the world, `age` seconds old, gets on: it has lasted, or it has saved a later state than the worlds
+    before it had when they broke. A world that fails at the same iteration again and again saves none."""
+    ranks, saved = len(job.state.members), newest_saved(job)
+    if saved is not None and saved.iteration > job.state.reached:
+        reason = f"the world of {counted(ranks, 'rank')} has saved the state of iteration {saved.iteration}"
+        return records.Steady(reason=reason)
+    if age >= STEADY_SECONDS:
+        return records.Steady(reason=f"the world of {counted(ranks, 'rank')} has run for {STEADY_SECONDS:.0f} s")
+    return None
+
+
+def worth(nodes: int, newcomers: int, age: float, config: ControllerConfig) -> tuple[bool, str]:
+    """Whether a world of `nodes` nodes, `age` seconds old, is to be ended for one with `newcomers` more; and why.
+
+    What a restart costs: the work since the script's last checkpoint, on average half of `checkpoint_seconds` and never
+    more than the world is old, and the start. What it brings: the newcomers' share until the larger world must be
+    expected to fail, which would take them in anyhow.
+    """
+    cost = min(age, config.checkpoint_seconds / 2.0) + config.transition_seconds
+    until_failure = config.mtbf_node_hours * 3600.0 / max(1, nodes + newcomers)
+    gain = until_failure * newcomers / max(1, nodes)
+    sums = (
+        f"a restart costs about {cost:.0f} s of work, and {newcomers} more node{'s' if newcomers > 1 else ''} beside "
+        f"{nodes} bring{'' if newcomers > 1 else 's'} {gain:.0f} s until a failure is to be expected"
+    )
+    if gain > cost:
+        return True, f"{sums}: all processes start again in a larger world"
+    return False, f"{sums}: they wait for the next restart"
+
+
+SESSION, RESTART = Session(), Restart()
+
+
+def mode_of(job: JobState) -> Session | Restart:
+    """The job's strategy."""
+    return RESTART if job.mode is healing_modes.RESTART else SESSION

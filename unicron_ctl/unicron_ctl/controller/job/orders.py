@@ -1,0 +1,278 @@
+"""Lists what an agent has to be told now. Level-triggered: an order is due until the agent's status shows that it was
+obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+
+import msgspec
+
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.job_state import Ending, JobState, Phase
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.pacing import look_again
+from unicron_ctl.shared.consensus.proposals import elements_of, proposers_of
+from unicron_ctl.shared.protocol import shared_plans, structs, wire
+from unicron_ctl.shared.protocol.ranges import MOST_DOORS
+from unicron_ctl.shared.slurm.states import WORKS
+from unicron_transition.generations.layout import heads_of
+
+SAVING_LOOK_SECONDS = 0.2  # between two looks whether ranks still save
+BREAKABLE = frozenset({"waiting", "entering", "running", "stopped", "standby"})
+
+
+class Letter:
+    """What is the same for all agents of a job, made and encoded once: the Break, and the common part of the plan.
+
+    arrivals: when an agent registered last, for the plan tells who leads and where they are reached. plan: another one
+    than the job's phase is about. blocked: ranks that stopped where the others of their replica wait for them; to these
+    they are as lost.
+    """
+
+    def __init__(
+        self,
+        job: JobState,
+        arrivals: float = 0.0,
+        plan: wire.Plan | None = None,
+        blocked: frozenset[int] = frozenset(),
+    ) -> None:
+        self.plan = plan or _plan(job)
+        self._job, self._known, self._arrivals = job, job.plan, arrivals
+        self.members = frozenset(self.plan.members) if self.plan is not None else frozenset()
+        self.plan_key = f"plan {self.plan.generation}" if self.plan is not None else ""
+        self._blocked = blocked
+        lost = sorted(job.lost.keys() | blocked)
+        self.broken = wire.Break(generation=job.broken, lost=lost, reason=job.why, killed=job.lost_to_kills)
+        # Who else is lost changes nothing for those who stop, unless it is one of their replica.
+        self.break_key = f"break {job.broken} {len(lost) if job.replica > 1 else bool(lost)}"
+
+    def holds(self, job: JobState, arrivals: float, blocked: frozenset[int] = frozenset()) -> bool:
+        """Another letter would say the same. Each turn asks this, and making the plan of a large job takes
+        milliseconds."""
+        plans = self.plan is _plan(job) and self._known is job.plan and self._arrivals == arrivals
+        broken = self.broken.generation == job.broken and self.broken.reason == job.why
+        return self._job is job and plans and broken and self.broken.lost == sorted(job.lost.keys() | blocked)
+
+    @property
+    def _per_node(self) -> int:
+        return max(1, self._job.settings.ranks_per_node)
+
+    @cached_property
+    def hit(self) -> frozenset[int]:
+        """Slots that are to stop at once, whatever they have begun."""
+        return self._job.hit(self._blocked) if self._job.phase is Phase.BREAKING else frozenset()
+
+    @cached_property
+    def inside(self) -> frozenset[int]:
+        """Members of the plan that the job is in, or enters."""
+        return frozenset(self._known.members if self._known is not None else ())
+
+    @cached_property
+    def _heads(self) -> dict[int, int]:
+        if self.plan is None or self.plan.replica == 1:  # each member is its own head
+            return {}
+        return heads_of(self.plan.members, self.plan.replica)
+
+    @cached_property
+    def confirmed(self) -> Letter:
+        """A letter about the plan that the job is in, for agents that made it without the controller."""
+        return Letter(self._job, self._arrivals, self._job.plan)
+
+    @cached_property
+    def _proposers(self) -> list[structs.Peer]:
+        return proposers_of(self.plan, partial(reached, self._job), self._per_node) if self.plan is not None else []
+
+    @cached_property
+    def _proposing(self) -> frozenset[int]:
+        """Elements of the agents that act for the controller while it is away."""
+        return frozenset(peer.element for peer in self._proposers)
+
+    @cached_property
+    def common(self) -> msgspec.Raw:
+        """What all agents are told of the plan, encoded."""
+        if self.plan is None:
+            return msgspec.Raw(b"")
+        return shared_plans.common(self.plan, self._proposers, () if self._job.mode.keeps_state else self._nodes)
+
+    @cached_property
+    def _nodes(self) -> list[str]:
+        """The names of the members' nodes; [] where one is not known."""
+        records = [self._job.agents.get(element) for element in self._elements]
+        names = [record.node for record in records if record is not None]
+        return names if len(names) == len(records) else []
+
+    def share(self, agent: AgentView) -> wire.PlanShare:
+        """The agent's part of the plan, of which there must be one."""
+        assert self.plan is not None
+        peers = self.peers if agent.element in self._proposing else ()
+        doors = self._doors(agent.element) if self._job.mode.fenced else ()
+        return shared_plans.share(self.plan, self.common, agent.slots, peers, self._heads, doors)
+
+    @cached_property
+    def _elements(self) -> list[int]:
+        return elements_of(self.plan.members, self._per_node) if self.plan is not None else []
+
+    def _doors(self, element: int) -> list[str]:
+        """Doors by which a plain world's agent sees that others of it are there: all, or some that are its own."""
+        if element not in self._elements:
+            return []
+        at = self._elements.index(element)
+        others = self._elements[at + 1 :] + self._elements[:at]
+        step = max(1, -(-len(others) // MOST_DOORS))
+        records = (self._job.agents.get(other) for other in others[::step])
+        return [record.door for record in records if record is not None and record.door]
+
+    @cached_property
+    def peers(self) -> list[structs.Peer]:
+        """The agents of the plan's members, for those who lead."""
+        return [peer for element in self._elements if (peer := reached(self._job, element)) is not None]
+
+
+def _plan(job: JobState) -> wire.Plan | None:
+    """The plan that the job's phase is about."""
+    return {Phase.ENTERING: job.plan, Phase.OFFERING: job.offer}.get(job.phase)
+
+
+def reached(job: JobState, element: int) -> structs.Peer | None:
+    """The element's agent as the others reach it; None when they cannot."""
+    one = job.agents.get(element)
+    return structs.Peer(element, one.agent, one.peer, one.peer_key) if one is not None and one.peer else None
+
+
+def ending(ended: Ending) -> wire.Message:
+    """The message to agents of a job that is over. Agents of a disowned job may ask again, since Slurm may be wrong."""
+    if ended.disowned:
+        return wire.Refused(reason=ended.reason)
+    return wire.End(code=ended.code, reason=ended.reason)
+
+
+Order = wire.Message | Callable[[], wire.Message]
+"""What is sent, or what makes it: an order that was sent a moment ago need not be made again."""
+
+
+def due_orders(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[tuple[str, Order]]:
+    """(key, order) for every order to this agent that is not obeyed yet. The key is the same as long as the order is.
+
+    A process that is not to start yet needs no order; see :func:`next_start`.
+    """
+    if not agent.alive:
+        return
+    if job.state.ended:
+        yield "end", ending(job.state.ended)
+        return
+    if job.state.gives_back(agent.element):
+        yield "end", wire.End(code=0, reason=f"the plan gives {agent.node} back to Slurm: this agent ends")
+        return
+    if agent.status.noticed and (released := _released(job, agent)) is not None:
+        yield "released", released
+    elif agent.status.noticed and agent.shown in WORKS and agent.grace:
+        yield "grace", wire.Grace(seconds=agent.grace)
+    if _must_break(job.state, agent, letter):
+        yield letter.break_key, letter.broken
+    if stale := _withdrawn(job.state, agent, letter):
+        yield f"withdraw {stale}", wire.Withdraw(generation=stale, reason="another member of the offer failed")
+    plan, agreed, known = letter.plan, agent.status.agreed, job.state.plan
+    if plan is not None and _lacks(agent, letter.members, plan.generation):
+        yield letter.plan_key, partial(letter.share, agent)
+    elif agreed is not None and known is not None and agreed.generation <= known.generation:
+        yield f"confirm {known.generation}", partial(letter.confirmed.share, agent)
+    if agent.element in job.live.restarts:
+        yield from _processes(job, agent, now)
+
+
+def _released(job: JobView, agent: AgentView) -> wire.Released | None:
+    """The word to an agent whose element is to end that it need not wait any more; None while it has to: for its ranks
+    to leave, or for Slurm to show whether it preempts the element or ends it."""
+    state = job.state
+    others = any(other.alive and not other.status.noticed for other in job.agents.values())
+    inside = any(slot in state.members or slot in state.joining for slot in agent.slots)
+    if not agent.shown or (others and inside):
+        return None
+    out = others and (bool(state.members) or not state.mode.keeps_state)
+    return wire.Released(out=out, stay=agent.shown in WORKS)
+
+
+def _must_break(job: JobState, agent: AgentView, letter: Letter) -> bool:
+    if not job.broken or (job.replica == 1 and agent.broken >= job.broken):
+        return False
+    breaking = job.phase is Phase.BREAKING
+    for slot, status in agent.ranks.items():
+        stops = status.state in BREAKABLE or (not job.mode.finishes_alone and status.state == "finished")
+        if not stops or max(status.generation, status.entering) > job.broken:
+            continue
+        if status.broken >= job.broken:
+            # It finishes what it has begun, unless its replica is hit, perhaps only since it heard of the Break.
+            if job.replica > 1 and status.state in ("entering", "running") and slot in letter.hit:
+                return True
+            continue
+        # A joiner of a broken offer that is still "waiting" has to hear of it too, so has everyone while the job is
+        # breaking.
+        if breaking or status.state in ("entering", "running"):
+            return True
+    return False
+
+
+def _withdrawn(job: JobState, agent: AgentView, letter: Letter) -> int:
+    """The generation that a newcomer of this agent waits to enter although it was withdrawn, or was agreed on without
+    it by those who did not know of the offer; 0 where none does."""
+    if job.plan is None or job.phase not in (Phase.RUNNING, Phase.OFFERING):
+        return 0
+    outside = (slot for slot, status in agent.ranks.items() if status.state == "entering" and slot not in job.members)
+    waits = [agent.ranks[slot].entering for slot in outside if slot not in letter.inside]
+    first, last = job.plan.generation, job.generation if job.offer is None else job.offer.generation - 1
+    return max((generation for generation in waits if first <= generation <= last), default=0)
+
+
+def _lacks(agent: AgentView, members: frozenset[int], generation: int) -> bool:
+    for slot, status in agent.ranks.items():
+        if slot in members:
+            if status.state in BREAKABLE and max(status.generation, status.entering) < generation:
+                return True
+        elif status.state in ("stopped", "running") and status.generation < generation:
+            return True
+    return False
+
+
+def _processes(job: JobView, agent: AgentView, now: float) -> Iterator[tuple[str, wire.Message]]:
+    state = job.state
+    for slot, status in agent.ranks.items():
+        known = state.slot(slot)
+        if status.incarnation >= known.wanted:
+            continue
+        if status.state not in ("exited", "finished"):
+            save = status.state == "stopped" and now < state.saving_until
+            order = wire.StopRank(slot=slot, incarnation=status.incarnation, reason=known.why, save=save)
+            yield f"{'save' if save else 'stop'} {slot} {status.incarnation}", order
+        elif now >= known.not_before and not _saving(job, now):
+            yield f"start {slot} {known.wanted}", started(state, slot)
+
+
+def _saving(job: JobView, now: float) -> bool:
+    """A rank still writes its part of the state that all are to begin from."""
+    live, state = job.live, job.state
+    if now >= state.saving_until:
+        return False
+    if now >= live.saves_look_at:
+        stopped = ((slot, status) for _, slot, status in job.all_ranks() if status.state == "stopped")
+        live.saves = any(status.incarnation < state.slot(slot).wanted for slot, status in stopped)
+        live.saves_look_at = look_again(now, len(live.agents), SAVING_LOOK_SECONDS)
+    return live.saves
+
+
+def started(job: JobState, slot: int) -> wire.StartRank:
+    """The order to start the process that is to be in the slot."""
+    known = job.slot(slot)
+    return wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why, layout=job.layout)
+
+
+def next_start(job: JobView, agent: AgentView, now: float) -> float | None:
+    """When the next process of this agent is to start, or may be; None when none is to start later."""
+    state = job.state
+    first = job.live.saves_look_at if _saving(job, now) else now
+    times = [
+        max(known.not_before, first)
+        for slot, status in agent.ranks.items()
+        if status.incarnation < (known := state.slot(slot)).wanted and now < max(known.not_before, first)
+    ]
+    return min(times, default=None)

@@ -1,0 +1,220 @@
+"""Hot spares: elements that are ready to train and are no members (docs/design/hot-spares.md). Pure.
+
+Nobody is a spare by number: an element that comes when enough train waits. So a spare takes the place of a lost
+element by the same offer as any newcomer, and the lost one is the spare when it comes back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.agent_view import CAN_ENTER
+from unicron_ctl.controller.model.job_state import Failure, JobState, Phase
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_transition.generations import layout
+
+OWN_SECONDS = 1.0  # for a lost process to be there again before a spare takes its place: about what that takes
+STANDING_SECONDS = 1.0  # between two looks at who waits as a spare
+NAMED = 20  # elements in a text
+HERE = (Phase.RUNNING, Phase.OFFERING)
+
+
+# ---------------------------------------------------------------- who comes in
+def pick(
+    job: JobView,
+    found: Mapping[int, Sequence[int]],
+    room: int,
+    inside: Collection[int] = (),
+    order: Callable[[int], tuple[object, ...]] = lambda element: (element,),
+) -> set[int]:
+    """At most `room` elements of those in `found` (element -> its slots that can enter), those first that `order` puts
+    first; elements `inside` take no room. Where a replica or a block spans several elements, only such as make whole
+    ones."""
+    taken = set(found).intersection(inside)
+    if job.state.unit(job.replica) == 1:
+        return taken | set(sorted(set(found) - taken, key=order)[: max(0, room)])
+    block = job.state.settings.block * job.per_node
+    size = math.lcm(job.replica, block) if block > job.per_node else job.replica
+    whole = layout.compose(chain.from_iterable(found.values()), size)[0]
+    new = [{slot // job.per_node for slot in slots} - taken for slots in whole]
+    chosen: set[int] = set()
+    for elements in sorted(new, key=lambda elements: sorted(map(order, elements))):
+        if len(chosen | elements) <= room:
+            chosen |= elements
+    return taken | chosen
+
+
+def admitted(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> set[int]:
+    """The elements that come in, of those that can: as many as there is room for. An element that has trained, and
+    whose processes were started again in place, comes first; so does one whose processes may be there before a
+    spare would have joined."""
+    if not job.state.settings.spares:
+        return set(found)
+    inside = job.state.inside
+    whole = {element for element, slots in found.items() if element in inside or len(slots) == job.per_node}
+    room = job.room - sum(not late(view, job, element) for element in _returning(view, job, whole))
+    again = {element for element in whole if _restarted(job, element, found[element])}
+    return pick(job, found, room, inside, lambda e: (e not in whole, e not in again, e))
+
+
+def formers(job: JobView, slots: Iterable[int]) -> list[int]:
+    """The slots that form the job, of those that can: all of as many elements as are wanted. Who has kept a training
+    state is never left out."""
+    found: dict[int, list[int]] = {}
+    for slot in slots:
+        found.setdefault(slot // job.per_node, []).append(slot)
+    wanted = job.wanted
+    if not job.state.settings.spares or len(found) <= wanted:
+        return [slot for own in found.values() for slot in own]
+    ranks = {slot: status for own in found.values() for slot in own if (status := job.status(slot)) is not None}
+    trained = {e: max(ranks[s].iteration + (ranks[s].phase == "stepped") for s in own) for e, own in found.items()}
+    kept = {e for e, own in found.items() if any(ranks[s].state != "waiting" or ranks[s].shards for s in own)}
+    rest = {element: own for element, own in found.items() if element not in kept or job.state.unit(job.replica) > 1}
+    inside = kept & rest.keys()
+    chosen = kept | pick(job, rest, wanted - len(kept), inside, lambda element: (-trained[element], element))
+    return [slot for element, own in found.items() if element in chosen for slot in own]
+
+
+def _restarted(job: JobView, element: int, slots: Iterable[int]) -> bool:
+    return any(job.agents[element].ranks[slot].incarnation > 0 for slot in slots)
+
+
+def _returning(view: View, job: JobView, found: Collection[int]) -> list[int]:
+    """Elements that were lost while their agents live on, and cannot enter yet: their processes start again."""
+    gone = {slot // job.per_node: who.agent for slot, who in job.state.banished.items()}
+    return [element for element, agent in sorted(gone.items()) if _lives(view, job, element, agent, found)]
+
+
+def _lives(view: View, job: JobView, element: int, name: str, found: Collection[int]) -> bool:
+    agent, state = job.agents.get(element), job.state
+    if agent is None or not agent.alive or agent.agent != name or element in job.state.inside or element in found:
+        return False
+    allotted = state.allotted is None or element in state.allotted
+    stays = element not in state.parted and not view.unfit(agent.node) and not state.moves(element)
+    return allotted and stays and not state.torn(element)
+
+
+def late(view: View, job: JobView, element: int) -> str:
+    """Why a spare does not wait for the element's own processes; empty while it does."""
+    agent = job.agents[element]
+    if agent.start_seconds > OWN_SECONDS:
+        return f"its process took {agent.start_seconds:.1f} s to start again the last time"
+    waits = max((job.state.slot(slot).not_before for slot in agent.slots), default=0.0) - view.now
+    if waits > 0:
+        return f"its process starts again in {waits:.0f} s"
+    return f"its process is not there again after {-waits:.1f} s" if -waits >= OWN_SECONDS else ""
+
+
+# ---------------------------------------------------------------- in words
+@dataclass(frozen=True)
+class Swap:
+    """A spare element takes a lost one's place."""
+
+    element: int
+    failure: Failure
+    text: str
+
+
+def swaps(view: View, job: JobView, joiners: Collection[int]) -> list[Swap]:
+    """The elements of failures after which the job is not whole yet, each with the element that comes in its place.
+    joiners: slots that come in."""
+    state, inside = job.state, job.state.inside
+    if not state.settings.spares:
+        return []
+    coming = [element for element in state.elements(joiners) if element not in inside]
+    lost: dict[int, Failure] = {}
+    for failure in state.failures:
+        element = failure.record.element
+        if failure.whole_at is None and failure.broken_at is not None and element >= 0 and element not in inside:
+            lost[element] = failure
+    free = [element for element in coming if element not in lost]
+    gone = [failure for element, failure in lost.items() if element not in coming]
+    pairs = zip(free, gone, strict=False)
+    return [Swap(element, failure, _words(view, job, element, failure)) for element, failure in pairs]
+
+
+def _words(view: View, job: JobView, element: int, failure: Failure) -> str:
+    agent, own = job.agents[element], job.agents.get(failure.record.element)
+    since = view.now - max(agent.came.get(slot, view.now) for slot in agent.slots)
+    place = f"spare element {element} on {agent.node}, ready for {since:.0f} s, takes the place of element "
+    why = late(view, job, failure.record.element) if own is not None and own.alive else "which is gone"
+    return f"{place}{failure.record.element} on {failure.record.node}" + (f": {why}" if why else "")
+
+
+def standing(job: JobView) -> dict[int, str]:
+    """The spares, each "ready" or "starting": elements with living agents for which there is no room, while the job
+    trains."""
+    state = job.state
+    if not state.settings.spares or state.phase not in HERE:
+        return {}
+    taken = job.state.inside | frozenset(state.elements(state.joining))
+    found = {e: _ready(job, e) for e, a in sorted(job.agents.items()) if a.alive and e not in taken}
+    room = max(0, job.wanted - len(taken))
+    mine = sorted(found, key=lambda element: (not found[element], element))[room:]
+    return {element: "ready" if found[element] else "starting" for element in sorted(mine)}
+
+
+def _ready(job: JobView, element: int) -> bool:
+    agent = job.agents[element]
+    ranks = [agent.ranks.get(slot) for slot in agent.slots]
+    return all(rank is not None and rank.state in CAN_ENTER and rank.end is None for rank in ranks)
+
+
+def misfit(job: JobView) -> str:
+    """What is wrong with the number of spares, and what is done instead; empty where it fits."""
+    settings, unit = job.state.settings, job.state.unit(job.replica)
+    asked, given = settings.spares, settings.max_nodes - job.wanted
+    if not asked or asked == given:
+        return ""
+    spares = f"{asked} spare{'s were' if asked > 1 else ' was'} asked for"
+    if unit > 1:
+        return f"{spares}, and they come and go {unit} at a time: {job.wanted} of {settings.max_nodes} train"
+    least = f"at least {settings.min_nodes} of {settings.max_nodes} elements have to train"
+    return f"{spares}, but {least}: {given or 'none'} wait{'s' if given == 1 else ''}"
+
+
+@dataclass
+class SparesSaid:
+    """What the log says about a job's spares. look_at: when they are looked at next."""
+
+    said: tuple[tuple[int, str], ...] = ()
+    misfit: str = ""
+    look_at: float = 0.0
+
+    @property
+    def ready(self) -> list[int]:
+        """Elements that wait, and could enter."""
+        return [element for element, how in self.said if how == "ready"]
+
+
+def report_spares(view: View, job: JobView, last: SparesSaid) -> Outcome:
+    """Records who waits as a spare when that changes, and once that their number does not fit."""
+    out, state = Outcome(), job.state
+    if not state.settings.spares or state.phase not in HERE or view.now < last.look_at:
+        return out
+    last.look_at = view.now + STANDING_SECONDS
+    found = standing(job)
+    wrong = misfit(job)
+    news = [wrong] if wrong != last.misfit and wrong else []
+    said = tuple(found.items())
+    if said == last.said and not news:
+        return out
+    last.said, last.misfit = said, wrong
+    ready = [element for element, how in said if how == "ready"]
+    starting = [element for element, how in said if how != "ready"]
+    words = [f"elements {some[:NAMED]} {how}" for some, how in ((ready, "are ready"), (starting, "start")) if some]
+    news.append(f"spares: {', '.join(words)}" if words else "no spare is left")
+    out.record(state, records.Spares(ready=ready, starting=starting, reason="; ".join(news)))
+    return out
+
+
+def note_swaps(job: JobState, found: Iterable[Swap], out: Outcome) -> None:
+    """Adds what the spares do to the stories of the failures."""
+    for swap in found:
+        if swap.text not in swap.failure.actions:
+            out.record(job, records.FailureAction(failure=swap.failure.id, text=swap.text))

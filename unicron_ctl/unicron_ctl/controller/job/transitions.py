@@ -1,0 +1,279 @@
+"""What the state machine's actions do: each records one decision; orders to the agents follow from the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from unicron_ctl.controller.job import spares
+from unicron_ctl.controller.job.candidates import remaining
+from unicron_ctl.controller.job.deciding import decided
+from unicron_ctl.controller.job.modes import Happening
+from unicron_ctl.controller.judge.remedies import start_rank
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.job_state import JobState
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.state_machine import Action, Event
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.replication.fetching import fetch_orders, fetched_from, wanted_state
+from unicron_ctl.controller.replication.forming import formed, left_behind, taken_over, without_match
+from unicron_ctl.controller.replication.script_states import newest_saved
+from unicron_ctl.shared.consensus import survivors_plan
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol.wire import Plan
+from unicron_transition.generations import layout
+
+SAVE_SECONDS = 600.0  # for ranks that are to end, to write what a checkpoint needs
+
+
+def form_generation(view: View, job: JobView, happening: Happening) -> Outcome:
+    """Plans the first generation, or one after which nobody could go on.
+
+    A replica whose ranks stand where most has been trained hands its state to all others. Ranks that have no state in
+    common start again if they have been in a generation, from the script's newest checkpoint if there is one.
+    """
+    reports = {slot: status for slot in happening.joiners if (status := job.status(slot)) is not None}
+    found, out = formed(reports, job.replica), Outcome()
+    wanted = wanted_state(view, job, reports, found)
+    if (fetching := fetch_orders(view, job, wanted)) is not None:
+        return fetching
+    if found is None:
+        again = without_match(reports) or sorted(reports)  # all are new and as far, with states of different pasts
+        reason = (
+            f"slots {sorted(again)[:20]} have kept their training state, but the ranks for the other places of a "
+            "replica have none of the same iteration: they start again, from the newest state that they find"
+        )
+        out.record(job.state, records.Reform(reason=reason))
+        for slot in sorted(again):
+            start_rank(
+                view, job.state, slot, reports[slot].incarnation + 1, view.now, "its state cannot be completed", out
+            )
+        return out
+    number = job.state.generation + 1
+    start = found.why or (f"from iteration {found.iteration}" if job.state.mode.keeps_state else "")
+    plan = Plan(
+        generation=number,
+        members=found.members,
+        store=store_of(job, found.members),
+        prefix=prefix(job.state, number),
+        joiners=found.joiners,
+        source=found.source,
+        iteration=found.iteration if job.state.mode.keeps_state else job.state.iteration + 1,
+        assignment=survivors_plan.deal(
+            range(max(reports[slot].micro_batches for slot in found.members)),
+            layout.heads(found.members, job.replica),
+        ),
+        reason=f"{'; '.join(filter(None, (_cause(job.state), happening.reason, start)))}"
+        f"{fetched_from(job, found.iteration)}{taken_over(reports, found)}{left_behind(reports, found)}",
+        replica=job.replica,
+        state=found.state,
+    )
+    out.record(job.state, records.PlanMade(plan=plan, crews=crews(job, plan.members), reason=plan.reason), number)
+    spares.note_swaps(job.state, spares.swaps(view, job, found.members), out)
+    return out
+
+
+def _cause(job: JobState) -> str:
+    """Why the last generation broke. Where it lost nodes the ends of other ranks only followed from that."""
+    broken = [failure.record for failure in job.failures if failure.generation == job.broken]
+    nodes = sorted({record.node for record in broken if record.kind_of_failure == "node" and record.node})
+    if nodes:
+        return f"lost {', '.join(nodes[:8])}"
+    return job.why if job.broken else ""
+
+
+def break_generations(view: View, job: JobView, happening: Happening) -> Outcome:
+    """Ends all generations so far, and names who is lost."""
+    out, state = Outcome(), job.state
+    number = state.generation  # the highest ever used: an outstanding offer is over, too
+    inside = {**state.members, **state.joining}
+    lost = [
+        records.Lost(slot, inside[slot].agent, inside[slot].incarnation)
+        for slot in sorted(state.condemned)
+        if slot in inside
+    ]
+    tries = state.tries + 1 if happening.event is Event.TIMEOUT else 0
+    planned = not state.mode.joins and happening.event is Event.FAULT and not state.regroup
+    reached = saved.iteration if (saved := newest_saved(job)) is not None else -1
+    record = records.Break(number, lost, tries, planned, reached, _repeated(job), reason=happening.reason)
+    out.record(state, record, number)
+    return out
+
+
+def _repeated(job: JobView) -> int:
+    """Iterations that a world of plain programs has made since its last checkpoint; 0 where none was seen."""
+    saved = max((s.saved for slot in job.state.members if (s := job.status(slot)) is not None), default=-1)
+    return max(0, job.state.iteration + 1 - saved) if saved >= 0 and not job.state.mode.reports else 0
+
+
+def resume_training(view: View, job: JobView, happening: Happening) -> Outcome:
+    """Plans how the survivors, who have stopped, go on."""
+    out, state, decision = Outcome(), job.state, decided(job)
+    unusable = decision.unusable if decision else dict.fromkeys(job.reports(), "its report cannot be worked with")
+    if unusable:
+        out.findings = [_unusable(view, job, slot, why) for slot, why in sorted(unusable.items())]
+        return out
+    assert decision is not None
+    number = state.generation + 1
+    plan = Plan(
+        generation=number,
+        members=decision.members,
+        store=store_of(job, decision.members),
+        prefix=prefix(state, number),
+        step=decision.step,
+        iteration=decision.iteration,
+        assignment=decision.assignment,
+        reason=decision.reason,
+        replica=job.replica,
+        state=decision.state,
+    )
+    record = records.PlanMade(
+        plan=plan,
+        crews=crews(job, decision.members),
+        reused=decision.reused,
+        recomputed=decision.recomputed,
+        redistributed=decision.redistributed,
+        reason=plan.reason,
+    )
+    out.record(state, record, number)
+    return out
+
+
+def reform_job(view: View, job: JobView, happening: Happening) -> Outcome:
+    """Waits for fresh ranks: nobody knows the training state any more."""
+    out = Outcome()
+    reason = f"{happening.reason}: formed anew from the newest state in memory, a checkpoint, or the script"
+    out.record(job.state, records.Reform(reason=reason))
+    return out
+
+
+def change_layout(view: View, job: JobView, happening: Happening) -> Outcome:
+    """Ends all ranks and starts them in the planned layout, from the newest checkpoint. Ranks that have the training
+    state save it before."""
+    out, state = Outcome(), job.state
+    seconds = SAVE_SECONDS if any(status.state == "stopped" for _, _, status in job.all_ranks()) else 0.0
+    out.record(state, records.LayoutChosen(layout=state.relayout, save_seconds=seconds, reason=happening.reason))
+    out.record(state, records.Reform(reason=f"formed anew as {state.relayout}, from the newest checkpoint"))
+    for slot in sorted(slot for agent in state.agents.values() for slot in agent.slots):  # of those who come back, too
+        status, member = job.status(slot), state.members.get(slot)
+        known = (state.slot(slot).wanted, status.incarnation if status else 0, member.incarnation if member else 0)
+        start_rank(view, state, slot, max(known) + 1, view.now, f"the job goes on as {state.relayout}", out)
+    return out
+
+
+def offer_generation(view: View, job: JobView, happening: Happening) -> Outcome:
+    """Plans the next iteration boundary, with newcomers or without leavers."""
+    out, state = Outcome(), job.state
+    assert state.plan is not None
+    size, joiners = job.replica, list(happening.joiners)
+    staying = remaining(state.plan.members, happening.leavers, size)
+    number = state.generation + 1
+    plan = Plan(
+        generation=number,
+        members=layout.arranged([*layout.replicas(staying, size), *layout.replicas(joiners, size)]),
+        store=store_of(job, staying),
+        prefix=prefix(state, number),
+        boundary=True,
+        joiners=sorted(joiners),
+        source=staying[0],
+        reason=happening.reason,
+        replica=size,
+    )
+    record = records.Offer(
+        plan=plan,
+        crews=crews(job, joiners),
+        joiners=sorted(joiners),
+        leavers=sorted(happening.leavers),
+        reason=happening.reason,
+    )
+    out.record(state, record, number)
+    spares.note_swaps(state, spares.swaps(view, job, joiners), out)
+    return out
+
+
+def withdraw_offer(view: View, job: JobView, happening: Happening) -> Outcome:
+    """Withdraws what was offered. Members that hold the offer still can only take it together, which their statuses
+    show, so telling them once is enough."""
+    out, state = Outcome(), job.state
+    assert state.offer is not None
+    number = state.offer.generation
+    gone = [(slot, state.joining[slot]) for slot in sorted(state.condemned) if slot in state.joining]
+    lost = [records.Lost(slot, process.agent, process.incarnation) for slot, process in gone]
+    out.record(state, records.OfferWithdrawn(number=number, lost=lost, reason=happening.reason), number)
+    for agent in job.alive():
+        out.send(agent, wire.Withdraw(generation=number, reason=happening.reason))
+    return out
+
+
+def enter_generation(view: View, job: JobView, happening: Happening) -> Outcome:
+    """Records that everyone is in: training goes on."""
+    out, state = Outcome(hurry=True), job.state
+    plan = state.offer or state.plan
+    assert plan is not None
+    left = sorted(set(state.members) - set(plan.members)) if state.offer else []
+    out.record(state, records.Entered(members=plan.members, left=left, reason=happening.reason), plan.generation)
+    return out
+
+
+def end_job(view: View, job: JobView, happening: Happening) -> Outcome:
+    """Ends the job; its agents are told the exit code."""
+    out = Outcome(hurry=True)
+    reason = "; ".join(filter(None, (happening.reason, job.state.account)))
+    out.record(job.state, records.JobEnded(code=happening.code, reason=reason))
+    return out
+
+
+PERFORM: dict[Action, Callable[[View, JobView, Happening], Outcome]] = {
+    Action.FORM: form_generation,
+    Action.BREAK: break_generations,
+    Action.RESUME: resume_training,
+    Action.REFORM: reform_job,
+    Action.RELAYOUT: change_layout,
+    Action.OFFER: offer_generation,
+    Action.WITHDRAW: withdraw_offer,
+    Action.ENTER: enter_generation,
+    Action.END: end_job,
+}
+
+
+# ---------------------------------------------------------------- helpers
+def store_of(job: JobView, preferred: Iterable[int]) -> str:
+    """The rendezvous store of the first living member's agent that has one, else of any living agent of the job."""
+    for element in (*job.state.elements(preferred), *sorted(job.agents)):
+        agent = job.agents.get(element)
+        if agent is not None and agent.alive and agent.status.store:
+            return agent.status.store
+    raise LookupError(f"no living agent of job {job.state.job} keeps a store")  # nobody forms or reports without one
+
+
+def prefix(job: JobState, generation: int) -> str:
+    """The key prefix of a generation in the store: keys of two generations never meet."""
+    return f"{job.job}.g{generation}"
+
+
+def crews(job: JobView, slots: Iterable[int]) -> list[records.Crew]:
+    """The processes that are in these slots now, by agent."""
+    wanted, found = set(slots), []
+    for _, agent in sorted(job.agents.items()):
+        present = agent.ranks
+        inside = [slot for slot in agent.slots if slot in wanted and slot in present]
+        if inside:
+            found.append(records.Crew(agent.agent, inside, [present[slot].incarnation for slot in inside]))
+    return found
+
+
+def _unusable(view: View, job: JobView, slot: int, why: str) -> Finding:
+    status = job.status(slot)
+    return Finding(
+        What.UNUSABLE,
+        job.state.job,
+        (slot,),
+        view.now,
+        Source.RANK,
+        why,
+        element=job.state.element(slot),
+        node=job.state.node(slot),
+        by="report",
+        identity=job.identity(slot),
+        iteration=status.iteration if status else None,
+    )

@@ -1,0 +1,218 @@
+"""What a text, an exit or a node's own words mean, by the severity table (unicron_detector.failures.classify)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.job_state import JobState
+from unicron_ctl.controller.model.node_state import NodeState, SeenEvent
+from unicron_ctl.controller.model.view import View
+from unicron_ctl.shared.protocol.structs import Fault
+from unicron_ctl.shared.protocol.wire import NodeEvent
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo
+from unicron_ctl.shared.slurm.states import OVER
+from unicron_detector.failures.classify import Classifier
+from unicron_detector.failures.escalation_table import ISOLATE
+from unicron_detector.failures.fault_history import Policy
+from unicron_detector.failures.severity import REPORT, Severity, Verdict
+from unicron_detector.health.oom_kills import KILLED
+
+BEFORE_SECONDS, AFTER_SECONDS = 10.0, 3.0  # a rank that ends within these of an event may have ended by it
+LINK_SECONDS = 60.0  # a collective that breaks so long after a flap may have broken by it
+CRASHED = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE, -signal.SIGABRT, 139, 135, 134)
+# Rules that tell how a process ended rather than why.
+ENDINGS = (
+    "exit-",
+    "signal-",
+    "python",
+    "segfault",
+    "cuda-generic",
+    "unspecified-launch",
+    "dataloader-child",
+    "guess-",
+    "default",
+)
+WAIT, SHARED = "wait", "shared"  # what is done about a node event, beside the severity table's own actions
+
+
+# ---------------------------------------------------------------- ranks
+def known_fault(classifier: Classifier, fault: Fault) -> Verdict | None:
+    """The verdict of a rule on a rank's own words; None for a text that no rule knows."""
+    return classifier.match(f"{fault.type}: {fault.text}")
+
+
+def needs_restart(classifier: Classifier, fault: Fault) -> bool:
+    """A known fault of SEV1 or SEV2. An unknown text is what the peers of a dead rank may say: it is tried again."""
+    verdict = known_fault(classifier, fault)
+    return verdict is not None and verdict.action in ("restart", ISOLATE)
+
+
+# ---------------------------------------------------------------- a node's own words
+def classify(classifier: Classifier, event: NodeEvent) -> Verdict:
+    """The verdict on what a node says; what this side's table does not know is only reported."""
+    if event.source == "link":
+        return classifier.cause("link_flapping", event.text)
+    if event.source == "memory":
+        return classifier.cause("host_out_of_memory", event.text)
+    verdict, note = classifier.judge(event.text, event.source)
+    if verdict is not None:
+        return verdict
+    text = f"no rule of the controller knows {event.text[:90]!r}" + (f"; {note}" if note else "")
+    return Verdict("others", Severity.SEV3, REPORT, text, "default", "none")
+
+
+def first_action(verdict: Verdict, act: bool, aside: str) -> tuple[str, str]:
+    """What is done about an event at once, and why. `act`: jobs may leave nodes on their kernel's word; `aside`: why
+    there is nothing to leave any more, or empty."""
+    if verdict.action == REPORT:
+        return REPORT, f"{verdict.reason}; only recorded"
+    if verdict.scope == "network":
+        return REPORT, f"{verdict.reason}; only recorded: whoever suffers from it regroups"
+    if verdict.action != ISOLATE:
+        return REPORT, f"{verdict.reason}; kept in mind for ranks of this node that end"
+    if aside:
+        return REPORT, f"{verdict.reason}; only recorded: {aside}"
+    if not act:
+        return REPORT, f"{verdict.reason}; only recorded (act_on_node_events = false)"
+    return WAIT, f"{verdict.reason}; the job leaves the node unless others say the same"
+
+
+def after_waiting(
+    said: records.NodeEvent, since: float, nodes: Mapping[str, NodeState], aside: str, policy: Policy
+) -> tuple[str, str]:
+    """What becomes of an event that waited: isolate, or shared with so many nodes of the job that none is to blame."""
+    if aside:
+        return REPORT, f"only recorded: {aside}"
+    same = sorted(others_with(said, since, nodes, policy))
+    if len(same) + 1 >= policy.shared_nodes:
+        shown = ", ".join(same[:5]) + (", ..." if len(same) > 5 else "")
+        within = f"within {policy.shared_seconds:g} s"
+        return SHARED, f"{shown} reported {said.cause} too {within}: no single node is to blame, none is left for it"
+    return ISOLATE, "its kernel calls it fatal"
+
+
+def others_with(said: records.NodeEvent, at: float, nodes: Mapping[str, NodeState], policy: Policy) -> Iterable[str]:
+    """Other nodes of which the same job reported the same cause about that time."""
+    what = said.of_job, said.cause
+    for name, known in nodes.items():
+        if name != said.node and any(
+            (seen.said.of_job, seen.said.cause) == what and abs(seen.time - at) <= policy.shared_seconds
+            for seen in known.events
+        ):
+            yield name
+
+
+def explains(said: records.NodeEvent, code: int, pid: int, own: Verdict, pids: Iterable[int]) -> bool:
+    """Whether an event can be why a process ended with this code. pids: of all ranks on the node: a line that names one
+    of them explains that one only."""
+    if said.action == REPORT and said.scope in ("none", "network"):
+        return False
+    if said.pid is not None and said.pid != pid and said.pid in set(pids):
+        return False
+    if said.cause == "host_out_of_memory":  # whether a rank was killed for it, its agent knows from the cgroup
+        return said.pid == pid if code in KILLED else own.rule == "dataloader-child"
+    if said.cause == "exited_abnormally":  # the kernel's line about a crash
+        return code in CRASHED
+    if code in KILLED:
+        return said.pid == pid
+    return said.scope in ("hardware", "unknown", "storage") and said.cause != "task_hang"
+
+
+def merge_verdicts(own: Verdict, said: records.NodeEvent, seconds: float, action: str | None = None) -> Verdict:
+    """The verdict on a process that ended, with what its node said about that time. The worse one leads; of two equals
+    the node's where the process's own words only tell how it ended. action: in place of the event's own."""
+    when = f"{abs(seconds):.1f} s {'before' if seconds >= 0 else 'after'}"
+    reason = f'{own.reason}; {said.node} said {when}: "{said.text}"'
+    severity = Severity(said.severity)
+    if severity is Severity.SEV1 and (action or said.action) in (SHARED, REPORT):
+        return replace(own, reason=reason)  # not this node's fault, or not to be acted upon
+    vague = own.rule.startswith(ENDINGS) or own.rule in ("xid-default", "exit-default")
+    if severity < own.severity or (severity == own.severity and vague):
+        then = ISOLATE if severity is Severity.SEV1 else own.action
+        if severity > Severity.SEV2:
+            severity = own.severity
+        return Verdict(said.cause, severity, then, f"{said.reason}; {reason}", said.rule, said.scope)
+    return replace(own, reason=reason)
+
+
+def is_shared(view: View, seen: SeenEvent) -> bool:
+    """Other nodes say the same: none of them is to blame."""
+    policy = view.state.history.policy
+    return after_waiting(seen.said, seen.time, view.state.nodes, "", policy)[0] == SHARED
+
+
+def pids_on(view: View, node: str) -> list[int]:
+    """The processes of all living agents there."""
+    agents = [agent for agent in view.live.on_node(node) if agent.alive]
+    return [rank.pid for agent in agents for rank in agent.ranks.values() if rank.pid]
+
+
+def with_node(view: View, job: JobState, node: str, code: int, at: float, pid: int, own: Verdict) -> Verdict:
+    """The verdict on a rank that ended, with what its node said about that time (both by the node's clock), by the word
+    of the job's own agents."""
+    known = view.state.nodes.get(node)
+    if known is None or not known.events:
+        return own
+    pids, best = pids_on(view, node), None
+    for seen in known.events:
+        said, before = seen.said, at - seen.said.at
+        if said.of_job != job.job:
+            continue
+        if -AFTER_SECONDS <= before <= BEFORE_SECONDS and explains(said, code, pid, own, pids):
+            if best is None or (said.severity, abs(before)) < (best.said.severity, abs(at - best.said.at)):
+                best = seen
+    if best is None:
+        return own
+    shared = best.said.action == WAIT and is_shared(view, best)
+    return merge_verdicts(own, best.said, at - best.said.at, SHARED if shared else None)
+
+
+def with_links(view: View, job: JobState, node: str, own: Verdict) -> Verdict:
+    """A network fault of a job, with the links of its nodes that flapped shortly before; at the node itself that is
+    the cause."""
+    if own.scope != "network":
+        return own
+    found: list[SeenEvent] = []
+    for name in sorted({agent.node for agent in job.agents.values() if not agent.gone} | {node}):
+        known = view.state.nodes.get(name)
+        flaps = [
+            seen
+            for seen in (known.events if known else ())
+            if seen.said.of_job == job.job
+            and seen.said.cause == "link_flapping"
+            and view.now - seen.time <= LINK_SECONDS
+        ]
+        found += flaps[-1:]
+    if not found:
+        return own
+    said = "; ".join(f'{seen.said.node} {view.now - seen.time:.0f} s before: "{seen.said.text}"' for seen in found)
+    mine = any(seen.said.node == node for seen in found)
+    return replace(own, reason=f"{own.reason}; {said}", cause="link_flapping" if mine else own.cause)
+
+
+# ---------------------------------------------------------------- Slurm's words
+def task_end(classifier: Classifier, status: int | None) -> Verdict | None:
+    """The verdict on a task's wait status (wait(2)), as the plugin reports it; None without one, or for exit 0."""
+    if not status:
+        return None
+    try:
+        return classifier.exit(os.waitstatus_to_exitcode(status))
+    except ValueError:  # a status of a stopped process, or no status at all: the datagram is not to be trusted
+        return None
+
+
+def element_end(classifier: Classifier, element: ElementInfo) -> Verdict | None:
+    """The verdict on an element that is over, by its state and exit code; None while it is not, or ended well."""
+    if element.state not in OVER or element.state == "COMPLETED":
+        return None
+    verdict = classifier.slurm(element.state)
+    if element.state == "FAILED" and element.exit_code not in ("", "0:0", "0"):
+        try:
+            return classifier.exit(element.exit_code)
+        except ValueError:
+            return verdict
+    return verdict

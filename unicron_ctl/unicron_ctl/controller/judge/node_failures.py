@@ -1,0 +1,221 @@
+"""What nodes say of themselves (kernel log, memory cgroup, links) and what is made of it.
+
+An agent is its user's process: what it says concerns its own job, and no other on the node. A node-fatal line waits a
+moment, in case others say the same, and then the job leaves the node; a line about a process explains the end of the
+rank that it hit; a link that flaps is kept in mind for collectives that break soon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from unicron_ctl.controller.judge.evidence import (
+    AFTER_SECONDS,
+    BEFORE_SECONDS,
+    WAIT,
+    after_waiting,
+    classify,
+    explains,
+    first_action,
+    merge_verdicts,
+    pids_on,
+)
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.model import permission
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.job_state import Failure, JobState
+from unicron_ctl.controller.model.node_state import NodeState, SeenEvent
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.shared.protocol.wire import NodeEvent
+from unicron_ctl.shared.system.errors import one_line
+from unicron_ctl.shared.system.throttle import NAMES, Throttle
+from unicron_detector.failures.escalation_table import ISOLATE
+from unicron_detector.failures.severity import REPORT, Severity, Verdict
+from unicron_detector.health.kernel_log import pid_in
+
+HOLD_SECONDS = 1.0  # before a job leaves a node on its kernel's word: do others say the same?
+PER_MINUTE = 60  # events that one job's agents tell of one node and that are recorded
+TEXT_KEPT = 400
+
+
+@dataclass
+class NodeEventQueue:
+    """Which nodes tell too much, and which of their events still wait for others; lost with the process."""
+
+    waiting: set[tuple[str, int]] = field(default_factory=set)
+    """Node, and number of its event."""
+    throttle: Throttle = field(default_factory=lambda: Throttle(PER_MINUTE / 60, PER_MINUTE))
+    silenced: set[str] = field(default_factory=set)
+    """Jobs' agents on nodes whose events are not recorded at present."""
+
+    def note(self, event: Event) -> None:
+        """An event of a node is on record, with its number."""
+        if isinstance(event.record, records.NodeEvent) and event.record.action == WAIT:
+            self.waiting.add((event.record.node, event.id))
+
+    def may_record(self, node: str, job: str, now: float, room: bool, out: Outcome) -> bool:
+        """Whether one more event goes on record: a node that does not stop talking must not fill the log. room: the log
+        may hold more of the job's."""
+        who = f"{node} {job}"
+        if room and self.throttle.allows(who, now):
+            self.silenced.discard(who)
+            return True
+        if who not in self.silenced:
+            if len(self.silenced) >= NAMES:
+                self.silenced.clear()
+            self.silenced.add(who)
+            much = f"{PER_MINUTE} events a minute" if room else f"the log has room for of job {job}"
+            reason = f"{node} reports more than {much}: the others are not recorded"
+            out.record(None, records.NodeEventsDropped(node=node, of_job=job, reason=reason))
+        return False
+
+
+def undecided_events(nodes: dict[str, NodeState]) -> set[tuple[str, int]]:
+    """Events that a controller before this one had not decided yet."""
+    return {(name, seen.id) for name, known in nodes.items() for seen in known.events if seen.said.action == WAIT}
+
+
+def record_node_event(view: View, agent: AgentView, message: NodeEvent, queue: NodeEventQueue, room: bool) -> Outcome:
+    """An agent tells what its node said; once, whoever tells it. room: the log may hold more of its job's."""
+    out, known = Outcome(), view.state.node(agent.node)
+    mark = f"{message.agent[:12]}:{message.number}"
+    if (
+        mark in known.heard
+        or _same_line(known, message)
+        or not queue.may_record(agent.node, agent.job, view.now, room, out)
+    ):
+        return out
+    verdict = classify(view.classifier, message)
+    action, reason = first_action(verdict, view.config.act_on_node_events, _nothing_to_leave(view, agent))
+    record = records.NodeEvent(
+        node=agent.node,
+        source=message.source,
+        text=one_line(message.text)[:TEXT_KEPT],
+        code=message.code[:100],
+        count=message.count,
+        at=message.at if math.isfinite(message.at) else view.now,
+        pid=pid_in(message.text) if message.source == "kernel" else None,
+        mark=mark,
+        cause=verdict.cause,
+        severity=int(verdict.severity),
+        scope=verdict.scope,
+        rule=verdict.rule,
+        action=action,
+        of_job=agent.job,
+        reason=f"{agent.node}: {reason}"[:TEXT_KEPT],
+    )
+    out.record(None, record)
+    if action != WAIT:
+        _explain_late(view, record, out)
+    return out
+
+
+def settle_node_events(view: View, queue: NodeEventQueue) -> Iterator[Outcome]:
+    """Events that have waited long enough; each is to be taken in before the next is asked for."""
+    for name, number in sorted(queue.waiting):
+        seen = view.state.node(name).event(number)
+        if seen is None:
+            queue.waiting.discard((name, number))
+        elif view.now - seen.time >= HOLD_SECONDS and (out := _settle_event(view, seen)) is not None:
+            queue.waiting.discard((name, number))
+            yield out
+
+
+def _settle_event(view: View, seen: SeenEvent) -> Outcome | None:
+    """What becomes of an event that waited; None while agents may still come back after a restart of this process."""
+    out, node = Outcome(), seen.said.node
+    jobs = [
+        (job, agent)
+        for agent in view.live.on_node(node)
+        if agent.alive
+        and agent.job == seen.said.of_job
+        and (job := view.state.jobs.get(agent.job)) is not None
+        and not job.over
+    ]
+    aside = _nothing_to_leave(view, jobs[0][1]) if jobs else ""
+    action, why = after_waiting(seen.said, seen.time, view.state.nodes, aside, view.state.history.policy)
+    if action == ISOLATE and not jobs:
+        if view.now - view.started_at < view.config.restart_grace:
+            return None
+        action, why = REPORT, "only recorded: the job does not run there any more"
+    elif action == ISOLATE and (not view.slurm.used or view.slurm.node(node) is None):
+        action, why = REPORT, "only recorded: there is no Slurm here to move the job with"
+    verdict, rules = f'{node}: {action}: "{seen.said.text}": {why}', permission.of_job(view, seen.said.of_job)
+    if action == ISOLATE and not rules.may("requeue_hold"):  # its ranks train on until they die
+        action, verdict = REPORT, f"would leave {node}, but {rules.refusal('requeue_hold')}: {verdict}"
+    out.record(
+        None, records.NodeVerdict(node=node, event=seen.id, action=action, of_job=seen.said.of_job, reason=verdict)
+    )
+    if action == ISOLATE:
+        out.findings += [_unfit(view, job, agent, seen) for job, agent in jobs]
+    return out
+
+
+def _unfit(view: View, job: JobState, agent: AgentView, seen: SeenEvent) -> Finding:
+    """The node's ranks of one job are to be given up."""
+    said = f'{agent.node} is not fit for work: "{seen.said.text}" ({seen.said.cause})'
+    inside = [s for s in agent.slots if (s in job.members or s in job.joining) and s not in job.lost]
+    return Finding(
+        What.NODE,
+        job.job,
+        tuple(inside),
+        view.now,
+        Source.AGENT,
+        said,
+        element=agent.element,
+        node=agent.node,
+        by="kernel log",
+        seen=seen.id,
+    )
+
+
+def _same_line(known: NodeState, message: NodeEvent) -> bool:
+    """Another agent of the job on this node has sent it."""
+    text = one_line(message.text)[:TEXT_KEPT]
+    return any(
+        seen.said.of_job == message.job
+        and seen.said.source == message.source
+        and seen.said.text == text
+        and abs(seen.said.at - message.at) < 2.0
+        and not seen.said.mark.startswith(f"{message.agent[:12]}:")
+        for seen in known.events
+    )
+
+
+def _nothing_to_leave(view: View, agent: AgentView) -> str:
+    job, info = view.state.jobs.get(agent.job), view.slurm.node(agent.node)
+    if job is not None and job.moves(agent.element):
+        return f"the job leaves {agent.node} already"
+    return f"{agent.node} is down ({info.reason})" if info is not None and "DOWN" in info.states else ""
+
+
+def _explain_late(view: View, said: records.NodeEvent, out: Outcome) -> None:
+    """The rank's end was quicker than the word of its node's kernel."""
+    job = view.state.jobs.get(said.of_job)
+    for failure in job.failures if job is not None else ():
+        if _may_explain(failure, said, view.now):
+            known = failure.record
+            cause = view.classifier.table.causes.get(known.cause)
+            scope = cause.scope if cause else "unknown"
+            rule = "exit-default" if scope == "unknown" else ""
+            own = Verdict(known.cause, Severity(known.severity), "", known.reason, rule, scope)
+            if explains(said, known.exit_code or 0, known.pid or 0, own, pids_on(view, said.node)):
+                full = merge_verdicts(own, said, failure.detected_at - said.at)
+                verdict = records.FailureVerdict(failure=failure.id, cause=full.cause, reason=full.reason)
+                out.record(job, verdict)
+
+
+def _may_explain(failure: Failure, said: records.NodeEvent, now: float) -> bool:
+    known = failure.record
+    return (
+        known.node == said.node
+        and known.kind_of_failure == "rank"
+        and known.exit_code is not None
+        and now - failure.detected_at <= AFTER_SECONDS
+        and failure.detected_at - said.at <= BEFORE_SECONDS
+        and said.text not in known.reason
+    )

@@ -1,0 +1,330 @@
+"""Failures of ranks: processes that ended, members that do not do their part, collectives that nobody finishes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from unicron_ctl.controller.judge import evidence, faulty_micro_batches
+from unicron_ctl.controller.judge.remedies import escalate, failure_of, inside_of, leave_node, start_rank, with_remedy
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.finding import Finding, What
+from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.nodes import isolation
+from unicron_ctl.controller.sense.members import taken_away
+from unicron_ctl.shared.protocol.structs import Exit
+from unicron_detector.failures.escalation_table import END_JOB, ISOLATE, MOVE, REATTEMPT, RESTART
+from unicron_detector.failures.fault_history import WHOLE_JOB, Decision
+from unicron_detector.failures.severity import REPORT, Severity, Verdict
+from unicron_detector.words import counted
+
+NETWORK_ERROR = "other_network_error"
+
+
+# ---------------------------------------------------------------- processes that ended
+def wanted_end(view: View, job: JobView, finding: Finding) -> Outcome:
+    out, identity, end = Outcome(), finding.identity, finding.exit
+    assert identity is not None and end is not None
+    slot = finding.slots[0]
+    out.record(
+        job.state,
+        records.ExitNoted(slot=slot, agent=identity.agent, incarnation=identity.incarnation, code=end.code),
+    )
+    agent = job.agents.get(finding.element)
+    if (end.code or (agent is not None and agent.status.noticed)) and inside_of(job.state, finding.slots):
+        out.record(job.state, records.LeaveOut(failure=0, slots={slot: _ended(end, finding)}))
+    return out
+
+
+def _ended(end: Exit, finding: Finding) -> str:
+    if finding.by == "exception" and finding.fault is not None:
+        return f"ends by an exception: {finding.fault.type}"
+    return f"exited with {end.code}"
+
+
+def exited(view: View, job: JobView, finding: Finding) -> Outcome:
+    state, identity, end = job.state, finding.identity, finding.exit
+    assert identity is not None and end is not None
+    slot = finding.slots[0]
+    said = view.classifier.exit(end.code, finding.evidence, end.oom)
+    verdict = evidence.with_node(view, state, finding.node, end.code, end.at, finding.pid, said)
+    own_words = (verdict.cause, verdict.rule) == (said.cause, said.rule)
+    verdict = _own_word(state, verdict, end)
+    decision, memory = _not_its_doing(view, state, verdict, end), None
+    if decision is not None and state.noticed:  # SIGTERM has ended the peer, which is no failure
+        out = wanted_end(view, job, finding)
+        start_rank(view, state, slot, identity.incarnation + 1, view.now, "a peer was to end", out)
+        return out
+    decision = decision or faulty_micro_batches.failed_again(state, slot, finding.fault, verdict)
+    if decision is None:
+        decision, memory = escalate(view, job, slot, verdict, end.lived, _apart(state, slot), own_words)
+    seen = records.SeenExit(slot=slot, agent=identity.agent, incarnation=identity.incarnation)
+    text = f"{finding.fault.type}: {finding.fault.text}" if finding.fault else ""
+    record = failure_of(
+        job,
+        "rank",
+        [slot],
+        finding,
+        verdict,
+        decision,
+        exit_code=end.code,
+        pid=finding.pid,
+        last_line=end.last_line or text,
+        lived=end.lived,
+        fault_at=finding.fault.at if finding.fault else None,
+        escalation=memory,
+        exits=[seen],
+        leave_out={s: _ended(end, finding) for s in inside_of(state, [slot])},
+    )
+    how = f"exited with {end.code}" if finding.by == "process exit" else "ends by an exception"
+    why = f"{how}: {verdict.cause}"
+    return with_remedy(view, job, record, decision, why, identity.incarnation + 1)
+
+
+def _apart(job: JobState, slot: int) -> bool:
+    """The job trains without the slot, which may come in again."""
+    return job.phase is not Phase.FORMING and job.mode.joins and bool(job.members) and slot not in job.members
+
+
+def _own_word(job: JobState, verdict: Verdict, end: Exit) -> Verdict:
+    """Restart mode: an exit status that no rule knows is the plain program's own word."""
+    if not job.mode.reports and verdict.scope == "unknown" and 0 < end.code < 128:
+        return replace(verdict, scope="application")
+    return verdict
+
+
+def _not_its_doing(view: View, job: JobState, verdict: Verdict, end: Exit) -> Decision | None:
+    """The decision about an end in restart mode that is none of the process's own doing; None for any other.
+
+    A plain program dies when a peer dies. What it says then is an error of the network; and who ends while the world is
+    breaking, unless it had just begun, ends of that. Neither may cost a healthy node its place.
+    """
+    if job.mode.reports:
+        return None
+    late = job.phase is Phase.BREAKING and bool(job.lost) and end.lived > view.state.history.policy.quick_seconds
+    if verdict.scope != "network" and not late:
+        return None
+    reason = f"{verdict.reason}; programs that lose a peer end so, and nobody is blamed for it"
+    return Decision(Severity.SEV3, REATTEMPT, reason, verdict.cause)
+
+
+# ---------------------------------------------------------------- members that do not do their part
+def leave_out_member(view: View, job: JobView, finding: Finding) -> Outcome:
+    """A member was replaced, is late, or gave a report that cannot be worked with: the job goes on without it."""
+    state, slot = job.state, finding.slots[0]
+    why = {slot: finding.evidence}
+    out = Outcome()
+    if _on_record(state, slot):
+        out.record(state, records.LeaveOut(failure=0, slots=why))
+        return out
+    if finding.fault is not None and finding.what is What.BROKEN:
+        verdict, kind, by = (
+            view.classifier.text(f"{finding.fault.type}: {finding.fault.text}"),
+            "exception",
+            "exception",
+        )
+    else:
+        verdict, by = view.classifier.cause("task_hang", finding.evidence), finding.by
+        status = job.status(slot)
+        kind = "hang" if status is not None and status.state != "exited" else "rank"
+    decision, memory = faulty_micro_batches.failed_again(state, slot, finding.fault, verdict), None
+    if decision is None:
+        decision, memory = escalate(view, job, slot, verdict, None)
+    record = failure_of(job, kind, [slot], replace(finding, by=by), verdict, decision, escalation=memory, leave_out=why)
+    out.record(state, record)
+    if decision.action == END_JOB:
+        return out
+    agent = job.agents.get(record.element)
+    if agent is not None and agent.alive:
+        leave_node(view, job, decision, record, out)
+    text = f"slot {slot} is left out: {finding.evidence}"
+    out.record(state, records.FailureAction(failure=records.THIS_FAILURE, text=text))
+    return out
+
+
+def _on_record(job: JobState, slot: int) -> bool:
+    """A failure that has not been dealt with names the slot."""
+    return any(slot in f.record.slots and f.record.member and f.planned_at is None for f in job.failures)
+
+
+def broken(view: View, job: JobView, finding: Finding) -> Outcome:
+    """A survivor at rest whose own fault, by a rule of the table, says that its process or node cannot go on."""
+    if finding.fault is None or not evidence.needs_restart(view.classifier, finding.fault):
+        return Outcome()
+    return leave_out_member(view, job, finding)
+
+
+def stopped(view: View, job: JobView, finding: Finding) -> Outcome:
+    """Members stopped by themselves: tried again in place, unless a known fault says that it is no use."""
+    if reason := _same_time_out(view, job, finding):
+        return collective(view, job, replace(finding, evidence=reason, slots=tuple(sorted(job.state.members))))
+    out = Outcome()
+    said = []
+    for slot in finding.slots[:1]:
+        status = job.status(slot)
+        fault = status.fault if status else None
+        text = f"{fault.type}: {fault.text}" if fault else ""
+        words = f"stopped: {text}" if text else finding.evidence
+        verdict, note = view.classifier.judge(text) if fault else (None, "")
+        if verdict is None:
+            unknown = f"stopped in a collective by an error{'; ' + note if note else ' that no rule knows'}"
+            verdict = view.classifier.cause(NETWORK_ERROR, f"{unknown}; tried again in place" if fault else words)
+        verdict = evidence.with_links(view, job.state, job.state.node(slot), verdict)
+        decision, memory = faulty_micro_batches.failed_again(job.state, slot, fault, verdict), None
+        if decision is None:
+            decision, memory = escalate(view, job, slot, verdict, None)
+        gone = decision.action not in (REATTEMPT, REPORT)
+        said.append(f"slot {slot} {words}")
+        iteration = status.iteration if status else None
+        record = failure_of(
+            job,
+            "exception" if fault else "hang",
+            [slot],
+            replace(finding, element=job.state.element(slot), node=job.state.node(slot), fault=fault),
+            verdict,
+            decision,
+            escalation=memory,
+            iteration=iteration,
+            leave_out={slot: words} if gone else {},
+            regroup="" if gone else "; ".join(said),
+        )
+        out.record(job.state, record)
+        agent = job.agent(slot)
+        if gone and decision.action != END_JOB and agent is not None and agent.alive:
+            leave_node(view, job, decision, record, out)
+            text = f"slot {slot} is left out: {words}"
+            out.record(job.state, records.FailureAction(failure=records.THIS_FAILURE, text=text))
+    rest = finding.slots[1:]
+    if rest and not any(isinstance(r, records.FailureDetected) and r.action == END_JOB for _, _, r in out.records):
+        out.findings.append(replace(finding, slots=rest))
+    return out
+
+
+def _same_time_out(view: View, job: JobView, finding: Finding) -> str:
+    """The reason, when ranks of several nodes have stopped and all that they say is that a collective took too long."""
+    if len(job.state.elements(finding.slots)) < 2:
+        return ""
+    for slot in finding.slots:
+        status = job.status(slot)
+        known = evidence.known_fault(view.classifier, status.fault) if status and status.fault else None
+        if known is None or known.cause != "nccl_timeout":
+            return ""
+    return (
+        f"{counted(len(finding.slots), 'rank')} stopped because a collective took too long, and none of them says why"
+    )
+
+
+def hang(view: View, job: JobView, finding: Finding) -> Outcome:
+    """The others wait for this rank: on record at once; it is stopped when its stacks are known (`finding.seen`)."""
+    slot, out = finding.slots[0], Outcome()
+    if not finding.seen:
+        verdict = view.classifier.cause("task_hang", finding.evidence)
+        decision, memory = escalate(view, job, slot, verdict, None)
+        out.record(job.state, failure_of(job, "hang", [slot], finding, verdict, decision, escalation=memory))
+        return out
+    failure = job.state.failure(finding.seen)
+    identity = finding.identity
+    if failure is None or identity is None:
+        return out
+    known = failure.record
+    decision = Decision(Severity(known.severity), known.action, finding.evidence, known.cause)
+    agent, suspect = job.agent(slot), known.action == ISOLATE
+    if (
+        agent is None
+        or known.action not in (MOVE, ISOLATE)
+        or not isolation.leave_node(view, job.state, agent, failure.id, known.slots, decision.reason, suspect, out)
+    ):
+        start_rank(view, job.state, slot, identity.incarnation + 1, view.now, "hangs", out, failure.id)
+    out.record(job.state, records.LeaveOut(failure=failure.id, slots={slot: "hangs"}, reason=finding.evidence))
+    return out
+
+
+# ---------------------------------------------------------------- collectives that nobody finishes
+def collective(view: View, job: JobView, finding: Finding) -> Outcome:
+    """Nobody is behind: no rank and no node can be named.
+
+    The first time all regroup in place (SEV3). When it comes back within the window, processes are started again
+    (SEV2): all but those of one node, from which the others get the training state, and the next time all but those of
+    another one. So every process is replaced without a step back to a checkpoint. No node is put aside for it.
+    """
+    out, state = Outcome(), job.state
+    verdict = evidence.with_links(view, state, "", view.classifier.cause("nccl_timeout", finding.evidence))
+    decision, memory = escalate(view, job, WHOLE_JOB, verdict, None)
+    lost = to_restart(state) if decision.action == RESTART else set()
+    record = failure_of(
+        job,
+        "hang",
+        sorted(state.members),
+        finding,
+        verdict,
+        decision,
+        escalation=memory,
+        leave_out=dict.fromkeys(sorted(lost), "is started again"),
+        regroup="" if lost else finding.evidence,
+    )
+    out.record(state, record)
+    for slot in sorted(lost):
+        incarnation, at = state.members[slot].incarnation + 1, view.now + decision.wait_seconds
+        start_rank(view, state, slot, incarnation, at, "the same collective hangs again", out, records.THIS_FAILURE)
+    return out
+
+
+def to_restart(job: JobState) -> set[int]:
+    """All members but those of one node; the one whose processes are the newest, so that each has its turn.
+
+    On a job's last node one rank stays, for nobody else has the training state. Where several ranks make a replica one
+    of these stays, and the last one whole.
+    """
+    if job.replica > 1:
+        groups = [one for one in job.groups() if all(slot in job.members for slot in one)] or [list(job.members)]
+        newest = {one[0]: min(job.members[slot].incarnation for slot in one) for one in groups}
+        stay = min(groups, key=lambda one: (-newest[one[0]], one[0]))
+        return set(job.members).difference(stay)
+    elements = job.elements(job.members)
+    if len(elements) < 2:
+        stays = max(job.members, key=lambda slot: (job.members[slot].incarnation, -slot), default=None)
+        return {slot for slot in job.members if slot != stays or not job.mode.keeps_state}
+    since: dict[int, int] = {}
+    for slot, member in job.members.items():
+        element = job.element(slot)
+        since[element] = min(since.get(element, member.incarnation), member.incarnation)
+    kept = min(elements, key=lambda element: (-since[element], element))
+    return {slot for slot in job.members if job.element(slot) != kept}
+
+
+# ---------------------------------------------------------------- notes, and actions that failed
+def record_note(view: View, job: JobView, finding: Finding) -> Outcome:
+    """What ranks have put right by themselves: it goes on record, nothing has to be done."""
+    out, note = Outcome(), finding.fault
+    assert note is not None
+    verdict = view.classifier.text(f"{note.type}: {note.text}")
+    decision = Decision(verdict.severity, REATTEMPT, note.text, verdict.cause)
+    slots = list(finding.slots)
+    out.record(job.state, failure_of(job, "transfer", slots, finding, verdict, decision, noted=note.at, member=False))
+    out.record(job.state, records.FailureAction(failure=records.THIS_FAILURE, text="nothing was trained with it"))
+    return out
+
+
+# ---------------------------------------------------------------- processes of old generations
+def revive(view: View, job: JobView, slot: int) -> Outcome:
+    """A process that a plan went on without, and that lives: it holds old state, so it is started again."""
+    out, state, agent = Outcome(), job.state, job.agent(slot)
+    status = agent.ranks.get(slot) if agent else None
+    if agent is None or status is None or not agent.alive:
+        return out
+    if (
+        taken_away(state, agent.element)
+        or agent.element in state.leaving
+        or view.unfit(agent.node)
+        or state.moves(agent.element)
+    ):
+        return out
+    identity = Identity(agent.agent, status.incarnation)
+    banished = state.banished.get(slot) == identity
+    left_out = status.state == "left" and slot not in state.members and state.phase is Phase.RUNNING
+    if (banished and status.state != "finished") or left_out:
+        why = "was declared lost" if banished else "was left out before"
+        at = max(view.now, state.slot(slot).not_before)
+        start_rank(view, state, slot, status.incarnation + 1, at, why, out)
+    return out

@@ -1,0 +1,158 @@
+"""Fold rules for the cluster: nodes, the plan, the escalation's memory, and what is forgotten with a job."""
+
+from __future__ import annotations
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.model import node_state, slurm_rules
+from unicron_ctl.controller.model.cluster_state import ClusterState, Deferred, Mark, PlanReport
+from unicron_ctl.controller.model.job_state import JobState
+from unicron_detector.failures import escalation_table
+from unicron_detector.failures.escalation import apply_failed, withhold_isolation
+from unicron_detector.failures.fault_history import WHOLE_JOB, Decision, Fault
+from unicron_detector.failures.severity import Severity
+
+ENDED_KEPT = 100  # jobs
+
+
+def job_registered(state: ClusterState, event: Event, record: records.JobRegistered) -> None:
+    if event.job in state.jobs:  # its next step: the plan has forgotten it
+        state.plan_inputs = ""
+    began = record.runs.get(record.step, event.time)
+    job = JobState(event.job, record.settings, began, since=event.time, step=record.step, uid=record.uid)
+    job.submitted, job.trains, job.runs = record.submitted, record.trains, dict(record.runs)
+    job.nodes, job.nodes_of_restart = record.nodes, record.restarts
+    state.jobs[event.job] = job
+
+
+def started(state: ClusterState, event: Event, record: records.AgentRegistered) -> None:
+    """An element that runs is held no more, whoever released it."""
+    if (job := state.jobs.get(event.job)) is not None:
+        state.held.discard((event.job, job.block_of(record.element)))
+
+
+def node_resumed(state: ClusterState, event: Event, record: records.NodeResumed) -> None:
+    state.history.readmitted(record.node)
+    state.withheld.pop(record.node, None)
+    slurm_rules.settled(state, "", "resume", -1, record.node)
+
+
+def isolated(state: ClusterState, event: Event, record: records.Isolated) -> None:
+    state.isolated[record.node] = Mark(event.time, event.job)
+    state.withheld.pop(record.node, None)
+
+
+def take_deferred(state: ClusterState, event: Event, record: records.TakeDeferred) -> None:
+    key = record.node, event.job, record.element
+    if record.over:
+        state.deferred.pop(key, None)
+    else:
+        state.deferred[key] = Deferred(record.failure, record.text)
+
+
+def isolation_withheld(state: ClusterState, event: Event, record: records.IsolationWithheld) -> None:
+    state.withheld[record.node] = Mark(event.time, event.job, record.reason)
+    for slot in record.slots:
+        withhold_isolation(state.history, event.time, job=event.job, slot=slot)
+
+
+def action_failed(state: ClusterState, event: Event, record: records.ActionFailed) -> None:
+    if record.slot < 0:
+        return  # Slurm refused to take a node out of service: it is asked again
+    severity, after = Severity(record.severity), escalation_table.State(record.state)
+    decision = Decision(severity, record.action, record.reason, "action_failed", state=after)
+    apply_failed(state.history, decision, event.time, job=event.job, slot=record.slot)
+
+
+def replanned(state: ClusterState, event: Event, record: records.Replanned) -> None:
+    state.assignment, state.plan_inputs = dict(record.assignment), record.inputs
+    state.layouts = dict(record.layouts)
+    state.plan_report = PlanReport(event.time, record.reasons, record.objective, record.waf, record.trigger)
+
+
+def remember_fault(state: ClusterState, event: Event, record: records.FailureDetected) -> None:
+    """Keeps the escalation's memory: one fault per failure."""
+    e = record.escalation
+    if e is None:
+        return
+    fault = Fault(
+        event.time, event.job, e.slot, e.node, record.cause, e.scope, Severity(e.severity), e.uptime, e.worked
+    )
+    after = escalation_table.State(e.state)
+    decision = Decision(
+        Severity(record.severity), record.action, record.reason, record.cause, escalation_table.Event(e.event), after
+    )
+    state.history.record(fault, decision)
+
+
+def remember_progress(state: ClusterState, event: Event, record: records.Record) -> None:
+    job = state.jobs.get(event.job)
+    if job and not job.mode.keeps_state and isinstance(record, records.Step):
+        return  # a plain program may make the same few steps again and again
+    state.history.progressed(event.job)
+    for slot in state.history.acting(event.job) if job else ():
+        if slot == WHOLE_JOB or (job and slot in job.members):
+            state.history.recovered(event.job, slot, event.time)
+
+
+def observed(state: ClusterState, event: Event, record: records.Observed) -> None:
+    if not state.observed_since:
+        state.observed_since, state.observed_after = event.time, event.id - 1
+
+
+def observed_week(state: ClusterState, event: Event, record: records.ObservedWeek) -> None:
+    """The next week begins; with the next thing that is not done, if nothing is observed any more."""
+    state.observed_week = record
+    state.observed_since, state.observed_after = (event.time, event.id) if record.planned else (0.0, 0)
+
+
+def paused(state: ClusterState, event: Event, record: records.Paused) -> None:
+    state.paused[record.partition] = record.until
+
+
+def unpaused(state: ClusterState, event: Event, record: records.Unpaused) -> None:
+    """Whoever ends it for all ends it for each."""
+    if record.partition:
+        state.paused.pop(record.partition, None)
+    else:
+        state.paused.clear()
+
+
+def needs_admin(state: ClusterState, event: Event, record: records.NeedsAdmin) -> None:
+    if record.over:
+        state.attention.pop(record.key, None)
+    else:
+        state.attention[record.key] = event.time
+
+
+def told(state: ClusterState, event: Event, record: records.Told) -> None:
+    state.told[record.target] = max(record.upto, state.told.get(record.target, 0))
+
+
+def restored(state: ClusterState, event: Event, record: records.Restored) -> None:
+    """What was asked of Slurm and not settled when the backup was taken may be wrong by now: it is asked of nobody. An
+    admin looks at the nodes first, and ends the pause."""
+    state.intents.clear()
+    state.pins.clear()
+    state.deferred.clear()
+    for name, node in state.nodes.items():
+        if node.going_down:
+            node_state.resumed(node, event, records.NodeResumed(node=name, verified=False))
+            state.out_of_service.discard(name)
+    state.paused[""] = 0.0
+
+
+def forget(state: ClusterState, event: Event, record: records.JobEnded) -> None:
+    state.history.forget_job(event.job)
+    for key in [key for key in state.pins if key[0] == event.job]:
+        state.pins.pop(key)
+    for intent in [key for key in state.intents if key[1] == event.job and key[2] >= 0]:
+        state.intents.pop(intent)
+    state.assignment.pop(event.job, None)
+    state.ended.append(event.job)
+    while len(state.ended) > ENDED_KEPT:
+        oldest = state.jobs.get(name := state.ended.pop(0))
+        if oldest is not None and oldest.ended and name not in state.ended:
+            del state.jobs[name]
+            state.held = {key for key in state.held if key[0] != name}
+            state.once_held = {key: at for key, at in state.once_held.items() if key[0] != name}

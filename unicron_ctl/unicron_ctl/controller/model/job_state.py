@@ -1,0 +1,515 @@
+"""What the controller knows for good of one job; changed by the rules of `model.fold` and by nothing else."""
+
+from __future__ import annotations
+
+import enum
+import math
+import signal
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from unicron_ctl.controller.log.records import FailureDetected
+from unicron_ctl.controller.log.thinning import RECENT_STEPS
+from unicron_ctl.controller.model import healing_modes as modes
+from unicron_ctl.controller.model.healing_modes import Mode
+from unicron_ctl.shared.protocol.structs import RESTART, Settings
+from unicron_ctl.shared.protocol.wire import Plan
+from unicron_transition.generations.layout import replicas
+
+FAILURES_KEPT = 100
+DECISIONS_KEPT = 50
+WITH_BLOCK = "ended with its block"
+# How an agent is gone of which nothing more can be said; of one that left by itself `gone` is what it said.
+SETTLED = ("", "finished", "taken away", "put aside", "dead", "silent", "node ended", WITH_BLOCK)
+AGENT_DIED, NODE_ENDED = "agent died", "node ended"  # how an agent is gone: it died, and then its node ended, too
+
+
+class Phase(enum.StrEnum):
+    """Where a job stands."""
+
+    FORMING = "forming"  # no generation yet: its ranks prepare themselves
+    ENTERING = "entering"  # a plan is out; not all of its members are in yet
+    RUNNING = "running"
+    OFFERING = "offering"  # runs on; a boundary plan with other members is out
+    BREAKING = "breaking"  # its generations are over; survivors stop and report
+    ENDED = "ended"
+
+
+class Identity(NamedTuple):
+    """Which process a slot is: its agent and the incarnation under that agent."""
+
+    agent: str
+    incarnation: int
+
+
+@dataclass
+class SlotState:
+    """One slot's processes."""
+
+    wanted: int = 0
+    """The incarnation that is to be alive, not started before `not_before`, and why."""
+    not_before: float = 0.0
+    why: str = ""
+    ready: Identity | None = None
+    """The last process that could enter a generation."""
+    exit_seen: Identity | None = None
+    """The last process whose end has been dealt with."""
+    noted: float = 0.0
+    """The time of the last note that is on record."""
+
+
+NO_SLOT = SlotState()  # what is known of a slot of which nothing is on record; never changed
+
+
+@dataclass
+class AgentRecord:
+    """The agent that an element had last."""
+
+    agent: str
+    node: str
+    address: str
+    slots: list[int]
+    gone: str = ""
+    door: str = ""
+    """host:port at which others see that it lives."""
+    key: str = ""
+    """Its CURVE public key: by it, all that it says is known to be its own."""
+    peer: str = ""
+    """host:port where other agents of the job reach it, empty when they cannot."""
+    peer_key: str = ""
+    """By it the others know it: its key, also where nothing is encrypted."""
+    confirmed: bool = True
+    """Slurm has shown the element at work on this node."""
+    tries: int = 0
+    """How often Slurm was asked to start its element again."""
+    noticed: bool = False
+    """Slurm has asked its element to end."""
+    restarts: int = -1
+    """How often Slurm had requeued its element when it came; -1 where Slurm has not said."""
+
+    @property
+    def ended_early(self) -> bool:
+        """The agent died, or left before its ranks had finished, and nothing is known of its node."""
+        return self.gone not in SETTLED
+
+    @property
+    def lost(self) -> bool:
+        """The agent was lost with its node: it fell silent, or it died and its node ended after it. An agent that died
+        on a living node was not."""
+        return self.gone in ("dead", "silent", NODE_ENDED)
+
+
+@dataclass(frozen=True)
+class Avoided:
+    """A node that the job has left. agent: the one that was to go, empty when it need not any more. suspect: the node
+    may be at fault."""
+
+    at: float
+    reason: str
+    agent: str
+    suspect: bool
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A node on which Slurm has not started an element that was told to start there. until: when it may be tried again,
+    in seconds since the epoch. said: Slurm's reason."""
+
+    until: float
+    said: str
+
+
+@dataclass
+class Failure:
+    """One failure with its story. Times in seconds since the epoch, None for what has not happened."""
+
+    id: int
+    job: str
+    detected_at: float
+    record: FailureDetected
+    """What the log says of it, with what later verdicts have changed."""
+    iteration: int | None = None
+    """With which the job went on."""
+    generation: int | None = None
+    broken_at: float | None = None
+    planned_at: float | None = None
+    resumed_at: float | None = None
+    stepped_at: float | None = None
+    restored_at: float | None = None
+    whole_at: float | None = None
+    """When as many elements trained again as are wanted, whoever they were."""
+    reused_micro_batches: int = 0
+    recomputed_micro_batches: int = 0
+    redistributed_micro_batches: int = 0
+    actions: list[str] = field(default_factory=list)
+    slurm: str = ""
+    healed: bool = False
+    """The job has trained again after it, and that is on record."""
+
+    @property
+    def slot(self) -> int | None:
+        """The first of its slots."""
+        return self.record.slots[0] if self.record.slots else None
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A decision, for `unicronctl explain`."""
+
+    time: float
+    kind: str
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a job ended.
+
+    disowned: Slurm knows no such job, or another's; what is running goes on without the controller.
+    """
+
+    code: int
+    reason: str
+    time: float
+    disowned: bool = False
+
+
+def owner(uid: int | None, user: str) -> str:
+    """A user's key, by the name only where nobody has proven the id."""
+    return f"uid {uid}" if uid is not None else user
+
+
+@dataclass
+class JobState:
+    """One job."""
+
+    job: str
+    settings: Settings
+    registered_at: float
+    """When its training began; a name for what it keeps in memory."""
+    phase: Phase = Phase.FORMING
+    since: float = 0.0
+    generation: int = 0
+    """The highest number ever used."""
+    plan: Plan | None = None
+    """The generation that its members are in or enter."""
+    offer: Plan | None = None
+    """The boundary plan that is outstanding."""
+    members: dict[int, Identity] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
+    """The members, replica-major (`generations.layout`); newcomers of an offer that broke come after the others."""
+    joining: dict[int, Identity] = field(default_factory=dict)
+    former: list[dict[int, str]] = field(default_factory=list)
+    """Agents by element, of generations that some may be in still: a plan after them has not been entered by all."""
+    broken: int = 0
+    why: str = ""
+    lost: dict[int, Identity] = field(default_factory=dict)
+    """Members that the present Break goes on without."""
+    condemned: dict[int, str] = field(default_factory=dict)
+    """Members that a failure says must be left out, with the reason; the next Break names them."""
+    regroup: str = ""
+    """Why a new generation is needed although nobody is lost."""
+    parted: dict[int, str] = field(default_factory=dict)
+    """Elements that take no part because they and others do not reach each other, with the agent that is there."""
+    fatal: tuple[int, str] | None = None
+    """A failure ends the job: exit code and reason."""
+    banished: dict[int, Identity] = field(default_factory=dict)
+    """slot -> the last process of it that was declared lost."""
+    superseded: dict[str, str] = field(default_factory=dict)
+    """Agents whose element another agent has taken -> their node."""
+    nodes: list[str] = field(default_factory=list)
+    """Of a job that is one allocation of several nodes: the node of each element."""
+    nodes_of_restart: int = 0
+    """How often Slurm had requeued the job when it gave it these nodes."""
+    shrunk: int = 0
+    """How often Slurm has taken nodes out of that allocation because the plan gave them back."""
+    unshrinkable: str = ""
+    """Why Slurm refused that."""
+    unrequeueable: str = ""
+    """Why Slurm refused to requeue that allocation."""
+    agents: dict[int, AgentRecord] = field(default_factory=dict)
+    avoid: dict[str, Avoided] = field(default_factory=dict)
+    """node -> why the job's elements are not to start there."""
+    refused: dict[str, Refused] = field(default_factory=dict)
+    requeued: dict[int, float] = field(default_factory=dict)
+    """Slurm's element -> when Slurm was asked to start it again; until its next agents are there."""
+    slots: dict[int, SlotState] = field(default_factory=dict)
+    allotted: list[int] | None = None
+    leaving: list[int] = field(default_factory=list)
+    noticed: dict[int, str] = field(default_factory=dict)
+    """Elements that are to end soon, as their agents said, with these: they leave at the next boundary."""
+    failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=FAILURES_KEPT))
+    decisions: deque[Decided] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
+    iteration: int = -1
+    iterations_wanted: int = 0
+    loss: float | None = None
+    nan_since: int = -1
+    """The first of the last iterations whose loss is not finite; -1 while it is."""
+    recent: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """(nodes, seconds, FLOP) of the last iterations."""
+    measured: dict[int, float] = field(default_factory=dict)
+    """FLOP/s by number of nodes."""
+    trained: float = 0.0
+    """Seconds that were not lost, of the generations before the last one that has stepped."""
+    lost_seconds: float = 0.0
+    """Seconds between the last step of a generation and the first of the next one, and of iterations made again;
+    before the first step, since the first failure."""
+    lost_before: float = 0.0
+    """The same up to the last failure that was healed."""
+    stepping_since: float = 0.0
+    stepped: float = 0.0
+    """When the first iteration of the last generation that has stepped began, and when its last one ended; 0 before."""
+    stepped_in: int = 0
+    """The generation of that step."""
+    worked: dict[int, Identity] = field(default_factory=dict)
+    """The processes that have finished an iteration."""
+    tries: int = 0
+    """Time-outs of entering in a row."""
+    ended: Ending | None = None
+    ledger_violations: int = 0
+    restarts: int = 0
+    """Restart mode: losses in a row."""
+    steady: int = 0
+    """Restart mode: the last generation that has proved itself."""
+    reached: int = -1
+    """Restart mode: the newest iteration whose state the worlds that are over have saved."""
+    step: int = 0
+    """The Slurm step that trains."""
+    requeues: int = 0
+    """How often Slurm had requeued the whole job when its agents were started."""
+    runs: dict[int, float] = field(default_factory=dict)
+    """step -> when its training began, of those that a requeue broke off: what they keep in memory is theirs again."""
+    trains: bool = True
+    """That step's command may train; else a later one takes its place."""
+    waits: str = ""
+    """Why no time limit ends the present phase."""
+    uid: int | None = None
+    """Its owner's user id, where it is proven."""
+    submitted: float = 0.0
+    """When, as Slurm shows it; 0 while Slurm has not confirmed the job."""
+    set_aside: str = ""
+    """Why the controller leaves this job alone; its ranks train on."""
+    sweep: bool = False
+    """It is left alone, for its elements are runs of their own."""
+    layout: str = ""
+    """In which its ranks are started, where it has stated several."""
+    relayout: str = ""
+    """The one in which all of them are to start again, and why."""
+    relayout_why: str = ""
+    saving_until: float = 0.0
+    """Until when those that have to end for that may save their state."""
+    measured_before: dict[str, dict[int, float]] = field(default_factory=dict)
+    """As `measured`, of the layouts that it ran in before."""
+    counted: tuple[dict[int, Identity], frozenset[int]] = field(
+        default_factory=lambda: ({}, frozenset()), repr=False, compare=False
+    )
+    """The members of which `inside` was worked out, and what came of it: members are replaced, never changed."""
+
+    def begin_phase(self, phase: Phase, now: float) -> None:
+        """Begins a phase; only the fold calls this. A Break that names more losses does not begin its phase anew."""
+        if not (phase is self.phase is Phase.BREAKING):
+            self.phase, self.since, self.waits = phase, now, ""
+
+    @property
+    def by_layout(self) -> dict[str, dict[int, float]]:
+        """FLOP/s by layout and number of nodes."""
+        return {**self.measured_before, self.layout: self.measured}
+
+    @property
+    def mode(self) -> Mode:
+        """How the job is healed."""
+        return modes.RESTART if self.settings.mode == RESTART else modes.SESSION
+
+    @property
+    def replica(self) -> int:
+        """Ranks of a replica, as planned."""
+        return self.plan.replica if self.plan is not None else 1
+
+    def unit(self, replica: int) -> int:
+        """The fewest nodes that hold whole replicas of so many ranks, and whole blocks."""
+        per_node = max(1, self.settings.ranks_per_node)
+        return math.lcm(replica, per_node * self.settings.block) // per_node
+
+    def wanted(self, replica: int) -> int:
+        """Elements that are to train when all are there: all but the spares, in whole replicas of so many ranks.
+
+        All elements where that would leave fewer than the job needs: a wrong number of spares ends no job.
+        """
+        settings, unit = self.settings, self.unit(replica)
+        if not settings.spares:
+            return settings.max_nodes
+        least = max(settings.min_nodes, unit)
+        count = max(settings.max_nodes - settings.spares, min(least, settings.max_nodes))
+        whole = count - count % unit
+        return whole if whole >= least else settings.max_nodes
+
+    @property
+    def least(self) -> int:
+        """The fewest nodes with which it may form when no more are to be had. A job that has trained goes on with
+        whatever is left, unless it is a plain script, which may be told no smaller world."""
+        if self.mode.keeps_state and self.generation:
+            return 1
+        return min(self.settings.min_nodes, self.settings.max_nodes)
+
+    @property
+    def owner(self) -> str:
+        """The key of its owner, as far as that is proven: what counts for a user counts for this."""
+        return owner(self.uid, self.settings.user)
+
+    @property
+    def disowned(self) -> bool:
+        """The job was never Slurm's job of this id."""
+        return self.ended is not None and self.ended.disowned
+
+    @property
+    def over(self) -> bool:
+        """Nothing is decided about it any more."""
+        return self.ended is not None or bool(self.set_aside)
+
+    def step_has_ended(self, element: int) -> bool:
+        """The Slurm step has no agent any more, as when `timeout` or `scancel JOB.STEP` has killed it: all are gone,
+        and that of this element, on whose node somebody speaks, is known to have ended."""
+        mine = self.agents.get(element)
+        ended = mine is not None and mine.gone not in ("", "silent")
+        return ended and all(agent.gone for agent in self.agents.values())
+
+    def slot(self, slot: int) -> SlotState:
+        """What is known of a slot; reading adds nothing."""
+        return self.slots.get(slot, NO_SLOT)
+
+    def element(self, slot: int) -> int:
+        return slot // max(1, self.settings.ranks_per_node)
+
+    def block_of(self, element: int) -> int:
+        """Slurm's own number of what the element is a node of."""
+        return element // self.settings.block
+
+    def label(self, element: int) -> str:
+        """How Slurm names what the element is a node of."""
+        return f"{self.job}_{self.block_of(element)}"
+
+    def mates(self, element: int) -> range:
+        """The elements of its block, itself included."""
+        return self.nodes_of_block(self.block_of(element))
+
+    def nodes_of_block(self, block: int) -> range:
+        """The elements of a block."""
+        return range(block * self.settings.block, (block + 1) * self.settings.block)
+
+    def torn(self, element: int) -> bool:
+        """Its block has lost another of its nodes, or is to leave one: Slurm ends all of it."""
+        others = (self.agents.get(mate) for mate in self.mates(element) if mate != element)
+        return any(one is not None and (one.gone not in ("", "finished") or self._leaves(one)) for one in others)
+
+    def agents_of(self, members: Mapping[int, Identity]) -> dict[int, str]:
+        """By element."""
+        per_node = max(1, self.settings.ranks_per_node)
+        return {slot // per_node: who.agent for slot, who in members.items()}
+
+    def elements(self, slots: Iterable[int]) -> list[int]:
+        per_node = max(1, self.settings.ranks_per_node)
+        return sorted({slot // per_node for slot in slots})
+
+    @property
+    def inside(self) -> frozenset[int]:
+        """Elements with a member; worked out once per membership."""
+        if self.counted[0] is not self.members:
+            per_node = max(1, self.settings.ranks_per_node)
+            self.counted = self.members, frozenset({slot // per_node for slot in self.members})
+        return self.counted[1]
+
+    def node(self, slot: int) -> str:
+        record = self.agents.get(self.element(slot))
+        return record.node if record else ""
+
+    @property
+    def departing(self) -> set[int]:
+        """Elements that leave at the next boundary: the plan takes them away, or they are to end."""
+        return {*self.leaving, *(mate for element in self.noticed for mate in self.mates(element))}
+
+    def was_noticed(self, element: int) -> bool:
+        """The element, or another node of its block, was asked to end, and has no new agent since."""
+        return any(mate in self.agents and self.agents[mate].noticed for mate in self.mates(element))
+
+    def gives_back(self, element: int) -> bool:
+        """The plan takes the element's node out of the job's allocation, and the others have gone on without it."""
+        if not self.settings.allocation or self.allotted is None or element in (*self.allotted, *self.leaving):
+            return False
+        return element not in self.inside and element not in self.elements(self.joining)
+
+    def moves(self, element: int) -> bool:
+        """The element's agent was told to leave its node."""
+        record = self.agents.get(element)
+        return record is not None and self._leaves(record)
+
+    def _leaves(self, record: AgentRecord) -> bool:
+        mark = self.avoid.get(record.node)
+        return mark is not None and mark.agent == record.agent
+
+    def survivors(self) -> list[int]:
+        """Members that the present Break does not go on without."""
+        return [slot for slot in self.members if slot not in self.lost]
+
+    @property
+    def lost_to_kills(self) -> bool:
+        """Whether every rank that the present Break goes on without was killed by SIGKILL, or is gone with its agent or
+        node: what nothing in a program raises."""
+        found = {slot: False for slot in self.lost}
+        for failure in self.failures:
+            record = failure.record
+            if failure.generation == self.broken:
+                outside = record.kind_of_failure in ("node", "agent") or record.exit_code == -signal.SIGKILL
+                found.update((slot, outside) for slot in record.slots if slot in found)
+        return bool(found) and all(found.values())
+
+    def groups(self) -> list[list[int]]:
+        """The members by replicas; all together where these are not known."""
+        whole = len(self.order) % self.replica == 0
+        return replicas(self.order, self.replica) if whole else [self.order]
+
+    def hit(self, blocked: Collection[int] = ()) -> frozenset[int]:
+        """Members whose replica has lost a rank: they stop at once, all others finish what they have begun. blocked:
+        ranks that have stopped where their replica cannot finish without them."""
+        gone = self.lost.keys() | set(blocked)
+        if self.replica == 1 or not gone:
+            return frozenset(gone)
+        return frozenset(slot for one in self.groups() if not gone.isdisjoint(one) for slot in one)
+
+    def failure(self, number: int) -> Failure | None:
+        return next((failure for failure in reversed(self.failures) if failure.id == number), None)
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the time from the first step, or an earlier failure, to the last step that was not lost; None
+        before the first step."""
+        whole = self.trained_seconds + self.lost_seconds
+        return self.trained_seconds / whole if whole > 0.0 else None
+
+    @property
+    def trained_seconds(self) -> float:
+        """Seconds from the first step to the last one that were not lost."""
+        return self.trained + self.stepped - self.stepping_since
+
+    @property
+    def account(self) -> str:
+        """What came of its time, in words; empty before the first step."""
+        if self.goodput is None:
+            return ""
+        count, failed = self.iteration + 1, len(self.failures)
+        return (
+            f"{count} iteration{'s' * (count != 1)}, goodput {100.0 * self.goodput:.1f} %, "
+            f"{self.lost_seconds:.1f} s lost in {failed} failure{'s' * (failed != 1)}"
+        )
+
+    @property
+    def seconds(self) -> float | None:
+        """The median iteration time of the last steps at the present node count."""
+        if not self.recent:
+            return None
+        nodes = len(self.inside)
+        times = [seconds for count, seconds, _ in self.recent if count == nodes]
+        return statistics.median(times) if times else None

@@ -1,0 +1,146 @@
+"""What the controller knows for good of one node; changed by the fold rules below and by nothing else."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.records import Event
+from unicron_ctl.controller.model.requests import LOST
+
+NODE_EVENTS_KEPT = 20
+MARKS_KEPT = 200
+PASSING = ("good", "warning")
+OUT = ("down", "drain")  # actions that take a node out of service
+
+
+@dataclass(frozen=True)
+class HealthReport:
+    """The last check of a node.
+
+    at: when the controller heard of it; checked_at: the node's own clock when the checks began.
+    """
+
+    verdict: str
+    reason: str
+    source: str
+    at: float
+    checked_at: float
+    drain: bool = False
+
+
+@dataclass
+class SeenEvent:
+    """A node event as it is kept: its id, when it was recorded, and the record with what was done about it since."""
+
+    id: int
+    time: float
+    said: records.NodeEvent
+
+
+@dataclass
+class NodeState:
+    """One node. Times in seconds since the epoch, the controller's clock."""
+
+    lost_at: float = 0.0
+    """When it was last taken for lost."""
+    lost_slurmd: float = 0.0
+    """When its slurmd had begun that was lost with it, by Slurm's clock; 0 if that is not known."""
+    slurmd: str = ""
+    """"host:port" at which a controller has reached its slurmd, if it has been asked about since."""
+    events: deque[SeenEvent] = field(default_factory=lambda: deque(maxlen=NODE_EVENTS_KEPT))
+    heard: deque[str] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
+    """Marks (agent:number) of events that were taken in."""
+    downed: bool = False
+    """Taken out of service by us, with this `reason`, at `downed_at`."""
+    reason: str = ""
+    downed_at: float = 0.0
+    drained: bool = False
+    """It was drained: it is proven bad, or lost while other jobs ran there. Else it was dead and set down."""
+    going_down: bool = False
+    """Asked of Slurm, which has not done it yet."""
+    out_at: float = 0.0
+    """When Slurm had done it, as far as is known."""
+    refused: str = ""
+    """Why Slurm does not do it, with what an admin can do; `refused_at`, `refused_for`: when, for which job."""
+    refused_at: float = 0.0
+    refused_for: str = ""
+    resumed_at: float = 0.0
+    health: HealthReport | None = None
+    paired: HealthReport | None = None
+    unverified: bool = False
+    """It came back without passing checks."""
+    suspicion: str = ""
+    suspected_at: float = 0.0
+
+    @property
+    def proven_bad(self) -> bool:
+        """Its checks speak against it; all else that is taken out of service was lost."""
+        return self.drained and not self.reason.startswith(LOST)
+
+    def event(self, number: int) -> SeenEvent | None:
+        """What it said under that number of the log, while it is remembered."""
+        return next((seen for seen in self.events if seen.id == number), None)
+
+
+# ---------------------------------------------------------------- fold rules
+def slurm_action(node: NodeState, event: Event, record: records.SlurmAction) -> None:
+    if record.action in OUT:
+        if not node.downed:
+            node.downed_at = event.time
+        node.downed = node.going_down = True
+        node.drained = record.action == "drain"
+        node.reason = node.suspicion = record.slurm_reason
+        node.suspected_at = event.time
+
+
+def slurm_done(node: NodeState, event: Event, record: records.SlurmDone) -> None:
+    if record.action == ("drain" if node.drained else "down"):  # what was asked for last, not what came before it
+        node.going_down, node.refused, node.out_at = False, "", event.time
+
+
+def avoided(node: NodeState, event: Event, record: records.Avoided) -> None:
+    if record.suspect:
+        node.suspicion, node.suspected_at = record.reason, event.time
+
+
+def refused(node: NodeState, event: Event, record: records.ActionFailed) -> None:
+    if record.slot < 0 and not node.refused:
+        node.refused, node.refused_at, node.refused_for = record.reason, event.time, event.job
+
+
+def lost(node: NodeState, event: Event, record: records.NodeLost) -> None:
+    node.lost_at, node.lost_slurmd = event.time, record.slurmd_start
+
+
+def slurmd_reached(node: NodeState, event: Event, record: records.SlurmdReached) -> None:
+    node.slurmd = record.address
+
+
+def resumed(node: NodeState, event: Event, record: records.NodeResumed) -> None:
+    node.downed = node.going_down = node.drained = False
+    node.reason = node.refused = ""
+    node.resumed_at, node.unverified = event.time, not record.verified
+
+
+def health(node: NodeState, event: Event, record: records.NodeHealth) -> None:
+    report = HealthReport(record.verdict, record.reason, record.source, event.time, record.checked_at, record.drain)
+    if record.source == "pair-test":
+        node.paired = report
+        return
+    node.health = report
+    if record.verdict in PASSING:
+        node.unverified = False
+
+
+def said(node: NodeState, event: Event, record: records.NodeEvent) -> None:
+    node.events.append(SeenEvent(event.id, event.time, record))
+    node.heard.append(record.mark)
+
+
+def judged(node: NodeState, event: Event, record: records.NodeVerdict) -> None:
+    if (seen := node.event(record.event)) is not None:
+        seen.said = msgspec.structs.replace(seen.said, action=record.action)

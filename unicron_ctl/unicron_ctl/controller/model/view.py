@@ -1,0 +1,272 @@
+"""What deciders read (:class:`View`) and what they return (:class:`Outcome`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from unicron_ctl.controller.log.records import Record
+from unicron_ctl.controller.model.agent_view import AgentView, Route
+from unicron_ctl.controller.model.cluster_state import ClusterState
+from unicron_ctl.controller.model.finding import Finding
+from unicron_ctl.controller.model.job_state import JobState
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.live import Live, LiveJob
+from unicron_ctl.controller.model.suspicion import Suspicions
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.settings.config import ControllerConfig
+from unicron_ctl.shared.settings.partitions import Rules
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo
+from unicron_ctl.shared.slurm.squeue import nodes_of
+from unicron_detector.failures.classify import Classifier
+
+SUSPECT_SECONDS = (
+    86400.0  # as long as a flapping node is remembered (unicron_detector.failures.fault_history.Policy.flap_window)
+)
+WAITS_FOR_NODES = frozenset({"", "None", "Priority", "Resources"})  # other reasons are no matter of nodes
+
+
+@dataclass
+class Listing:
+    """What Slurm showed, and when it was asked (seconds since the epoch).
+
+    elements: one for each node of an element that has several. rows: each element as Slurm gives and takes it; the same
+    where none has several nodes.
+    """
+
+    asked_at: float
+    nodes: Sequence[NodeInfo]
+    elements: Sequence[ElementInfo]
+    rows: Sequence[ElementInfo] = ()
+
+    def __post_init__(self) -> None:
+        self.by_name = {node.name: node for node in self.nodes}
+        self.rows = self.rows or self.elements
+        self.by_job, self.rows_by_job = (_by_job(listed) for listed in (self.elements, self.rows))
+        self._names: dict[str, Mapping[str, int]] = {}
+        self._partitions: dict[str, frozenset[str]] = {}
+        self.grounds: dict[frozenset[str], Any] = {}  # what `plan.reach` has worked out, by the jobs that it is for
+
+    def nodes_of(self, element: ElementInfo) -> Mapping[str, int]:
+        """The names of the element's nodes, each with its place; read once for all who ask."""
+        text = element.node or ""
+        found = self._names.get(text)
+        if found is None:
+            found = self._names[text] = {name: place for place, name in enumerate(nodes_of(element))}
+        return found
+
+    def partitions(self, job: str) -> frozenset[str]:
+        """The partitions of the job's elements; read once for all who ask."""
+        found = self._partitions.get(job)
+        if found is None:
+            listed = {element.partition for element in self.of(job).values()}
+            found = self._partitions[job] = frozenset(name for text in listed for name in text.split(","))
+        return found
+
+    @cached_property
+    def sorts(self) -> list[list[NodeInfo]]:
+        """The nodes, those together that Slurm's scheduler cannot tell apart."""
+        found: dict[tuple[object, ...], list[NodeInfo]] = {}
+        for node in self.nodes:
+            key = (node.partitions, node.features, node.gres, node.reservations, node.size, node.limits)
+            found.setdefault(key, []).append(node)
+        return list(found.values())
+
+    @cached_property
+    def waiting(self) -> list[ElementInfo]:
+        """Elements that wait for nodes and for nothing else, those first that come first."""
+        found = [e for e in self.rows if e.state == "PENDING" and not e.held and e.reason in WAITS_FOR_NODES]
+        return sorted(found, key=lambda e: (-e.priority, e.job, e.element))
+
+    @cached_property
+    def by_node(self) -> dict[str, list[ElementInfo]]:
+        """The elements that have each node, by its name; those that are over included while Slurm shows their nodes."""
+        found: dict[str, list[ElementInfo]] = {}
+        for element in self.elements:
+            for name in self.nodes_of(element) if element.node else ():
+                found.setdefault(name, []).append(element)
+        return found
+
+    def of(self, job: str) -> dict[int, ElementInfo]:
+        """The job's elements by number, one for each node."""
+        return self.by_job.get(job, {})
+
+    def rows_of(self, job: str) -> dict[int, ElementInfo]:
+        """The job's elements by Slurm's own number."""
+        return self.rows_by_job.get(job, {})
+
+
+def _by_job(listed: Sequence[ElementInfo]) -> dict[str, dict[int, ElementInfo]]:
+    found: dict[str, dict[int, ElementInfo]] = {}
+    for element in (element for element in listed if not element.brief):  # these say nothing of a job
+        found.setdefault(element.job, {})[element.element] = element
+    return found
+
+
+@dataclass
+class SlurmView:
+    """Slurm as it last showed itself. "No answer" is never read as "clean": without a listing nothing is decided."""
+
+    used: bool = False
+    seen: Listing | None = None
+    error: str = ""
+    """Why it has not answered since `error_since`."""
+    error_since: float = 0.0
+    error_told: float = 0.0
+    """When a reason went into the log last."""
+    private: frozenset[str] = frozenset()
+    """Slurm's PrivateData: kinds of things that users see of their own only."""
+    domains: Mapping[str, str] = field(default_factory=dict)
+    """node -> the leaf switch or block with which it fails; empty where Slurm knows no topology."""
+    kill_wait: float = 30.0
+    """Seconds from SIGTERM to SIGKILL when an element is to end."""
+    grace: Mapping[str, float] = field(default_factory=dict)
+    """partition -> seconds from the first SIGTERM to that, when an element is preempted."""
+    shrinks: int = 0
+    """How often Slurm takes nodes from a running job when it is asked to."""
+    expected: dict[str, list[int]] = field(default_factory=dict)
+    """job -> elements that run or are about to, by the last placement."""
+
+    def node(self, name: str) -> NodeInfo | None:
+        return self.seen.by_name.get(name) if self.seen else None
+
+
+@dataclass
+class View:
+    """Everything that a decider may look at. It changes nothing in it."""
+
+    config: ControllerConfig
+    classifier: Classifier
+    state: ClusterState
+    live: Live
+    slurm: SlurmView
+    now: float
+    started_at: float
+    """When this controller started; later by as long as it stood still."""
+    views: dict[str, JobView] = field(default_factory=dict)
+    suspicions: Suspicions = field(default_factory=Suspicions)
+    """What is asked about silent agents and their nodes; only the failure detector changes it."""
+    unread: Callable[[Route], bool] = lambda route: False
+    """Whether messages of this connection wait to be heard: then its agent is not silent, this controller is behind."""
+
+    def rules(self, partition: str) -> Rules:
+        """What may be done in this partition now ("" for one that is not known)."""
+        rules = self.config.rules(partition)
+        return rules.paused() if self.state.is_paused(partition, self.now) else rules
+
+    def job(self, state: JobState) -> JobView:
+        """The job with what its agents say."""
+        found = self.views.get(state.job)
+        if found is None or found.state is not state:
+            live = self.live.jobs.setdefault(state.job, LiveJob())
+            found = self.views[state.job] = JobView(state, live)
+        return found
+
+    def shown_node(self, job: JobState, element: int) -> NodeInfo | None:
+        """The node on which Slurm has shown this element of the job at work. Where it has not, or Slurm is not used,
+        None: nothing may be done to a node on an agent's word alone."""
+        agent = job.agents.get(element)
+        sure = self.slurm.used and job.submitted and agent is not None and agent.confirmed
+        return self.slurm.node(agent.node) if sure and agent is not None else None
+
+    def unfit(self, node: str) -> bool:
+        """The node must get no work of ours now."""
+        return node in self.state.out_of_service
+
+    @property
+    def alone(self) -> bool:
+        """No agent at all is heard: nothing is judged and nothing is done."""
+        return self.suspicions.alone_since is not None
+
+    def avoided(self, job: JobState) -> frozenset[str]:
+        """Nodes on which no element of the job is to start: one that may be at fault until a pair test has cleared it,
+        for a day at most; any other for as long as the same fault escalates."""
+        found = []
+        for node, mark in job.avoid.items():
+            paired = self.state.node(node).paired
+            cleared = mark.suspect and paired is not None and paired.verdict == "good" and paired.at > mark.at
+            kept = SUSPECT_SECONDS if mark.suspect else self.state.history.policy.window
+            if not cleared and self.now - mark.at < kept:
+                found.append(node)
+        return frozenset(found)
+
+    def refused(self, job: JobState) -> dict[str, str]:
+        """Nodes on which Slurm did not start an element of the job that was told to start there, and why."""
+        return {node: one.said for node, one in job.refused.items() if self.now < one.until}
+
+    def expected(self, job: JobState) -> list[int] | None:
+        """Elements that run or are about to; None while that is not known freshly enough. Not those that were asked to
+        end: Slurm may have given their nodes away, and they may wait long for others."""
+        seen = self.slurm.seen
+        if not self.slurm.used or seen is None or job.job not in self.slurm.expected:
+            return None
+        late = seen.asked_at < self.job(job).live.last_arrival
+        return None if late else [e for e in self.slurm.expected[job.job] if not job.was_noticed(e)]
+
+
+@dataclass(frozen=True)
+class Send:
+    """One message to one agent."""
+
+    route: Route
+    message: wire.Message
+
+
+class Order(NamedTuple):
+    """A message that is repeated until it is obeyed, but not more often than `repeat_seconds`. key: its name."""
+
+    agent: AgentView
+    key: str
+    message: wire.Message
+
+
+@dataclass
+class Outcome:
+    """What a sensor has found or a decider wants. Empty means that there is nothing to do."""
+
+    records: list[tuple[str, int, Record]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+    orders: list[Order] = field(default_factory=list)
+    """Sent by the job's turn; only sensors return them."""
+    requests: list[Any] = field(default_factory=list)
+    hurry: bool = False
+    """Slurm should be asked soon."""
+
+    def __bool__(self) -> bool:
+        return bool(self.records or self.findings or self.sends or self.requests)
+
+    def record(self, job: JobState | None, record: Record, generation: int | None = None) -> None:
+        """Adds a record; its generation is the job's present one unless another is named."""
+        number = generation if generation is not None else job.generation if job else 0
+        self.records.append((job.job if job else "", number, record))
+
+    def send(self, agent: AgentView, message: wire.Message) -> None:
+        self.sends.append(Send(agent.route, message))
+
+    def note(self, agents: Mapping[int, AgentView], text: str) -> None:
+        """Has the first agent that lives write a line into the job's log."""
+        first = min((element for element, agent in agents.items() if agent.alive), default=None)
+        if first is not None:
+            self.send(agents[first], wire.Note(text=text))
+
+    def note_at_end(self, agents: Mapping[int, AgentView], text: str) -> None:
+        """Has the first agent that lives, and no other, write a line at the end of the job's log."""
+        alive = [agents[element] for element in sorted(agents) if agents[element].alive]
+        none = wire.Note(text="", at_end=True)
+        for agent in alive[:1]:
+            self.send(agent, wire.Note(text=text, at_end=True))
+        for agent in alive[1:]:
+            self.send(agent, none)
+
+    def merge(self, others: Iterable[Outcome]) -> Outcome:
+        """This with the others after it."""
+        for other in others:
+            self.records += other.records
+            self.findings += other.findings
+            self.sends += other.sends
+            self.requests += other.requests
+            self.hurry = self.hurry or other.hurry
+        return self

@@ -1,0 +1,381 @@
+"""What is done about a node that is not fit for work, by who says so (docs/design/trust.md).
+
+- What a user's process, file or agent says moves that job off the node (`leave_node`), and makes the node a suspect
+  where it may be at fault. The node stays in service: other jobs on it are not ours to end.
+- A node that was shown dead is set down (`take_out`): nothing runs there any more. Where Slurm shows other jobs on it,
+  which would be ended, it is drained: it may be cut off for seconds only.
+- A living node is drained on the word of its health checks, which root runs (`proven_bad`): what runs there goes on.
+
+All of it is bounded (:mod:`unicron_ctl.controller.nodes.bounds`), and given back by
+:mod:`unicron_ctl.controller.nodes.readmission`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model import permission
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.cluster_state import Mark
+from unicron_ctl.controller.model.job_state import JobState
+from unicron_ctl.controller.model.node_state import NodeState
+from unicron_ctl.controller.model.requests import LOST, OURS, Action, Run
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.nodes import bounds, readmission
+from unicron_ctl.shared.slurm.admin_comment import HELD
+from unicron_ctl.shared.slurm.slurm_client import NodeInfo
+from unicron_ctl.shared.slurm.states import OCCUPIES, TAKEN_OUT
+from unicron_ctl.shared.system.errors import one_line
+from unicron_detector.words import counted
+
+HEALTH = f"{OURS}[health]"
+REASON_LENGTH = 200  # characters of a node's reason in Slurm
+AWAY_SECONDS = 60.0  # without an answer of Slurm's, after which an admin is called
+DRAIN_SECONDS = 5.0  # for a node that is proven bad to drain itself; then it is drained from here
+
+
+# ---------------------------------------------------------------- one job leaves the node
+def leave_node(
+    view: View,
+    job: JobState,
+    agent: AgentView,
+    failure: int,
+    slots: Collection[int],
+    reason: str,
+    suspect: bool,
+    out: Outcome,
+) -> bool:
+    """Takes the job's element off the agent's node: it is requeued and held until another node is found for it. A job
+    that is one allocation goes on without the node.
+
+    False when that cannot or must not be done: the process is to be started again in place then. failure: whose remedy
+    it is. suspect: the node may be at fault; else the job moves only if there is another node for it.
+    """
+    here, mark = job.label(agent.element), job.avoid.get(agent.node)
+    if view.slurm.seen is None or view.shown_node(job, agent.element) is None:
+        return False
+    info = view.slurm.seen.of(job.job).get(agent.element)
+    if info is None:
+        return False
+    asked = mark is not None and mark.agent == agent.agent and view.now - mark.at < view.config.isolate_seconds
+    if asked or (info.node and info.node != agent.node):
+        out.record(job, records.FailureAction(failure=failure, text=f"{here} leaves {agent.node} already"))
+        return True
+    allocated = job.settings.allocation
+    action = Action(
+        "requeue_hold",
+        job.job,
+        job.block_of(agent.element),
+        agent.node,
+        f"its job leaves {agent.node}: {reason}"[:400],
+        f"{HELD} until there is another node than {agent.node}",
+    )
+    if allocated:
+        why = _needed(view, job, agent, suspect)
+    else:
+        why = (
+            permission.withheld(view, action, out)
+            or _must_stay(view, job, agent.node, suspect)
+            or bounds.Bounds(view).refuse(action)
+        )
+    if why:
+        stays = f"{agent.node} of job {job.job} is not left" if allocated else f"{here} stays on {agent.node}"
+        out.record(job, records.FailureAction(failure=failure, text=f"{stays}: {why}"))
+        said = f"job {job.job} stays on {agent.node} although {reason}: {why}"
+        out.record(job, records.IsolationWithheld(node=agent.node, slots=list(slots), reason=said))
+        return False
+    said = one_line(f"job {job.job} {'goes on without' if allocated else 'leaves'} {agent.node}: {reason}")[:400]
+    text = f"move {here} off {agent.node}" + (
+        f"; the node is a suspect, `{readmission.pair_test_command(agent.node)}` tests it" if suspect else ""
+    )
+    text = f"the job goes on without {agent.node}" if allocated else text
+    out.record(job, records.FailureAction(failure=failure, text=text))
+    avoided = records.Avoided(element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=said)
+    out.record(job, avoided)
+    if not allocated:
+        out.requests.append(Run((action,), urgent=True))
+    return True
+
+
+def _needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> str:
+    """Why a job must not go on without one of its allocation's nodes, which Slurm will not replace; empty when it
+    may."""
+    spare = any(other != agent.element and other not in job.inside for other in view.live.jobs[job.job].ready)
+    why = _must_stay(view, job, agent.node, suspect or spare)
+    if not why and not spare and len(job.inside) <= max(1, job.settings.min_nodes):
+        why = f"the job has {counted(len(job.inside), 'node')}, and needs {job.settings.min_nodes}"
+    return why
+
+
+def _must_stay(view: View, job: JobState, node: str, suspect: bool) -> str:
+    """Why the job must not leave the node; empty when it may."""
+    now, window = view.now, view.config.isolation_window_seconds
+    left = [name for name, mark in job.avoid.items() if now - mark.at < window]
+    here = {record.node for record in job.agents.values() if not record.gone}
+    why = bounds.left_too_many(job.job, left, here, node, view.config)
+    if why or suspect or view.unfit(node):
+        return why
+    return "" if _other_node(view, job, node) else "no other node is free, and nothing is held against this one"
+
+
+def _other_node(view: View, job: JobState, node: str) -> bool:
+    """A node is free for the job."""
+    seen = view.slurm.seen
+    if seen is None:
+        return False
+    taken = {name for e in seen.elements if e.state in OCCUPIES for name in seen.nodes_of(e)}
+    taken |= {node, *view.avoided(job), *view.state.out_of_service}
+    return any(info.healthy and info.name not in taken for info in seen.nodes)
+
+
+# ---------------------------------------------------------------- dead nodes
+def take_out(view: View, job: JobState, element: int, node: str, failure: int, text: str, out: Outcome) -> None:
+    """Asks Slurm to set a node down that was shown dead, or to drain it where other jobs run there, unless it is out of
+    service already or a limit forbids it. What was drained is set down once none of them is left."""
+    info = view.shown_node(job, element)
+    if info is None:
+        what = "Slurm has not shown this element there" if view.slurm.used else "runs without Slurm"
+        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {what}"))
+        return
+    if info.asleep:
+        said = f"{node} is left as it is: Slurm's power saving has it ({'+'.join(sorted(info.states))})"
+        out.record(job, records.FailureAction(failure=failure, text=said))
+        return
+    if doubt := view.suspicions.doubt or view.suspicions.unsure:
+        said = f"{node} is not taken out of service now: {doubt}"
+        out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
+        return
+    others, known = _others(view, node, (job.job, element)), view.state.node(node)
+    shared = f"other jobs run there ({', '.join(others[:8])}{', ...' if len(others) > 8 else ''})" if others else ""
+    if job.settings.allocation and not others:  # without --no-kill Slurm would end the whole job
+        shared = f"job {job.job} has other nodes"
+    again = known.downed and known.drained and not known.proven_bad and "DOWN" not in info.states and not shared
+    if info.states & TAKEN_OUT and not again:
+        why = info.reason or "no reason given"
+        already = f"{node} is out of service already ({why}): left as it is"
+        out.record(job, records.FailureAction(failure=failure, text=already))
+        return
+    if view.unfit(node) and not again:
+        out.record(job, records.FailureAction(failure=failure, text=f"{node} is being taken out of service already"))
+        return
+    why = "a dead node must get no work"
+    if shared:
+        why = f"{why}; {shared}: drained, Slurm itself sets it down"
+        text = f"{text}; {shared.partition(' (')[0]}: drained, Slurm itself sets it down"[:REASON_LENGTH]
+    action = Action("drain" if shared else "down", job.job, job.block_of(element), node, why, text)
+    state, not_done = ("DRAIN", "drained") if shared else ("DOWN", "set down")
+    if barred := permission.withheld(view, action, out):
+        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {barred}"))
+        return
+    why = _too_many(view, node, state, out)
+    if why:
+        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {why}"))
+        said = f"{node} stays in service although it is dead: {why}"
+        out.record(job, records.IsolationWithheld(node=node, slots=[], reason=said))
+        out.record(job, records.Avoided(element=element, node=node, suspect=True, reason=f"{node} was lost: {text}"))
+        return
+    verb = f"drain {node}" if shared else f"set {node} down"
+    done = f"{verb} in Slurm: {text}; once it is back, `{readmission.pair_test_command(node)}` tests it"
+    out.record(job, records.FailureAction(failure=failure, text=done))
+    out.record(job, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
+    out.requests.append(Run((action,), urgent=True))
+
+
+def deferred(view: View) -> Outcome:
+    """Lost nodes that were not taken while silence was not to be believed, and that are still silent now that it is.
+    After a start nobody knows who is until all had the time to come back."""
+    out, settled = Outcome(), view.config.restart_grace + view.config.lease
+    if view.suspicions.doubt or view.suspicions.unsure or view.alone or view.now - view.started_at <= settled:
+        return out
+    taken = set()
+    for (node, name, element), owed in sorted(view.state.deferred.items()):
+        job = view.state.jobs.get(name)
+        agent = job.agents.get(element) if job is not None and not job.over else None
+        lost = agent is not None and agent.node == node and agent.lost
+        said = f"{node} is {'still silent' if lost else 'not lost any more'}, and silence is to be believed again"
+        record = records.TakeDeferred(node=node, element=element, over=True, reason=said)
+        out.records.append((name, job.generation if job is not None else 0, record))
+        if lost and job is not None and node not in taken:
+            taken.add(node)
+            take_out(view, job, element, node, owed.failure, owed.text, out)
+    return out
+
+
+def _others(view: View, node: str, but: tuple[str, int] | None = None) -> list[str]:
+    """Elements that Slurm shows on the node, and that are not lost there themselves: DOWN would end them, and their
+    node may be cut off from here for seconds only. but: the one that is being judged."""
+    found = []
+    for e in view.slurm.seen.by_node.get(node, ()) if view.slurm.seen else ():
+        state = view.state.jobs.get(e.job)
+        agent = state.agents.get(e.element) if state is not None else None
+        lost = agent is not None and agent.node == node and agent.lost
+        if e.state in OCCUPIES and (e.job, e.element) != but and not lost:
+            found.append(e.label)
+    return sorted(found)
+
+
+def _too_many(view: View, node: str, state: str, out: Outcome) -> str:
+    count = len(view.slurm.seen.nodes) if view.slurm.seen else 0
+    taken = {**view.state.isolated}
+    taken |= {r.node: Mark(view.now, job) for job, _, r in out.records if isinstance(r, records.Isolated)}
+    return bounds.too_many(node, taken, count, view.config, view.now, state)
+
+
+# ---------------------------------------------------------------- living nodes
+def drain(view: View, node: str, text: str, out: Outcome) -> bool:
+    """Asks Slurm to drain a living node; what runs there goes on. False when a limit forbids it.
+
+    Only on the word of root, of Slurm or of an admin: never on what a user's process says.
+    """
+    action = Action("drain", "", -1, node, "a node that is proven bad must get no more work", text[:REASON_LENGTH])
+    if permission.withheld(view, action, out):
+        return False
+    why = _too_many(view, node, "DRAIN", out)
+    if why:
+        known = view.state.withheld.get(node)
+        if known is None or view.now - known.at >= view.config.isolation_window_seconds:
+            said = f"{node} is not drained although {text}: {why}"
+            out.record(None, records.IsolationWithheld(node=node, slots=[], reason=said))
+        return False
+    out.record(None, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
+    out.requests.append(Run((action,), urgent=True))
+    return True
+
+
+def proven_bad(view: View) -> Outcome:
+    """Drains nodes that their health checks have proven bad, where they have not done so themselves; takes note of
+    those that have, so that they are given back once the checks pass."""
+    out, seen = Outcome(), view.slurm.seen
+    for name, known in sorted(view.state.nodes.items()) if seen else ():
+        report, info = known.health, view.slurm.node(name)
+        if report is None or info is None or report.verdict != "bad" or not report.drain or known.downed:
+            continue
+        news = report.at > known.resumed_at and seen is not None and seen.asked_at > report.at
+        if not news:
+            continue
+        if info.states & TAKEN_OUT:
+            if info.reason.startswith(HEALTH):
+                text = info.reason
+                out.record(None, records.Isolated(node=name, reason=f"{name} has drained itself: {text}"))
+                intent = records.SlurmAction(
+                    action="drain", element=-1, node=name, slurm_reason=text, reason=f"{name} has drained itself"
+                )
+                out.record(None, intent)
+                out.record(None, records.SlurmDone(action="drain", node=name, reason=text))
+        elif view.now - report.at >= DRAIN_SECONDS:
+            drain(view, name, f"{HEALTH}: {report.reason}", out)
+    return out
+
+
+# ---------------------------------------------------------------- what Slurm made of it
+def refused(view: View, action: Action, error: str) -> Outcome:
+    """Slurm does not take the node out of service: it gets no work of ours all the same, and Slurm is asked again."""
+    out = Outcome()
+    if view.state.node(action.node).refused:
+        return out
+    state = "DRAIN" if action.action == "drain" else "DOWN"
+    reason = (
+        f"Slurm does not set {action.node} {state} ({error}): it gets no work here, but other jobs may run on it. "
+        f"Do it by hand: `scontrol update NodeName={action.node} State={state} Reason=...`"
+    )
+    failed = records.ActionFailed(
+        slot=-1, node=action.node, failed="isolate", action="isolate", severity=1, reason=reason
+    )
+    out.record(view.state.jobs.get(action.job), failed)
+    return out
+
+
+def gone_down(view: View, out: Outcome) -> None:
+    """Nodes that were to be taken out of service and that Slurm shows so, whoever did it: no more is asked for them."""
+    for name in sorted(view.state.out_of_service):
+        known, info = view.state.node(name), view.slurm.node(name)
+        out_of_it = info is not None and info.states & TAKEN_OUT and not _only_drained(known, info)
+        if info is not None and out_of_it and (known.going_down or known.refused):
+            said = f"{name} is out of service ({info.reason or 'no reason given'})"
+            out.record(None, records.SlurmDone(action=_action(known.drained), node=name, reason=said))
+
+
+def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out: Outcome) -> list[Action]:
+    """What was asked of Slurm and is not done: refused, or lost with a controller that died before the answer. A node
+    that the admin does not allow to be taken any more is in service again."""
+    found, waited_for = [], {key[3] for key in under_way}
+    for name in sorted(view.state.out_of_service):
+        known, info = view.state.node(name), view.slurm.node(name)
+        seen = view.slurm.seen
+        late = seen is None or seen.asked_at <= known.suspected_at  # Slurm was asked before it was told
+        owed = info is not None and (info.healthy or _only_drained(known, info))
+        if known.going_down and owed and not late and name not in waited_for:
+            why = "Slurm refused it before" if known.refused else "it was not done before"
+            drain = known.drained or bool(_others(view, name))  # since it was asked for they may have begun there
+            action = Action(_action(drain), known.refused_for, -1, name, why, known.reason or LOST)
+            if barred := permission.withheld(view, action, out):
+                said = f"{action.label}: not allowed: {barred}"
+                out.record(None, records.SlurmFailed(action=action.action, element=-1, node=name, reason=said))
+                out.record(None, records.NodeResumed(node=name, verified=False, reason=f"{name} was not taken"))
+            else:
+                found.append(action)
+    return found
+
+
+def _only_drained(known: NodeState, info: NodeInfo) -> bool:
+    """The node was drained by this tool before, and is to be set down now that nothing else runs there."""
+    ours = "DRAIN" in info.states and info.reason.startswith(f"{OURS}[")
+    return ours and not known.drained and "DOWN" not in info.states
+
+
+def _action(drained: bool) -> str:
+    return "drain" if drained else "down"
+
+
+# ---------------------------------------------------------------- what an admin has to know
+@dataclass(frozen=True)
+class Attention:
+    """Something for which an admin is needed: a node, or "" and a limit that was reached. since: seconds since the
+    epoch. key: what tells it from all else, as long as it lasts."""
+
+    key: str
+    node: str
+    since: float
+    job: str
+    reason: str
+
+
+def attention(view: View) -> list[Attention]:
+    """All of it."""
+    window = view.config.isolation_window_seconds
+    found = [
+        Attention(f"withheld {node}", node, mark.at, mark.job, mark.reason)
+        for node, mark in sorted(view.state.withheld.items())
+        if view.now - mark.at < window and (info := view.slurm.node(node)) is not None and info.healthy
+    ]
+    slurm = view.slurm
+    if slurm.error and view.now - slurm.error_since >= AWAY_SECONDS:
+        said = f"Slurm has not answered for {view.now - slurm.error_since:.0f} s, and nothing is planned: {slurm.error}"
+        found.append(Attention("slurm", "", slurm.error_since, "", said))
+    for take, mark in sorted(view.state.withheld_takes.items()):
+        if view.now - mark.at < window:
+            found.append(Attention(f"take {take}", "", mark.at, mark.job, mark.reason))
+    for name, known in sorted(view.state.nodes.items()):
+        if known.refused:
+            found.append(Attention(f"refused {name}", name, known.refused_at, known.refused_for, known.refused))
+        elif not known.downed and (said := readmission.suspect(view, name)):
+            test = readmission.pair_test_command(name)
+            reason = f"{name} is a suspect ({said}): `{test}` proves or clears it"
+            found.append(Attention(f"suspect {name}", name, known.suspected_at or view.now, "", reason))
+    return found
+
+
+def admin_news(view: View) -> Outcome:
+    """Records what needs an admin since the last look, and what no longer does. Before Slurm has shown its nodes
+    nothing is over: much of it is about nodes that Slurm shows as healthy."""
+    out, known = Outcome(), view.state.attention
+    there = {item.key: item for item in attention(view)}
+    for key, item in there.items():
+        if key not in known:
+            out.record(None, records.NeedsAdmin(key=key, node=item.node, reason=item.reason))
+    if not view.slurm.used or view.slurm.seen is not None:
+        for key in [key for key in known if key not in there]:
+            out.record(None, records.NeedsAdmin(key=key, over=True, reason="no admin is needed any more for it"))
+    return out

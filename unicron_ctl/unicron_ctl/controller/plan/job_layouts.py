@@ -1,0 +1,183 @@
+"""The layouts in which a job can run: how fast each is, what a change costs, and when the plan's is asked for.
+
+Another layout is a start of all ranks from a checkpoint, which the planner weighs as such (docs/design/planning.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.job_state import JobState, Phase
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.plan.planning import UNMEASURED, JobInput
+from unicron_ctl.shared.protocol.structs import Settings
+from unicron_detector.words import counted
+from unicron_planner.problem import layouts as planner
+from unicron_planner.problem.gpus import gpu_memory, gpu_peak
+from unicron_planner.problem.layouts import Known, Split
+from unicron_planner.problem.megatron_costs import Gpt, Hardware
+from unicron_transition.generations.layout import stated
+
+NEVER_SAVES = -1  # `structs.RankStatus.saved` of a script without checkpoints
+WHOLE = (Phase.RUNNING, Phase.OFFERING, Phase.ENTERING)  # phases in which the ranks that stop can save all of the state
+Table = Mapping[int, float]  # FLOP/s by number of nodes
+
+
+# ------------------------------------------------------------ what the planner is told
+def with_layouts(view: View, job: JobState, found: JobInput, gres: str, peak: float) -> JobInput:
+    """Adds what the job can do in each of its layouts; unchanged where it has stated none. gres: of a node
+    that it may be given; peak: FLOP/s of a node at most."""
+    if not job.layout:
+        return found
+    live, every = view.job(job), tables(view, job.settings, job.settings.max_nodes, gres, job)
+    capped = {
+        name: {count: min(rate, count * peak) for count, rate in table.items() if count <= found.trains}
+        for name, table in possible(live, every).items()
+    }
+    capped.setdefault(job.layout, dict.fromkeys(range(1, found.trains + 1), 0.0))
+    least = min(planner.smallest(split, live.per_node) for split in splits(job.settings) if split.name in capped)
+    return replace(
+        found,
+        unit=least,
+        layouts=capped,
+        layout=job.layout,
+        restart_seconds=_restart_seconds(view, live, found.nodes, every.get(job.layout, {})),
+    )
+
+
+def _restart_seconds(view: View, job: JobView, nodes: int, now: Table) -> float:
+    """D_transition of a start in another layout. The planner charges it at what `nodes` nodes bring: where the job has
+    just lost some, what it had before them brought more."""
+    seconds = view.config.transition_seconds + lost_seconds(view, job)
+    before, after = now.get(view.state.assignment.get(job.state.job, 0), 0.0), now.get(nodes, 0.0)
+    return seconds * before / after if before > after > 0 else seconds
+
+
+def tables(
+    view: View, settings: Settings, most: int, gres: str, job: JobState | None = None
+) -> dict[str, dict[int, float]]:
+    """T by layout and number of nodes, 1 to `most`, of those that fit. job: none before it has begun."""
+    seen = _measured(view, settings, job)
+    rates = [rate / nodes for one in view.state.jobs.values() for nodes, rate in one.measured.items() if not one.over]
+    usual = _rounded(sum(rates) / len(rates)) if rates else UNMEASURED
+    as_key = tuple((name, tuple(sorted(table.items()))) for name, table in sorted(seen.items()))
+    return _rates(tuple(splits(settings)), _known(settings, gres, usual), as_key, most)
+
+
+@lru_cache(maxsize=256)
+def _rates(
+    ways: tuple[Split, ...], known: Known, seen: tuple[tuple[str, tuple[tuple[int, float], ...]], ...], most: int
+) -> dict[str, dict[int, float]]:
+    """Asked for at each look at Slurm, and much work for a large job: the same again, as long as nothing changes."""
+    return planner.rates(ways, known, {name: dict(table) for name, table in seen}, range(1, most + 1))
+
+
+def _rounded(rate: float) -> float:
+    """Rounds to 0.1 %: measurements change with every iteration, and smaller differences must not change plans."""
+    return float(f"{rate:.4g}")
+
+
+def problem(settings: Settings) -> str:
+    """Why a job with these layouts and this model cannot be planned for; empty when it can. Agents have looked at
+    their own; this is for what anybody sends."""
+    try:
+        _known(settings, "", UNMEASURED)
+        found = [split.name for split in splits(settings)]
+    except KeyError as error:
+        return f"the model's {error.args[0]} is missing"
+    except ValueError as error:
+        return str(error)
+    return "" if found == settings.layouts else f"layouts are written as {', '.join(found)}"
+
+
+def splits(settings: Settings) -> list[Split]:
+    """The job's layouts as the planner knows them."""
+    found = [stated(name) for name in settings.layouts]
+    return [Split(one.text, one.layout.tensor, one.layout.pipeline, one.virtual) for one in found]
+
+
+def _known(settings: Settings, gres: str, per_node: float) -> Known:
+    gpus, sizes = max(1, settings.ranks_per_node), settings.model
+    hardware = Hardware(gpus, gpu_peak(gres) or Hardware.peak, gpu_memory(gres))
+    if not sizes:
+        return Known(gpus, per_node, None, hardware)
+    names = ("layers", "hidden", "heads", "seq-length", "vocab", "global-batch")
+    if (batch := sizes.get("micro-batch", 1)) < 1:
+        raise ValueError(f"the model's micro-batch must be a whole number of 1 or more, not {batch}")
+    model = Gpt(*(sizes[name] for name in names))
+    return Known(gpus, per_node, model, hardware, sizes.get("micro-batch", 1), bool(sizes.get("recompute")))
+
+
+def _measured(view: View, settings: Settings, job: JobState | None) -> dict[str, dict[int, float]]:
+    """FLOP/s by layout and number of nodes, of the job itself and of earlier runs of the same name."""
+    found: dict[str, dict[int, float]] = {}
+    everyone = view.state.jobs.values() if view.config.throughput == "measured" else ()
+    others = [one for one in everyone if one is not job]
+    for one in [*others, *([job] if job is not None else [])]:
+        if (one.settings.name, one.settings.user) == (settings.name, settings.user):
+            for name, table in one.by_layout.items():
+                found.setdefault(name, {}).update((n, _rounded(rate)) for n, rate in table.items() if rate > 0)
+    return found
+
+
+def possible(job: JobView, found: Mapping[str, Table]) -> dict[str, Table]:
+    """The layouts in which the job can go on: a script without checkpoints would start over, so it stays as it is."""
+    if job.state.iteration < 0 or newest_saved(job) > NEVER_SAVES:
+        return dict(found)
+    return {name: table for name, table in found.items() if name == job.state.layout}
+
+
+def newest_saved(job: JobView) -> int:
+    """The iteration with which the newest checkpoint goes on of which a rank knows; -1 where none is made."""
+    return max((status.saved for _, _, status in job.all_ranks()), default=NEVER_SAVES)
+
+
+def lost_seconds(view: View, job: JobView) -> float:
+    """The work that is done again after a start in another layout: an iteration where the ranks can save, else all
+    since the newest checkpoint."""
+    state = job.state
+    times = [seconds for _, seconds, _ in state.recent]
+    usual = sum(times) / len(times) if times else 0.0
+    if state.iteration < 0 or state.phase in WHOLE:
+        return usual
+    return usual * max(1, state.iteration + 1 - max(0, newest_saved(job)))
+
+
+# ------------------------------------------------------------ what becomes of it
+def first(view: View, settings: Settings, node: str) -> tuple[str, str]:
+    """(layout, reason) with which a job begins: the best on all the nodes that it may have. node: of its first
+    agent."""
+    seen = view.slurm.node(node)
+    most = settings.max_nodes
+    found = tables(view, settings, most, seen.gres if seen is not None else "")
+    if not found:
+        name = settings.layouts[0]
+        return name, f"{name}, the first that it states: by the model, none fits into the GPUs' memory"
+    best = max(found, key=lambda name: found[name][most])
+    others = f" of {', '.join(settings.layouts)}" if len(settings.layouts) > 1 else ""
+    return best, f"{best}, the best{others} on {counted(most, 'node')}"
+
+
+def wishes(view: View, jobs: Sequence[JobState]) -> Outcome:
+    """Puts on record which jobs are to go on in another layout, once the nodes are there for which the plan is."""
+    out, report = Outcome(), view.state.plan_report
+    for job in jobs:
+        planned = view.state.layouts.get(job.job, "")
+        if not job.layout or not planned or planned == (job.relayout or job.layout):
+            continue
+        if planned == job.layout:
+            out.record(job, records.LayoutWanted(layout=planned, reason=f"the plan keeps {planned}"))
+        elif _there(view, job):
+            why = report.reasons.get(job.job, "") if report is not None else ""
+            out.record(job, records.LayoutWanted(layout=planned, reason=why or f"the plan is for {planned}"))
+    return out
+
+
+def _there(view: View, job: JobState) -> bool:
+    """Nobody trains, or as many nodes have agents as the plan gives."""
+    here = [agent for agent in view.job(job).alive() if job.allotted is None or agent.element in job.allotted]
+    return job.phase is Phase.FORMING or len(here) >= view.state.assignment.get(job.job, 0)

@@ -1,0 +1,197 @@
+"""How many nodes each job gets: the one place where the controller meets the planner (docs/design/planning.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from unicron_detector.words import counted
+from unicron_planner.problem.objective import Job, Scenario
+from unicron_planner.problem.throughput import Throughput
+from unicron_planner.solver.solve import Plan, best, by_owner, plan_of
+from unicron_planner.solver.spares import worth
+
+NOWHERE: Mapping[str, int] = {}
+UNMEASURED = 1e9  # FLOP/s per node of a job when nothing at all has been measured: only ratios matter then
+
+
+@dataclass(frozen=True)
+class JobInput:
+    """A job as the planner sees it. nodes: what it had before the event; alive: how many of them are left. rate:
+    measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration. rates: the same by node count,
+    for every size that is to be trusted. reach: the nodes that it may be given. spare_nodes: those that growth leaves
+    free. unit: nodes of whole replicas; others count as the next smaller multiple of it. layouts: for a job that can
+    run in several, aggregate FLOP/s by layout and node count, in place of the rates; layout: the one that it is in.
+    block: nodes of an element, which it gets and gives up together. restart_seconds: what it costs to start it in
+    another one. working: how many of max_nodes train at most, 0 for all; those above are hot spares, and without one a
+    lost node's place stays empty for wait_seconds. owner: whose FLOP/s its own are compared with; a job without one is
+    compared with itself only. trained: it has begun, so that it may have a state to lose; one that has not yet gives up
+    nodes that are too few to begin with.
+    """
+
+    job: str
+    weight: float
+    min_nodes: int
+    max_nodes: int
+    nodes: int
+    alive: int
+    rate: float = 0.0
+    measured_nodes: int = 0
+    rates: Mapping[int, float] = field(default_factory=dict)
+    reach: frozenset[str] = frozenset()
+    spare_nodes: int = 0
+    unit: int = 1
+    layouts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    layout: str = ""
+    restart_seconds: float = 0.0
+    working: int = 0
+    wait_seconds: float = 0.0
+    owner: str = ""
+    trained: bool = True
+    block: int = 1
+
+    @property
+    def holds_state(self) -> bool:
+        """Its nodes may hold a training state that is nowhere else."""
+        return self.trained and self.alive > 0
+
+    @property
+    def whose(self) -> str:
+        """The owner, as the planner knows it."""
+        return self.owner or self.job
+
+    @property
+    def trains(self) -> int:
+        """The most nodes that train."""
+        return self.working or self.max_nodes
+
+    @property
+    def spares(self) -> int:
+        """The most that wait."""
+        return self.max_nodes - self.trains
+
+
+def throughput(job: JobInput, per_node: float) -> dict[int, float]:
+    """T(t,x) for every size the job can be given: measured sizes as they are and the others by a fit through them,
+    where at least two are known; linear in x through one; `per_node` where nothing is. A node that completes no replica
+    brings nothing.
+    """
+    found = _by_nodes(job, per_node)
+    return {count: found.get(count - count % job.unit, 0.0) for count in found} if job.unit > 1 else found
+
+
+def in_blocks(job: JobInput, found: Mapping[int, float]) -> dict[int, float]:
+    """The sizes that it can be given: whole blocks."""
+    return {count: rate for count, rate in found.items() if count % job.block == 0}
+
+
+def _by_nodes(job: JobInput, per_node: float) -> dict[int, float]:
+    """Throughput by number of nodes where any number can train."""
+    sizes = range(1, job.trains + 1)
+    if len(job.rates) >= 2:
+        fitted = Throughput(flops_per_iteration=1.0)
+        for count, rate in job.rates.items():
+            fitted.add(count, 1.0 / rate)
+        found = fitted.flops(sizes)
+        if len(found) == len(sizes):
+            return found
+    if job.rate > 0 and job.measured_nodes > 0:
+        per_node = job.rate / job.measured_nodes
+    return {count: per_node * count for count in sizes}
+
+
+def spares(job: JobInput, per_node: float, mtbf_node_hours: float) -> dict[int, float]:
+    """What its hot spares save, FLOP/s, by the number of nodes that it has with them."""
+    if not job.spares:
+        return {}
+    flops = job.layouts[job.layout] if job.layouts else throughput(job, per_node)
+    least = min(job.min_nodes, job.trains)
+    return worth(flops, job.trains, job.spares, least, mtbf_node_hours, job.wait_seconds)
+
+
+def scenario(
+    jobs: Sequence[JobInput],
+    nodes: int,
+    mtbf_node_hours: float,
+    transition_seconds: float,
+    elsewhere: Mapping[str, int] = NOWHERE,
+) -> Scenario:
+    """The planner's scenario (docs/design/planning.md). `jobs` must not be empty. elsewhere: nodes that owners are
+    given beside these."""
+    rates = [job.rate / job.measured_nodes for job in jobs if job.rate > 0 and job.measured_nodes > 0]
+    usual = sum(rates) / len(rates) if rates else UNMEASURED
+    return Scenario(
+        nodes=nodes,
+        jobs=tuple(
+            Job(
+                name=job.job,
+                flops={} if job.layouts else in_blocks(job, throughput(job, usual)),
+                layouts={name: in_blocks(job, table) for name, table in job.layouts.items()},
+                layout=job.layout if job.layouts else None,
+                transition={"restart": job.restart_seconds} if job.layouts else {},
+                weight=job.weight,
+                min_nodes=min(job.min_nodes, job.max_nodes),
+                max_nodes=job.max_nodes,
+                nodes=min(job.nodes, job.max_nodes),
+                lost_worker=job.alive < job.nodes,
+                spares=in_blocks(job, spares(job, usual, mtbf_node_hours)),
+                owner=job.whose,
+                unit=job.unit,
+                keep=min(job.alive, job.unit) if job.trained else 0,
+            )
+            for job in jobs
+        ),
+        mtbf_node_hours=mtbf_node_hours,
+        transition_seconds=transition_seconds,
+        elsewhere=elsewhere,
+    )
+
+
+def plan(
+    jobs: Sequence[JobInput],
+    nodes: int,
+    mtbf_node_hours: float,
+    transition_seconds: float,
+    elsewhere: Mapping[str, int] = NOWHERE,
+) -> Plan:
+    """The assignment of at most `nodes` nodes.
+
+    Unlike the plain program it never takes a running job's last nodes: they hold its training state. Such a job keeps
+    what lives, at most its minimum where its owner's share has that, and the others share the rest.
+    """
+    whole = scenario(jobs, nodes, mtbf_node_hours, transition_seconds, elsewhere)
+    by_name = {job.job: job for job in jobs}
+    fixed: dict[str, int] = {}
+
+    def assign(own: Sequence[Job], room: int) -> dict[str, int]:
+        """The best for one owner's jobs; those that would stop get what they keep first."""
+        free, kept = list(own), dict[str, int]()
+        while free:
+            found = best(whole, free, max(0, room - sum(kept.values())))
+            starved = [by_name[job.name] for job in free if by_name[job.name].holds_state and not found[job.name]]
+            if not starved:
+                return kept | found
+            # The job that weighs most keeps its place first: with too few nodes for all, the others are asked again.
+            keep = max(starved, key=lambda job: (job.weight, -job.min_nodes, job.job))
+            free = [job for job in free if job.name != keep.job]
+            states = sum(job.keep for job in free)
+            least, wanted = min(keep.alive, keep.unit), min(keep.alive, max(keep.unit, keep.min_nodes))
+            fixed[keep.job] = kept[keep.job] = wanted if sum(kept.values()) + wanted + states <= room else least
+        return kept
+
+    assignment, shares = by_owner(whole, assign)
+    free = tuple(job for job in whole.jobs if job.name not in fixed)
+    found = plan_of(replace(whole, jobs=free), assignment, shares) if free else Plan({}, 0.0, 0.0, {}, shares=shares)
+    return _with_fixed(found, {name: assignment[name] for name in fixed}, jobs, nodes)
+
+
+def _with_fixed(found: Plan, fixed: Mapping[str, int], jobs: Sequence[JobInput], nodes: int) -> Plan:
+    assignment = {**found.assignment, **fixed}
+    reasons = {**found.reasons, **{job: _kept(count) for job, count in fixed.items()}}
+    layouts = {**found.layouts, **{job.job: job.layout for job in jobs if job.job in fixed and job.layout}}
+    spares = max(0, nodes - sum(assignment.values()))
+    return replace(found, assignment=assignment, reasons=reasons, layouts=layouts, spares=spares)
+
+
+def _kept(count: int) -> str:
+    return f"keeps {counted(count, 'node')}: its training state lives there and nowhere else"

@@ -1,0 +1,159 @@
+"""One plan over pools of nodes: no job is given more nodes than there are for it, whatever the others take. Pure.
+
+Jobs that can use the same nodes are planned together by one dynamic program over their number. Where some of them can
+use only a part, their counts may not fit side by side: then those that compete for too few nodes (Hall's condition) are
+planned first, on these nodes alone, and the others on what is left to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from unicron_ctl.controller.plan.planning import JobInput
+from unicron_planner.solver.solve import Plan
+
+Solve = Callable[[Sequence[JobInput], int, Mapping[str, int]], Plan]
+NOTHING = Plan({}, 0.0, 0.0, {}, 0)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Jobs that share nodes, and all nodes that any of them can use."""
+
+    jobs: tuple[JobInput, ...]
+    nodes: frozenset[str]
+
+    @property
+    def count(self) -> int:
+        """How many nodes the plan may give out: the spare ones stay free, but for what the jobs had before."""
+        spare = max((job.spare_nodes for job in self.jobs), default=0)
+        had = sum(min(job.nodes, job.trains) for job in self.jobs)
+        return max(len(self.nodes) - spare, min(len(self.nodes), had))
+
+
+def pools(jobs: Sequence[JobInput]) -> list[Pool]:
+    """The jobs grouped by the nodes that they share, in the order of their first job."""
+    found: list[Pool] = []
+    for job in jobs:
+        touching = [pool for pool in found if pool.nodes & job.reach]
+        merged = Pool(
+            (*(known for pool in touching for known in pool.jobs), job),
+            job.reach.union(*(pool.nodes for pool in touching)),
+        )
+        found = [pool for pool in found if pool not in touching] + [merged]
+    order = {job.job: index for index, job in enumerate(jobs)}
+    sort = [replace(pool, jobs=tuple(sorted(pool.jobs, key=lambda job: order[job.job]))) for pool in found]
+    return sorted(sort, key=lambda pool: order[pool.jobs[0].job])
+
+
+def plan(pool: Pool, solve: Solve) -> Plan:
+    """The assignment for one pool; every job's nodes can be found among those in its reach. Hot spares are among the
+    nodes that the partition keeps free, as far as these suffice."""
+    return _with_kept(pool, _shared(pool, solve, {}))
+
+
+def _with_kept(pool: Pool, found: Plan) -> Plan:
+    """Jobs whose spares the plan has no nodes for get them from those that are kept free."""
+    given, reasons = dict(found.assignment), dict(found.reasons)
+    for job in pool.jobs:
+        room = len(pool.nodes) - job.block
+        while job.trains <= given[job.job] < job.max_nodes and sum(given.values()) <= room:
+            more = {**given, job.job: given[job.job] + job.block}
+            if crowd(pool, more):
+                break
+            given = more
+        if given[job.job] > found.assignment[job.job]:
+            count = given[job.job] - found.assignment[job.job]
+            waits = f"wait{'s' if count == 1 else ''}"
+            reasons[job.job] += f"; {count} of the nodes that are kept free {waits} ready as its hot spare"
+    spares = max(0, len(pool.nodes) - sum(given.values()))
+    return replace(found, assignment=given, reasons=reasons, spares=spares)
+
+
+def _shared(pool: Pool, solve: Solve, elsewhere: Mapping[str, int]) -> Plan:
+    """elsewhere: nodes that owners have been given already, beside those of the pool: they count as a part of their
+    shares, so nobody has more by asking for certain nodes."""
+    found = solve(pool.jobs, pool.count, elsewhere)
+    crowded = crowd(pool, found.assignment)
+    if not crowded or len(crowded) == len(pool.jobs):
+        return found
+    inner = [job for job in pool.jobs if job.job in crowded]
+    nodes = frozenset().union(*(job.reach for job in inner))
+    parts = [_shared(part, solve, elsewhere) for part in pools(inner)]
+    had = dict(elsewhere)
+    for job in inner:
+        had[job.whose] = had.get(job.whose, 0) + sum(part.assignment.get(job.job, 0) for part in parts)
+    rest = [replace(job, reach=job.reach - nodes) for job in pool.jobs if job.job not in crowded]
+    parts += [_shared(part, solve, had) for part in pools(rest)]
+    return joined(parts, len(pool.nodes))
+
+
+def joined(parts: Sequence[Plan], nodes: int) -> Plan:
+    """Plans of different jobs as one; nodes: all that there are."""
+    whole = NOTHING
+    for part in parts:
+        whole = Plan(
+            {**whole.assignment, **part.assignment},
+            whole.objective + part.objective,
+            whole.waf + part.waf,
+            {**whole.reasons, **part.reasons},
+            layouts={**whole.layouts, **part.layouts},
+            shares={
+                owner: whole.shares.get(owner, 0) + part.shares.get(owner, 0) for owner in whole.shares | part.shares
+            },
+        )
+    return replace(whole, spares=max(0, nodes - sum(whole.assignment.values())))
+
+
+def crowd(pool: Pool, wanted: Mapping[str, int]) -> set[str]:
+    """Jobs that are to have more nodes together than there are for them; empty when all can have theirs.
+
+    A maximum flow from jobs to sorts of nodes; what a job that goes short can reach in it is such a set.
+    """
+    if all(job.reach == pool.nodes for job in pool.jobs):
+        return set()
+    room: dict[frozenset[str], int] = {}
+    for name in pool.nodes:
+        users = frozenset(job.job for job in pool.jobs if name in job.reach)
+        room[users] = room.get(users, 0) + 1
+    given: dict[tuple[str, frozenset[str]], int] = {}
+    for job in pool.jobs:
+        for _ in range(wanted[job.job]):
+            seen = _give_one(job.job, room, given)
+            if seen:
+                return seen
+    return set()
+
+
+def _give_one(job: str, room: dict[frozenset[str], int], given: dict[tuple[str, frozenset[str]], int]) -> set[str]:
+    """Gives the job one more node, by moving others' where needed. The jobs that stand in the way if it cannot be."""
+    came: dict[str, tuple[str, frozenset[str]] | None] = {job: None}
+    queue = [job]
+    for current in queue:
+        for users in (sort for sort in room if current in sort):
+            if room[users] > 0:
+                room[users] -= 1
+                _shift(current, users, came, given)
+                return set()
+            for other in sorted(users - came.keys()):
+                if given.get((other, users), 0) > 0:
+                    came[other] = (current, users)
+                    queue.append(other)
+    return set(came)
+
+
+def _shift(
+    current: str,
+    users: frozenset[str],
+    came: Mapping[str, tuple[str, frozenset[str]] | None],
+    given: dict[tuple[str, frozenset[str]], int],
+) -> None:
+    """`current` takes a node of this sort; each before it on the way takes over what the next one gave up."""
+    step: tuple[str, frozenset[str]] | None = (current, users)
+    while step is not None:
+        taker, sort = step
+        given[taker, sort] = given.get((taker, sort), 0) + 1
+        step = came[taker]
+        if step is not None:
+            given[taker, step[1]] -= 1

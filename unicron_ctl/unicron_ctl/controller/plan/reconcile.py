@@ -1,0 +1,441 @@
+"""What is wanted against what Slurm shows: the actions that bring one to the other.
+
+Nothing here waits: polls, actions and probes are requests that a thread carries out, and their results come back as
+inputs. Without a fresh listing nothing is decided.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model import permission
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.job_state import AgentRecord, JobState
+from unicron_ctl.controller.model.requests import OURS, Action, Poll
+from unicron_ctl.controller.model.submission import another
+from unicron_ctl.controller.model.view import Listing, Outcome, View
+from unicron_ctl.controller.nodes import isolation, readmission, unfinished
+from unicron_ctl.controller.plan import job_layouts, stranded
+from unicron_ctl.controller.plan.ahead import Aheads
+from unicron_ctl.controller.plan.inputs import (
+    came_to_nothing,
+    dead_elements,
+    ended_in_allocation,
+    ending,
+    fixed,
+    inputs,
+    key_of,
+    plan_for,
+    reaches,
+    unit_of,
+)
+from unicron_ctl.controller.plan.job_comments import Comments, comment_on_jobs
+from unicron_ctl.controller.plan.placement import PIN_SECONDS, Need, Placement, held_by_others, place
+from unicron_ctl.controller.plan.pools import pools
+from unicron_ctl.controller.plan.slurm_actions import Retries, request_actions
+from unicron_ctl.controller.sense.slurm_states import describe
+from unicron_ctl.shared.slurm import pending_reasons
+from unicron_ctl.shared.slurm.admin_comment import HELD, own_part
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo
+from unicron_ctl.shared.slurm.squeue import names_of, nodes_of
+from unicron_ctl.shared.slurm.states import ENDED_BADLY, OCCUPIES, OVER, WORKS
+from unicron_ctl.shared.system.throttle import Throttle
+from unicron_detector.words import counted
+
+HURRY_SECONDS = 0.1
+EARLY = 1.0, 3.0  # early listings a second, and at once: whatever happens, Slurm has other work
+SHARE = 0.1  # of the time that the usual listings may take, where each takes long; early ones as much again
+LONGEST_PAUSE = 60.0  # between two listings
+MOST_FAILURES = 2  # failed listings in a row that make the pause longer: one more period each
+ASKED_SECONDS = 60.0  # for which Slurm is still asked about a job that has ended
+LATELY_SECONDS = 3600.0  # the same at the controller's start
+# How the elements of a job may end that has not trained to its end, the most telling first
+UNFINISHED = (*sorted(OVER - ENDED_BADLY - {"COMPLETED"}), *sorted(ENDED_BADLY))
+STOPPED = 128 + signal.SIGTERM  # exit code of a job that was stopped, as a shell shows it
+# After the last word of an agent that has left, where nobody says that its task has ended: it may still write files
+# for a minute (agent.loop.agent.FILES_SECONDS)
+ENDS_SECONDS = 75.0
+SILENT_SECONDS = 600.0  # for which a node is not tried again on which an element has not started, for no reason given
+REFUSED_BLOCK_SECONDS = 300.0  # for which a block is given none of the nodes that Slurm refused it: one may be at fault
+GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
+
+
+@dataclass
+class Desk:
+    """What is under way with Slurm; lost with the process. Times in seconds on the controller's clock."""
+
+    asked_at: float = 0.0
+    busy: bool = False
+    next_poll: float = 0.0
+    took: float = 0.0
+    """Seconds that the last listing took."""
+    failures: int = 0
+    """Listings in a row that failed."""
+    under_way: set[tuple[str, str, int, str]] = field(default_factory=set)
+    """Actions of which this process waits to hear the outcome."""
+    retries: Retries = field(default_factory=Retries)
+    missing_since: dict[str, float] = field(default_factory=dict)
+    """job -> since when Slurm shows none of its elements; only of jobs that have not ended."""
+    gate: readmission.Gate = field(default_factory=readmission.Gate)
+    comments: Comments = field(default_factory=Comments)
+    aheads: Aheads = field(default_factory=Aheads)
+    watched: str = ""
+    """What the last plan depended on for jobs that are only watched."""
+    early: Throttle = field(default_factory=lambda: Throttle(*EARLY))
+
+    def hurry(self, now: float, delay: float = HURRY_SECONDS) -> None:
+        """Something changed: asks Slurm soon, or as soon as there may be another early listing."""
+        price = max(1.0, self.took / SHARE * EARLY[0])
+        soon = max(now + delay, self.early.allowed_at("", now, min(price, EARLY[1])))
+        if not self.busy and self.next_poll > soon:
+            self.early.charge("", now, price)
+            self.next_poll = soon
+
+    def listed(self, now: float, usual: float, took: float, failed: bool = False) -> None:
+        """Slurm has answered, or has not: says when it is asked again. usual: the seconds between two listings. took:
+        those that this one took."""
+        self.busy, self.took = False, took
+        self.failures = self.failures + 1 if failed else 0
+        pause = max(self.took, usual * min(MOST_FAILURES, self.failures)) if failed else self.took / SHARE
+        self.next_poll = now + max(usual, min(LONGEST_PAUSE, pause))
+
+    def acted(self, now: float, urgent: bool) -> None:
+        """All actions of a request are through: what became of them is looked at soon."""
+        self.busy = self.busy and urgent
+        self.hurry(now, 0.0)
+
+    def prune(self, view: View) -> None:
+        """Forgets what says nothing any more."""
+        self.retries.prune(view)
+        jobs = {job.job for job in managed(view)}
+        self.missing_since = {name: at for name, at in self.missing_since.items() if name in jobs}
+
+    def tick(self, view: View, asked_for: Iterable[str]) -> Outcome:
+        """Asks Slurm when it is time. asked_for: jobs that are not known yet."""
+        out = Outcome()
+        if view.slurm.used and not self.busy and view.now >= self.next_poll:
+            self.busy, self.asked_at = True, view.now
+            jobs = {job.job for job in view.state.jobs.values() if _in_slurm(view, job)}
+            jobs |= {job for _, job, _, _ in view.state.intents if job}
+            out.requests.append(Poll(frozenset(jobs.union(asked_for)), bool(view.suspicions.nodes())))
+        return out
+
+
+def _in_slurm(view: View, job: JobState) -> bool:
+    """Slurm may have elements of it that matter: of an ended one, those that are pending still have to go."""
+    if not job.ended:
+        return True
+    seen = view.slurm.seen
+    if view.now - job.ended.time < (ASKED_SECONDS if seen is not None else LATELY_SECONDS):
+        return bool(job.submitted)
+    if seen is None:
+        return False
+    ends = ("PENDING", "RUNNING") if job.settings.allocation else ("PENDING",)
+    return any(e.state in ends for e in seen.of(job.job).values())
+
+
+def managed(view: View) -> list[JobState]:
+    """The jobs that are planned for, by id."""
+    return [job for _, job in sorted(view.state.jobs.items()) if not job.over]
+
+
+# ---------------------------------------------------------------- a fresh listing
+def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
+    """Nodes that come back or have to go down, jobs that Slurm no longer runs, elements of jobs that are over."""
+    out = Outcome()
+    desk.prune(view)
+    isolation.gone_down(view, out)
+    actions = unfinished.settle_unfinished(view, listing, desk.under_way, out)
+    _held_again(view, listing, out)
+    actions += readmission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way, out)
+    for job in list(view.state.jobs.values()):
+        actions += _over(view, desk, listing, job, out)
+    actions += _preempted(view, listing) + _stranded(view, out)
+    request_actions(view, desk.retries, actions, out)
+    comment_on_jobs(view, desk.comments, listing, out)
+    return out.merge([isolation.proven_bad(view)])
+
+
+def _preempted(view: View, listing: Listing) -> list[Action]:
+    """Elements that Slurm preempts and that have left their jobs: requeued, their nodes are free before the grace time
+    is over. Slurm starts them again when it can. Their agents may have ended all ranks and wait for that."""
+    found = {}
+    for job in managed(view):
+        for element, agent in view.job(job).agents.items() if not job.settings.allocation else ():
+            trains = not job.inside.isdisjoint(job.mates(element))
+            if not agent.status.noticed or agent.shown not in WORKS or trains or job.torn(element):
+                continue
+            block = job.block_of(element)
+            e = listing.rows_of(job.job).get(block)
+            if e is not None and e.state == "RUNNING" and e.restarts == agent.restarts:  # it has not been requeued yet
+                why = "Slurm preempts it, and its ranks have left"
+                found[job.job, block] = Action("requeue", job.job, block, ",".join(nodes_of(e)), why)
+    return list(found.values())
+
+
+def _stranded(view: View, out: Outcome) -> list[Action]:
+    """Jobs that are one allocation and can form no world again are requeued, for they would keep their nodes in vain.
+    Their logs say so. `job_events` ends those that cannot be requeued."""
+    found = []
+    for job in managed(view):
+        short = stranded.shortage(view, job)
+        if short is None or not short.final or stranded.must_end(view, job):
+            continue
+        found.append(stranded.requeue(job, short))
+        out.note(view.job(job).agents, f"{short.reason}: Slurm is asked to requeue the job")
+    return found
+
+
+def _held_again(view: View, listing: Listing, out: Outcome) -> None:
+    """Holds of ours that the log does not know: slurmctld was killed before it had saved the release, or the element
+    had started before its hold came, which Slurm then remembers for its next requeue. Both would be held for ever, as
+    if somebody else did it. AdminComment tells them from an admin's hold: users cannot write it, and a release changes
+    it."""
+    busy = {(job, element) for _, job, element, _ in view.state.intents}
+    for key, at in view.state.once_held.items():
+        job, e = view.state.jobs.get(key[0]), listing.rows_of(key[0]).get(key[1])
+        if job is None or e is None or not e.held or key in view.state.held or key in busy or listing.asked_at <= at:
+            continue
+        if own_part(e.admin_comment).startswith(HELD) and e.reason != "JobHeldUser":
+            reason = f"Slurm shows it held by what was written here ({e.admin_comment}), and it is not to be by the log"
+            out.record(job, records.HeldAgain(element=e.element, reason=reason))
+
+
+def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome) -> list[Action]:
+    elements = listing.rows_of(job.job).values()
+    if job.ended and not job.submitted:
+        return []
+    if job.ended:
+        why = f"job {job.job} has ended: {job.ended.reason}"[:200]
+        if _without_script(job, listing):
+            return [_script_again(desk, job, why)]
+        ours = view.state.held
+        over = [e for e in elements if e.state == "PENDING" and not held_by_others(e, ours) and not another(job, e)]
+        # Another job than an array that waits again was requeued, and runs its batch script from the start.
+        return [Action("cancel", e.job, e.element, "", why, f"{OURS}: cancelled, for {why}") for e in over if e.array]
+    held = [e for e in elements if e.state == "PENDING" and e.held and not held_by_others(e, view.state.held)]
+    if job.set_aside and held:  # nothing plans for it any more
+        return [Action("release", e.job, e.element, "", f"job {job.job} is left alone") for e in held]
+    here = any(agent.alive for agent in view.job(job).agents.values())
+    coming = any(
+        e.state in OCCUPIES or e.state == "PENDING" or came_to_nothing(job, e) or ending(job, e) for e in elements
+    )
+    if coming or (here and job.submitted):
+        desk.missing_since.pop(job.job, None)
+    elif view.now - desk.missing_since.setdefault(job.job, view.now) > GONE_SECONDS:
+        code, reason = _how_it_ended(elements) if job.submitted else (0, "Slurm does not show this job")
+        out.record(job, records.JobEnded(code=code, reason=reason, disowned=not job.submitted))
+    return []
+
+
+def _how_it_ended(elements: Iterable[ElementInfo]) -> tuple[int, str]:
+    """(exit code, reason) of a job of which Slurm runs nothing any more."""
+    reason = "Slurm no longer runs any of its elements"
+    bad = min((e for e in elements if e.state in UNFINISHED), key=lambda e: UNFINISHED.index(e.state), default=None)
+    if bad is None:
+        return 0, reason
+    return 1 if bad.state in ENDED_BADLY else STOPPED, f"{reason}; {describe(bad)}"
+
+
+def _without_script(job: JobState, listing: Listing) -> bool:
+    """Whether Slurm runs on what is left of an allocation whose first node, with the batch script on it, it has taken
+    out: it ends such a job at its time limit only (seen with 22.05)."""
+    elements = listing.of(job.job)
+    running = [e for e in elements.values() if e.state == "RUNNING" and not another(job, e)]
+    return bool(job.nodes) and 0 not in elements and bool(running)
+
+
+def _script_again(desk: Desk, job: JobState, why: str) -> Action:
+    """What follows the training of a job whose batch script went with its host: Slurm runs the script again, in which
+    the training finds its last checkpoint. A job that has failed, or that Slurm does not requeue, is ended."""
+    why = f"{why}; its batch host {job.nodes[0]} is gone, and its script with it"
+    again = Action("requeue", job.job, 0, "", why)
+    if job.ended is None or job.ended.code or desk.retries.is_refused(again):
+        return Action("cancel", job.job, 0, "", f"{why}, and nothing else would end it")
+    return again
+
+
+def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) -> Outcome:
+    """Every job gets the nodes that the plan gives it."""
+    out, state = Outcome(), view.state
+    reasons = state.plan_report.reasons if state.plan_report else {}
+    refused = _refused_pins(view, listing, jobs, out)
+    found = _place(view, listing, jobs, state.assignment, reasons, refused)
+    _allot(view, jobs, found, out)
+    out.merge([job_layouts.wishes(view, jobs)])
+    for name, element in found.unpinned:
+        out.record(state.jobs[name], records.Unpinned(element=element))
+    request_actions(view, desk.retries, found.actions, out)
+    return out
+
+
+def _refused_pins(view: View, listing: Listing, jobs: Sequence[JobState], out: Outcome) -> dict[str, set[str]]:
+    """Nodes by job on which Slurm does not start an element that was told to start there: it would wait for ever. Each
+    is remembered."""
+    found: dict[str, set[str]] = {}
+    names = {job.job for job in jobs}
+    for (name, number), pin in view.state.pins.items():
+        e = listing.rows_of(name).get(number) if name in names and pin.at < listing.asked_at else None
+        nodes, job = names_of(pin.node), view.state.jobs.get(name)
+        if e is None or job is None or e.state != "PENDING":
+            continue
+        if not pending_reasons.is_told(e, nodes):
+            continue  # Slurm still speaks of the node before
+        seconds, said = pending_reasons.refusal_seconds(e.reason), e.reason
+        # Of several partitions Slurm gives no reason, and where memory for a CPU is not enough it calls the node busy.
+        idle = all(node.states == {"IDLE"} for node in map(listing.by_name.get, nodes) if node)
+        silent = (said == "Resources" and idle) or ("," in e.partition and not said)
+        if silent and view.now - pin.at > PIN_SECONDS:
+            seconds, said = SILENT_SECONDS, said or "no reason"
+        if not seconds:
+            continue
+        known = found.setdefault(name, set(view.refused(job)))
+        if known.issuperset(nodes):
+            continue
+        known.update(nodes)
+        seconds = seconds if len(nodes) == 1 else min(seconds, REFUSED_BLOCK_SECONDS)
+        why = f"Slurm does not start {e.label} on {pin.node}, where it was told to: {said}"
+        record = records.Unpinned(element=number, node=pin.node, said=said, until=view.now + seconds, reason=why)
+        out.record(job, record)
+    return found
+
+
+def _place(
+    view: View,
+    listing: Listing,
+    jobs: Sequence[JobState],
+    assignment: Mapping[str, int],
+    reasons: Mapping[str, str],
+    refused: Mapping[str, Collection[str]] = {},
+) -> Placement:
+    state, within = view.state, reaches(view, jobs)
+    needs = []
+    for job in jobs:
+        if job.settings.allocation:
+            needs.append(_need_of_allocation(view, listing, job, assignment, reasons, within[job.job].nodes))
+            continue
+        block, rows = job.settings.block, listing.rows_of(job.job).values()
+        need = Need(
+            job=job.job,
+            desired=assignment.get(job.job, 0) // block,
+            members=frozenset(map(job.block_of, job.elements({**job.members, **job.joining}))),
+            dead=frozenset(map(job.block_of, dead_elements(job, view.now))),
+            ended=frozenset(e.element for e in rows if came_to_nothing(job, e)),
+            ending=frozenset(e.element for e in rows if ending(job, e)),
+            leaving=tuple(map(job.block_of, job.leaving)),
+            home=_by_block(job, job.agents.items()),
+            lives=_by_block(job, ((e, agent) for e, agent in view.job(job).agents.items() if agent.alive)),
+            requeued=job.requeued,
+            avoid=view.avoided(job),
+            refused=frozenset(view.refused(job)).union(refused.get(job.job, ())),
+            why=reasons.get(job.job, ""),
+            reach=within[job.job].nodes,
+            unit=unit_of(view, job) // block,
+            least=-(-job.settings.min_nodes // block),
+            block=block,
+        )
+        needs.append(need)
+    waiting = state.out_of_service | view.suspicions.nodes().keys()
+    domains = view.slurm.domains
+    return place(needs, _rows(listing, jobs), listing.nodes, state.pins, waiting, view.now, state.held, domains)
+
+
+def _rows(listing: Listing, jobs: Sequence[JobState]) -> Sequence[ElementInfo]:
+    """Slurm's elements, and the nodes of those jobs that are one allocation."""
+    split = {job.job: listing.of(job.job).values() for job in jobs if job.settings.allocation}
+    whole = [e for e in listing.rows if e.job not in split] if split else listing.rows
+    return [*whole, *(e for nodes in split.values() for e in nodes)]
+
+
+def _need_of_allocation(
+    view: View,
+    listing: Listing,
+    job: JobState,
+    assignment: Mapping[str, int],
+    reasons: Mapping[str, str],
+    reach: frozenset[str],
+) -> Need:
+    """What a job is to have that is one allocation: it gives nodes back, but never that of its batch script, and gets
+    none."""
+    listed = listing.of(job.job)
+    idle = 0 in ended_in_allocation(job)  # its node stays all the same, and counts for nothing
+    return Need(
+        job=job.job,
+        desired=assignment.get(job.job, 0),
+        members=frozenset(job.elements({**job.members, **job.joining})),
+        ending=frozenset({0} if idle else ()),
+        leaving=tuple(job.leaving),
+        why=reasons.get(job.job, ""),
+        reach=reach,
+        unit=unit_of(view, job),
+        least=job.settings.min_nodes,
+        allocation=tuple(name for _, e in sorted(listed.items()) for name in nodes_of(e)),
+        stays=frozenset({0} | (listed.keys() - job.agents.keys())),
+        empty=frozenset(number for number in listed if _has_ended(view, job, number)),
+    )
+
+
+def _has_ended(view: View, job: JobState, element: int) -> bool:
+    """Nothing of an allocation's element runs any more: its agent has gone, and its task with it. A task that Slurm
+    kills would make srun fail."""
+    record, agent = ended_in_allocation(job).get(element), view.live.agent(job.job, element)
+    if record is None:
+        return False
+    if agent is not None and agent.agent == record.agent and agent.task_status is not None:
+        return True
+    heard = agent.last_heard if agent is not None else view.started_at
+    return view.now - heard > ENDS_SECONDS
+
+
+def _by_block(job: JobState, agents: Iterable[tuple[int, AgentRecord | AgentView]]) -> dict[int, frozenset[str]]:
+    """The agents' nodes by Slurm's element."""
+    found: dict[int, frozenset[str]] = {}
+    for element, agent in agents:
+        block = job.block_of(element)
+        found[block] = found.get(block, frozenset()) | {agent.node}
+    return found
+
+
+def keeping(view: View, listing: Listing, jobs: Sequence[JobState], why: str = "") -> Outcome:
+    """Jobs that the plan leaves as they are: they use all nodes that Slurm leaves them. why: in place of each job's
+    own."""
+    out = Outcome()
+    for job in jobs:
+        elements = listing.of(job.job)
+        view.slurm.expected[job.job] = sorted(n for n, e in elements.items() if e.state in WORKS)
+        if job.allotted is not None and set(job.allotted) != set(elements):  # it was planned for before
+            reason = f"{why or fixed(view, job)}: all elements may work"
+            out.record(job, records.Allotted(elements=sorted(elements), leaving=[], reason=reason))
+    return out
+
+
+def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) -> Outcome:
+    """Jobs whose partition the plan may not touch: they use what Slurm gives them, and what the plan would do with
+    them is said when it changes."""
+    out = keeping(view, listing, jobs, "the plan is not carried out in its partition")
+    found = pools(inputs(view, jobs))
+    if (key := key_of(found) if jobs else "") == desk.watched:
+        return out
+    desk.watched = key
+    plan, _ = plan_for(view, found, Aheads())
+    for job in jobs:
+        nodes, name = plan.assignment[job.job], job.job
+        would = f"give {counted(nodes, 'node')} to job {name}"
+        why = permission.of_job(view, name).refusal("requeue_hold")
+        reason = f"would {would}: {plan.reasons[name]}; not done, for {why}"
+        out.record(job, records.Observed(would=would, action="plan", nodes=nodes, reason=reason))
+    request_actions(view, desk.retries, _place(view, listing, jobs, plan.assignment, plan.reasons).actions, out)
+    return out
+
+
+def _allot(view: View, jobs: Sequence[JobState], found: Placement, out: Outcome) -> None:
+    for job in jobs:
+        parts = (found.allotted[job.job], found.leaving[job.job])
+        allotted, leaving = ([e for block in part for e in job.nodes_of_block(block)] for part in parts)
+        view.slurm.expected[job.job] = allotted
+        if job.allotted != allotted or job.leaving != leaving:
+            words = f"elements {parts[0]}" + (f", {parts[1]} leave at the next boundary" if leaving else "")
+            out.record(job, records.Allotted(elements=allotted, leaving=leaving, reason=words))

@@ -1,0 +1,262 @@
+"""Names cuts, iterations whose state all nodes keep and some copy to others (docs/design/memory.md). Pure.
+
+A cut of which every part is in enough nodes is *good*: the job can go on from it whatever that many nodes fail at once.
+What agents say that they have tells which cuts are good, so a restarted controller knows it, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.job_state import Phase
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.replication import nearest
+from unicron_ctl.controller.replication.receivers import NOBODY, passed_over, refusing
+from unicron_ctl.controller.replication.strategies import strategy_of
+from unicron_ctl.controller.replication.strategy import Pace, ReplicationStrategy, Stored, with_memory
+from unicron_ctl.shared.protocol import ranges, structs, wire
+from unicron_ctl.shared.system.throttle import Throttle
+
+CUT_SECONDS = 5.0  # between two cuts, at least
+LOOK_SECONDS = 0.5  # between two looks whether it is good
+PART_SECONDS = 10.0  # for every part of a cut to be somewhere, once ranks are past it; then another one is tried
+CUT_LIMIT_SECONDS = 120.0  # for a cut to become good without a byte on its way; then another one is tried
+AHEAD = 2  # iterations that a cut is ahead of the ranks, at least
+MOST_LATE = 6  # doublings of that, where the word has come too late
+REDIRECTS = 1 / 60, 12.0  # looks for other targets a second, and at once: all agents are told what comes of each
+FAR = 10.0  # times what is expected: the most that is waited for images, however they get on
+NAMED = 3  # places in a text
+
+
+@dataclass
+class Cuts:
+    """What is remembered of one job's cuts; lost with the process."""
+
+    asked: int = -1
+    """The iteration of the last cut, its number, and when it was named."""
+    number: int = 0
+    asked_at: float = 0.0
+    late: int = 0
+    """How often in a row a cut came too late for ranks."""
+    moved: int = 0
+    """Bytes of images that all agents together had moved, and when that rose last."""
+    moved_at: float = 0.0
+    passed_at: float = math.inf
+    """When ranks were first seen past the last cut while a part of it was nowhere."""
+    good: int = -1
+    """The iteration from which the job can go on."""
+    look_at: float = 0.0
+    there: tuple[object, ...] = ()
+    """The generation and who was there at the last look, and the iteration at which they were there first."""
+    since: int = 0
+    none: bool = False
+    """Nobody is to keep any copies."""
+    targets: dict[int, list[structs.Holder]] = field(default_factory=dict)
+    """By element, to whom it gives what it has."""
+    refusing: dict[int, dict[str, str]] = field(default_factory=dict)
+    """By element, which nodes have taken none from it, and why, until it tells of none. Others are looked for no sooner
+    than `redirect_at`, and as often as `redirects` allows."""
+    redirect_at: float = 0.0
+    redirects: Throttle = field(default_factory=lambda: Throttle(*REDIRECTS))
+    refused: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Giver's node -> nodes of which it is on record that they took none from it."""
+    unsaid: dict[tuple[str, str], str] = field(default_factory=dict)
+    """(giver's node, theirs) -> why, for the next record."""
+    without_memory: dict[int, list[str]] = field(default_factory=dict)
+    """place -> nodes without a memory on whose account no copies are made; and those that are on record."""
+    said: list[str] = field(default_factory=list)
+    pace: Pace = field(default_factory=Pace)
+
+
+def cut_orders(
+    view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()
+) -> Iterator[tuple[AgentView, wire.Cut]]:
+    """The cut for each agent that has not heard of it. waiting: elements that are hot spares. Called at every tick."""
+    state, kind = job.state, strategy_of(job)
+    if state.over or state.phase is not Phase.RUNNING or state.plan is None:
+        return
+    if view.now >= cuts.look_at or _regrouped(job, cuts):
+        cuts.look_at = view.now + LOOK_SECONDS
+        _update(view, job, kind, cuts, waiting)
+    if not cuts.none and (not cuts.targets or cuts.asked < 0):
+        return
+    for agent in job.alive():
+        if agent.status.cut == cuts.number:
+            continue
+        if cuts.none:
+            yield agent, wire.Cut(iteration=cuts.asked, number=cuts.number, none=True)
+        else:
+            to, parts = cuts.targets.get(agent.element, []), kind.parts(job, agent)
+            yield agent, wire.Cut(iteration=cuts.asked, number=cuts.number, good=cuts.good, targets=to, parts=parts)
+
+
+def _update(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts, waiting: Sequence[int]) -> None:
+    """Looks who is there, who has what, and whether another cut is to be named."""
+    if not kind.begun(job):
+        cuts.targets = {}
+        return
+    if _membership_changed(job, kind, cuts, waiting):
+        cuts.without_memory = kind.without_memory(job)
+        cuts.targets = {} if cuts.without_memory else kind.targets(view, job, waiting, NOBODY)
+    if cuts.targets:
+        _redirect(view, job, kind, cuts, waiting)
+        _name_next(view, job, kind, cuts)
+    elif kind.removable:
+        _let_go(view, job, kind, cuts)
+
+
+def _regrouped(job: JobView, cuts: Cuts) -> bool:
+    """The job is in another generation than at the last look."""
+    return job.state.plan is not None and job.state.plan.generation != next(iter(cuts.there), -1)
+
+
+def _membership_changed(job: JobView, kind: ReplicationStrategy, cuts: Cuts, waiting: Sequence[int]) -> bool:
+    """Others are there than at the last look: who came has heard of no cut, and what was lost is to be made again."""
+    assert job.state.plan is not None
+    agents = [(agent.element, agent.node, agent.images_at) for agent in job.alive()]
+    there = job.state.plan.generation, kind.alike(job), *agents, *waiting
+    if there == cuts.there:
+        return False
+    if _regrouped(job, cuts):
+        cuts.asked = -1  # its iterations may be lower
+    cuts.there, cuts.asked_at, cuts.since, cuts.none = there, -math.inf, kind.reached(job), False
+    cuts.refusing, cuts.redirect_at = {}, 0.0  # who was passed over may be the one with room now
+    return True
+
+
+# ---------------------------------------------------------------- the next cut
+def newest_good(job: JobView, stored: Iterable[Stored]) -> int:
+    """The newest iteration of which every part lies in enough nodes' memory; -1 where there is none."""
+    enough = min(1 + job.state.settings.copies, len({agent.node for agent in with_memory(job)}))
+    return max((one.iteration for one in stored if one.fits and one.nodes >= enough), default=-1)
+
+
+def newest_whole(stored: Iterable[Stored]) -> int:
+    """The newest iteration of which every part lies in any node's memory, of those that fit if there are some; -1 where
+    there is none."""
+    return max(((one.fits, one.iteration) for one in stored), default=(True, -1))[1]
+
+
+def behind(job: JobView) -> float:
+    """Seconds of work that are done again when the job goes on from what living nodes have in memory; infinity where
+    they have no whole state."""
+    newest, times = newest_whole(strategy_of(job).stored(job)), [seconds for _, seconds, _ in job.state.recent]
+    if newest < 0 or not times or not job.state.mode.reports:  # a plain script's numbers are its own
+        return math.inf
+    return (job.state.iteration + 1 - newest) * sum(times) / len(times)
+
+
+def _name_next(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts) -> None:
+    """Names another cut where the last one is good, or has come to nothing."""
+    rate = kind.rate(view, job, cuts.pace)
+    if rate is None or view.now - cuts.asked_at < CUT_SECONDS:
+        return
+    stored, first = kind.stored(job), kind.reached(job)
+    good, whole = newest_good(job, stored), newest_whole(stored)
+    past = 0 <= cuts.asked < first - AHEAD
+    late = past and good < cuts.asked and len(kind.kept(job, cuts.asked)) != 1
+    if not late and not (past and _incomplete(view, cuts, whole)) and _patient(view, job, cuts, good):
+        return
+    cuts.late = min(MOST_LATE, cuts.late + 1) if late else 0
+    cuts.good = good if good >= 0 else whole  # what there is stays until there is a better one
+    ahead = max(AHEAD, math.ceil(kind.lead_seconds * rate)) << cuts.late
+    _name_cut(view, job, cuts, max(first, cuts.asked + 1) + ahead)
+
+
+def _incomplete(view: View, cuts: Cuts, whole: int) -> bool:
+    """Ranks have been past the last cut for a while and nobody has a part of it: some heard of it too late, or had no
+    room."""
+    if whole >= cuts.asked:
+        cuts.passed_at = math.inf
+        return False
+    cuts.passed_at = min(cuts.passed_at, view.now)
+    return view.now - cuts.passed_at >= PART_SECONDS
+
+
+def _patient(view: View, job: JobView, cuts: Cuts, good: int) -> bool:
+    """The last cut is given time: it is not good yet, and as long as bytes of images move it may become so."""
+    moved, waited = sum(agent.status.moved for agent in job.alive()), view.now - cuts.asked_at
+    if moved != cuts.moved:
+        cuts.moved, cuts.moved_at = moved, view.now
+    still = view.now - max(cuts.asked_at, cuts.moved_at)
+    sizes = [sum(image.bytes for image in agent.status.images) for agent in job.alive()]
+    longest = max(sizes, default=0) / nearest.usual(job.alive())  # one node sends all that it keeps
+    return cuts.asked > good and still < CUT_LIMIT_SECONDS and waited < CUT_LIMIT_SECONDS + FAR * longest
+
+
+def _name_cut(view: View, job: JobView, cuts: Cuts, iteration: int) -> None:
+    """Makes this iteration the cut for all who have heard of others."""
+    cuts.asked, cuts.asked_at, cuts.passed_at = iteration, view.now, math.inf
+    _renumber(job, cuts)
+
+
+def _renumber(job: JobView, cuts: Cuts) -> None:
+    """Has all agents told the cut, whatever they have heard."""
+    cuts.number = 1 + max([cuts.number, *(agent.status.cut for agent in job.alive())])
+
+
+def _let_go(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts) -> None:
+    """Ends all copies: the job has grown, and for a while enough nodes have trained every place."""
+    if cuts.none or cuts.without_memory or not any(agent.status.images for agent in job.alive()):
+        return
+    if kind.reached(job) > cuts.since + AHEAD:
+        cuts.none, cuts.good = True, -1
+        _name_cut(view, job, cuts, -1)
+
+
+def _redirect(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts, waiting: Sequence[int]) -> None:
+    """Whoever gives to one that took nothing gives the same cut to another one; what was copied of it stays good.
+
+    Whoever takes the copies then goes on taking them, also once the word against the first one is over.
+    """
+    if view.now < cuts.redirect_at or cuts.redirects.left("", view.now) < 1.0:
+        return
+    before, cuts.refusing = cuts.refusing, refusing(with_memory(job), cuts.refusing)
+    new = {element: found.keys() - before.get(element, {}).keys() for element, found in cuts.refusing.items()}
+    if not any(new.values()):
+        return
+    cuts.redirects.charge("", view.now, 1.0)
+    cuts.redirect_at = view.now + CUT_SECONDS
+    found = kind.targets(view, job, waiting, passed_over(cuts.refusing))
+    if found != cuts.targets:
+        cuts.targets = found
+        _renumber(job, cuts)
+    for element, nodes in ((giver, nodes) for giver, nodes in new.items() if giver in found):
+        to, giver = {job.agents[one.element].node for one in found[element]}, job.agents[element].node
+        again = not to.isdisjoint(cuts.refusing[element])
+        then = "no other node has taken it, so it is tried again" if again else "another node gets it"
+        for node in sorted(nodes - cuts.refused[giver])[: ranges.MOST_PASSED_OVER - len(cuts.refused[giver])]:
+            cuts.refused[giver].add(node)
+            cuts.unsaid[giver, node] = f"{cuts.refusing[element][node]}; {then}"
+
+
+# ---------------------------------------------------------------- what goes on record
+def report_gaps(job: JobView, cuts: Cuts) -> Outcome:
+    """Records, once, on whose account there are no copies, and to whom some did not get through."""
+    nodes, out = sorted({node for found in cuts.without_memory.values() for node in found}), Outcome()
+    if nodes and nodes != cuts.said:
+        cuts.said, places = nodes, [*cuts.without_memory]
+        reason = (
+            f"no copies of the training state are made in other nodes: nothing is kept in the memory of "
+            f"{first_of(nodes, ', ')}, and what is trained there alone (places {places[:NAMED]}) cannot be copied; the "
+            "job's log says why"
+        )
+        out.record(job.state, records.NoCopies(nodes=nodes, places=places, reason=reason))
+    new, cuts.unsaid = [*cuts.unsaid.items()], {}
+    if new:
+        words = first_of([f"from {giver} to {node} ({why})" for (giver, node), why in new], ", ")
+        reason = f"a copy of the training state did not get through {words}"
+        out.record(job.state, records.CopiesRefused(ways=[way for way, _ in new], reason=reason))
+    return out
+
+
+def first_of(words: Sequence[str], between: str) -> str:
+    """The first few, and how many more there are, for people."""
+    more = f" and {len(words) - NAMED} more" if len(words) > NAMED else ""
+    return between.join(words[:NAMED]) + more

@@ -1,0 +1,91 @@
+"""Gets a newer state from other nodes' memory for ranks that are to form a job (docs/design/memory.md). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.live import Fetching, Told
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.replication import nearest
+from unicron_ctl.controller.replication.cuts import FAR, first_of
+from unicron_ctl.controller.replication.forming import Formed
+from unicron_ctl.controller.replication.receivers import holder_of
+from unicron_ctl.controller.replication.strategies import strategy_of
+from unicron_ctl.controller.replication.strategy import State
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol.structs import RankStatus
+
+FETCH_SECONDS = 120.0  # without an image, or a byte of one; then the job goes on from what its ranks have
+FETCH_AGAIN_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A state that is fetched from other nodes' memory.
+
+    state: newer than what the ranks could form with; ways: how each part that ranks lack comes to them.
+    """
+
+    state: State
+    ways: Sequence[nearest.Way]
+
+
+def wanted_state(view: View, job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Wanted | None:
+    """The newest state of which every part is with a rank that could begin with it, or in a living node's memory; None
+    where the ranks have nothing newer to get. found: what they could form with."""
+    for state, ways in strategy_of(job).sources(view, job, reports):
+        if found is not None and state[0] <= found.iteration:
+            return None
+        if ways is not None:
+            return Wanted(state, ways) if ways else None
+    return None
+
+
+def fetch_orders(view: View, job: JobView, wanted: Wanted | None) -> Outcome | None:
+    """Orders that bring the ranks a newer state, for which the job waits; None where there is none, or it does not
+    come."""
+    fetching = job.live.fetching
+    if wanted is None:
+        fetching.began = None
+        return None
+    moved = sum(agent.status.moved for agent in job.alive())
+    if fetching.began is None or fetching.state != wanted.state:
+        longest = max((way.seconds for way in wanted.ways), default=0.0)
+        job.live.fetching = fetching = Fetching(wanted.state, view.now, moved, view.now, FETCH_SECONDS + FAR * longest)
+    elif moved != fetching.moved or len(wanted.ways) != fetching.left:
+        fetching.moved, fetching.moved_at = moved, view.now
+    fetching.left = len(wanted.ways)
+    _note_ways(job, fetching, wanted.ways)
+    assert fetching.began is not None
+    if view.now - fetching.moved_at >= FETCH_SECONDS or view.now - fetching.began >= fetching.most:
+        return None
+    out = Outcome()
+    if view.now >= fetching.again_at:
+        fetching.again_at = view.now + FETCH_AGAIN_SECONDS
+        for way in wanted.ways:
+            out.send(way.receiver, wire.Fetch(image=way.image, holder=holder_of(way.source)))
+    return out
+
+
+def _note_ways(job: JobView, fetching: Fetching, ways: Iterable[nearest.Way]) -> None:
+    """Notes for people from where the images come. The words of the first order stay, for figures change with every
+    look, unless its source has failed the receiver."""
+    for way in ways:
+        image = (way.image.kind, way.image.place, way.image.shard)
+        known = fetching.words.get(image)
+        receiver = job.agents.get(known.receiver) if known is not None else None
+        if known is None or receiver is None or known.source in receiver.status.failing:
+            fetching.words[image] = Told(way.receiver.element, way.source.images_at, way.words)
+
+
+def fetched_from(job: JobView, iteration: int) -> str:
+    """For the plan's reason: where the state came from if some of it had to be got, or that a newer one did not come.
+    Ends what is remembered of that."""
+    fetching, job.live.fetching = job.live.fetching, Fetching()
+    if not fetching.words or fetching.state[0] < iteration:
+        return ""
+    late = f"iteration {fetching.state[0]} did not come: " if fetching.state[0] > iteration else ""
+    said = [f"place {place}: {told.words}" for (_, place, _), told in fetching.words.items()]
+    return f" ({late}{first_of(said, '; ')}; the other places have a rank with it)"

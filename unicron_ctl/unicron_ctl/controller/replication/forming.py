@@ -1,0 +1,132 @@
+"""Which generation ranks can form from the states that they have. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from unicron_ctl.shared.consensus.survivors_plan import newest_state
+from unicron_ctl.shared.protocol.structs import RankStatus
+from unicron_detector.words import counted
+from unicron_transition.generations import layout
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A generation that the ranks can form.
+
+    members: replica-major. source: the head of the replica whose ranks give their state to the joiners. state: as in
+    :class:`unicron_ctl.shared.protocol.wire.Plan`. why: where the state comes from, if that is not plain."""
+
+    members: list[int]
+    joiners: list[int]
+    source: int | None
+    iteration: int
+    state: tuple[int, int] | None = None
+    why: str = ""
+
+
+def formed(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
+    """The generation that these ranks, each able to enter, can form; None where they have no state in common.
+
+    That is the newest iteration of which there is a state for every place, of one mark; with a distributed optimizer,
+    the newest state of which all shards are there, once any rank has some. There must be a rank for every place. Where
+    nobody has trained yet, the shards are what earlier processes left in the nodes' memory: then a checkpoint may be
+    newer, or the last resort.
+    """
+    held = max((shards.version for status in reports.values() for shards in status.shards), default=None)
+    if held is None:
+        return _from_files(reports, size)
+    found = _from_shards(reports, size)
+    if any(_has_been_in(status) for status in reports.values()):
+        return found
+    saved = _from_files(reports, size)
+    if saved is None or (found is not None and found.iteration >= saved.iteration):
+        return found
+    missing = (
+        f"the nodes' memory has only a part of the state after {counted(held, 'step')}" if found is None else found.why
+    )
+    return replace(saved, why=f"{missing}: all go on from what ranks start with, iteration {saved.iteration}")
+
+
+def _from_files(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
+    """From what the ranks began with, or have trained where each of them has all of it."""
+    at: dict[tuple[int, str], list[int]] = {}
+    for slot, status in sorted(reports.items()):
+        for state in states(status):
+            at.setdefault(state, []).append(slot)
+    for iteration, mark in sorted(at, reverse=True):
+        sources, _ = layout.compose(at[iteration, mark], size)
+        if sources:
+            source = min(sources)
+            others, _ = layout.compose((slot for slot in reports if slot not in source), size)
+            joiners = sorted(slot for replica in others for slot in replica)
+            return Formed(layout.arranged([source, *others]), joiners, source[0], iteration)
+    return None
+
+
+def states(status: RankStatus) -> list[tuple[int, str]]:
+    """(iteration, mark) of the states with which the rank could begin."""
+    return [(iteration, mark) for iteration, mark in status.kept] or [(trained(status), "")]
+
+
+def left_behind(reports: Mapping[int, RankStatus], found: Formed) -> str:
+    """Words about a newer state than that of `found`, of which only parts are there; empty where there is none."""
+    newest = max(iteration for status in reports.values() for iteration, _ in states(status))
+    if newest <= found.iteration:
+        return ""
+    have = [slot for slot, status in sorted(reports.items()) if newest in dict(states(status))]
+    return (
+        f"; iteration {newest} is left behind: only slots {have[:20]} have a state of it, and a replica needs one for "
+        "every place"
+    )
+
+
+def taken_over(reports: Mapping[int, RankStatus], found: Formed) -> str:
+    """Words about joiners that could begin with an older state of their own: a whole replica has a newer one, so they
+    take that, and nobody does work again. Empty where there are none."""
+    older = {slot: max((i for i, _ in states(reports[slot])), default=-1) for slot in found.joiners if slot in reports}
+    behind = {slot: iteration for slot, iteration in older.items() if 0 < iteration < found.iteration}
+    if not behind or found.source is None:
+        return ""
+    return (
+        f"; slots {sorted(behind)[:20]} have iteration {max(behind.values())} at most, and take the state from the "
+        f"replica of slot {found.source}: that costs a transfer, and no iteration is done again"
+    )
+
+
+def trained(status: RankStatus) -> int:
+    """The iteration that comes next for the parameters that the rank has."""
+    return status.iteration + (status.phase == "stepped")
+
+
+def _from_shards(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
+    _, holders = newest_state(reports, reports, size)
+    first, _ = layout.compose(holders, size)
+    inside = {slot for replica in first for slot in replica}
+    others, _ = layout.compose((slot for slot in reports if slot not in inside), size)
+    members = layout.arranged([*first, *others])
+    state, holders = newest_state(reports, members, size)
+    if state is None:
+        return None
+    # Ranks of one replica must come in alike: those that go on with the iteration in which they have stopped compare
+    # what is in their gradients, and nobody else does.
+    mixed = any(reports[slot].state != "stopped" or reports[slot].iteration > state[1] for slot in members)
+    anew = {slot for slot in members if mixed and _has_been_in(reports[slot])}
+    sources = [replica for replica in first if holders.issuperset(replica)]
+    joiners = sorted(slot for slot in members if slot not in holders or slot in anew)
+    kept = any(_has_been_in(status) for status in reports.values())
+    why = "" if kept else f"the nodes' memory has the state after {counted(state[1], 'step')}"
+    return Formed(members, joiners, min(sources)[0] if sources else None, state[1], state, why)
+
+
+def without_match(reports: Mapping[int, RankStatus]) -> list[int]:
+    """Ranks that start again where :func:`formed` finds nothing: those that have been in a generation, and newcomers
+    that came with an older checkpoint than others."""
+    fresh = {slot: trained(status) for slot, status in reports.items() if not _has_been_in(status)}
+    newest = max(fresh.values(), default=-1)
+    return [slot for slot in reports if slot not in fresh or fresh[slot] < newest]
+
+
+def _has_been_in(status: RankStatus) -> bool:
+    return status.state != "waiting"

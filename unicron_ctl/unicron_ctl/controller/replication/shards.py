@@ -1,0 +1,173 @@
+"""Replication of a distributed optimizer's shards (docs/design/sharded-optimizer.md). Pure.
+
+Ranks give copies of their shards to partners in other nodes of their place. With one replica, or with all replicas of a
+place in one node, there are none. A job goes on from one state of all its shards. So where one shard lacks a copy,
+every node gives what it has of a cut to the next ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.view import View
+from unicron_ctl.controller.replication import nearest
+from unicron_ctl.controller.replication.fail_together import domains_of, kinds_of
+from unicron_ctl.controller.replication.receivers import Away, targets_by_element
+from unicron_ctl.controller.replication.strategy import State, Stored, with_memory
+from unicron_ctl.controller.replication.whole_states import SessionStates
+from unicron_ctl.shared.protocol import structs
+from unicron_ctl.shared.protocol.structs import RankStatus
+from unicron_transition.generations import layout
+from unicron_transition.generations.sharding import MARK_BITS, named, partner_shifts
+from unicron_transition.snapshot.image_format import SHARD, UNTRAINED
+
+Part = tuple[int, int]  # (place, shard)
+Where = dict[str, tuple[AgentView, structs.Image]]  # node -> who has it
+
+
+class ShardedState(NamedTuple):
+    """A state of all shards: `version` steps, made in the generation that `base` names, `ways` shards of each place."""
+
+    version: int
+    base: int
+    ways: int
+
+
+class Shards(SessionStates):
+    """The strategy for optimizer states in shards."""
+
+    def targets(
+        self, view: View, job: JobView, waiting: Collection[int], away: Away
+    ) -> dict[int, list[structs.Holder]]:
+        if not missing_copies(job):
+            return {}
+        state = job.state
+        domains = domains_of(view, state)
+        return targets_by_element(with_memory(job), state.inside, state.settings.copies, domains, away=away)
+
+    def without_memory(self, job: JobView) -> dict[int, list[str]]:
+        """Each rank alone keeps its shard of a cut."""
+        if not missing_copies(job):
+            return {}
+        able = {agent.element for agent in with_memory(job)}
+        found: dict[int, set[str]] = defaultdict(set)
+        for slot in job.state.members:
+            agent = job.agent(slot)
+            if agent is not None and agent.element not in able:
+                found[slot % job.replica].add(agent.node)
+        return {place: sorted(nodes) for place, nodes in sorted(found.items())}
+
+    def stored(self, job: JobView) -> list[Stored]:
+        agents, found = with_memory(job), []
+        for state, parts in images(agents).items():
+            if len(parts) == job.replica * state.ways and not incomplete(agents, state.version):
+                there = [*parts.values(), *untrained(agents, state.version).values()]
+                found.append(Stored(state.version, min(map(len, there))))
+        return found
+
+    def parts(self, job: JobView, agent: AgentView) -> int:
+        return len([slot for slot in agent.slots if slot in job.state.members])
+
+    def sources(
+        self, view: View, job: JobView, reports: Mapping[int, RankStatus]
+    ) -> Iterator[tuple[State, Sequence[nearest.Way] | None]]:
+        there = images(with_memory(job))
+        for state in sorted(there, reverse=True):
+            yield (state.version, f"{state.base:x}"), _ways(view, job, reports, state, there[state])
+
+
+# ---------------------------------------------------------------- who has what
+def missing_copies(job: JobView) -> list[Part]:
+    """(place, shard) of those that fewer nodes, or blocks, hold than are wanted and could, as this generation's ranks
+    keep them."""
+    plan, copies = job.state.plan, job.state.settings.copies
+    if plan is None:
+        return []
+    kinds = [(kind, {kind(agent) for agent in with_memory(job)}) for kind in kinds_of(job.state)]
+    found = []
+    for place, slots in enumerate(zip(*layout.replicas(plan.members, job.replica), strict=True)):
+        elements = [job.state.element(slot) for slot in slots]  # as the ranks choose their partners
+        agents = [job.agents.get(element) for element in elements]
+        blocks = [str(job.state.block_of(element)) for element in elements]
+        shifts = partner_shifts([str(element) for element in elements], copies, blocks)
+        for shard in range(len(slots)):
+            mine = [agents[(shard + shift) % len(slots)] for shift in (0, *shifts)]
+            for kind, able in kinds:
+                holding = {kind(agent) if agent is not None else "" for agent in mine}
+                if len(holding) <= copies and able - holding:
+                    found.append((place, shard))
+                    break
+    return found
+
+
+def images(agents: Iterable[AgentView]) -> dict[ShardedState, dict[Part, Where]]:
+    """state -> shard -> where it lies."""
+    found: dict[ShardedState, dict[Part, Where]] = defaultdict(lambda: defaultdict(dict))
+    for agent in agents:
+        for image in agent.status.images:
+            if image.kind == SHARD and (mark := _number(image.mark)) is not None:
+                state = ShardedState(image.iteration, named(image.base, mark), image.count)
+                found[state][image.place, image.shard][agent.node] = agent, image
+    return found
+
+
+def untrained(agents: Iterable[AgentView], version: int) -> dict[int, Where]:
+    """place -> where the untrained tensors lie that go with the shards of this version."""
+    found: dict[int, Where] = defaultdict(dict)
+    for agent in agents:
+        for image in agent.status.images:
+            if image.kind == UNTRAINED and image.iteration == version:
+                found[image.place][agent.node] = agent, image
+    return found
+
+
+def incomplete(agents: Iterable[AgentView], version: int) -> set[int]:
+    """Places that have untrained tensors, of which nobody has those of this version."""
+    versions: dict[int, set[int]] = defaultdict(set)
+    for agent in agents:
+        for image in agent.status.images:
+            if image.kind == UNTRAINED:
+                versions[image.place].add(image.iteration)
+    return {place for place, there in versions.items() if version not in there}
+
+
+def _number(mark: str) -> int | None:
+    try:
+        return int(mark, 16) if len(mark) == MARK_BITS // 4 else None
+    except ValueError:
+        return None
+
+
+def _ways(
+    view: View, job: JobView, reports: Mapping[int, RankStatus], state: ShardedState, there: Mapping[Part, Where]
+) -> list[nearest.Way] | None:
+    """How the ranks get all shards of this state that they lack; None where that cannot be.
+
+    Untrained tensors come before the shards: a rank that has its shards begins.
+    """
+    sources = with_memory(job)
+    besides, without = untrained(sources, state.version), incomplete(sources, state.version)
+    load, ways, domains = nearest.Load(), [], domains_of(view, job.state)
+    for place in range(job.replica):
+        able = [slot for slot in sorted(reports) if slot % job.replica == place]
+        have = {shard for slot in able for shard in _held(reports[slot], state)}
+        agents = [agent for slot in able if (agent := job.agent(slot)) is not None and agent.images_at]
+        for shard in (shard for shard in range(state.ways) if shard not in have):
+            where = there.get((place, shard), {})
+            if not where or not agents or place in without:
+                return None
+            receiver = next((agent for agent in agents if agent.node in where), agents[shard % len(agents)])
+            first = besides.get(place, {})
+            source = first if first and receiver.node not in first else where
+            way = nearest.nearest([receiver], source, load, nearest.usual(job.alive()), domains)
+            assert way is not None  # there is a receiver, and a source
+            ways.append(way)
+    return ways
+
+
+def _held(status: RankStatus, state: ShardedState) -> list[int]:
+    return [shard for its in status.shards if (its.version, its.base, its.count) == tuple(state) for shard in its.held]

@@ -1,0 +1,429 @@
+"""Iterations that do not end (method 4; docs/design/paper.md, section 3): which rank keeps the others waiting.
+
+The ranks' statuses keep up, slot by slot, where a job stands (:class:`Standing`). A hang is believed only after every
+agent of the job has answered a ping that was sent past the deadline: silence is the lease's matter, and the answers
+say where ranks stand. The culprit's stacks are asked for before anything is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.job_state import Identity, Phase
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.pacing import look_again
+from unicron_ctl.controller.model.view import Order, Outcome, View
+from unicron_ctl.controller.sense.findings import slot_finding
+from unicron_ctl.controller.sense.patience import STOPPED, Limit
+from unicron_ctl.controller.sense.timing import JobTimes
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol.structs import RankStatus
+from unicron_ctl.shared.settings.config import ControllerConfig
+from unicron_detector.iterations.culprit import Culprit, Groups, Progress, all_wait, lagging, stuck
+from unicron_transition.generations.layout import heads_of
+
+ORDER = {"computing": 0, "reducing": 1, "synced": 2, "stepped": 3}
+MANY_PATIENCE = 3.0  # times the deadline, before more than half of the ranks are taken for stuck
+MOST_STACKS = 8  # of one hang
+
+
+@dataclass
+class Standing:
+    """How far each member has come. `done`: iterations behind it; a job stands where the least is."""
+
+    done: dict[int, int] = field(default_factory=dict)
+    count: dict[int, int] = field(default_factory=dict)
+    outside: dict[int, set[int]] = field(default_factory=dict)
+    """done -> members that have not begun the next iteration: they are in the script's own code."""
+    unjudged: set[int] = field(default_factory=set)
+    """Members that say nothing of iterations now."""
+    upto: int = -1
+    """The iteration in which the job stood at the last look."""
+    moves: int = 0
+    """Counts who goes outside, or comes back, up to that iteration."""
+    moved: dict[int, int] = field(default_factory=dict)
+    """What members said last of the progress of their collective."""
+    pulses: int = 0
+    """Counts news of such progress."""
+
+    def clear(self) -> None:
+        self.done.clear()
+        self.count.clear()
+        self.outside.clear()
+        self.unjudged.clear()
+        self.moved.clear()
+
+    def update_running(self, members: Iterable[tuple[int, RankStatus]]) -> None:
+        """Takes in how far members that run in the job's generation have come. This runs for every rank in every
+        iteration, so it is one loop."""
+        came, count, outside = self.done, self.count, self.outside
+        for slot, status in members:
+            if not status.micro_batches or status.phase not in ORDER:
+                self._judge_not(slot)
+                continue
+            if status.moved and self.moved.get(slot) != status.moved:
+                self.moved[slot] = status.moved
+                self.pulses += 1
+            stepped = status.phase == "stepped"
+            done, before = status.iteration + stepped, came.get(slot)
+            if before != done:
+                if before is not None:
+                    self._forget(slot, before)
+                self.unjudged.discard(slot)
+                came[slot] = done
+                count[done] = count.get(done, 0) + 1
+            waiting = outside.get(done)
+            if stepped == (waiting is not None and slot in waiting):
+                continue
+            if stepped:
+                outside.setdefault(done, set()).add(slot)
+            elif waiting is not None:
+                waiting.discard(slot)
+            self.moves += done <= self.upto
+
+    def on_change(self, job: JobView, slot: int) -> None:
+        """The member's status, or its agent, changed."""
+        state, agent, status = job.state, job.agent(slot), job.status(slot)
+        if slot not in state.members:
+            self._drop(slot)
+            self.unjudged.discard(slot)
+            return
+        running = status is not None and agent is not None and agent.alive and state.plan is not None
+        if running and status is not None and agent is not None and state.plan is not None:
+            running = status.state == "running" and status.generation == state.plan.generation
+            running = running and state.members[slot] == Identity(agent.agent, status.incarnation)
+        if running and status is not None:
+            self.update_running([(slot, status)])
+        else:
+            self._judge_not(slot)
+
+    def _judge_not(self, slot: int) -> None:
+        self._drop(slot)
+        self.unjudged.add(slot)
+
+    def _drop(self, slot: int) -> None:
+        before = self.done.pop(slot, None)
+        if before is not None:
+            self._forget(slot, before)
+
+    def _forget(self, slot: int, before: int) -> None:
+        left = self.count[before] - 1
+        if left:
+            self.count[before] = left
+        else:
+            del self.count[before]
+        waiting = self.outside.get(before)
+        if waiting is not None and slot in waiting:
+            waiting.discard(slot)
+            self.moves += before <= self.upto
+            if not waiting:
+                del self.outside[before]
+
+    def least(self) -> int | None:
+        """The iterations that all members have behind them; None while the job's iteration is not to be judged."""
+        return None if self.unjudged or not self.count else min(self.count)
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A rank that is to be stopped once its stacks are known; its failure is on record."""
+
+    slot: int
+    identity: Identity
+    failure: int
+    reason: str
+
+
+@dataclass
+class IterationWatch:
+    """One job's iteration in progress. Times in seconds on the controller's clock."""
+
+    standing: Standing = field(default_factory=Standing)
+    at: tuple[int, int] | None = None
+    """(generation, iteration) in which the job stands, None while that is not to be judged."""
+    moves: int = -1
+    since: float = 0.0
+    pulses: int = 0
+    moved_at: float = 0.0
+    """When a member's collective last got on: a slow or lossy network is no hang."""
+    overdue: float | None = None
+    """When the deadline was found to be over."""
+    check_at: float = 0.0
+    """When the limits of all members are looked at next."""
+    said: bool = False
+    """The log says that this iteration takes long, and that nothing is done about it yet."""
+    suspects: list[Suspect] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)
+    """Slots whose stacks are awaited, until `act_at`."""
+    stacks_due: set[int] = field(default_factory=set)
+    """Slots whose stacks were asked for and have not come: no others are recorded."""
+    act_at: float = 0.0
+
+    def shift(self, seconds: float) -> None:
+        """This process stood still: nobody else was late."""
+        self.since += seconds
+        self.moved_at += seconds
+        self.act_at += seconds
+        self.overdue = None
+
+
+def check_iteration(view: View, job: JobView, times: JobTimes, watch: IterationWatch) -> Outcome:
+    """Finds an iteration that does not end, and what has to be done about it."""
+    out = Outcome()
+    if not view.config.monitor_iterations:
+        return out
+    at = _stands_at(job, watch)
+    if at is not None:
+        times.adapt(job.state)
+        watch.standing.upto = at[1]
+    if at is None or at != watch.at or watch.moves != watch.standing.moves:
+        _drop_suspects(job, watch, out)
+        watch.at, watch.moves = at, watch.standing.moves
+        watch.since, watch.overdue, watch.check_at, watch.said = view.now, None, 0.0, False
+        return out
+    if watch.pulses != watch.standing.pulses:
+        watch.pulses, watch.moved_at, watch.overdue = watch.standing.pulses, view.now, None
+        _drop_suspects(job, watch, out)
+    if watch.suspects:
+        if not job.live.survey.open and (not watch.asked or view.now >= watch.act_at):
+            _confirm(view, job, watch, out)
+        return out
+    waited = view.now - max(watch.since, watch.moved_at)
+    if view.now < watch.check_at or waited < times.limit(job.state, view.config):
+        return out
+    watch.check_at = look_again(view.now, len(job.state.members))
+    limits = _limits(job, times, watch, waited, view.config)
+    if waited < min(limit for limit, _ in limits.values()):
+        return out
+    if any(view.unread(agent.route) for agent in job.alive()):
+        watch.overdue = None  # what is judged is older than what the ranks have said: this controller is behind
+        return out
+    if watch.overdue is None:
+        watch.overdue = view.now
+    if _all_answered(job, watch.overdue, out):
+        _hung(view, job, times, watch, limits, out)
+    return out
+
+
+def _stands_at(job: JobView, watch: IterationWatch) -> tuple[int, int] | None:
+    """The generation and iteration in which the job stands; None while that is not to be judged."""
+    state, least = job.state, watch.standing.least()
+    if state.phase not in (Phase.RUNNING, Phase.OFFERING) or state.plan is None or least is None:
+        return None
+    # Iterations that are made again, from an older state, are behind the last one that was recorded.
+    newest = state.iteration + 1 if state.stepped_in == state.plan.generation else least
+    return state.plan.generation, max(least, newest)
+
+
+def _outside(watch: IterationWatch) -> set[int]:
+    assert watch.at is not None
+    return {slot for done, slots in watch.standing.outside.items() if done <= watch.at[1] for slot in slots}
+
+
+def _limits(
+    job: JobView, times: JobTimes, watch: IterationWatch, waited: float, config: ControllerConfig
+) -> dict[int, Limit]:
+    """How long each rank may keep the others waiting; one that is outside the iteration may be saving something."""
+    usual, outside = times.limit(job.state, config), _outside(watch)
+    found: dict[int, Limit] = {}
+    for slot in job.state.members:
+        status, inside = job.status(slot), times.within(slot, usual, config)
+        if status is not None and not job.state.mode.reports:
+            found[slot] = times.patience.own_code(status, waited, inside, times.monitor.learned, inside > usual, config)
+        elif slot in outside and status is not None:
+            found[slot] = times.patience.between(slot, status, waited, inside, config)
+        else:
+            found[slot] = inside, _stopped(job, slot)
+    return found
+
+
+def _all_answered(job: JobView, since: float, out: Outcome) -> bool:
+    elements = job.state.elements(job.state.members)
+    silent = [agent for e in elements if (agent := job.agents.get(e)) is not None and agent.last_heard <= since]
+    out.orders += [Order(agent, f"ping overdue {since}", wire.Ping()) for agent in silent]
+    return not silent
+
+
+def _hung(
+    view: View, job: JobView, times: JobTimes, watch: IterationWatch, limits: dict[int, Limit], out: Outcome
+) -> None:
+    assert watch.at is not None
+    state, iteration, took = job.state, watch.at[1], view.now - watch.since
+    waited = view.now - max(watch.since, watch.moved_at)
+    least = behind(job) or frozen(job)
+    culprits = [
+        replace(culprit, reason=", ".join(filter(None, (culprit.reason, limits[culprit.slot][1]))))
+        for culprit in least
+        if culprit.slot is not None and waited >= limits[culprit.slot][0]
+    ]
+    if least and not culprits:
+        return  # whoever is behind may take longer than the others
+    limit = times.limit(state, view.config)
+    usual = f", the usual is {times.monitor.average:.3f} s" if times.monitor.average else ""
+    long = f"iteration {iteration} runs for {took:.2f} s{usual}"
+    phases = {status.phase for slot in state.members if (status := job.status(slot)) is not None}
+    if not state.mode.reports:  # wherever their scripts are: on a GPU they are ahead of it
+        phases = {"reducing" if _all_wait(job) and waited >= view.config.hang_idle_seconds else "computing"}
+    many = 2 * len(culprits) > len(state.members) and waited < MANY_PATIENCE * limit
+    suspended = all(_stopped(job, slot) for slot in state.members)  # somebody stopped the whole job on purpose
+    who = "; ".join(culprit.reason for culprit in culprits[:MOST_STACKS])
+    if many or suspended or (not culprits and phases & {"computing", "stepped"}):
+        if not watch.said:
+            watch.said = True
+            said = f"{long}; {who or 'no rank waits for another'}; nothing is done yet"
+            out.record(state, records.Overdue(iteration=iteration, reason=said))
+            _ask_stacks(job, [culprit.slot for culprit in culprits if culprit.slot is not None], out)
+        return
+    named = [
+        records.HangCulprit(culprit.slot, state.node(culprit.slot), culprit.phase)
+        for culprit in culprits
+        if culprit.slot is not None
+    ]
+    said = f"{long}; {who or 'all wait in the same collective'}"
+    out.record(state, records.Hang(iteration=iteration, seconds=took, culprits=named, reason=said))
+    if culprits:
+        outside = _outside(watch) if state.mode.reports else state.members
+        if any(c.slot is not None and c.slot in outside and not _stopped(job, c.slot) for c in culprits):
+            # Were it a long checkpoint, then the next one is not to end the same way.
+            times.patience.longest_outside = max(times.patience.longest_outside, took)
+            times.patience.longest_idle = max(times.patience.longest_idle, took)
+        _suspect(view, job, watch, culprits, long, out)
+    else:
+        said = f"{long}; all ranks wait in the same collective"
+        slots = tuple(sorted(state.members))
+        out.findings.append(Finding(What.COLLECTIVE, state.job, slots, view.now, Source.CLOCK, said, by="statistics"))
+    watch.since, watch.overdue = view.now, None
+
+
+def _suspect(
+    view: View, job: JobView, watch: IterationWatch, culprits: Sequence[Culprit], long: str, out: Outcome
+) -> None:
+    """Reports the culprits and asks for stacks; what is done follows when they are there."""
+    slots = [culprit.slot for culprit in culprits if culprit.slot is not None]
+    for culprit in culprits:
+        if culprit.slot is None:
+            continue
+        said = f"{long}; {culprit.reason}"
+        found = slot_finding(view, job, What.HANG, (culprit.slot,), Source.PEER, said, "statistics")
+        out.findings.append(replace(found, identity=job.identity(culprit.slot)))
+    waiting = next((slot for slot in job.state.members if slot not in set(slots)), None)
+    watch.asked = _ask_stacks(job, slots, out)
+    watch.stacks_due |= watch.asked | _ask_stacks(job, [] if waiting is None else [waiting], out)
+    watch.act_at = view.now + view.config.stacks_seconds
+
+
+def _ask_stacks(job: JobView, slots: Sequence[int], out: Outcome) -> set[int]:
+    """Asks the first few ranks for their stacks; returns their slots."""
+    asked = set()
+    for slot in slots[:MOST_STACKS]:
+        agent, status = job.agent(slot), job.status(slot)
+        if agent is not None and status is not None:
+            out.send(agent, wire.Stacks(slot=slot, incarnation=status.incarnation))
+            asked.add(slot)
+    return asked
+
+
+def on_hang_recorded(watch: IterationWatch, finding: Finding, failure: int) -> None:
+    """Suspects the rank of a hang that the judge has put on record as this failure."""
+    if finding.identity is not None:
+        watch.suspects.append(Suspect(finding.slots[0], finding.identity, failure, finding.evidence))
+
+
+def _drop_suspects(job: JobView, watch: IterationWatch, out: Outcome) -> None:
+    """The job went on, or is being healed already, before anybody was stopped."""
+    for suspect in watch.suspects:
+        text = f"slot {suspect.slot} is not stopped: the job went on"
+        out.record(job.state, records.FailureAction(failure=suspect.failure, text=text))
+    watch.suspects, watch.asked = [], set()
+
+
+def _confirm(view: View, job: JobView, watch: IterationWatch, out: Outcome) -> None:
+    """Reports the suspects once more, now that their stacks are known, so that they are stopped. Nobody waits for their
+    end, which a stuck kernel could put off for ever."""
+    for suspect in watch.suspects:
+        if job.state.members.get(suspect.slot) == suspect.identity:
+            found = slot_finding(view, job, What.HANG, (suspect.slot,), Source.PEER, suspect.reason, "statistics")
+            out.findings.append(replace(found, identity=suspect.identity, seen=suspect.failure))
+    watch.suspects, watch.asked, watch.at = [], set(), None
+
+
+# ---------------------------------------------------------------- who is behind
+def _collectives(job: JobView) -> dict[int, Groups]:
+    """How far each member's collectives are, of those of which that is known."""
+    members = ((slot, job.status(slot)) for slot in job.state.members)
+    return {slot: status.collectives for slot, status in members if status is not None and status.collectives}
+
+
+def _all_wait(job: JobView) -> bool:
+    known = _collectives(job)
+    return len(known) == len(job.state.members) and all_wait(known)
+
+
+def behind(job: JobView) -> list[Culprit]:
+    """The members that have come least far, if others wait for them; empty when all are at the same point."""
+    if found := lagging(_collectives(job)):
+        return found
+    progress = {}
+    for slot in job.state.members:
+        status = job.status(slot)
+        if status is not None and status.phase in ORDER:
+            progress[slot] = Progress(len(ORDER) * status.iteration + ORDER[status.phase], None, status.phase)
+    if not job.state.mode.reports and all(item.phase != "reducing" for item in progress.values()):
+        return []  # nobody waits
+    found = stuck(progress)
+    if not found:
+        return []
+    least, most = (pick(item.collectives for item in progress.values()) for pick in (min, max))
+    ahead = [slot for slot, item in progress.items() if item.collectives == most]
+    where = f"{len(ahead)} other{'s wait' if len(ahead) > 1 else ' waits'} in {_place(job, ahead[0])}"
+    last = {c.slot for c in found if c.slot is not None and progress[c.slot].collectives == least}
+    mates = _held_up(job, last)
+    return [
+        replace(culprit, reason=f"slot {culprit.slot} is in {_place(job, culprit.slot)}, {where}")
+        for culprit in found
+        if culprit.slot is not None and culprit.slot in last and culprit.slot not in mates
+    ]
+
+
+def _held_up(job: JobView, last: set[int]) -> set[int]:
+    """The ranks among the last that only wait for another rank of their replica, whose process is stopped by a
+    signal."""
+    if job.replica == 1 or not any(_stopped(job, slot) for slot in last):
+        return set()
+    heads = heads_of(job.state.order, job.replica)
+    to_blame = {heads[slot] for slot in last if slot in heads and _stopped(job, slot)}
+    return {slot for slot in last if heads.get(slot) in to_blame and not _stopped(job, slot)}
+
+
+def frozen(job: JobView) -> list[Culprit]:
+    """Where nobody is behind: the members whose processes are stopped by a signal, unless all are."""
+    stopped = [slot for slot in job.state.members if _stopped(job, slot)]
+    if len(stopped) == len(job.state.members):
+        return []
+    found = []
+    for slot in sorted(stopped):
+        status = job.status(slot)
+        phase = status.phase if status else ""
+        found.append(Culprit(slot, phase, math.inf, f"slot {slot} is in {_place(job, slot)} like the others"))
+    return found
+
+
+def _stopped(job: JobView, slot: int) -> str:
+    status = job.status(slot)
+    return "its process is stopped by a signal" if status is not None and status.process == STOPPED else ""
+
+
+def _place(job: JobView, slot: int) -> str:
+    status = job.status(slot)
+    if status is None:
+        return "an unknown place"
+    if status.phase == "stepped":
+        return f"the script's own code after iteration {status.iteration}"
+    words = {"computing": f"micro-batch {len(status.done) + 1}", "reducing": "the reduce", "synced": "the commit"}
+    if not job.state.mode.reports:
+        words = {"computing": "the script's own code", "reducing": "backward or a collective"}
+    return f"{words.get(status.phase, status.phase)} of iteration {status.iteration}"

@@ -1,0 +1,179 @@
+"""Processes and agents of one job: what ended, was replaced, names its own fault, or has put something right.
+
+Only slots whose status changed (`LiveJob.changed`) are looked at, and closely only the few that do not just go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.finding import Finding, Source, What
+from unicron_ctl.controller.model.job_state import AgentRecord, Identity, JobState, Phase
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.sense.findings import slot_finding
+from unicron_ctl.controller.sense.iterations import Standing
+from unicron_ctl.shared.protocol.structs import RankStatus
+
+
+def take_in_changes(job: JobView, standing: Standing) -> list[int]:
+    """Takes in what most changes are, a member's progress or its stop after a Break, and returns the slots that need a
+    closer look. This runs for every rank in every iteration, so it is one loop."""
+    state, live = job.state, job.live
+    members, lost, agents, awaited = state.members, state.lost, live.agents, live.awaited
+    per_node = max(1, state.settings.ranks_per_node)
+    breaking = state.phase is Phase.BREAKING
+    plan = state.offer or state.plan
+    generation = plan.generation if plan is not None and state.phase is not Phase.FORMING else -1
+    # While an offer is out, members run on in the plan before it.
+    offered = state.plan.generation if state.offer is not None and state.plan is not None else generation
+    odd, running = [], []
+    for slot in live.changed:
+        agent, member = agents.get(slot // per_node), members.get(slot)
+        status = agent.ranks.get(slot) if agent is not None else None
+        if (
+            agent is None
+            or status is None
+            or member is None
+            or slot in lost
+            or status.exit is not None
+            or status.fault is not None
+            or status.note is not None
+            or status.incarnation != member.incarnation
+            or agent.agent != member.agent
+            or agent.expired
+            or agent.status.leaving
+        ):
+            odd.append(slot)
+        elif status.state == "running" and not breaking and status.generation in (generation, offered):
+            if status.generation == generation:
+                awaited.discard(slot)
+            live.stopped.pop(slot, None)
+            running.append((slot, status))
+        elif status.state == "stopped" and breaking and status.broken >= state.broken:
+            awaited.discard(slot)
+        else:
+            odd.append(slot)
+    standing.update_running(running)
+    return odd
+
+
+def check_members(view: View, job: JobView, slots: Iterable[int]) -> Outcome:
+    """What these slots show: ends of processes, members that were replaced, and notes of ranks."""
+    out = Outcome()
+    for slot in sorted(slots):
+        agent = job.agent(slot)
+        if agent is None:
+            continue
+        status = agent.ranks.get(slot)
+        for find in (_find_end, _find_replaced, _find_note):
+            finding = find(view, job, agent, slot, status)
+            if finding is not None:
+                out.findings.append(finding)
+    return out
+
+
+def _find_end(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Finding | None:
+    end = status.end if status is not None else None
+    if status is None or end is None or agent.status.leaving:
+        return None
+    identity = Identity(agent.agent, status.incarnation)
+    if job.state.slot(slot).exit_seen == identity:
+        return None
+    text = (status.fault.cause or f"{status.fault.type}: {status.fault.text}") if status.fault else ""
+    wanted = end.code == 0 or _is_wanted(view, job, agent, slot, identity)
+    what, source = What.WANTED_END if wanted else What.EXIT, Source.AGENT if status.exit else Source.RANK
+    said = "\n".join(part for part in dict.fromkeys((text, end.last_line)) if part)
+    found = slot_finding(view, job, what, (slot,), source, said, "process exit" if status.exit else "exception")
+    return replace(found, identity=identity, exit=end, fault=status.fault, pid=status.pid)
+
+
+def _is_wanted(view: View, job: JobView, agent: AgentView, slot: int, identity: Identity) -> bool:
+    state = job.state
+    record = state.agents.get(agent.element)
+    return (
+        state.banished.get(slot) == identity
+        or state.slot(slot).wanted > identity.incarnation
+        or agent.status.noticed
+        or taken_away(state, agent.element)
+        or ended_with_block(state, agent.element)
+        or (record is not None and given_up(view, state, record))
+    )
+
+
+def taken_away(job: JobState, element: int) -> bool:
+    """The element's end is wanted: the plan has taken its node, or it was to end and has left. A member that is neither
+    allotted nor leaving was ended by Slurm."""
+    planned = job.allotted is None or element in job.allotted or element in job.leaving
+    return (not planned or element in job.noticed) and not _trains(job, element)
+
+
+def ended_with_block(job: JobState, element: int) -> bool:
+    """Slurm ends the element with its block, of which another node was lost, and the job went on without it."""
+    return job.torn(element) and not _trains(job, element)
+
+
+def _trains(job: JobState, element: int) -> bool:
+    per_node = max(1, job.settings.ranks_per_node)
+    mine = range(element * per_node, (element + 1) * per_node)
+    return any(slot in job.members and slot not in job.lost for slot in mine)
+
+
+def given_up(view: View, job: JobState, agent: AgentRecord) -> bool:
+    """The node was put out of service, or the job leaves it, and the job went on without it: ends there are no news."""
+    mark = job.avoid.get(agent.node)
+    if not view.unfit(agent.node) and (mark is None or mark.agent != agent.agent):
+        return False
+    return not any((s in job.members or s in job.joining) and s not in job.lost for s in agent.slots)
+
+
+def _find_replaced(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Finding | None:
+    state = job.state
+    member = state.members.get(slot) or state.joining.get(slot)
+    if member is None or slot in state.lost or slot in state.condemned:
+        return None
+    why, what, by = "", What.REPLACED, "status"
+    if agent.agent != member.agent:
+        why = "was replaced: its element was started again"
+    elif status is None or status.state == "finished" or not agent.alive:
+        return None
+    elif status.incarnation != member.incarnation:
+        why = "was started again"
+    elif status.state == "left" and slot in state.members and state.phase is not Phase.OFFERING:
+        why = "left"
+    elif state.phase is Phase.BREAKING and status.state == "stopped" and status.fault is not None:
+        why, what, by = f"stopped: {status.fault.type}: {status.fault.text}", What.BROKEN, "exception"
+    if not why:
+        return None
+    source = Source.RANK if what is What.BROKEN else Source.AGENT
+    found = slot_finding(view, job, what, (slot,), source, why, by)
+    return replace(found, identity=member, fault=status.fault if status else None)
+
+
+def _find_note(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Finding | None:
+    note = status.note if status is not None else None
+    if note is None or note.at <= job.state.slot(slot).noted:
+        return None
+    return replace(
+        slot_finding(view, job, What.NOTE, (slot,), Source.RANK, note.text, "checksum"), fault=note, iteration=None
+    )
+
+
+def check_leaving(view: View, job: JobView, agent: AgentView) -> Finding | None:
+    """The agent says that it ends by itself: its ranks finished, or Slurm stopped it. None when that is known."""
+    record = job.state.agents.get(agent.element)
+    if not agent.status.leaving or record is None or record.gone or record.agent != agent.agent:
+        return None
+    return Finding(
+        What.LEFT,
+        job.state.job,
+        tuple(agent.slots),
+        view.now,
+        Source.AGENT,
+        agent.status.leaving,
+        element=agent.element,
+        node=agent.node,
+        by="agent",
+    )

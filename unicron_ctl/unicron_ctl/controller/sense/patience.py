@@ -1,0 +1,123 @@
+"""How long an iteration may take before it hangs, and how long a rank may stay outside iterations.
+
+Once the job's iteration time is learned, :class:`iteration_monitor.IterationMonitor` says how long. This file has the
+rest: the first iterations, those after a recovery or at a new size, and the script's own code between two iterations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from unicron_ctl.shared.protocol.structs import RankStatus
+from unicron_ctl.shared.settings.config import ControllerConfig
+
+Limit = tuple[float, str]  # seconds that a rank may keep the others waiting, and what speaks against waiting longer
+WARM_UP = 10.0  # times what was seen so far, while the usual time is not known
+AGAIN = 3.0  # times the usual, or the longest of its kind that ended by itself
+OUTSIDE_LEARNED = 16  # times that a rank was outside before its own habits count
+HEARTBEATS = 3.0  # idle times are as old as the last look at the process
+IDLE_SECONDS = 3.0  # no program is taken for stuck that has done nothing for less
+STOPPED = "T"
+
+
+def outside(status: RankStatus) -> bool:
+    """The rank is in the script's own code between two iterations."""
+    return status.state == "running" and status.phase == "stepped"
+
+
+@dataclass
+class Patience:
+    """What a job has shown of itself. All times in seconds.
+
+    early: its iterations before its monitor had learned. longest_warm_up: the longest iteration after a (re)start that
+    was no recovery and in which newcomers took part: they compile. longest_regrouped: the same without newcomers.
+    longest_outside: the longest time between two iterations, of any rank, since another rank may write the next
+    checkpoint. longest_idle: of plain programs, the longest that a process has done nothing there. outside: slot -> how
+    often it was seen there.
+    """
+
+    early: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    longest_warm_up: float = 0.0
+    longest_regrouped: float = 0.0
+    longest_outside: float = 0.0
+    longest_idle: float = 0.0
+    outside: Counter[int] = field(default_factory=Counter)
+
+    def on_iteration(self, seconds: float, learned: bool, warm_up: bool, newcomers: bool = True) -> None:
+        """An iteration ended, no recovery."""
+        if not learned:
+            self.early.append(seconds)
+        if warm_up and newcomers:
+            self.longest_warm_up = max(self.longest_warm_up, seconds)
+        elif warm_up:
+            self.longest_regrouped = max(self.longest_regrouped, seconds)
+
+    def on_outside(self, times: Mapping[int, float]) -> None:
+        """Ranks say how long each was outside before its iteration: slot -> seconds."""
+        for slot, seconds in times.items():
+            if 0.0 <= seconds < math.inf:
+                self.outside[slot] = self.outside.get(slot, 0) + 1
+                if seconds > self.longest_outside:
+                    self.longest_outside = seconds
+
+    def warm_up(self, usual: float, config: ControllerConfig) -> float:
+        """For an iteration that is not judged otherwise: the first ones after a (re)start, or at a new size.
+
+        usual: the job's iteration time, 0 while it is not known. Where it is, what hangs is found as soon as in any
+        other iteration; who has just started may take longer (:meth:`newcomer`).
+        """
+        if usual:
+            return max(AGAIN * max(usual, config.hang_floor_seconds), AGAIN * self.longest_regrouped)
+        if not self.early:
+            return config.first_iteration_seconds
+        longest = AGAIN * max(self.early)
+        generous = max(WARM_UP * max(median(self.early), config.hang_floor_seconds), longest)
+        return min(generous, max(config.first_iteration_seconds, longest))
+
+    def newcomer(self, inside: float, config: ControllerConfig) -> float:
+        """For a rank in its first iterations, in which it compiles; inside: the limit of all others."""
+        if not self.longest_warm_up:  # this process has seen nobody do that: the controller was restarted
+            return max(inside, config.first_iteration_seconds)
+        return max(inside, AGAIN * self.longest_warm_up)
+
+    def between(self, slot: int, status: RankStatus, waited: float, inside: float, config: ControllerConfig) -> Limit:
+        """How long the others wait for a rank that is in the script's own code, and why not longer: in the next
+        iteration, after a Break, or at the boundary at which newcomers come in.
+
+        inside: the limit for all others. waited: for how long this has lasted. A first checkpoint has no history, so a
+        process that computes, reads or writes has the script's full time.
+        """
+        full = max(inside, config.hang_outside_seconds)
+        if status.process == STOPPED:
+            return inside, "its process is stopped by a signal"
+        moved = status.idle < waited - HEARTBEATS * config.heartbeat_period
+        if moved or self.outside[slot] < OUTSIDE_LEARNED:
+            return full, ""
+        short = max(inside, AGAIN * self.longest_outside, config.hang_idle_seconds)
+        why = f"it does nothing there, and no rank was outside for more than {self.longest_outside:.2f} s so far"
+        return (short, why) if short < full else (full, "")
+
+    def own_code(
+        self, status: RankStatus, waited: float, inside: float, learned: bool, starts: bool, config: ControllerConfig
+    ) -> Limit:
+        """How long the others wait for a plain program, and why not longer. It says nothing of what it does: this may
+        be the next batch, or a checkpoint. So it has the script's full time while it computes, reads, writes or saves.
+
+        inside: the limit for an iteration, which holds for a process that does nothing at all, if no rank ever did that
+        for longer. learned: the job has shown its habits. starts: it is new, and may wait for data that are far away.
+        """
+        full = max(inside, config.hang_outside_seconds)
+        if status.process == STOPPED:
+            return inside, "its process is stopped by a signal"
+        idle = status.idle >= max(IDLE_SECONDS / 2, waited - HEARTBEATS * config.heartbeat_period)
+        if not idle or status.phase == "stepped" or not (learned or starts):
+            return full, ""
+        asks = status.waits or starts  # for somebody who may answer yet
+        longest, least = (self.longest_outside, config.hang_idle_seconds) if asks else (self.longest_idle, IDLE_SECONDS)
+        short = max(inside, AGAIN * longest, least)
+        why = f"it does nothing there, and no rank did that for more than {longest:.2f} s so far"
+        return (short, why) if short < full else (full, "")

@@ -1,0 +1,298 @@
+"""How long iterations take: what a job's steps have taught, and which rank is slower than the others.
+
+Phase times lie in one array per job, [rank, iteration modulo the window, phase], so that a step of thousands of ranks
+is taken in and compared without a loop over them. Ranks are compared pairwise in :mod:`iterations.culprit`; of more
+than :data:`COMPARED` ranks only the slowest of each phase and an even sample of their peers are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from unicron_ctl.controller.log import records
+from unicron_ctl.controller.log.thinning import RECENT_STEPS
+from unicron_ctl.controller.model.iteration_account import Account
+from unicron_ctl.controller.model.job_state import JobState
+from unicron_ctl.controller.sense.patience import AGAIN, Patience
+from unicron_ctl.shared.protocol import structs
+from unicron_ctl.shared.settings.config import ControllerConfig
+from unicron_detector.iterations.culprit import PHASES, Culprit, slowest
+from unicron_detector.iterations.iteration_monitor import WARM_UP, Health, IterationMonitor, Limits
+from unicron_detector.iterations.stragglers import Stragglers
+
+WINDOW, NEWEST = 16, 4  # iterations
+COMPARED = 64  # ranks that are compared with each other one by one
+CHOOSE_EVERY = 64  # iterations between two choices of whom to compare
+COLUMNS = (*PHASES, "outside")  # of the array: the order of `structs.PHASES`
+SHARED = [COLUMNS.index(name) for name in ("data", "forward", "backward")]  # their time grows with the share
+REDUCE = COLUMNS.index("reduce")
+Row = dict[int, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Slow:
+    """What makes a job slow at present. slot: None when no rank differs from the others."""
+
+    since: float
+    iteration: int
+    slot: int | None
+    node: str
+    phase: str
+    slowdown: float | None
+    reason: str
+    reported: bool = True
+
+
+@dataclass
+class PhaseTimes:
+    """The last phase times of a job's ranks, in seconds."""
+
+    rows: dict[int, int] = field(default_factory=dict)
+    seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, WINDOW, len(COLUMNS))))
+    stamps: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, WINDOW), dtype=np.int64))
+    shares: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    newest: int = -1
+    chosen_at: int = -1
+    chosen: list[int] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Other ranks or other work: what was measured no longer counts."""
+        self.rows.clear()
+        self.newest, self.chosen_at, self.chosen = -1, -1, []
+
+    def on_step(self, step: structs.StepReport) -> None:
+        """Takes in the times of one agent's ranks, without those that make no sense."""
+        # A sum is below a bound only where none is NaN.
+        good = [
+            rank
+            for rank in step.ranks
+            if len(rank.phases) == len(COLUMNS) and 0.0 <= min(rank.phases) and sum(rank.phases) < 1e9
+        ]
+        if not good:
+            return
+        rows = [self._row(rank.slot) for rank in good]
+        place, first = step.iteration % WINDOW, rows[0]
+        # A node's ranks lie one after the other, and a slice is assigned in a fifth of the time.
+        where: slice | list[int] = rows
+        if rows == list(range(first, first + len(rows))):
+            where = slice(first, first + len(rows))
+        self.seconds[where, place] = [rank.phases for rank in good]
+        self.stamps[where, place] = step.iteration
+        self.shares[where] = [len(rank.micro_batches if rank.computed is None else rank.computed) for rank in good]
+        self.newest = max(self.newest, step.iteration)
+
+    def _row(self, slot: int) -> int:
+        row = self.rows.get(slot)
+        return self._add(slot) if row is None else row
+
+    def _add(self, slot: int) -> int:
+        row = self.rows[slot] = len(self.rows)
+        if row >= len(self.shares):
+            size = max(16, 2 * row)
+            for name, shape in (("seconds", (size, WINDOW, len(COLUMNS))), ("stamps", (size, WINDOW))):
+                old = getattr(self, name)
+                new = np.zeros(shape, dtype=old.dtype)
+                new[: len(old)] = old
+                setattr(self, name, new)
+            self.shares = np.concatenate([self.shares, np.zeros(size - len(self.shares))])
+        self.stamps[row] = -1
+        return row
+
+    def comparable(self, last: int = WINDOW) -> Row:
+        """slot -> phase -> mean seconds of the `last` iterations, as if all ranks had equally many micro-batches.
+
+        Eight micro-batches on three ranks are 3, 3 and 2: the third computes less and waits longer, which is no fault
+        of anybody. Of many ranks, those that are worth comparing.
+        """
+        slots = self._choose_slots()
+        rows = np.array([self.rows[slot] for slot in slots], dtype=np.int64)
+        means, seen = self._means(rows, last)
+        shares = self.shares[rows] if len(rows) else np.zeros(0)
+        valid = seen & (shares > 0)
+        if not valid.any():
+            return {}
+        means, shares = means[valid], shares[valid]
+        kept = [slot for slot, good in zip(slots, valid, strict=True) if good]
+        each = float(np.median(means[:, SHARED].sum(axis=1) / shares))
+        means[:, SHARED] *= (shares.mean() / shares)[:, None]
+        means[:, REDUCE] = np.maximum(0.0, means[:, REDUCE] - (shares.max() - shares) * each)
+        return {slot: dict(zip(COLUMNS, row, strict=True)) for slot, row in zip(kept, means.tolist(), strict=True)}
+
+    def _means(self, rows: npt.NDArray[np.int64], last: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+        """(rank x phase means, whether the rank was seen) of the iterations that each rank reported last."""
+        stamps, seconds = self.stamps[rows], self.seconds[rows]
+        newest = stamps.max(axis=1, initial=-1)
+        mask = (stamps >= 0) & (stamps > (newest - last)[:, None])
+        count = mask.sum(axis=1)
+        sums = (seconds * mask[:, :, None]).sum(axis=1)
+        return sums / np.maximum(count, 1)[:, None], count > 0
+
+    def _choose_slots(self) -> list[int]:
+        """All ranks; of many, the slowest of each phase and an even sample, chosen anew from time to time."""
+        if len(self.rows) <= COMPARED:
+            return sorted(self.rows)
+        if self.chosen and self.newest - self.chosen_at < CHOOSE_EVERY:
+            return self.chosen
+        slots = sorted(self.rows)
+        rows = np.array([self.rows[slot] for slot in slots], dtype=np.int64)
+        means, _ = self._means(rows, WINDOW)
+        worst: set[int] = set(range(0, len(slots), max(1, len(slots) // (COMPARED // 2))))
+        each = max(1, COMPARED // (2 * len(COLUMNS)))
+        for column in range(len(COLUMNS)):
+            worst.update(np.argsort(means[:, column])[-each:].tolist())
+        worst.update(np.argsort(means[:, REDUCE])[:each].tolist())  # who waits least comes last
+        self.chosen, self.chosen_at = sorted(slots[place] for place in worst), self.newest
+        return self.chosen
+
+
+@dataclass
+class JobTimes:
+    """What one job has shown of its speed."""
+
+    monitor: IterationMonitor
+    patience: Patience = field(default_factory=Patience)
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    phases: PhaseTimes = field(default_factory=PhaseTimes)
+    generation: int = -1
+    nodes: int = 0
+    memory: float = 0.0
+    """The usual iteration time before the size changed, scaled to the new size; seconds."""
+    newcomers: set[int] = field(default_factory=set)
+    """Slots whose process had not trained before the present generation."""
+    usual: Row = field(default_factory=dict)
+    healthy: int = 0
+    degraded: Slow | None = None
+    straggler: Slow | None = None
+    """A rank that is always slower than its peers, however fast the job is."""
+
+    @classmethod
+    def fresh(cls, config: ControllerConfig) -> JobTimes:
+        return cls(IterationMonitor(Limits(floor=config.hang_floor_seconds)))
+
+    @property
+    def slow(self) -> Slow | None:
+        return self.degraded or self.straggler
+
+    def adapt(self, job: JobState) -> None:
+        """A new generation is warm-up, another number of nodes another job."""
+        generation = job.plan.generation if job.plan else 0
+        if generation == self.generation:
+            return
+        nodes = len(job.inside)
+        if self.nodes and nodes and nodes != self.nodes:
+            if self.monitor.learned:
+                self.memory = self.monitor.average * max(1.0, self.nodes / nodes)
+                self.patience.early.clear()  # of another size
+            self.monitor.resized()
+            self.usual, self.degraded = {}, None
+        else:
+            self.monitor.restarted()
+        self.generation, self.nodes, self.healthy = generation, nodes or self.nodes, 0
+        old = job.worked if job.mode.keeps_state else {}  # else all processes are new
+        self.newcomers = {slot for slot, process in job.members.items() if old.get(slot) != process}
+        self.phases.clear()
+        self.stragglers.clear()
+
+    def on_step(self, step: structs.StepReport, reports: bool = True) -> None:
+        """Takes in the phase times of one agent's ranks. reports: they say what they do; of others all that is no wait
+        is their script's own code."""
+        self.phases.on_step(step)
+        if not reports and self.monitor.warming:
+            return  # the time in which it started is none of its habits
+        measured = [rank for rank in step.ranks if len(rank.phases) == len(COLUMNS)]
+        if not reports:
+            idle = [rank.phases[0] for rank in measured]
+            self.patience.longest_idle = max([self.patience.longest_idle, *idle])
+        self.patience.on_outside(
+            {r.slot: r.phases[-1] if reports else sum(r.phases) - r.phases[REDUCE] for r in measured}
+        )
+
+    def limit(self, job: JobState, config: ControllerConfig) -> float:
+        """Seconds that the present iteration may take."""
+        limit = self.monitor.limit()
+        if limit is not None and not self.monitor.warming:
+            return limit
+        usual = self.monitor.average if self.monitor.learned else self.memory
+        if not usual and len(job.recent) >= RECENT_STEPS:  # a restarted controller knows this much
+            usual = job.seconds or 0.0
+        seen = AGAIN * max(self.patience.early, default=0.0) if usual and limit is None else 0.0
+        return max(limit or 0.0, seen, self.patience.warm_up(usual, config))
+
+    def within(self, slot: int, inside: float, config: ControllerConfig) -> float:
+        """Seconds that a rank may take for the present iteration; inside: the others' limit."""
+        starts = slot in self.newcomers and self.monitor.warming
+        return self.patience.newcomer(inside, config) if starts else inside
+
+    # ------------------------------------------------------------ finished iterations
+    def on_iteration(self, job: JobState, account: Account, recovery: bool, now: float) -> list[records.Record]:
+        """Takes in an iteration's time; reports when the job becomes slow, and which rank makes it so."""
+        self.adapt(job)
+        if account.generation != self.generation:
+            return []
+        found: list[records.Record] = []
+        learned = self.monitor.learned
+        seen = self.monitor.observe(account.seconds, recovery)
+        if not recovery:
+            warm_up = seen.reason == WARM_UP
+            known = learned or (warm_up and bool(self.memory))  # a newcomer's first ones say nothing of the new size
+            self.patience.on_iteration(account.seconds, known, warm_up, bool(self.newcomers))
+        if seen.health is Health.HEALTHY:
+            self.healthy += 1
+            if self.healthy % WINDOW == 0:
+                self.usual = self.phases.comparable()
+        if seen.health is Health.DEGRADED and self.degraded is None:
+            found.append(self._became_slow(job, account, seen.reason, now))
+        elif seen.health is Health.HEALTHY and self.degraded is not None:
+            self.degraded, self.healthy = None, 0
+            over = f"iterations take {seen.average:.3f} s again"
+            found.append(records.DegradedOver(iteration=account.iteration, reason=over))
+        return found if recovery else found + self._compare(job, account, now)
+
+    def _became_slow(self, job: JobState, account: Account, reason: str, now: float) -> records.Degraded:
+        # The newest iterations are slow in full, but few; in noisy jobs only the longer window shows who it is.
+        looks = (slowest(self.phases.comparable(last), self.usual or None) for last in (NEWEST, WINDOW))
+        culprit = next((found for found in looks if found), None)
+        reason = f"{reason}; {culprit.reason if culprit else 'no rank differs from the others'}"
+        self.degraded = _slow(job, culprit, account.iteration, reason, now)
+        return _record(self.degraded)
+
+    def _compare(self, job: JobState, account: Account, now: float) -> list[records.Record]:
+        """A rank that is always slower than its peers: the job's own baseline may have been learned with it."""
+        before = self.straggler
+        row = self.phases.comparable(1)
+        culprit = self.stragglers.observe(row) if row else None
+        if culprit is None:
+            self.straggler = None
+            if before is None or not before.reported:
+                return []
+            over = f"slot {before.slot} is no slower than its peers any more"
+            return [records.DegradedOver(iteration=account.iteration, reason=over)]
+        if before is not None and before.slot == culprit.slot:
+            return []
+        reported = self.degraded is None or self.degraded.slot != culprit.slot
+        self.straggler = _slow(job, culprit, account.iteration, culprit.reason, now, reported)
+        return [_record(self.straggler)] if reported else []
+
+
+def _slow(
+    job: JobState, culprit: Culprit | None, iteration: int, reason: str, now: float, reported: bool = True
+) -> Slow:
+    if culprit is None:
+        return Slow(now, iteration, None, "", "", None, reason, reported)
+    node = job.node(culprit.slot) if culprit.slot is not None else ""
+    slowdown = round(culprit.slowdown, 2) if culprit.slowdown < float("inf") else None
+    return Slow(now, iteration, culprit.slot, node, culprit.phase, slowdown, reason, reported)
+
+
+def _record(slow: Slow) -> records.Degraded:
+    return records.Degraded(
+        iteration=slow.iteration,
+        slot=slow.slot,
+        node=slow.node,
+        phase=slow.phase,
+        slowdown=slow.slowdown,
+        reason=slow.reason,
+    )

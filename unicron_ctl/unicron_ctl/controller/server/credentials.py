@@ -1,0 +1,158 @@
+"""Munge on the controller's side: it verifies who registers or asks, and makes the credential for the controller's own
+key. Threads call munge, and only so many at once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pwd
+import socket
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from unicron_ctl.controller.model.asker import Asker, Roles
+from unicron_ctl.controller.server.worker import Worker
+from unicron_ctl.shared.protocol import claims, datagrams, wire
+from unicron_ctl.shared.protocol.munge import MungeError, make_credential, unmunge
+from unicron_ctl.shared.system.addresses import is_loopback, origin
+from unicron_ctl.shared.system.time_limit import TimeLimit
+
+SPENT = 8192  # credentials that are remembered as used or invalid
+FRESH_SECONDS = 60.0  # for which the controller's own credential is used: munge lets it live for 300
+AGAIN_SECONDS = 1.0  # after munge could not make one
+WAITING = 1000  # peers that wait for it
+NAME_SECONDS, NAMES_HANGING = 1.0, 4  # for the name service to say a user's name; calls that hang at once
+_names = TimeLimit(NAME_SECONDS, NAMES_HANGING, "unicron-names")
+Where = tuple[socket.socket, Any]  # by which socket, and where to
+
+
+@dataclass(frozen=True)
+class Unproven:
+    """Why a credential does not count, and what to do. verdict: on the credential itself; after an outage it may still
+    be good."""
+
+    reason: str
+    verdict: Literal["used", "invalid", "outage"] = "used"
+
+
+USED = Unproven("this munge credential was used before")
+
+
+class Verifier:
+    """Verifies credentials in threads. roles: the users whom the configuration names, as it is now.
+
+    The threads serve machines, their addresses and their connections in turn, so a peer that sends many credentials
+    delays only itself. A credential that was used, or is invalid, is not shown to munge again.
+    """
+
+    def __init__(self, worker: Worker, roles: Callable[[], Roles]) -> None:
+        self._worker, self._roles = worker, roles
+        self._spent = Spent()
+
+    def verify(
+        self, credential: str, claim: str, key: str, address: str, then: Callable[[Asker | Unproven], None]
+    ) -> bool:
+        """Calls `then` in the main thread with who made the credential, if it holds this claim: before this returns
+        where no munge is needed to say that it is not good. False, and nothing is called, when too many are being
+        verified, of this connection's key, of its address, of its machine or of all."""
+        if (spent := self._spent.get(credential)) is not None:
+            then(spent)
+            return True
+        roles = self._roles()
+
+        def work() -> Asker | Unproven:
+            return self._spent.get(credential) or asker_of(credential, claim, roles)  # a copy may have come first
+
+        def done(found: Asker | Unproven | None) -> None:
+            found = found or Unproven("the controller could not look at the munge credential: see its log", "outage")
+            self._spent.note(credential, found)
+            then(found)
+
+        return self._worker.verify(work, done, path(key, address))
+
+
+def path(key: str, address: str) -> tuple[str, str, str]:
+    """The queue path of a credential: machine, address, connection. All loopback addresses are one machine, and in IPv6
+    so is a network of 64 bits (see `origin`)."""
+    where = origin(address)
+    return "loopback" if is_loopback(address) else where, where, key
+
+
+class Spent:
+    """The last credentials that are used or invalid, by their digests. One thread adds them, any may read."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, Unproven] = OrderedDict()
+
+    def get(self, credential: str) -> Unproven | None:
+        return self._known.get(_digest(credential))
+
+    def note(self, credential: str, found: Asker | Unproven) -> None:
+        """Remembers munge's verdict. After an outage the credential may still be good; munge itself refuses one that
+        is used twice."""
+        if isinstance(found, Asker) or found.verdict == "outage":
+            return
+        self._known[_digest(credential)] = found if found.verdict == "invalid" else USED
+        if len(self._known) > SPENT:
+            self._known.popitem(last=False)
+
+
+def _digest(credential: str) -> bytes:
+    return hashlib.blake2b(credential.encode(), digest_size=16).digest()
+
+
+def asker_of(credential: str, claim: str, roles: Roles) -> Asker | Unproven:
+    """The user who made the credential, if it holds this claim and nobody has used it before."""
+    try:
+        found = unmunge(credential)
+    except MungeError as error:
+        reason = f"{error}: is munged running with the same key on both nodes?"
+        return Unproven(reason, "outage" if error.outage else "invalid")
+    if found.replayed:
+        return USED
+    if found.payload != claim.encode():
+        return Unproven("this munge credential is about something else, or of another connection")
+    try:
+        user = _names.run(lambda: pwd.getpwuid(found.uid).pw_name)
+    except (KeyError, TimeoutError):  # the name service may be away: who it is, the number says
+        user = ""
+    admin = found.uid in (0, os.geteuid()) or user in roles.admins
+    return Asker(found.uid, user, admin, user in roles.readers)
+
+
+class Introducer:
+    """Answers questions for the controller's public key, with one credential a minute however many ask. key: empty for
+    a controller that encrypts nothing."""
+
+    def __init__(self, worker: Worker, key: str, send: Callable[[bytes, Where], None]) -> None:
+        self._worker, self._key, self._send = worker, key, send
+        self._answer = wire.encode(datagrams.Introduction(plain=True)) if not key else b""
+        self._until = 0.0 if key else float("inf")
+        self._waiting: list[Where] = []
+
+    def on_hello(self, where: Where, now: float) -> None:
+        """Answers one question, or puts it off until the credential is made."""
+        if now < self._until:
+            self._send(self._answer, where)
+            return
+        if len(self._waiting) < WAITING:
+            self._waiting.append(where)
+        if len(self._waiting) > 1:
+            return  # a credential is being made
+
+        def done(made: datagrams.Introduction | None) -> None:
+            made = made or datagrams.Introduction(error="the controller has no munge credential")
+            self._answer, self._until = wire.encode(made), now + (FRESH_SECONDS if made.credential else AGAIN_SECONDS)
+            waiting, self._waiting = self._waiting, []
+            for one in waiting:
+                self._send(self._answer, one)
+
+        self._worker.verify(self._make, done)
+
+    def _make(self) -> datagrams.Introduction:
+        try:
+            return datagrams.Introduction(credential=make_credential(claims.of_controller(self._key)))
+        except MungeError as error:
+            return datagrams.Introduction(error=f"the controller has no munge credential: {error}")

@@ -1,0 +1,53 @@
+"""What keeps the event log short and a start quick: thinning, forgetting, and saved states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from unicron_ctl.controller.core.state_snapshot import freeze
+from unicron_ctl.controller.log.store import Store
+from unicron_ctl.controller.model.cluster_state import ClusterState
+
+THIN_EVERY = 5000  # events: takes some 20 ms then
+FORGET_FIRST_SECONDS = 300.0  # after a start, which has more urgent things to do
+FORGET_SECONDS, FORGET_AGAIN_SECONDS = 1.0, 21600.0  # between two pieces of what is old; between two looks for it
+SAVE_SECONDS = 600.0  # between two saves of the state, and none in the middle of a recovery
+
+
+class LogUpkeep:
+    """Works on the log of one controller; `now` is the controller's clock."""
+
+    def __init__(self, store: Store, state: ClusterState, now: Callable[[], float]) -> None:
+        self._store, self._now = store, now
+        self._thinned = state.last_event
+        self._forgetting: Iterator[int] | None = None
+        self._forget_at = now() + FORGET_FIRST_SECONDS
+        self._saved_at = now()
+
+    def thin(self, last: int) -> None:
+        """Thins the log once enough has come since the last time. last: the id of the event stored last."""
+        if last - self._thinned >= THIN_EVERY:
+            self._store.thin(self._thinned)
+            self._thinned = last
+
+    def work(self, state: ClusterState) -> None:
+        """Saves the state or forgets a piece, where it is time. For moments in which nothing is urgent."""
+        now = self._now()
+        if now - self._saved_at >= SAVE_SECONDS:
+            self.save_state(state)
+        if now >= self._forget_at:
+            self._forget(state, now)
+
+    def save_state(self, state: ClusterState) -> None:
+        """Saves the state: a start after this replays only what comes later."""
+        self._saved_at = self._now()
+        self._store.save_state(state.last_event, freeze(state))
+
+    def _forget(self, state: ClusterState, now: float) -> None:
+        """Forgets one piece of what the log can do without."""
+        if self._forgetting is None:
+            observed = state.observed_since > 0
+            self._forgetting = self._store.forget(now, state.observed_after if observed else state.last_event)
+        if next(self._forgetting, None) is None:
+            self._forgetting = None
+        self._forget_at = self._now() + (FORGET_SECONDS if self._forgetting else FORGET_AGAIN_SECONDS)

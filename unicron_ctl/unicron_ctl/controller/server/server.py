@@ -1,0 +1,502 @@
+"""The loop: sockets in, core, event log, sockets out. What was decided is stored before anyone hears of it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+from prometheus_client.core import Metric
+
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.api.observed_savings import WeeklySum
+from unicron_ctl.controller.core.core import Core
+from unicron_ctl.controller.core.state_snapshot import read_state
+from unicron_ctl.controller.log import notices, records
+from unicron_ctl.controller.log.store import Progress, Store, StoreError, nothing
+from unicron_ctl.controller.log.term import Tenure
+from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker, Roles
+from unicron_ctl.controller.model.quotas import Quotas, cost
+from unicron_ctl.controller.server import event_lines
+from unicron_ctl.controller.server.complaints import Complaints
+from unicron_ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
+from unicron_ctl.controller.server.log_upkeep import LogUpkeep
+from unicron_ctl.controller.server.metric_gauges import Kept, present
+from unicron_ctl.controller.server.question_queue import Answered, Asked, Question
+from unicron_ctl.controller.server.sockets import Ports
+from unicron_ctl.controller.server.telling import DAY, Telling
+from unicron_ctl.controller.server.worker import Result, Worker
+from unicron_ctl.shared.protocol import claims, datagrams, wire
+from unicron_ctl.shared.protocol.answer_schema import ASKED_TOO_MUCH
+from unicron_ctl.shared.protocol.controller_discovery import HELLO_BYTES
+from unicron_ctl.shared.protocol.encryption import NONE, PLAIN, secret_of_server
+from unicron_ctl.shared.protocol.listener import Connection, Listener
+from unicron_ctl.shared.protocol.reach import door_at
+from unicron_ctl.shared.protocol.zmtp import Keys
+from unicron_ctl.shared.settings.config import UNTIL_RESTART, Config, ControllerConfig
+from unicron_ctl.shared.slurm.slurm_client import SlurmClient
+from unicron_ctl.shared.system.addresses import canonical, origin
+from unicron_ctl.shared.system.mailbox import Mailbox
+from unicron_detector.failures.classify import Classifier
+from unicron_detector.words import counted
+
+log = logging.getLogger("unicron.controller")
+TICK_SECONDS, PAUSE_SECONDS = 0.05, 0.2  # between two ticks: from begin to begin at least, from end to begin at most
+RECEIVE_SECONDS, RESULTS_SECONDS, ANSWERS_SECONDS = 0.03, 0.02, 0.02  # of one turn of the loop at most
+GATHER_SECONDS = 0.002  # from one turn that heard something to the next
+BUSY = wire.Answer(ok=False, error=ASKED_TOO_MUCH)
+HINTS_PER_TURN = 1000
+MAX_SOCKETS = 16384
+HINT_BYTES = 2048
+COLLECT = 50_000, 50, 100  # thresholds of the garbage collector: state is long-lived, messages have no circles
+Route = tuple[bytes, ...]
+
+
+class Server:
+    """One controller at `ports`; `address` is where it can be reached, `key` its public key, empty when it encrypts
+    nothing. connections: as many at once. progress: called every now and then while the log is read. tenure: the
+    right to act; by default it has that as long as it lives. Raises UserError when it can't start.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        ports: Ports,
+        client: SlurmClient | None,
+        classifier: Classifier,
+        connections: int = MAX_SOCKETS,
+        progress: Progress = nothing,
+        tenure: Tenure | None = None,
+    ) -> None:
+        self.config, self.store = config, store
+        self._tenure = tenure or Tenure()
+        self.heard_agents = float("-inf")  # when it has heard one last
+        self._offset = store.time(time.time()) - time.monotonic()  # one clock that never goes backwards
+        saved = store.states()
+        store.thin(saved[0][0] if saved else 0, progress)  # what is older was thinned before the state was saved
+        state = read_state(store, progress)
+        self._upkeep = LogUpkeep(store, state, lambda: self.now())
+        self.core = Core(config.controller, state, self.now(), classifier, has_slurm=client is not None)
+        self._weekly = WeeklySum(self.core, store)
+        self.worker = Worker(client, config.controller.probe_timeout, self._tenure)
+        self.watchdog: Callable[[float], object] = lambda now: None  # told at every turn; set by main
+        self.turned: Callable[[float], object] = lambda now: None  # the same; raises StoreError to end the loop
+        self.dropped: Counter[str] = Counter()
+        self._complaints = Complaints(self.core)
+        self._quotas = Quotas()
+        self._asked, self._answered = Asked(), Answered()
+        self._received_at, self._settled_in = float("-inf"), 0.0  # the last turn's
+        self._answer_at = 0.0  # questions wait until then
+        self._verifier = Verifier(self.worker, self._roles)
+        self._began_with, self._munge = config.controller, config.controller.auth == "munge"
+        self._verifying: set[tuple[str, str]] = set()
+        keys, self.key = self._keys(config.controller, store.path.parent)
+        self._hints, self.address, self.exporter = ports.hints, ports.address, ports.exporter
+        self.listener = Listener(ports.connections, keys, connections, wire.MAX_BYTES, refused=self._on_refused)
+        self.core.view.unread = lambda route: self.listener.unread(route[0])
+        self._introducer = Introducer(self.worker, self.key, self._answer_hello)
+        self.telling = Telling(self.worker.results, lambda record: self.core.append("", 0, record), self.address)
+        self.telling.replay(store.since(notices.KINDS, self.now() - DAY).events)
+        self.telling.configure(config.notify, state.told, state.last_event)
+        self._stop_read, self._stop_write = os.pipe()
+        os.set_blocking(self._stop_write, False)
+        self.reload: Callable[[], None] | None = None  # called at SIGHUP; set by main
+        self._poller = select.poll()
+        ours = self.listener.fileno(), self.worker.results.fileno(), self.worker.verified.fileno(), self._stop_read
+        if self.exporter is not None:
+            self.worker.took = self.exporter.recorded.slurm_took
+            self.exporter.recorded.expect(classifier.table.causes)
+            self._poller.register(self.exporter.asked.fileno(), select.POLLIN)
+        for descriptor in (*ours, *(hints.fileno() for hints in self._hints)):
+            self._poller.register(descriptor, select.POLLIN)
+
+    def now(self) -> float:
+        return self._offset + time.monotonic()
+
+    # ------------------------------------------------------------ life
+    def run(self) -> None:
+        """Serves until `stop`. Raises StoreError when the log can no longer be written: nothing is done that it does
+        not hold.
+        """
+        gc.collect()
+        gc.freeze()  # what is there now stays: a collection in the midst of a recovery need not look at it
+        gc.set_threshold(*COLLECT)
+        next_tick = self.now()
+        self.core.last_tick = next_tick
+        running = True
+        while running:
+            self._wait_for_more()
+            self._tenure.assure()
+            due = min(next_tick, self._answer_at) if self._asked else next_tick
+            wait = 0 if self.core.pending else max(0, int((due - self.now()) * 1000))
+            ready = dict(self._poller.poll(wait))
+            if self.listener.fileno() in ready:
+                self._receive()
+            for hints in self._hints:
+                if hints.fileno() in ready:
+                    self._receive_datagrams(hints)
+            if self.worker.results.fileno() in ready:
+                self._on_results(self.worker.results)
+            if self.worker.verified.fileno() in ready:
+                self._on_results(self.worker.verified)
+            if self.exporter is not None and self.exporter.asked.fileno() in ready:
+                self.exporter.answer(self._present)
+            if self._stop_read in ready:
+                running = self._on_signal(os.read(self._stop_read, 64))
+            heard = self.now()
+            self.core.advance_jobs()
+            self._settled_in = self.now() - heard
+            if self.core.pending:
+                self.flush()  # a Break or a plan does not wait for anything else
+            if (now := self.now()) >= next_tick:
+                if self.exporter is not None:
+                    self.exporter.recorded.loop_late(now - next_tick)
+                self.core.tick(now)
+                if self._weekly.is_due(now):
+                    self.flush()
+                    self._weekly.record_sum(now)
+                ended = self.now()  # after a tick that took long there is as much time for what has come meanwhile
+                next_tick = max(now + TICK_SECONDS, ended + min(ended - now, PAUSE_SECONDS))
+            self.telling.work(now)
+            self.watchdog(now)
+            self.turned(now)
+            self.flush()
+            if self._asked and not self.core.pending and self.now() >= self._answer_at:
+                self._answer_some()
+
+    def _present(self) -> Iterable[Metric]:
+        assert self.exporter is not None
+        self.core.now = self.now()
+        return present(self.core, Kept(self.dropped, self.exporter.recorded.failed, self.store.size))
+
+    def started(self) -> None:
+        """Records the start, once the controller can be reached."""
+        jobs = sum(1 for job in self.core.state.jobs.values() if not job.ended)
+        reason = f"controller started with {counted(jobs, 'job')} from its log"
+        self.core.append("", 0, records.Started(pid=os.getpid(), address=self.address, jobs=jobs, reason=reason))
+
+    def stop(self) -> None:
+        """Ends the loop. Any thread may call this."""
+        os.write(self._stop_write, bytes([signal.SIGTERM]))
+
+    def close(self) -> None:
+        """Ends sockets and threads; what was decided last is stored."""
+        with contextlib.suppress(StoreError):  # whose term is over, writes and says nothing
+            self.flush()
+            self._upkeep.save_state(self.core.state)
+        if self.exporter is not None:
+            self.exporter.close()
+        if self._tenure.lease:  # a standby may act at once: no call to Slurm outlives this controller
+            self.worker.let_changes_end(self.config.controller.slurm_timeout)
+        self.telling.close()
+        self.worker.close()
+        self.listener.close()
+        for hints in self._hints:
+            hints.close()
+        self.store.close()
+
+    def catch_signals(self) -> None:
+        """SIGTERM and SIGINT end the loop, SIGHUP reloads."""
+        signal.set_wakeup_fd(self._stop_write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+
+    def _on_signal(self, numbers: bytes) -> bool:
+        if signal.SIGHUP in numbers and self.reload is not None:
+            self.reload()
+        return signal.SIGTERM not in numbers and signal.SIGINT not in numbers
+
+    def apply_config(self, config: Config, classifier: Classifier) -> None:
+        """Applies a new configuration; what is in UNTIL_RESTART stays as it is, and the event says so."""
+        self.config = config
+        self.core.configure(config.controller, classifier)
+        if self.exporter is not None:
+            self.exporter.recorded.expect(classifier.table.causes)
+        self.telling.configure(config.notify, self.core.state.told, self.core.state.last_event)
+        reason = f"configuration read again from {config.path or 'the defaults'}"
+        new, old = config.controller, self._began_with
+        if late := [name for name in UNTIL_RESTART if getattr(new, name) != getattr(old, name)]:
+            reason += f"; not applied until unicrond is restarted: {', '.join(late)}"
+        self.core.append("", 0, records.Configured(reason=reason))
+
+    def keep_config(self, problem: str) -> None:
+        """Records why a new configuration is not applied."""
+        reason = f"the configuration was not read again, and the old one stays: {problem}"
+        self.core.append("", 0, records.ConfigRefused(reason=reason))
+
+    # ------------------------------------------------------------ in
+    def _receive(self) -> None:
+        """Receives for a short time: many messages must not keep others waiting. The time is longer where what follows
+        takes long, for that is done once for all messages."""
+        seconds = max(RECEIVE_SECONDS, min(self._settled_in, PAUSE_SECONDS))
+        self.listener.receive(self._on_connection_data, time.monotonic() + seconds)
+        self._received_at = self.now()
+
+    def _wait_for_more(self) -> None:
+        """Waits a moment after messages: those of thousands of agents come one by one, and a turn for several of them
+        costs little more than a turn for one."""
+        early = self._received_at + GATHER_SECONDS - self.now()
+        if early > 0.0 and not self.core.pending and not self.listener.behind:
+            time.sleep(early)
+
+    def _on_connection_data(self, connection: Connection, data: bytes) -> None:
+        key = connection.session.key
+        if key in self.core.view.live.keys:
+            self.listener.is_known(connection)
+            self.heard_agents = self.now()
+        self._on_message((connection.route,), data, key, connection.address)
+
+    def _on_refused(self, connection: Connection, reason: str) -> None:
+        """Complains of a connection that was closed for what it sent."""
+        self.dropped["message"] += 1
+        peer = connection.session.key if connection.known else connection.origin  # keys are free
+        self._complain(records.BadMessage(peer=peer, reason=f"closed a connection of {peer}: {reason}"))
+
+    def _on_message(self, route: Route, data: bytes, key: str, address: str) -> None:
+        """One message of the connection with this key."""
+        address = canonical(address)  # where both families are listened to, IPv4 is said in IPv6
+        if not self._within_quota(key, address, len(data)):
+            self.dropped["rate"] += 1
+            peer = origin(address)
+            self._complain(records.BadMessage(peer=peer, reason=f"dropped messages of {peer}: too many"))
+            return
+        try:
+            message = wire.decode(data) if self._is_agent(key) else self._decode_stranger(data)
+        except wire.BadMessage as error:
+            self._refuse_message(route, data, key or (route[0].hex() if route else ""), str(error))
+            return
+        if message is None:
+            self.dropped["stranger"] += 1
+            return
+        if isinstance(message, wire.Register):  # its door is where it is, whatever it says; without keys that is here
+            message.door = door_at(address or "127.0.0.1", message.door)
+        if isinstance(message, wire.Ask):
+            self._on_ask(route, message, key, address)
+        elif isinstance(message, wire.Register) and self._munge:
+            self._verify_registration(route, message, key, address)
+        else:
+            self.core.receive(route, message, self.now(), key)
+
+    def _within_quota(self, key: str, address: str, size: int) -> bool:
+        """Whether the peer has not sent too much."""
+        if not self._munge:
+            return True  # there is one user
+        return self._quotas.allows(key, address, self._is_agent(key), self.now(), cost(size))
+
+    def _is_agent(self, key: str) -> bool:
+        """Whether a registered agent has this key; where there is one user, every peer may be one."""
+        return not self._munge or key in self.core.view.live.keys
+
+    def _decode_stranger(self, data: bytes) -> wire.Message | None:
+        """A registration, a question, or the head of a status, whose agent is told to register first; None for all else
+        that only agents say, which is not decoded: that would take the loop's time. Raises BadMessage."""
+        if len(data) > wire.STRANGER_BYTES:
+            raise wire.BadMessage(f"register first: {len(data)} bytes are over the {wire.STRANGER_BYTES} before that")
+        kind = wire.decode(data, wire.Envelope).kind
+        if kind == "status":
+            head: wire.StatusHead = wire.decode(data, wire.StatusHead)
+            return head.status()
+        if kind in wire.OF_AGENTS:
+            return None
+        message: wire.Message = wire.decode(data)
+        return message
+
+    def _refuse_message(self, route: Route, data: bytes, peer: str, reason: str) -> None:
+        self.dropped["message"] += 1
+        self._complain(records.BadMessage(peer=peer, reason=f"dropped a bad message of peer {peer[:16]}: {reason}"))
+        if not route:
+            return
+        # Only a kind can tell who is there: unicronctl waits for an Answer, everyone else understands Refused.
+        answer: msgspec.Struct = (
+            wire.Answer(ok=False, error=reason) if b"\xa3ask" in data[:200] else wire.Refused(reason=reason)
+        )
+        self._send(route, answer)
+
+    def _complain(self, record: records.BadMessage | records.RegistrationRefused) -> None:
+        self._complaints.add(record, self.now())
+
+    def _roles(self) -> Roles:
+        return Roles(self.config.controller.admins, self.config.controller.readers)
+
+    def _verify_registration(self, route: Route, message: wire.Register, key: str, address: str) -> None:
+        """Verifies who the agent's user is before the core gets the registration."""
+        known = key, message.agent
+        if known in self._verifying:
+            return
+
+        def then(found: Asker | Unproven) -> None:
+            self._verifying.discard(known)
+            if isinstance(found, Asker):
+                self._quotas.proven(key, found.uid or 0)
+                if found.user and not found.admin:
+                    message.settings.user = found.user
+                self.core.receive(route, message, self.now(), key, found)
+                return
+            reason = f"job {message.job}: {found.reason}"  # never final: munge may be away, on either side
+            peer, said = f"{message.job} {message.element}", f"{message.node}: {reason}"
+            self._complain(records.RegistrationRefused(peer=peer, node=message.node, reason=said))
+            self._send(route, wire.Refused(reason=reason))
+
+        self._verifying.add(known)
+        if not self._verifier.verify(message.credential, claims.of_agent(message, key), key, address, then):
+            self._verifying.discard(known)
+
+    def _receive_datagrams(self, hints: socket.socket) -> None:
+        for _ in range(HINTS_PER_TURN):
+            try:
+                data, where = hints.recvfrom(HINT_BYTES)
+            except (BlockingIOError, ConnectionError):
+                return
+            try:
+                if len(data) >= HELLO_BYTES:
+                    wire.decode(data, datagrams.Hello)
+                    self._introducer.on_hello((hints, where), self.now())
+                else:
+                    self.core.hint(datagrams.hint(data), self.now())
+            except wire.BadMessage as error:
+                self.dropped["hint"] += 1
+                if isinstance(error, wire.OtherRelease):
+                    what = f"{'the agent or unicronctl' if len(data) >= HELLO_BYTES else 'the plugin'} at {where[0]}"
+                    said = f"dropped a message of {what}: {error}"
+                    self._complain(records.BadMessage(peer=f"datagram {where[0]}", reason=said))
+                if len(data) >= HELLO_BYTES:
+                    self._answer_hello(wire.encode(datagrams.Introduction(error=str(error)[:200])), (hints, where))
+
+    def _answer_hello(self, data: bytes, where: Where) -> None:
+        with contextlib.suppress(OSError):
+            if self._tenure.valid:
+                where[0].sendto(data, where[1])
+
+    def _on_results(self, mailbox: Mailbox[Result]) -> None:
+        """Takes what threads have found, for a part of the time until the next tick; the rest waits for the next
+        turn."""
+        until = self.now() + RESULTS_SECONDS
+        for result in mailbox.each(lambda: self.now() >= until):
+            self.core.now = self.now()
+            result()
+
+    # ------------------------------------------------------------ out
+    def _on_ask(self, route: Route, ask: wire.Ask, key: str, address: str) -> None:
+        if not self._munge or not ask.credential:
+            self._queue_question(Question(route, ask, NOBODY if self._munge else EVERYBODY, address))
+            return
+
+        def then(found: Asker | Unproven) -> None:
+            if isinstance(found, Unproven):
+                self._send(route, wire.Answer(ok=False, error=found.reason))
+            else:
+                self._queue_question(Question(route, ask, found, address))
+
+        if not self._verifier.verify(ask.credential, claims.of_asker(key), key, address, then):
+            self._send(route, BUSY)
+
+    def _queue_question(self, question: Question) -> None:
+        if not self._asked.add(question):
+            self._send(question.route, BUSY)
+
+    def _answer_some(self) -> None:
+        """Answers askers in turn, for a part of the time until the next tick: no question may delay a Break. The next
+        ones wait as long as these take."""
+        began = self.now()
+        until = began + ANSWERS_SECONDS
+        while self._asked and self.now() < until:
+            question = self._asked.next()
+            if self._munge and not self._quotas.may_ask(question.pays, question.address, self.now()):
+                self._send(question.route, BUSY)
+            else:
+                self._answer(question)
+        ended = self.now()
+        self._answer_at = ended + (ended - began)
+
+    def _answer(self, question: Question) -> None:
+        """Sends the answer and charges the asker for it, so that nobody fills the memory or takes others' time."""
+        began = self.now()
+        data = self._answered.get(question, began, self.core.state.last_event)
+        if data is None:
+            data = self._make_answer(question)
+            self._answered.keep_answer(question, data, self.now() - began, self.now())
+        if self._munge:
+            now = self.now()
+            self._quotas.answered(question.pays, question.address, now, cost(len(data), now - began) - 1.0)
+        self._send_bytes(question.route, data)
+
+    def _make_answer(self, question: Question) -> bytes:
+        self.core.now = self.now()
+        self.core.advance_jobs()
+        self.flush()  # the log must hold what the answer says
+        ask = question.ask
+        try:
+            data = answers.answer(self.core, self.store, ask.what, ask.args, question.asker)
+            reply = wire.Answer(ok=True, data=data)
+        except (answers.Unanswerable, StoreError) as error:
+            reply = wire.Answer(ok=False, error=str(error))
+        except Exception as error:  # a question must not end the controller
+            log.exception("could not answer %s", ask.what[:50])
+            reply = wire.Answer(
+                ok=False, error=f"the controller could not answer ({type(error).__name__}): see its log"
+            )
+        return wire.encode(reply)
+
+    def flush(self) -> None:
+        """Stores what was decided, then sends it."""
+        core = self.core
+        events, core.events = core.events, []
+        if events:
+            self.store.append(events)
+            self._upkeep.thin(events[-1].id)
+        self._tenure.assure()  # the log may have been taken over since
+        self._send_outbox()
+        requests, core.requests = core.requests, []
+        for request in requests:
+            self.worker.submit(request, core)
+        for event in events:  # lines take longer than messages, and standard error may be slow: no agent waits for it
+            event_lines.log_event(event, core.state)
+            self.telling.note(event)
+            if self.exporter is not None:
+                self.exporter.recorded.note(event)
+        if not core.busy:
+            self._upkeep.work(core.state)
+
+    def _send_outbox(self) -> None:
+        outbox, self.core.outbox = self.core.outbox, []
+        last: tuple[wire.Message | None, bytes] = None, b""
+        for route, sends in groupby(outbox, lambda send: send.route):
+            told: list[bytes] = []
+            for send in sends:
+                if send.message is not last[0]:  # what goes to many is encoded once
+                    last = send.message, self._encode(send.message)
+                told.append(last[1])
+            self._send_bytes(route, *told)
+
+    def _send(self, route: Route, message: msgspec.Struct) -> None:
+        self._send_bytes(route, self._encode(message))
+
+    def _encode(self, message: msgspec.Struct) -> bytes:
+        """The message with the number of this controller's term, by which agents know an older one's."""
+        if isinstance(message, wire.Message):
+            message.term = self.store.term
+        return wire.encode(message)
+
+    def _send_bytes(self, route: Route, *messages: bytes) -> None:
+        if not self.listener.send(route[0], *messages):
+            self.dropped["send"] += 1  # the peer is gone or does not read; whatever matters is repeated
+
+    # ------------------------------------------------------------ binding
+    @staticmethod
+    def _keys(config: ControllerConfig, folder: Path) -> tuple[Keys | None, str]:
+        """Encryption with munge, or by a key of the admin's: both keys, and the public one as it is told."""
+        if config.auth == "none" and config.public_key in ("", NONE):
+            return None, PLAIN
+        public, secret = secret_of_server(folder, config.public_key)
+        return Keys(public, secret), public

@@ -1,0 +1,109 @@
+"""The controller's sockets: TCP for messages, and UDP at the same port for the plugin's hints and for questions about
+the public key. The port for metrics is bound with them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unicron_ctl.controller.server.metrics import Exporter, cannot_serve, metrics_place
+from unicron_ctl.shared.protocol.listener import QUEUE, listening
+from unicron_ctl.shared.system.addresses import canonical, endpoint, join, reason_of, split
+from unicron_ctl.shared.system.errors import UserError
+
+TRIES = 5  # to find a port that is free for TCP and for UDP
+
+
+class CannotListen(UserError):
+    """A port of the controller's cannot be had; the text says which, and why."""
+
+
+@dataclass
+class Ports:
+    """What a controller listens at: sockets for connections, sockets for datagrams at the same port, the address at
+    which they can be reached, and the port for metrics where there is one."""
+
+    connections: list[socket.socket]
+    hints: list[socket.socket]
+    address: str
+    exporter: Exporter | None = None
+
+    def close(self) -> None:
+        """Closes all of them, where no controller has taken them."""
+        for one in (*self.connections, *self.hints):
+            one.close()
+        if self.exporter is not None:
+            self.exporter.close()
+
+
+def bind(listen: str, metrics: str = "", known_as: Sequence[str] = ()) -> Ports:
+    """Listens at the addresses `listen` and `metrics`, as the configuration has them. known_as: where others reach the
+    controller. Raises CannotListen."""
+    ports = _bound(listen, QUEUE)
+    try:
+        ports.exporter = Exporter(metrics, [endpoint(one)[0] for one in known_as]) if metrics else None
+    except UserError as error:
+        ports.close()
+        raise CannotListen(str(error)) from None
+    return ports
+
+
+def why_not(listen: str, metrics: str = "") -> str:
+    """Why nothing can listen there now, in words, or nothing. Nobody can connect meanwhile."""
+    try:
+        _bound(listen, 0).close()
+        for one in listening(*metrics_place(metrics), 0) if metrics else ():
+            one.close()
+    except CannotListen as error:
+        return str(error)
+    except OSError as error:
+        return str(cannot_serve(metrics, error))
+    return ""
+
+
+def _bound(listen: str, queue: int) -> Ports:
+    """Sockets at this address. queue: see :func:`listening`. Raises CannotListen."""
+    host, port = split(listen.removeprefix("tcp://"), listens=True)
+    tries = 1 if port else TRIES
+    while True:
+        try:
+            sockets = listening(host, port, queue)
+        except OSError as error:
+            raise CannotListen(
+                f"cannot listen on {listen}: {reason_of(error)}; "
+                "choose another address with --listen or [controller] listen"
+            ) from None
+        place, tries = sockets[0].getsockname(), tries - 1
+        try:
+            hints = _datagrams(sockets)
+        except OSError as error:
+            for one in sockets:
+                one.close()
+            if tries:
+                continue
+            raise CannotListen(
+                f"UDP port {place[1]}: {reason_of(error)}: agents ask for the public key there; free it, or choose "
+                "another with [controller] listen"
+            ) from None
+        name = socket.gethostname() if canonical(place[0]) in ("0.0.0.0", "::") else canonical(place[0])
+        return Ports(sockets, hints, f"tcp://{join(name, place[1])}")
+
+
+def _datagrams(sockets: Sequence[socket.socket]) -> list[socket.socket]:
+    """Sockets for datagrams at the addresses of these. Raises OSError."""
+    opened: list[socket.socket] = []
+    try:
+        for one in sockets:
+            hints = socket.socket(one.family, socket.SOCK_DGRAM)
+            opened.append(hints)
+            hints.setblocking(False)
+            if one.family == socket.AF_INET6:
+                only = one.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+                hints.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only)
+            hints.bind(one.getsockname())
+    except OSError:
+        for hints in opened:
+            hints.close()
+        raise
+    return opened

@@ -1,0 +1,345 @@
+"""The controller's slow work in threads: Slurm's programs in two lanes, probes and credentials in a few other threads.
+Results are calls of the core, made in the main thread.
+
+One lane is for urgent requests, which so never wait behind a slow listing or a long list of actions. Changes of the
+same element or node keep their order over both lanes (`Order`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from unicron_ctl.controller.core.core import Core
+from unicron_ctl.controller.log.term import Tenure
+from unicron_ctl.controller.model.requests import Action, Knock, Poll, Probe, Run
+from unicron_ctl.controller.server.fair_queue import FairQueue
+from unicron_ctl.shared.protocol.reach import reach
+from unicron_ctl.shared.slurm.slurm_client import (
+    SAID,
+    SOMEBODY,
+    UNSAID,
+    ElementInfo,
+    NodeInfo,
+    Queue,
+    Site,
+    SlurmClient,
+    SlurmError,
+    SlurmTimeout,
+)
+from unicron_ctl.shared.slurm.squeue import nodes_of
+from unicron_ctl.shared.slurm.states import IN_USE
+from unicron_ctl.shared.system.errors import shortened
+from unicron_ctl.shared.system.mailbox import Mailbox
+
+Result = Callable[[], None]
+Target = tuple[str, int]
+log = logging.getLogger("unicron.controller")
+WORKERS, VERIFIERS = 64, 4  # a probe waits most of its time, and a whole rack may fall silent at once
+AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS = 4096, 1024, 512  # credentials in verification
+OURSELVES = "controller", "", ""  # whose turn the controller's own credential takes
+SETTINGS_SECONDS = 60.0  # between two looks at Slurm's PrivateData and topology
+LEFT_OUT = "left out: an action before it failed"
+PUT_OFF = "put off: Slurm is slow, and what it shows by now comes first"
+TAKEN_OVER = "put off: calls of the controller before this one may still be under way"
+NOT_OURS = "put off: this controller could not renew its lease"
+QUEUE_SHARE = 1 / 30  # of the time that the whole queue may be read, where that takes long; six times that for a reason
+LONGEST_QUEUE = 120.0  # seconds between two looks at it
+RUN_SECONDS = 10.0  # for the actions of one request; then Slurm is listed again, and what is left is decided anew
+
+
+class Order:
+    """The order in which lanes may change an element or a node: that of submission. Each lane works in that order as
+    well, so no two of them ever wait for each other."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Target, deque[int]] = {}
+        self._next = 0
+        self._changed = threading.Condition()
+
+    def book(self, run: Run) -> list[int]:
+        """A ticket for each action."""
+        with self._changed:
+            tickets = []
+            for action in run.actions:
+                self._next += 1
+                self._waiting.setdefault(action.target, deque()).append(self._next)
+                tickets.append(self._next)
+            return tickets
+
+    def wait_for_turn(self, target: Target, ticket: int) -> None:
+        """Waits until the actions before it are through: each is one call of Slurm's, which has its own time limit."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting[target][0] == ticket)
+
+    def through(self, target: Target) -> None:
+        """Notes that the action whose turn it was is done."""
+        with self._changed:
+            waiting = self._waiting[target]
+            waiting.popleft()
+            if not waiting:
+                del self._waiting[target]
+            self._changed.notify_all()
+
+
+class Others:
+    """The elements of jobs that are not planned for. The whole queue is read the less often the longer that takes;
+    meanwhile the nodes themselves show what runs on them."""
+
+    def __init__(self, client: SlurmClient) -> None:
+        self._client = client
+        self._seen = Queue()
+        self._read_at, self._took = -LONGEST_QUEUE, 0.0
+        self._before: set[str] = set()  # nodes that had one of ours in the last listing
+        self._shared: set[str] = set()  # nodes with ours and others', as the queue has shown
+
+    def read(self, nodes: Sequence[NodeInfo], own: Sequence[ElementInfo], poll: Poll) -> list[ElementInfo]:
+        """The elements of others that occupy nodes or wait for some. own: the elements of `poll.jobs`."""
+        age, least = time.monotonic() - self._read_at, self._took / QUEUE_SHARE
+        here = {name for e in own for name in nodes_of(e)}
+        fresh = age >= min(LONGEST_QUEUE, least / 6 if poll.all else least)
+        # Where one of ours has begun since, whoever was there may have left: no plan is to take it away for that.
+        fresh = fresh or not self._shared.issuperset(here & self._taken(poll))
+        if fresh:
+            began = time.monotonic()
+            self._seen = self._client.others(poll.jobs)
+            self._read_at = time.monotonic()
+            self._took = self._read_at - began
+            self._shared = here & self._taken(poll)
+        known = [e for e in self._seen.elements if e.job not in poll.jobs]
+        if not fresh or self._seen.cut:
+            known = self._by_nodes(nodes, known, here | self._before, fresh)
+        self._before = here
+        return known
+
+    def _taken(self, poll: Poll) -> set[str]:
+        """The nodes that others have, as the queue was read last."""
+        at_work = (e for e in self._seen.elements if e.job not in poll.jobs and e.state != "PENDING")
+        return {name for e in at_work for name in nodes_of(e)}
+
+    def _by_nodes(
+        self, nodes: Sequence[NodeInfo], known: Sequence[ElementInfo], ours: Collection[str], fresh: bool
+    ) -> list[ElementInfo]:
+        """What is idle by now is free, and what is in use by nobody who is known is somebody's."""
+        idle = {node.name for node in nodes if not node.states & IN_USE} if not fresh else set()
+        kept = [e for e in known if e.state == "PENDING" or not idle.issuperset(nodes_of(e))]
+        there = {name for e in kept if e.state != "PENDING" for name in nodes_of(e)}
+        busy = (node.name for node in nodes if node.states & {"ALLOCATED", "MIXED"})
+        return kept + [somebody(name) for name in busy if name not in there and name not in ours]
+
+
+def somebody(node: str) -> ElementInfo:
+    """Who is on a node that is in use, as long as the queue has not been read again."""
+    return ElementInfo(SOMEBODY, 0, "", "RUNNING", node, "", "", "", "", 0, brief=True)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One request in a lane."""
+
+    request: Poll | Run
+    core: Core
+    tickets: list[int]
+
+
+class Worker:
+    """Carries requests out. `results` are calls for the main thread; `verified` are those for credentials, of which
+    strangers can send many. tenure: the right to change anything in Slurm.
+
+    not_before: a time on `time.monotonic` before which nothing is changed: calls of a controller that was taken over
+    may still be under way."""
+
+    def __init__(self, client: SlurmClient | None, probe_timeout: float, tenure: Tenure | None = None) -> None:
+        self._client, self._probe_timeout, self._tenure = client, probe_timeout, tenure or Tenure()
+        self.not_before = float("-inf")
+        self._lanes: tuple[queue.SimpleQueue[Task | None], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
+        self._order = Order()
+        self.took: Callable[[str, float], object] = lambda call, seconds: None  # told of each call of Slurm
+        self._others = Others(client) if client is not None else None
+        self._site = UNSAID
+        self._looked = -SETTINGS_SECONDS
+        self.results: Mailbox[Result] = Mailbox()
+        self.verified: Mailbox[Result] = Mailbox()
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
+        self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
+        self._credentials: FairQueue[Callable[[], None]] = FairQueue(AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS)
+        self._turns = threading.Lock()
+        self._changed, self._changing = threading.Condition(), 0  # changes of Slurm that are under way
+        for name, lane in zip(("unicron-slurm", "unicron-urgent"), self._lanes, strict=True):
+            threading.Thread(target=self._serve_slurm, args=(lane,), name=name, daemon=True).start()
+
+    def submit(self, request: Poll | Run | Probe | Knock, core: Core) -> None:
+        """Starts a request; its result goes to `core`."""
+        if isinstance(request, Probe):
+            for place, target in enumerate(request.targets):
+                if target:
+                    self.call(partial(reach, target, self._probe_timeout), partial(core.on_probe, request, place))
+        elif isinstance(request, Knock):
+            self.call(partial(reach, request.address, self._probe_timeout), partial(core.on_knock, request))
+        else:
+            urgent = isinstance(request, Run) and request.urgent
+            tickets = self._order.book(request) if isinstance(request, Run) else []
+            self._lanes[urgent].put(Task(request, core, tickets))
+
+    def call(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Runs `work` in a thread, then `then(result)` in the main thread. The result of work that fails is None."""
+        self._pool.submit(_run, work, then, self.results)
+
+    def verify(
+        self, work: Callable[[], Any], then: Callable[[Any], None], whose: tuple[str, str, str] = OURSELVES
+    ) -> bool:
+        """Runs `work` in the threads for munge, which may hang without keeping probes waiting. Machines, the addresses
+        of each and the connections of each address are served in turn. False when there is no room for more."""
+        with self._turns:
+            if not self._credentials.add(whose, partial(_run, work, then, self.verified)):
+                return False
+        self._verifiers.submit(self._verify_next)
+        return True
+
+    def _verify_next(self) -> None:
+        with self._turns:
+            run = self._credentials.next()
+        run()
+
+    def close(self) -> None:
+        """Lets the running calls end, starts no other."""
+        for lane in self._lanes:
+            lane.put(None)
+        for pool in (self._pool, self._verifiers):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.results.close()
+        self.verified.close()
+
+    def let_changes_end(self, seconds: float) -> None:
+        """Starts no change of Slurm any more, and waits for the end of those that are under way."""
+        self.not_before = float("inf")
+        with self._changed:
+            self._changed.wait_for(lambda: not self._changing, seconds)
+
+    def _serve_slurm(self, lane: queue.SimpleQueue[Task | None]) -> None:
+        while (task := lane.get()) is not None:
+            if isinstance(task.request, Poll):
+                self._poll(task.request, task.core)
+            else:
+                self._run(task.request, task.tickets, task.core)
+
+    def _poll(self, poll: Poll, core: Core) -> None:
+        assert self._client is not None and self._others is not None
+        began = time.monotonic()
+        try:
+            nodes, own = self._client.nodes(), self._client.elements(poll.jobs)
+            took = time.monotonic() - began
+            elements = own + self._others.read(nodes, own, poll)
+            if time.monotonic() - self._looked >= SETTINGS_SECONDS:
+                private, domains, self._looked = self._client.private_data(), self._site.domains, time.monotonic()
+                with contextlib.suppress(SlurmError):  # little hangs on it: what was known holds
+                    domains = self._client.domains()
+                self._site = Site(
+                    private, domains, self._client.kill_wait(), self._client.grace(), self._client.shrinks()
+                )
+            site = self._site
+        except SlurmError as error:
+            message = str(error)
+            self.results.put(lambda: core.on_slurm_error(message))
+        except (
+            Exception
+        ) as error:  # an answer that nobody foresaw must not end the thread: Slurm would never be asked again
+            text = shortened(f"could not read Slurm's answer: {type(error).__name__}: {error}", SAID)
+            self.results.put(lambda: core.on_slurm_error(text))
+        else:
+            self.results.put(lambda: core.on_listing(nodes, elements, site, took))
+        finally:
+            self.took("list", time.monotonic() - began)
+
+    def _run(self, request: Run, tickets: list[int], core: Core) -> None:
+        """Carries actions out for RUN_SECONDS, and no further than the first call that Slurm does not answer."""
+        failed: set[Target] = set()
+        until, over = time.monotonic() + RUN_SECONDS, False
+        for action, ticket in zip(request.actions, tickets, strict=True):
+            self._order.wait_for_turn(action.target, ticket)
+            try:
+                if over:
+                    error = PUT_OFF
+                elif action.target in failed:
+                    error = LEFT_OUT
+                else:
+                    error, hangs = self._act(action)
+                    over = hangs or time.monotonic() >= until
+            finally:
+                self._order.through(action.target)
+            if error:
+                failed.add(action.target)
+            self.results.put(partial(core.on_action, action, error))
+        self.results.put(partial(core.on_actions_done, request.urgent))
+
+    def _act(self, action: Action) -> tuple[str, bool]:
+        """Carries one action out. Returns why it failed, and whether Slurm gave no answer."""
+        assert self._client is not None
+        with self._changed:
+            if time.monotonic() < self.not_before:
+                return TAKEN_OVER, True
+            if not self._tenure.valid:
+                return NOT_OURS, True
+            self._changing += 1
+        began = time.monotonic()
+        try:
+            perform(self._client, action)
+        except SlurmError as error:
+            return str(error), isinstance(error, SlurmTimeout)
+        except Exception as error:
+            return shortened(f"{type(error).__name__}: {error}", SAID), False
+        finally:
+            self.took(action.action, time.monotonic() - began)
+            with self._changed:
+                self._changing -= 1
+                self._changed.notify_all()
+        return "", False
+
+
+def _run(work: Callable[[], Any], then: Callable[[Any], None], results: Mailbox[Result]) -> None:
+    try:
+        result = work()
+    except Exception as error:  # no result must not mean that nobody hears of it
+        log.warning("work in the background failed: %r", error)
+        result = None
+    results.put(lambda: then(result))
+
+
+def perform(client: SlurmClient, action: Action) -> None:
+    """One action as a call of the client. Raises SlurmError."""
+    match action.action:
+        case "down":
+            client.down(action.node, action.text)
+        case "drain":
+            client.drain(action.node, action.text)
+        case "resume":
+            client.resume(action.node)
+        case "requeue":
+            client.requeue(action.job, action.element)
+        case "requeue_hold":
+            client.requeue_hold(action.job, action.element, action.text)
+        case "hold":
+            client.hold(action.job, action.element, action.text)
+        case "release":
+            client.release(action.job, action.element, action.text)
+        case "pin":
+            client.pin(action.job, action.element, action.node or None)
+        case "shrink":
+            client.shrink(action.job, action.text)
+        case "start_now":
+            client.start_now(action.job, action.element)
+        case "cancel":
+            client.cancel(action.job, action.element, action.text)
+        case "comment":
+            client.comment(action.job, action.element, action.text)
+        case other:
+            raise ValueError(f"no such action: {other}")

@@ -1,0 +1,248 @@
+"""Checks of what hosts and the controller are to each other: the way between them, users, clocks, releases. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from unicron_ctl.doctor.facts import COMPUTE, HEAD
+from unicron_ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
+from unicron_ctl.shared.system.addresses import split_addresses
+from unicron_ctl.shared.system.release import work_together
+
+ROOT = 0
+_BELONGS = re.compile(r"belongs to (\S+) \(uid \d+\)")  # protocol.controller_discovery
+
+
+def controller(case: Case) -> Iterator[Finding]:
+    """The controller answers on this host."""
+    found = case.host.controller
+    if not found.problem:
+        yield good(f"{found.address} answers")
+        return
+    if case.host.config.problems:
+        yield unknown(f"with a mistake in {case.host.config.path} no command asks the controller")
+        return
+    yield problem(found.problem, _way_to_controller(case))
+
+
+def _way_to_controller(case: Case) -> str:
+    """What to do where the controller does not answer."""
+    found, port = case.host.controller, case.host.controller.address.rpartition(":")[2]
+    if whose := _BELONGS.search(found.problem):
+        return f'controller_users = ["{whose[1]}"] in [agent] of {case.host.config.path or "unicron.toml"}'
+    if "credential" in found.problem:
+        return "systemctl enable --now munge, with the same /etc/munge/munge.key on all hosts"
+    if found.tcp is None:
+        return f"see that the name service knows the host of {found.address} (getent hosts)"
+    if found.tcp:
+        return f"open port {port} for UDP as well, and see `journalctl -u unicrond`"
+    if case.host.role == HEAD:
+        return "systemctl enable --now unicrond, and see `journalctl -u unicrond`"
+    return f"start unicrond; open port {port} of its host for TCP and UDP"
+
+
+def release(case: Case) -> Iterator[Finding]:
+    """All hosts and the controller are of one release, or of two that work together."""
+    mine = case.host.release
+    found = [
+        _other_release(f"Unicron {mine} is installed, and {text}", mine, other)
+        for text, other in (
+            (f"the controller is {case.host.controller.release}", case.host.controller.release),
+            (f"{case.first.release} on {case.first.name}", case.first.release),
+        )
+        if other and other != mine
+    ]
+    yield from found or [good(f"Unicron {mine}")]
+
+
+def _other_release(text: str, mine: str, other: str) -> Finding:
+    """A release that differs from this host's: no problem during an upgrade, minor version by minor version."""
+    if work_together(mine, other):
+        return advice(f"{text}: they work together", "finish the upgrade (docs/upgrade.md)")
+    return problem(f"{text}: they do not work together", "install one release on all hosts, and restart unicrond")
+
+
+def controller_user(case: Case) -> Iterator[Finding]:
+    """Agents and commands of this host believe the user of the controller."""
+    found, site = case.host.controller, case.site
+    _, slurms = site.settings.user()
+    if case.host.config.auth != "munge":
+        yield good('not used with auth = "none"')
+    elif found.problem:
+        yield unknown("the controller does not answer, so its user is not known")
+    elif found.uid in (ROOT, slurms) or found.uid in case.host.config.believed.values():
+        yield good(f"uid {found.uid} is believed")
+    else:
+        name = site.controller_name or str(found.uid)
+        yield problem(
+            f"the controller is {name}'s (uid {found.uid}), whom nobody here believes: jobs run unprotected",
+            f'controller_users = ["{name}"] in [agent] of {case.host.config.path or "unicron.toml"}',
+        )
+
+
+def users(case: Case) -> Iterator[Finding]:
+    """SlurmUser and the controller's user have the same number everywhere."""
+    slurms_name, slurms_uid = case.site.settings.user()
+    wanted = {slurms_name: slurms_uid} if slurms_name and slurms_uid is not None else {}
+    name = case.site.controller_name
+    if name and not name.isdecimal() and not case.first.controller.problem:
+        wanted.setdefault(name, case.first.controller.uid)
+    sound = True
+    for name, uid in wanted.items():
+        mine = case.host.users.get(name)
+        if mine is None and name in case.host.users:
+            sound = False
+            yield problem(f"this host knows no user {name}", f"useradd --system --uid {uid} {name}")
+        elif mine is not None and mine != uid:
+            sound = False
+            yield problem(f"{name} is uid {mine} here, and {uid} to Slurm and Unicron", f"usermod --uid {uid} {name}")
+    if sound:
+        yield good(", ".join(f"{name} is uid {uid}" for name, uid in wanted.items()) or "no user is known")
+
+
+def munge(case: Case) -> Iterator[Finding]:
+    """munge makes and reads credentials."""
+    if case.host.config.auth != "munge":
+        yield good('not used with auth = "none"')
+    elif case.host.munge:
+        also = case.site.settings.text("AuthType") == "auth/slurm"
+        yield problem(
+            case.host.munge + ("; Slurm has auth/slurm and works without it, Unicron does not" if also else ""),
+            "systemctl enable --now munge, with the same /etc/munge/munge.key on all hosts",
+        )
+    else:
+        yield good("munge works")
+
+
+def clock(case: Case) -> Iterator[Finding]:
+    """The host's clock agrees with the controller's: munge refuses old credentials, and logs are compared."""
+    found, most = case.host.controller, case.site.config.health.clock_warn
+    if found.problem:
+        yield unknown("the controller does not answer, so the clocks were not compared")
+    elif abs(found.ahead) > most + found.within:
+        word = "behind" if found.ahead > 0 else "ahead of"
+        yield problem(
+            f"the clock is {abs(found.ahead):.0f} s {word} the controller's"
+            if abs(found.ahead) >= 10
+            else f"the clock is {abs(found.ahead):.1f} s {word} the controller's",
+            "timedatectl set-ntp true, or see `chronyc tracking`",
+        )
+    else:
+        yield good("the clock agrees with the controller's")
+
+
+def plugin(case: Case) -> Iterator[Finding]:
+    """The plugin is named in plugstack.conf, is there, and fits Slurm and this release."""
+    found, host = case.host.plugin, case.host
+    if not found.line:
+        where = found.plugstack or "no plugstack.conf on this host, and it"
+        yield problem(
+            f"{where} does not name unicron.so: --unicron is unknown, and jobs run unprotected",
+            "unicronctl setup --dry-run prints the line",
+        )
+        return
+    if not found.is_there:
+        yield problem(
+            f"{found.path} is not there", "install unicron-plugin there, or `make -C slurm_plugin/spank install`"
+        )
+        return
+    sound = True
+    slurm = case.site.settings.release
+    if found.slurm and slurm and _major(found.slurm) != _major(slurm):
+        sound = False
+        yield problem(
+            f"{found.path} was built for Slurm {found.slurm}, and this is {slurm}: Slurm does not load it",
+            "install the unicron-plugin for this Slurm, or build it with its headers",
+        )
+    if found.release != host.release:
+        sound = False
+        text = f"{found.path} is of Unicron {found.release or 'an unknown release'}, and {host.release} is installed"
+        yield _other_release(text, host.release, found.release)
+    for text, do in _line_problems(case):
+        sound = False
+        yield problem(text, do)
+    if sound:
+        yield good(f"{found.path}, Unicron {found.release} for Slurm {found.slurm}")
+
+
+def _line_problems(case: Case) -> Iterator[tuple[str, str]]:
+    """What is wrong with the line itself, and what to do."""
+    found, mine = case.host.plugin, case.host.config
+    if found.required:
+        yield "the plugin is required: if it is missing on a node, no job runs there", f"optional in {found.plugstack}"
+    if found.late:
+        yield (
+            f"{found.late[0]} comes after the plugin: steps in containers do not run",
+            "call the link in plugstack.conf.d zz-unicron.conf",
+        )
+    if not found.controller:
+        yield "the plugin's line has no controller=", f"controller={mine.address or 'tcp://HOST:7451'}"
+    elif mine.address and split_addresses(found.controller) != split_addresses(mine.address):
+        yield (
+            f"jobs report to {found.controller}, and commands ask {mine.address}",
+            f"the same in {found.plugstack} and {mine.path}",
+        )
+    if found.config and mine.path and found.config != mine.path:
+        yield f"jobs read {found.config}, and commands {mine.path}", f"config={mine.path} in {found.plugstack}"
+
+
+def agent(case: Case) -> Iterator[Finding]:
+    """The program in the plugin's line is there, starts, and is of this release."""
+    found = case.host.agent
+    if not case.host.plugin.line:
+        yield unknown("without the plugin's line no agent is known")
+    elif not found.path:
+        yield problem("the plugin's line has no agent=", "agent=/path/to/unicron-agent")
+    elif found.problem:
+        yield problem(
+            f"{found.path} does not start ({found.problem}): jobs run unprotected",
+            "install Unicron at the same path on all nodes, or name its unicron-agent in agent=",
+        )
+    elif found.release != case.host.release:
+        text = f"{found.path} is of Unicron {found.release}, and {case.host.release} is installed"
+        yield _other_release(text, case.host.release, found.release)
+    else:
+        yield good(f"{found.path}, Unicron {found.release}")
+
+
+def agent_ports(case: Case) -> Iterator[Finding]:
+    """The controller's host reaches a port that a process on the node has opened, as agents do."""
+    return _port(
+        case,
+        case.ports.agents if case.ports else {},
+        "the node opened no port in time",
+        ("the agents' ports", "a silent node is not checked"),
+        "open the nodes' TCP ports 32768 to 60999 (sysctl net.ipv4.ip_local_port_range) to the controller's host",
+    )
+
+
+def slurmd_port(case: Case) -> Iterator[Finding]:
+    """The controller's host reaches slurmd, by which it tells a dead node from a dead agent."""
+    return _port(
+        case,
+        case.ports.slurmds if case.ports else {},
+        "Slurm knows no such node",
+        ("slurmd", "no dead node is set down"),
+        "open SlurmdPort from the controller's host to the nodes",
+    )
+
+
+def _port(case: Case, tried: Mapping[str, str], untried: str, texts: tuple[str, str], do: str) -> Iterator[Finding]:
+    """Judges one kind of port. tried: node -> why it cannot be reached, "" where it can. untried: why the node is not
+    there. texts: what is reached, and what follows where it is not."""
+    if case.ports is None or case.host.role != COMPUTE:
+        return
+    what, follows = texts
+    said = tried.get(case.host.name)
+    if case.ports.why_not or said is None:
+        yield unknown(case.ports.why_not or untried)
+    elif said:
+        yield problem(f"the controller's host does not reach {what} ({said}): {follows}", do)
+    else:
+        yield good(f"the controller's host reaches {what}")
+
+
+def _major(text: str) -> str:
+    """The part of Slurm's release by which plugins fit: 22.05."""
+    return ".".join(re.findall(r"\d+", text)[:2])

@@ -1,0 +1,101 @@
+"""What slurm.conf is to say: one table for `unicronctl setup`, which prints what is missing, and for the doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from unicron_ctl.shared.settings.places import PACKAGED
+from unicron_ctl.shared.slurm.slurm_settings import SlurmSettings
+
+HEALTH_PROGRAM = f"{PACKAGED}/unicron-health"
+HEALTH_INTERVAL = "300"
+HOOK_FOLDER = {"Prolog": f"{PACKAGED}/prolog.d", "Epilog": f"{PACKAGED}/epilog.d"}
+HOOK = "50-unicron"
+ADMINISTRATOR = "Administrator"
+
+
+def administrator(user: str, level: str) -> str:
+    """The command that lets a user change nodes. level: the AdminLevel now, "" for one that slurmdbd does not know."""
+    if level:
+        return f"sacctmgr modify user where name={user} set adminlevel={ADMINISTRATOR}"
+    return f"sacctmgr add user {user} account=root adminlevel={ADMINISTRATOR}"
+
+
+class Wanted(NamedTuple):
+    """One setting. check: the doctor's check that it belongs to. line: the line that is missing or wrong, "" where all
+    is well."""
+
+    name: str
+    check: str
+    line: Callable[[SlurmSettings], str]
+    why: str
+
+
+def _value(name: str, value: str) -> Callable[[SlurmSettings], str]:
+    """The setting has this value."""
+    return lambda settings: "" if settings.text(name) == value else f"{name}={value}"
+
+
+def _with_word(name: str, word: str) -> Callable[[SlurmSettings], str]:
+    """The list has this word; the words that it has already stay."""
+
+    def line(settings: SlurmSettings) -> str:
+        words = settings.words(name)
+        return "" if word.lower() in map(str.lower, words) else f"{name}={','.join([*words, word])}"
+
+    return line
+
+
+def _hook(name: str) -> Callable[[SlurmSettings], str]:
+    """Any program is set; the doctor looks on the nodes whether it is ours."""
+    return lambda settings: "" if settings.words(name) else f"{name}={HOOK_FOLDER[name]}/*"
+
+
+def _health_program(settings: SlurmSettings) -> str:
+    return "" if settings.text("HealthCheckProgram") else f"HealthCheckProgram={HEALTH_PROGRAM}"
+
+
+def _health_interval(settings: SlurmSettings) -> str:
+    return "" if settings.seconds("HealthCheckInterval") else f"HealthCheckInterval={HEALTH_INTERVAL}"
+
+
+def _health_states(settings: SlurmSettings) -> str:
+    words = [word.upper() for word in settings.words("HealthCheckNodeState")] or ["ANY"]
+    if "ANY" in words and "START_ONLY" not in words:
+        return ""
+    cycle = [word for word in words if word == "CYCLE"]
+    return f"HealthCheckNodeState={','.join(['ANY', *cycle])}"
+
+
+WANTED: tuple[Wanted, ...] = (
+    Wanted("JobRequeue", "job-requeue", _value("JobRequeue", "1"), "a lost element is started again"),
+    Wanted(
+        "ReturnToService",
+        "return-to-service",
+        _value("ReturnToService", "1"),
+        "a node that was set down comes back once it has been checked; with 2, before",
+    ),
+    Wanted("Prolog", "prolog", _hook("Prolog"), "a node is checked before it gets a job"),
+    Wanted("Epilog", "epilog", _hook("Epilog"), "what a job has left on a node is removed"),
+    Wanted(
+        "PrologFlags",
+        "prolog-flags",
+        _with_word("PrologFlags", "Alloc"),
+        "all nodes of a job are checked before it begins, not each at its first step",
+    ),
+    Wanted(
+        "SchedulerParameters",
+        "prolog-failure",
+        _with_word("SchedulerParameters", "nohold_on_prolog_fail"),
+        "a job whose prolog failed is not held",
+    ),
+    Wanted("HealthCheckProgram", "health-check", _health_program, "nodes that are proven bad get no jobs"),
+    Wanted("HealthCheckInterval", "health-check", _health_interval, "seconds between two checks; 0 is never"),
+    Wanted("HealthCheckNodeState", "health-check", _health_states, "down nodes too: they come back by their reports"),
+)
+
+
+def missing(settings: SlurmSettings) -> list[tuple[Wanted, str]]:
+    """The lines that slurm.conf lacks or has otherwise, in the table's order."""
+    return [(wanted, line) for wanted in WANTED if (line := wanted.line(settings))]

@@ -1,0 +1,50 @@
+"""Where the Slurm and munge programs are, and which Debian packages bring those that are missing."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+
+from unicron_ctl.shared.system.errors import UserError
+
+# Debian keeps daemons in /usr/sbin, which is not in the PATH of ordinary users.
+SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin"])
+
+PACKAGE_OF = {
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "scontrol": "slurm-client",
+    "sinfo": "slurm-client",
+    "squeue": "slurm-client",
+    "munged": "munge",
+    "sacctmgr": "slurm-client",
+    "slurmdbd": "slurmdbd",
+    "mariadbd": "mariadb-server-core",
+    "mariadb-install-db": "mariadb-server-core",
+    "ip": "iproute2",
+    "nft": "nftables",
+    "nsenter": "util-linux",
+    "unshare": "util-linux",
+    "hostname": "hostname",
+}
+
+
+def locate(names: list[str]) -> dict[str, str]:
+    """Absolute path of each program. Raises UserError naming the apt line when one is missing."""
+    found = {name: shutil.which(name, path=SEARCH_PATH) for name in names}
+    missing = [name for name, path in found.items() if path is None]
+    if missing:
+        packages = sorted({PACKAGE_OF.get(name, name) for name in missing})
+        raise UserError(f"{', '.join(missing)} not found; install with: apt-get install {' '.join(packages)}")
+    return {name: path for name, path in found.items() if path is not None}
+
+
+def slurm_version(slurmctld: str) -> tuple[int, int]:
+    """Major release of a slurmctld program, e.g. (22, 5)."""
+    text = subprocess.run([slurmctld, "-V"], capture_output=True, text=True, timeout=10).stdout
+    match = re.search(r"(\d+)\.(\d+)", text)
+    if match is None:
+        raise UserError(f"{slurmctld} -V does not print a version: {text.strip()!r}")
+    return int(match[1]), int(match[2])

@@ -1,0 +1,426 @@
+"""LocalCluster: slurmctld, many slurmd and munged, privately, in a state folder, as any user."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from unicron_ctl.lab.cluster import accounting, binaries, configuration, daemons, network, ports, tombstone
+from unicron_ctl.lab.cluster import cluster_processes as processes
+from unicron_ctl.lab.cluster.cluster_layout import Layout, Spec
+from unicron_ctl.lab.cluster.cluster_processes import Process
+from unicron_ctl.lab.cluster.cluster_status import ClusterStatus, LinksStatus, cluster_status, slurmds_of
+from unicron_ctl.lab.cluster.link_faults import Links, check_host
+from unicron_ctl.lab.cluster.network import HEAD, IPV4, OUTSIDE
+from unicron_ctl.shared.slurm.command_line import CommandLineClient
+from unicron_ctl.shared.slurm.slurm_client import NodeInfo, SlurmError
+from unicron_ctl.shared.system.errors import WRONG_USE, UserError
+
+_START_LIMIT = 30.0  # seconds from the first daemon to nodes that answer
+_KILL_LIMIT = 60.0  # on a busy machine what was killed takes its time to go
+_ATTEMPTS = 3
+_SLURM_PORTS = (6817, 6818)  # slurmctld's and slurmd's, where each host has all ports for itself
+
+
+class LocalCluster:
+    """A private Slurm cluster of virtual nodes n1 ... nN, each with its own slurmd, in one partition, `main`.
+
+    `plugstack_lines` go to plugstack.conf, `config_lines` to slurm.conf (before the nodes), `topology_lines`, a tree of
+    switches, to topology.conf. With `links`, which needs root, each node and the head are in a network namespace of
+    their own, `links` cuts and mends what is between them, and `family` is that of their addresses. With
+    `with_accounting` there are slurmdbd and a MariaDB, for `sacct`. Jobs and their history live as long as the cluster
+    is up. Methods raise UserError, one line, for whatever people can mend.
+    """
+
+    def __init__(
+        self,
+        state_dir: str | os.PathLike[str],
+        nodes: int = 6,
+        gpus_per_node: int = 1,
+        plugstack_lines: Sequence[str] = (),
+        auth: str = "munge",
+        config_lines: Sequence[str] = (),
+        links: bool = False,
+        topology_lines: Sequence[str] = (),
+        with_accounting: bool = False,
+        family: str = IPV4,
+    ) -> None:
+        self.layout = Layout(state_dir)
+        lines = tuple(plugstack_lines), tuple(config_lines), tuple(topology_lines)
+        self.spec = Spec(nodes, gpus_per_node, auth, *lines, links=links, accounting=with_accounting, family=family)
+        self.spec.check()
+
+    @classmethod
+    def load(cls, state_dir: str | os.PathLike[str]) -> LocalCluster:
+        """The cluster that was last started in this folder. Raises UserError when there was none."""
+        spec = Layout(state_dir).load()
+        if spec is None:
+            raise UserError(f"no cluster in {state_dir}; start one with: unicronctl cluster up")
+        cluster = cls(state_dir)
+        cluster.spec = spec
+        return cluster
+
+    def env(self) -> dict[str, str]:
+        """Variables with which Slurm's and munge's programs reach this cluster; add them to the environment."""
+        added = {"SLURM_CONF": str(self.layout.slurm_conf), "PATH": binaries.SEARCH_PATH}
+        if self.spec.auth == "munge":
+            added["MUNGE_SOCKET"] = str(self.layout.munge_socket)
+        return added
+
+    def client(self, timeout: float = 10.0) -> CommandLineClient:
+        """A Slurm client for this cluster."""
+        return CommandLineClient(env=self.env(), timeout=timeout)
+
+    # --- links -------------------------------------------------------------------------------------------------------
+
+    @property
+    def links(self) -> Links:
+        """The links, to cut and mend. Raises UserError (wrong use) for a cluster without links."""
+        self._check_links()
+        return Links(self.layout.network, self.spec.node_names)
+
+    def address(self, host: str) -> str:
+        """The address of a node or of `head`, of IPv4 unless they have none. Raises UserError (wrong use) for a cluster
+        without links."""
+        self._check_links()
+        check_host(host, self.spec.node_names)
+        return self.spec.address(host)
+
+    def command_prefix(self, host: str) -> list[str]:
+        """The words before a command that make it run on a node or on `head`. Raises UserError (wrong use)."""
+        self._check_links()
+        check_host(host, self.spec.node_names)
+        return self.layout.network.command_prefix(host)
+
+    def _check_links(self) -> None:
+        if not self.spec.links:
+            raise UserError("this cluster has no links; start one with: unicronctl cluster up --links", WRONG_USE)
+        if not self.layout.network.complete(self.spec.node_names):
+            raise UserError(f"the cluster in {self.layout.state_dir} is down; start it with: unicronctl cluster up")
+
+    # --- up and down -------------------------------------------------------------------------------------------------
+
+    def up(self) -> None:
+        """Starts whatever of the cluster does not run; returns when every node answers. Leaves nothing if it fails."""
+        programs = self._programs()
+        with self._lock():
+            saved, running = self.layout.load(), self.processes()
+            if running and saved is not None and not saved.same_wish(self.spec):
+                raise UserError(
+                    f"a different cluster ({saved.nodes} nodes) is up in {self.layout.state_dir}; "
+                    "run 'unicronctl cluster down' first",
+                    WRONG_USE,
+                )
+            heads = {process.kind for process in running}
+            begun = "slurmctld" in heads or bool(slurmds_of(running))
+            begun = begun and ("munged" in heads or self.spec.auth == "none")
+            begun = begun and (not self.spec.links or self.layout.network.complete(self.spec.node_names))
+            if begun and saved is not None and self.layout.slurm_conf.exists():
+                self.spec = saved
+                if self.spec.accounting:
+                    self._start_accounting(programs, heads)
+                if "slurmctld" not in heads:
+                    self._start_controller(programs["slurmctld"])
+                missing = [name for name in self.spec.node_names if name not in slurmds_of(running)]
+                busy = {process.node for process in running if process.kind == "stepd"}
+                # Slurm takes a node for broken that says it was rebooted: said only where a job is gone with it.
+                taken = {e.node for e in self.client().elements() if e.node} if missing else set[str]()
+                if rebooted := (taken - busy) & set(missing):
+                    _next_second()
+                self._start_nodes(programs, missing, rebooted)
+                return
+            self._start_fresh(programs)
+
+    def down(self) -> None:
+        """Ends every process of the cluster and of its jobs at once and removes its sockets. The logs stay."""
+        layout = self.layout
+        if not (layout.state_dir.is_dir() or layout.short_dir.is_dir() or layout.network.present()):
+            return
+        with self._lock():
+            self._clear()
+
+    def _clear(self) -> None:
+        try:
+            processes.kill_all(self.processes, _KILL_LIMIT)
+        except PermissionError:
+            raise UserError(f"the cluster in {self.layout.state_dir} is not yours; run this as its user") from None
+        except TimeoutError as error:
+            raise UserError(f"the cluster in {self.layout.state_dir} cannot be ended: {error}") from None
+        self.layout.network.remove()
+        shutil.rmtree(self.layout.short_dir, ignore_errors=True)
+
+    # --- single nodes ------------------------------------------------------------------------------------------------
+
+    def power_off(self, node: str) -> list[Process]:
+        """Kills all that runs on a node at once, as a power failure would; Slurm is not told. Returns the victims.
+
+        With links the node is cut off first, so that no end of a connection is heard.
+        """
+        self._check_node(node)
+        here = [process for process in self.processes() if process.node == node]
+        if self.spec.links:
+            self.links.power([node], on=False)
+        silent = tombstone.ports_of(process.pid for process in here if process.kind != "tombstone")
+        killed = processes.kill_all(lambda: [p for p in self.processes() if p.node == node], _KILL_LIMIT)
+        self._empty_memory(node)
+        if self.spec.links:
+            return killed
+        if silent:
+            command = [sys.executable, tombstone.__file__, str(self.layout.slurm_conf), node, *map(str, silent)]
+            self._launch(f"tombstone-{node}", command, node)
+        return killed
+
+    def power_on(self, node: str) -> None:
+        """Starts the slurmd of a node again and waits until it has registered. A node that was set down stays down."""
+        self._check_node(node)
+        with self._lock():
+            running = self.processes()
+            if not any(process.kind == "slurmctld" for process in running):
+                raise UserError(f"the cluster in {self.layout.state_dir} is down; start it with: unicronctl cluster up")
+            if node not in slurmds_of(running):
+                stones = [p for p in running if p.kind == "tombstone" and p.node == node]
+                _next_second()  # while its ports are held
+                processes.kill_all(lambda: [p for p in stones if processes.is_alive(p.pid)], _KILL_LIMIT)
+                self._start_again(node)
+
+    def _start_again(self, node: str) -> None:
+        """Other clusters that look for free ports take each for a moment."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return self._start_nodes(self._programs(), [node], {node})
+            except UserError as error:
+                if attempt == _ATTEMPTS or "Address already in use" not in str(error):
+                    raise
+            _next_second()
+
+    def start_slurmctld(self) -> None:
+        """Starts slurmctld again where it has ended, and no node."""
+        with self._lock():
+            if not any(process.kind == "slurmctld" for process in self.processes()):
+                self._start_controller(self._programs()["slurmctld"])
+
+    def _check_node(self, node: str) -> None:
+        if node not in self.spec.node_names:
+            raise UserError(f"no node {node!r}; this cluster has n1 to n{self.spec.nodes}", WRONG_USE)
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def processes(self) -> list[Process]:
+        """All living processes of the cluster and its jobs."""
+        return processes.find(self.layout.marks)
+
+    def status(self) -> ClusterStatus:
+        """The daemons, the links and Slurm's nodes."""
+        running, known = self.processes(), dict[str, NodeInfo]()
+        if any(process.kind == "slurmctld" for process in running):
+            with contextlib.suppress(SlurmError):
+                known = {info.name: info for info in self.client(timeout=5.0).nodes()}
+        return cluster_status(self.layout, self.spec, running, known, self._links_status())
+
+    def _links_status(self) -> LinksStatus | None:
+        """The links' status; None without links, or while they are down."""
+        if not self.spec.links or not self.layout.network.complete(self.spec.node_names):
+            return None
+        hosts = (HEAD, *self.spec.node_names, OUTSIDE)
+        addresses = {host: self.spec.address(host) for host in hosts}
+        faults = dataclasses.asdict(self.links.faults())
+        return msgspec.convert({"network": self.spec.network, "addresses": addresses, **faults}, LinksStatus)
+
+    # --- starting ----------------------------------------------------------------------------------------------------
+
+    def _programs(self) -> dict[str, str]:
+        wanted = ["slurmctld", "slurmd", "scontrol", "sinfo", "squeue"]
+        if self.spec.links:
+            if os.getuid():
+                raise UserError("links of their own need root; leave --links away, or run this as root")
+            wanted += ["ip", "nft", "nsenter", "unshare", "hostname"]
+        if self.spec.accounting:
+            wanted += accounting.PROGRAMS
+        return binaries.locate(wanted + (["munged"] if self.spec.auth == "munge" else []))
+
+    def _start_fresh(self, programs: dict[str, str]) -> None:
+        """Starts everything from nothing; again with other ports when somebody took one of them in between."""
+        if self.spec.links:
+            for folder in network.abandoned():
+                LocalCluster(folder)._clear()
+        for attempt in range(1, _ATTEMPTS + 1):
+            self._clear()
+            try:
+                self._write_files(programs, seed=f"{self.layout.state_dir} {attempt}")
+                if self.spec.auth == "munge":
+                    self._start_munged(programs["munged"])
+                if self.spec.accounting:
+                    self._start_accounting(programs)
+                self._start_controller(programs["slurmctld"])
+                self._start_nodes(programs, self.spec.node_names)
+                return
+            except BaseException:
+                self._clear()
+                if attempt == _ATTEMPTS or self.spec.links or all(map(ports.is_free, self.spec.ports)):
+                    raise
+
+    def _write_files(self, programs: dict[str, str], seed: str) -> None:
+        layout, user = self.layout, _user_name()
+        layout.make_short_dir()
+        shutil.rmtree(layout.save_dir, ignore_errors=True)
+        for folder in (layout.etc_dir, layout.log_dir, layout.save_dir, layout.gpu_dir, layout.spool_dir):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name in self.spec.node_names:
+            (layout.spool_dir / name).mkdir(exist_ok=True)
+            self._empty_memory(name)
+        if self.spec.links:
+            taken = layout.network.register(layout.state_dir)
+            chosen = _SLURM_PORTS[:1] + _SLURM_PORTS[1:] * self.spec.nodes
+            self.spec = dataclasses.replace(self.spec, ports=chosen, network=taken)
+        else:
+            count = 1 + self.spec.nodes + accounting.ports_needed(self.spec)
+            self.spec = dataclasses.replace(self.spec, ports=ports.choose(count, seed))
+        layout.save(self.spec)  # before the first process, so that `down` finds them all whatever happens
+        if self.spec.links:
+            layout.network.make(self.spec.network, self.spec.node_names, self.spec.family)
+        for path in configuration.gpu_files(layout, self.spec):
+            Path(path).touch()
+        hostname = socket.gethostname().split(".")[0]
+        version = binaries.slurm_version(programs["slurmctld"])
+        layout.slurm_conf.write_text(configuration.slurm_conf(layout, self.spec, user, hostname, version))
+        if self.spec.accounting:
+            accounting.write_files(layout, self.spec, user)
+        (layout.etc_dir / "gres.conf").write_text(configuration.gres_conf(layout, self.spec))
+        (layout.etc_dir / "plugstack.conf").write_text(configuration.plugstack_conf(self.spec))
+        (layout.etc_dir / "topology.conf").write_text(configuration.topology_conf(self.spec))
+        layout.task_prolog.write_text(configuration.task_prolog(layout))
+        layout.task_prolog.chmod(0o755)
+
+    def _empty_memory(self, node: str) -> None:
+        """Empties a node's memory folder, as a power failure does. Any user's jobs may write there."""
+        self.layout.memory_dir.mkdir(exist_ok=True)
+        self.layout.memory_dir.chmod(0o755)  # whatever the umask
+        folder = self.layout.memory_dir / node
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        folder.chmod(0o1777)
+
+    def _start_munged(self, program: str) -> None:
+        folder = self.layout.munge_dir
+        folder.mkdir(mode=0o755, exist_ok=True)
+        folder.chmod(0o755)
+        key = folder / "key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        options = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        command = [program, "--foreground", *(f"--{option}={folder / file}" for option, file in options.items())]
+        pid = self._launch("munged", command, HEAD)
+        self._wait_for_daemon("munged", pid, lambda: daemons.connects(self.layout.munge_socket), _START_LIMIT)
+
+    def _start_accounting(self, programs: dict[str, str], running: Collection[str] = ()) -> None:
+        """Starts what does not run of MariaDB and slurmdbd. The cluster names itself to slurmdbd when it comes up."""
+        layout, user = self.layout, _user_name()
+        if not layout.database_dir.is_dir():
+            layout.database_dir.mkdir(mode=0o700)
+            command = accounting.install_command(programs["mariadb-install-db"], layout, user)
+            with open(layout.log_dir / "mariadb-install-db.out", "w") as out:
+                done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=_START_LIMIT)
+            if done.returncode:
+                raise UserError(f"no database could be made: {daemons.last_words(layout, 'mariadb-install-db')}")
+        commands = {
+            "mariadbd": accounting.database_command(programs["mariadbd"], layout, self.spec, user),
+            "slurmdbd": [programs["slurmdbd"], "-D"],
+        }
+        for name, port in zip(commands, reversed(self.spec.ports), strict=False):
+            if name not in running:
+                pid = self._launch(name, commands[name], HEAD)
+                self._wait_for_daemon(name, pid, functools.partial(daemons.serves, port), _START_LIMIT)
+
+    def _start_controller(self, program: str) -> None:
+        pid = self._launch("slurmctld", [program, "-D", "-f", str(self.layout.slurm_conf)], HEAD)
+        self._wait_for_daemon("slurmctld", pid, self._answers, _START_LIMIT)
+
+    def _start_nodes(self, programs: dict[str, str], names: Sequence[str], rebooted: Collection[str] = ()) -> None:
+        """Starts slurmds, waits until all have registered. A `rebooted` one tells Slurm that what ran there is gone."""
+        if self.spec.links:
+            self.links.power(names, on=True)
+        began = float(int(time.time()))  # Slurm tells start times in whole seconds
+        pids = {}
+        for name in names:
+            if name in rebooted:
+                # As on a diskless node. A requeued job that came back here would else stumble over its own old script.
+                shutil.rmtree(self.layout.spool_dir / name, ignore_errors=True)
+                (self.layout.spool_dir / name).mkdir()
+            command = [programs["slurmd"], "-D", "-f", str(self.layout.slurm_conf), "-N", name]
+            pids[name] = self._launch(f"slurmd-{name}", command + (["-b"] if name in rebooted else []), name)
+        deadline = time.monotonic() + _START_LIMIT
+        for name, pid in pids.items():
+            ready = functools.partial(self._registered, name, began)
+            self._wait_for_daemon(f"slurmd-{name}", pid, ready, deadline - time.monotonic())
+
+    def _launch(self, name: str, command: list[str], host: str) -> int:
+        """Starts a daemon on a node or on `head`, and returns its process id."""
+        return daemons.launch(self.layout, name, (self.command_prefix(host) if self.spec.links else []) + command)
+
+    def _wait_for_daemon(self, name: str, pid: int, ready: Callable[[], bool], limit: float) -> None:
+        daemons.wait_until_ready(self.layout, name, pid, ready, limit)
+
+    def _answers(self) -> bool:
+        try:
+            return len(self.client(timeout=3.0).nodes()) == self.spec.nodes
+        except SlurmError:
+            return False
+
+    def _registered(self, name: str, since: float) -> bool:
+        try:
+            info = next((info for info in self.client(timeout=3.0).nodes() if info.name == name), None)
+        except SlurmError:
+            return False
+        return (
+            info is not None
+            and info.slurmd_start is not None
+            and info.slurmd_start >= since
+            and not info.states & {"UNKNOWN", "NOT_RESPONDING"}
+        )
+
+    @contextlib.contextmanager
+    def _lock(self, limit: float = 60.0) -> Iterator[None]:
+        """One up or down at a time per state folder. The kernel gives the lock back when its holder dies."""
+        try:
+            self.layout.state_dir.mkdir(parents=True, exist_ok=True)
+            handle = open(self.layout.lock_file, "w")
+        except OSError as error:
+            folder = self.layout.state_dir
+            raise UserError(f"cannot write {folder} ({error.strerror}); name another with --state-dir") from None
+        with handle:
+            deadline = time.monotonic() + limit
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        folder = self.layout.state_dir
+                        raise UserError(f"another 'unicronctl cluster' is using {folder}; try again") from None
+                    time.sleep(0.05)
+            yield
+
+
+def _next_second() -> None:
+    """Slurm compares times in whole seconds and takes a reboot within one for no reboot."""
+    time.sleep(1.0 - time.time() % 1.0)
+
+
+def _user_name() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        raise UserError(f"user id {os.getuid()} has no name in the password database, and Slurm needs one") from None

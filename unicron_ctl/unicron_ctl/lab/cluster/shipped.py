@@ -1,0 +1,38 @@
+"""Where the parts of Slurm's side are: in the checkout, else where the packages have put them (docs/install.md)."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+from unicron_ctl.shared.settings.places import CHECKOUT, PACKAGED, PACKAGED_AGENT
+
+SIDE = CHECKOUT / "slurm_plugin"
+
+
+def _first(checkout: str, packaged: str) -> Path:
+    own = SIDE / checkout
+    there = Path(PACKAGED, packaged)
+    return there if there.is_file() and not SIDE.is_dir() else own
+
+
+def plugin() -> Path:
+    """The SPANK plugin, built or to be built."""
+    return _first("spank/unicron.so", "unicron.so")
+
+
+def health_program() -> Path:
+    """The script for HealthCheckProgram."""
+    return _first("health/unicron-health", "unicron-health")
+
+
+def prolog() -> Path:
+    """The script for Prolog."""
+    return _first("prolog.d/50-unicron", "prolog.d/50-unicron")
+
+
+def agent() -> Path:
+    """The agent of this environment, else the packaged one."""
+    own = Path(sysconfig.get_path("scripts")) / "unicron-agent"
+    there = Path(PACKAGED_AGENT)
+    return there if there.is_file() and not own.is_file() else own

@@ -1,0 +1,172 @@
+"""The demo's four chapters; each waits, with a time limit, until the one before is healed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from unicron_ctl.lab.demo.stage import DemoJob, Stage
+from unicron_ctl.shared.protocol.answer_schema import Failure, Status
+from unicron_ctl.shared.system.errors import UserError
+
+HEAL_SECONDS = 150.0
+FINISH_SECONDS = 400.0
+FIRST_ITERATION = 3  # nothing is broken before the jobs have warmed up
+POLL_SECONDS = 0.25
+
+
+@dataclass
+class Injury:
+    """One failure that the demo causes: `what` for people, `kind` as in the contract (docs/design/README.md).
+
+    neighbours: the processes beside the one that dies, which must live on.
+    """
+
+    kind: str
+    job: str
+    what: str
+    injected_at: float
+    healed_at: float = 0.0
+    neighbours: tuple[int, ...] = ()
+
+
+class Story:
+    """Plays the chapters on `stage`; `add_line(text)` is called at every turn and `show(status)` at every poll."""
+
+    def __init__(self, stage: Stage, add_line: Callable[[str], None], show: Callable[[Status], None]):
+        self.stage, self.add_line, self.show = stage, add_line, show
+        self.injuries: list[Injury] = []
+
+    def play(self) -> None:
+        """Plays all chapters. Raises UserError when one is not healed in time."""
+        large, small = self.stage.jobs
+        self._wait_until(
+            lambda: all(self._at(job, job.elements, FIRST_ITERATION) for job in self.stage.jobs),
+            HEAL_SECONDS,
+            "the jobs did not start training",
+        )
+        for job in self.stage.jobs:
+            self.stage.start_reference(job)
+        self._ranks_die(large, small)
+        lost = self._node_dies_with_spare(large)
+        self._node_dies_without_spare(large, small)
+        self._node_returns(lost, small)
+        self.add_line("all is healed: both jobs are asked to end")
+        for job in self.stage.jobs:
+            self.stage.finish(job)
+        self._wait_until(
+            lambda: all((known := self.stage.job(job.name)) and known.ended for job in self.stage.jobs),
+            FINISH_SECONDS,
+            "the jobs did not finish",
+        )
+        trained = {job.name: self.stage.known_job(job.name).iteration + 1 for job in self.stage.jobs}
+        self.add_line(
+            "waiting for the undisturbed runs to reach "
+            f"{', '.join(f'iteration {count} of {name}' for name, count in trained.items())}"
+        )
+        self._wait_until(
+            lambda: self.stage.references_reached(trained), FINISH_SECONDS, "the reference runs did not get there"
+        )
+
+    # ------------------------------------------------------------ chapters
+    def _ranks_die(self, large: DemoJob, small: DemoJob) -> None:
+        """Kills a rank of each job at the same time; that of the second has a neighbour on its node."""
+        for job in (large, small):
+            element = job.elements - 1
+            neighbours = tuple(self.stage.pids(job.name, element)[:-1])
+            when = self.stage.kill_rank(job.name, element)
+            beside = ", its neighbour on the node lives" if neighbours else ""
+            rank = job.elements * job.ranks_per_node - 1
+            self._injured("rank", job, f"kill -9 of rank {rank} of {job.name}{beside}", when)
+            self.injuries[-1].neighbours = neighbours
+        self._healed(
+            lambda: all([self._whole(injury, job) for injury, job in zip(self.injuries, (large, small), strict=True)]),
+            "a rank that was killed did not come back",
+        )
+        if self.injuries[1].neighbours != tuple(self.stage.pids(small.name, small.elements - 1)[:-1]):
+            raise UserError(f"{small.name}: a rank died alone, and its neighbour was started again with it")
+
+    def _whole(self, injury: Injury, job: DemoJob) -> bool:
+        """Whether the job has its rank again; notes when that was seen first."""
+        if not injury.healed_at and self.record(injury) is not None and self._at(job, job.elements):
+            injury.healed_at = time.time()
+        return bool(injury.healed_at)
+
+    def _node_dies_with_spare(self, job: DemoJob) -> str:
+        node = self.stage.node_of(job.name, 1)
+        when = self.stage.power_off(node)
+        self._injured("node", job, f"power-off of {node}, with a spare node at hand", when)
+        self._healed(lambda: self._at(job, job.elements), f"{job.name} did not get the spare node")
+        return node
+
+    def _node_dies_without_spare(self, large: DemoJob, small: DemoJob) -> None:
+        node = self.stage.node_of(large.name, 0)
+        when = self.stage.power_off(node)
+        self._injured(
+            "node",
+            large,
+            f"power-off of {node}, none left: {large.name} weighs {large.weight:g}, {small.name} {small.weight:g}",
+            when,
+        )
+        self._healed(
+            lambda: self._at(large, large.elements) and self._at(small, small.elements - 1),
+            f"no node moved from {small.name} to {large.name}",
+        )
+
+    def _node_returns(self, node: str, small: DemoJob) -> None:
+        when = time.time()
+        self.stage.cluster.power_on(node)
+        self._injured("join", small, f"{node} comes back repaired", when)
+        self._healed(lambda: self._at(small, small.elements), f"{node} was not given to {small.name}")
+
+    # ------------------------------------------------------------ helpers
+    def _at(self, job: DemoJob, nodes: int, iteration: int = 0) -> bool:
+        """The job trains on exactly so many nodes, nothing under way, and has passed the iteration."""
+        found = self.stage.job(job.name)
+        if found is None or found.ended:
+            return found is not None and self._over(job)
+        whole = len(found.members) == nodes * job.ranks_per_node and found.nodes == nodes
+        return found.state == "running" and whole and found.iteration >= iteration
+
+    @staticmethod
+    def _over(job: DemoJob) -> bool:
+        raise UserError(f"{job.name} ended before the demo was over; run it again with --keep and read its logs")
+
+    def record(self, injury: Injury) -> Failure | None:
+        """The controller's record of this failure: the first one of the job that was detected after it was caused."""
+        job = self.stage.ids[injury.job]
+        return next(
+            (f for f in self.stage.status().failures if f.job == job and f.detected_at >= injury.injected_at),
+            None,
+        )
+
+    def _injured(self, kind: str, job: DemoJob, what: str, when: float) -> None:
+        self.injuries.append(Injury(kind, job.name, what, when))
+        self.add_line(what)
+
+    def _healed(self, done: Callable[[], bool], complaint: str) -> None:
+        injury = self.injuries[-1]
+        if injury.kind != "join":
+            self._wait_until(lambda: self.record(injury) is not None, HEAL_SECONDS, f"nobody noticed: {injury.what}")
+        self._wait_until(done, HEAL_SECONDS, complaint)
+        injury.healed_at = injury.healed_at or time.time()
+        self.add_line(f"healed after {injury.healed_at - injury.injected_at:.1f} s")
+
+    def _plan(self) -> str:
+        """Why each job has the nodes it has, as the controller says."""
+        reasons = self.stage.status().plan.reasons or {}
+        return "; ".join(
+            f"{job.name} {reasons[id]}" for job in self.stage.jobs if (id := self.stage.ids.get(job.name)) in reasons
+        )
+
+    def _wait_until(self, done: Callable[[], bool], seconds: float, complaint: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not done():
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{complaint} within {seconds:.0f} s; the controller's plan: {self._plan()}; "
+                    f"its logs are in {self.stage.folder}"
+                )
+            self.show(self.stage.status())
+            time.sleep(POLL_SECONDS)

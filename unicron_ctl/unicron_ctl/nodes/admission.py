@@ -1,0 +1,269 @@
+"""``python -m unicron_ctl.nodes.admission``: the admission test of this node, for Slurm's prolog and
+HealthCheckProgram. It runs the checks of :mod:`health`, drains the node when its hardware is proven bad, and reports to
+the controller.
+
+Exit status: 100 if the node is proven bad, 0 if it is not (or a check gave no answer), 2 for wrong use. No other status
+says anything of the node: Python itself ends with 1 when this program cannot even be imported, and that must not drain
+a cluster. Each fact goes to the log as one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.settings.config import Config, skip_problem
+from unicron_ctl.shared.settings.config_file import understood
+from unicron_ctl.shared.slurm.slurm_client import NodeInfo, SlurmClient, slurms_own
+from unicron_ctl.shared.slurm.states import DRAINED
+from unicron_ctl.shared.system.errors import UserError, one_line
+from unicron_detector.health.checks import Settings, checks_of
+from unicron_detector.health.runner import Report, Result, run
+from unicron_detector.words import counted
+
+OURS = "unicron"  # as in controller.plan.placement, which is too much to import at every check
+PROVEN_BAD = 100
+LEADER = f"{OURS}[health]"
+BUDGET_SECONDS = 8.0
+USUAL_CONFIG = "/etc/unicron/unicron.toml"
+MOST_DRAINED = 10  # nodes that may be drained by their checks at a time, or a tenth of the cluster
+REPORT_SECONDS = 2.0  # for the controller's answer; a node must not wait for a controller that is away
+REASON_LENGTH = 200
+
+
+def drain_text(node: NodeInfo | None, why: str) -> tuple[str, str]:
+    """(the reason to drain the node with, "") or ("", why the node is left as it is). Another tool's reason is never
+    lost."""
+    if node is None:
+        return "", "Slurm does not know this node"
+    said = f"{LEADER}: {one_line(why)}"[:REASON_LENGTH]
+    slurms = slurms_own(node.reason)
+    if node.states & DRAINED:
+        return "", f"it is drained already ({node.reason or 'no reason given'})"
+    if "DOWN" in node.states and not slurms:  # it may be Slurm's own doing, whose words give way to ours
+        return "", f"it is down already ({node.reason})"
+    if not slurms and not node.reason.startswith(f"{OURS}["):
+        return f"{node.reason}; {said}", ""
+    return said, ""
+
+
+class TooMany(UserError):
+    """So many nodes are drained already that an admin must decide about one more."""
+
+
+def drain(client: SlurmClient, name: str, why: str, most: int | None = None) -> str:
+    """Drains the node in Slurm. Returns what was done, or why nothing was.
+
+    Raises SlurmError, and TooMany where `most` others, or a tenth of the cluster, are drained by their checks: a wrong
+    line of unicron.toml is wrong everywhere. The nodes of a large job check themselves at the same moment and see none
+    drained yet, so each looks again after its own drain and goes back where there are too many; all of them may. Their
+    reports reach the controller, which drains one after the other.
+    """
+    nodes = client.nodes()
+    reason, not_done = drain_text(_named(nodes, name), why)
+    if not reason:
+        return f"{name} is left as it is: {not_done}"
+    if most is not None:
+        _leave_room(nodes, name, most)
+    client.drain(name, reason)
+    if most is not None:
+        _look_again(client, name, reason, most)
+    return f"{name} is drained: {reason}"
+
+
+def _look_again(client: SlurmClient, name: str, reason: str, most: int) -> None:
+    """Gives the node back and raises TooMany where others were drained at the same moment."""
+    nodes = client.nodes()
+    try:
+        _leave_room(nodes, name, most)
+    except TooMany:
+        mine = _named(nodes, name)
+        if mine is not None and "DOWN" not in mine.states and mine.reason == reason:  # not an admin's by now
+            client.resume(name)
+        raise
+
+
+def _named(nodes: Sequence[NodeInfo], name: str) -> NodeInfo | None:
+    return next((node for node in nodes if node.name == name), None)
+
+
+def _leave_room(nodes: Sequence[NodeInfo], name: str, most: int) -> None:
+    """Raises TooMany where no other node may be drained by its check."""
+    others = sum(node.name != name and drained_by_check(node) for node in nodes)
+    most = max(most, len(nodes) // 10)
+    if others >= most:
+        drained = f"{counted(others, 'node')} {'is' if others == 1 else 'are'} drained by checks"
+        raise TooMany(f"{drained}, and no more than {most} may be")
+
+
+def drained_by_check(node: NodeInfo) -> bool:
+    """Whether the node is out of service for what its own check said."""
+    return bool(node.states & DRAINED) and LEADER in node.reason
+
+
+def report(where: str, node: str, source: str, found: Report, at: float, drain: bool = False) -> None:
+    """Reports to the controller. `at`: this node's clock when the checks began. drain: a bad node is to be drained; the
+    controller does it where the node could not. Raises UserError."""
+    question = {"kind": "health", "node": node, "source": source, "verdict": found.verdict, "at": at, "drain": drain}
+    ask_controller({**question, "reason": one_line(found.reason)[:REASON_LENGTH]}, where, timeout=REPORT_SECONDS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks, drains, reports; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    log = _Log(options.log, f"unicron health: node {options.node}: ")
+    status = [0]
+    box = threading.Timer(options.seconds, _out_of_time, (log, options.seconds, status))
+    box.daemon = True
+    box.start()
+    try:
+        return _examine(options, log, status)
+    finally:
+        box.cancel()  # whoever calls this within a process of its own lives on
+
+
+def _examine(options: argparse.Namespace, log: _Log, status: list[int]) -> int:
+    """Checks, drains, reports. `status` is what the process ends with if its time runs out meanwhile."""
+    began, mono = time.time(), time.monotonic()
+    config, problems = _config(options.config)
+    for line in problems:
+        log(f"{options.config}: {line}")
+    found = _with_problems(_check(options, config, log), problems)
+    if found.verdict == "bad":
+        status[0] = PROVEN_BAD
+        log(f"proven bad: {found.reason}")
+        if options.drain == "on" and not _drain(options, found, log):
+            status[0] = 0
+    try:
+        if where := options.controller or ",".join(config.controller.addresses):
+            report(where, options.node, options.at, found, began, options.drain == "on")
+    except UserError as error:
+        log(f"the controller was not told: {error}")
+    if options.print:
+        print(f"{found.verdict}: {found.reason} ({time.monotonic() - mono:.2f} s)")
+    return status[0]
+
+
+def _usual_config() -> str | None:
+    """The configuration that is meant when none is named; None where there is none."""
+    path = os.environ.get("UNICRON_CONFIG") or str(USUAL_CONFIG)
+    return path if os.path.isfile(path) else None
+
+
+def _config(path: str | None) -> tuple[Config, list[str]]:
+    """What of the file has a meaning, and what has none: one wrong line must not switch the other checks off."""
+    try:
+        return understood(path) if path else (Config(), [])
+    except UserError as error:
+        return Config(), [f"{str(error).removeprefix(f'{path}: ')}; the defaults are used"]
+
+
+def _with_problems(found: Report, problems: list[str]) -> Report:
+    """The report, which says to whoever looks at the nodes that its settings are not what was meant."""
+    if not problems:
+        return found
+    return dataclasses.replace(found, results=(*found.results, Result("unicron.toml", "warning", problems[0], 0.0, {})))
+
+
+def _check(options: argparse.Namespace, config: Config, log: _Log) -> Report:
+    named = tuple(name.strip() for name in options.skip.split(",") if name.strip())
+    if odd := skip_problem(named, config.health.programs):
+        log(odd)
+    share = options.seconds * 0.6  # the rest is for Slurm and the controller
+    settings = msgspec.structs.asdict(config.health)
+    settings |= {"skip": (*config.health.skip, *named), "timeout": min(config.health.timeout, share)}
+    settings |= {"kernel_state": options.state} if options.state else {}
+    checks = checks_of(config.health, options.at == "prolog")
+    return run(Settings(**settings, severity=config.severity), checks=checks)
+
+
+def _drain(options: argparse.Namespace, found: Report, log: _Log) -> bool:
+    """Drains the node. False when that, or a failing prolog, would be one node too many."""
+    from unicron_ctl.shared.slurm.command_line import CommandLineClient
+
+    client = CommandLineClient(timeout=options.seconds * 0.25)
+    try:
+        log(drain(client, options.node, found.reason, options.most_drained))
+    except TooMany as error:
+        log(f"not drained: {error}")
+        return False
+    except UserError as error:
+        log(f"could not drain: {error}")
+    return True
+
+
+def _out_of_time(log: _Log, seconds: float, status: list[int]) -> None:
+    """Ends the process, for a thread that hangs in the kernel cannot be ended."""
+    log(f"gave up after {seconds:g} s; nothing more is concluded")
+    os._exit(status[0])
+
+
+class _Log:
+    """Lines to a file, to syslog or to stderr. A log that cannot be written is no reason to fail."""
+
+    def __init__(self, where: str, prefix: str) -> None:
+        self._where, self._prefix = where, prefix
+
+    def __call__(self, text: str) -> None:
+        line = self._prefix + one_line(text)
+        try:
+            if self._where == "syslog":
+                import syslog
+
+                syslog.openlog("unicron", 0, syslog.LOG_DAEMON)
+                syslog.syslog(syslog.LOG_WARNING, line)
+            elif self._where:
+                with open(self._where, "a") as file:
+                    file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {line}\n")
+            else:
+                print(line, file=sys.stderr, flush=True)
+        except OSError:
+            pass
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m unicron_ctl.nodes.admission", description="Admission test of this node."
+    )
+    here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
+    parser.add_argument("--at", choices=("prolog", "interval"), default="interval", help="who calls")
+    parser.add_argument("--node", default=here, metavar="NAME", help="Slurm's name of this node")
+    parser.add_argument(
+        "--config", metavar="FILE", default=_usual_config(), help=f"unicron.toml with a [health] table [{USUAL_CONFIG}]"
+    )
+    parser.add_argument("--skip", default="", metavar="NAMES", help="checks to leave out; all: every one")
+    parser.add_argument("--seconds", type=_seconds, default=BUDGET_SECONDS, help="for everything together")
+    parser.add_argument("--drain", choices=("on", "off"), default="on", help="drain a node that is proven bad")
+    parser.add_argument("--state", default="", metavar="DIR", help="what the check of the kernel log keeps is there")
+    parser.add_argument("--most-drained", type=int, default=MOST_DRAINED, metavar="N", help="then it drains no more")
+    parser.add_argument(
+        "--controller",
+        metavar="ADDRESS",
+        default=os.environ.get("UNICRON_CONTROLLER", ""),
+        help="[address of the configuration]",
+    )
+    parser.add_argument("--log", default="", metavar="FILE", help="a file or syslog; default stderr")
+    parser.add_argument("--print", action="store_true", help="print the verdict")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 50.0:  # slurmd ends a HealthCheckProgram after 60 s
+        raise argparse.ArgumentTypeError(f"{text}: 0.1 to 50")
+    return value
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""What controller, agent and commands share: messages, settings, Slurm, consensus, the system."""

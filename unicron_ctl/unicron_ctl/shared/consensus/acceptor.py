@@ -1,0 +1,121 @@
+"""The acceptor of single-decree Paxos: one agent's vote on the plan that follows one generation. A pure table.
+
+IDLE -> CHECKING -> PROMISED    a proposer prepares a ballot, and the controller does not answer
+CHECKING, PROMISED -> IDLE      the controller speaks: the promise is withdrawn
+A proposal that was accepted stays accepted in every state, because a quorum may have accepted it.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from unicron_ctl.shared.protocol.peer_messages import NO_BALLOT, Ballot, Proposal
+
+
+class AcceptorState(enum.StrEnum):
+    """Where the acceptor is."""
+
+    IDLE = "idle"
+    CHECKING = "checking"  # whether the controller lives, before a promise
+    PROMISED = "promised"  # to the proposer of `promised`
+
+
+class AcceptorEvent(enum.StrEnum):
+    """What happens to the acceptor."""
+
+    PREPARE = "prepare"  # of a ballot above all that it knows
+    PREPARE_AGAIN = "prepare again"  # of the promised ballot
+    STALE = "stale"  # a message of a lower ballot, or an Accept of a ballot that was not promised
+    ACCEPT = "accept"  # of the promised ballot
+    CONTROLLER_SILENT = "controller silent"
+    CONTROLLER_SPOKE = "controller spoke"
+
+
+class AcceptorAction(enum.StrEnum):
+    """What the acceptor does about an event."""
+
+    IGNORE = "ignore"
+    ASK_CONTROLLER = "ask controller"
+    PROMISE = "promise"
+    ACCEPTED = "accepted"
+    NACK = "nack"
+    DECLINE = "decline"  # tells the proposer that the controller lives
+
+
+_S, _E, _A = AcceptorState, AcceptorEvent, AcceptorAction
+TABLE: dict[AcceptorState, dict[AcceptorEvent, tuple[AcceptorState, AcceptorAction]]] = {
+    _S.IDLE: {
+        _E.PREPARE: (_S.CHECKING, _A.ASK_CONTROLLER),
+        _E.PREPARE_AGAIN: (_S.IDLE, _A.DECLINE),  # the controller has spoken since that promise
+        _E.STALE: (_S.IDLE, _A.NACK),
+        _E.ACCEPT: (_S.IDLE, _A.DECLINE),
+        _E.CONTROLLER_SILENT: (_S.IDLE, _A.IGNORE),
+        _E.CONTROLLER_SPOKE: (_S.IDLE, _A.IGNORE),
+    },
+    _S.CHECKING: {
+        _E.PREPARE: (_S.CHECKING, _A.ASK_CONTROLLER),
+        _E.PREPARE_AGAIN: (_S.CHECKING, _A.NACK),
+        _E.STALE: (_S.CHECKING, _A.NACK),
+        _E.ACCEPT: (_S.CHECKING, _A.NACK),
+        _E.CONTROLLER_SILENT: (_S.PROMISED, _A.PROMISE),
+        _E.CONTROLLER_SPOKE: (_S.IDLE, _A.DECLINE),
+    },
+    _S.PROMISED: {
+        _E.PREPARE: (_S.CHECKING, _A.ASK_CONTROLLER),
+        _E.PREPARE_AGAIN: (_S.PROMISED, _A.PROMISE),
+        _E.STALE: (_S.PROMISED, _A.NACK),
+        _E.ACCEPT: (_S.PROMISED, _A.ACCEPTED),
+        _E.CONTROLLER_SILENT: (_S.PROMISED, _A.IGNORE),
+        _E.CONTROLLER_SPOKE: (_S.IDLE, _A.DECLINE),
+    },
+}
+
+
+class Acceptor:
+    """An agent's promises and accepted proposals, for one generation.
+
+    promised: the highest ballot that was ever promised. prepared: the highest that a promise was asked for.
+
+    accepted: the latest proposal that was accepted. The agent follows no other plan of the same or a lower number.
+    """
+
+    def __init__(self) -> None:
+        self.state = AcceptorState.IDLE
+        self.promised = self.prepared = NO_BALLOT
+        self.accepted: Proposal | None = None
+
+    def on_prepare(self, ballot: Ballot) -> AcceptorAction:
+        """A proposer asks for a promise."""
+        if ballot > self.highest:
+            self.prepared = ballot
+            return self._step(AcceptorEvent.PREPARE)
+        if self.state is AcceptorState.CHECKING and ballot == self.prepared:
+            return AcceptorAction.ASK_CONTROLLER
+        return self._step(AcceptorEvent.PREPARE_AGAIN if ballot == self.promised else AcceptorEvent.STALE)
+
+    def on_accept(self, proposal: Proposal) -> AcceptorAction:
+        """A proposer asks to accept its proposal."""
+        action = self._step(AcceptorEvent.ACCEPT if proposal.ballot == self.promised else AcceptorEvent.STALE)
+        if action is AcceptorAction.ACCEPTED:
+            self.accepted = proposal
+        return action
+
+    def on_controller_silent(self) -> AcceptorAction:
+        """The controller is away."""
+        action = self._step(AcceptorEvent.CONTROLLER_SILENT)
+        if action is AcceptorAction.PROMISE:
+            self.promised = self.prepared
+        return action
+
+    def on_controller_spoke(self) -> AcceptorAction:
+        """The controller has said something. The proposer of :attr:`highest` is to be told, if anybody is."""
+        return self._step(AcceptorEvent.CONTROLLER_SPOKE)
+
+    @property
+    def highest(self) -> Ballot:
+        """The highest ballot that this acceptor knows."""
+        return max(self.promised, self.prepared)
+
+    def _step(self, event: AcceptorEvent) -> AcceptorAction:
+        self.state, action = TABLE[self.state][event]
+        return action

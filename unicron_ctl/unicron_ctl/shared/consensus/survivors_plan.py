@@ -1,0 +1,362 @@
+"""How a job goes on after a Break: a pure function of where its survivors stopped (docs/design/paper.md,
+section 5; docs/design/micro-batch-reuse.md).
+
+Only complete replicas go on: those of which nobody is lost, and those that living ranks of the others compose. Who
+completes none is a standby. The assignment is by the replicas' heads.
+
+Invariant: the assignment of the iteration is an exact partition of its micro-batches, and what a healthy replica has in
+its gradient stays with it. Nobody steps unless the reduce is known to hold every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from unicron_ctl.shared.protocol.structs import RankStatus
+from unicron_detector.words import counted
+from unicron_transition.generations import layout
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a job goes on after a Break.
+
+    members: who goes on, replica-major. unusable: survivors that cannot, by slot with the reason; they count as
+    lost. step: whoever is synced at this iteration steps. iteration: the one that is computed next, with its
+    assignment. reused: micro-batches kept in survivors' gradients. recomputed: finished, and computed again.
+    redistributed: all that was the lost ranks' to compute and now is others'. standbys: survivors that complete no
+    replica. state: (base, version) of a distributed optimizer's shards from which all go on.
+    """
+
+    members: list[int]
+    unusable: dict[int, str]
+    step: int | None
+    iteration: int
+    assignment: dict[int, list[int]]
+    reused: int
+    recomputed: int
+    redistributed: int
+    reason: str
+    standbys: list[int] = field(default_factory=list)
+    state: tuple[int, int] | None = None
+
+
+class _Way(NamedTuple):
+    """The step rule's word: who is synced at `step` steps, `iteration` is computed next, and what stays in whose
+    gradient, by head."""
+
+    step: int | None
+    iteration: int
+    kept: dict[int, list[int]]
+    state: tuple[int, int] | None = None
+
+
+class _Position(NamedTuple):
+    """Where a rank stands, "stepped at i" being "i + 1 with nothing done"."""
+
+    iteration: int
+    synced: bool
+    done: list[int] = []  # nobody changes it
+
+
+def deal(indices: Sequence[int], members: Sequence[int]) -> dict[int, list[int]]:
+    """The indices round-robin over the members in order: what every rank does by itself in an undisturbed iteration."""
+    return {slot: list(indices[place :: len(members)]) for place, slot in enumerate(members)}
+
+
+def decide(
+    survivors: Mapping[int, RankStatus],
+    total: int,
+    finished_at: int | None = None,
+    lost_done: Mapping[int, Collection[int]] | None = None,
+    lost_share: Collection[int] = (),
+    lost_iteration: int | None = None,
+    size: int = 1,
+    former: Sequence[int] = (),
+) -> Decision | None:
+    """The way on for the survivors (each stopped), or None where nobody can: the job is formed anew.
+
+    total: micro-batches per iteration. finished_at: the iteration count of a member that trained to the end.
+    lost_done: what lost ranks had finished, by slot, and lost_share what they were to compute, in lost_iteration;
+    both serve the report only. size: ranks of a replica. former: the broken generation's members, replica-major; the
+    home replicas where it is not known.
+    """
+    again = {index for done in (lost_done or {}).values() for index in done}
+    alike = _alike(survivors, total) if size == 1 else None
+    if alike is not None and alike.iteration >= (finished_at or 0):
+        return _decision(list(alike.kept), {}, alike, total, size, again, lost_share, lost_iteration)
+    sharded = any(status.shards for status in survivors.values())
+    usable, unusable = _usable(survivors, total) if size == 1 else _sound(survivors, total)
+    top = max([position.iteration for position in usable.values()], default=0)
+    if not sharded:
+        top = max(top, finished_at or 0)
+        _leave_behind(usable, unusable, top)
+    if not usable:
+        return None
+    healthy, composed, standbys = _replicas(usable, size, former)
+    members = layout.arranged([*healthy, *composed])
+    if not members:
+        return None
+    way = _newest(survivors, members, healthy, size) if sharded else _step_rule(usable, top, members, healthy)
+    if way is None:
+        return None
+    doubled = _doubled(way.kept, size)
+    if doubled:
+        return Decision([], {**unusable, **doubled}, None, way.iteration, {}, 0, 0, 0, "")
+    if size > 1:  # what broken replicas have finished is in no complete gradient
+        again |= {i for p in usable.values() if p.iteration == way.iteration for i in p.done}
+    return _decision(members, unusable, way, total, size, again, lost_share, lost_iteration, standbys)
+
+
+def _decision(
+    members: list[int],
+    unusable: dict[int, str],
+    way: _Way,
+    total: int,
+    size: int,
+    again: set[int],
+    lost_share: Collection[int],
+    lost_iteration: int | None,
+    standbys: Sequence[int] = (),
+) -> Decision:
+    """again: what others have finished of the iteration, and is in no complete gradient unless a member has it, too."""
+    have = {index for done in way.kept.values() for index in done}
+    assignment = _deal_unfinished(layout.heads(members, size), way.kept, have, total)
+    reused = sum(len(done) for done in way.kept.values())
+    same = way.step is None and lost_iteration == way.iteration
+    recomputed = len(again - have) if same else 0
+    if way.step is not None:
+        # The reduce of that iteration is kept whole, the lost ranks' part of it included.
+        reused = max(reused, total)
+    return Decision(
+        members,
+        unusable,
+        way.step,
+        way.iteration,
+        assignment,
+        reused,
+        recomputed,
+        len(set(lost_share) - have) if same else 0,
+        _why(members, size, way, reused, recomputed, total, standbys),
+        list(standbys),
+        way.state,
+    )
+
+
+def newest_state(
+    reports: Mapping[int, RankStatus], slots: Iterable[int], size: int
+) -> tuple[tuple[int, int] | None, set[int]]:
+    """((base, version), who holds shards of it): the newest state of a distributed optimizer of which these slots have
+    every shard at every place; (None, nobody) where there is none."""
+    held: dict[tuple[int, int, int], dict[int, set[int]]] = {}
+    holders: dict[tuple[int, int, int], set[int]] = {}
+    for slot in slots:
+        for shards in reports[slot].shards:
+            key = shards.version, shards.base, shards.count
+            mine = held.setdefault(key, {}).setdefault(slot % size, set())
+            mine.update(index for index in shards.held if index < shards.count)
+            holders.setdefault(key, set()).add(slot)
+    for key in sorted(held, reverse=True):
+        version, base, count = key
+        if len(held[key]) == size and all(len(found) == count for found in held[key].values()):
+            return (base, version), holders[key]
+    return None, set()
+
+
+def _replicas(
+    usable: Collection[int], size: int, former: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    """(healthy replicas, those composed of other living ranks, who completes none)."""
+    if size == 1:
+        return [[slot] for slot in usable], [], []
+    if former and len(former) % size == 0:
+        groups = layout.replicas(former, size)
+    else:
+        groups = [list(range(home * size, (home + 1) * size)) for home in sorted({slot // size for slot in usable})]
+    places = list(range(size))
+    whole = [group for group in groups if [slot % size for slot in group] == places]
+    healthy = [group for group in whole if all(slot in usable for slot in group)]
+    inside = {slot for group in healthy for slot in group}
+    composed, standbys = layout.compose((slot for slot in usable if slot not in inside), size)
+    return healthy, composed, standbys
+
+
+def _leave_behind(usable: dict[int, _Position], unusable: dict[int, str], top: int) -> None:
+    """Takes those out who stopped where nobody can have who obeys the commit rule."""
+    behind = [slot for slot, p in usable.items() if p.iteration < top and not (p.iteration == top - 1 and p.synced)]
+    for slot in behind:
+        unusable[slot] = (
+            f"stopped at iteration {usable.pop(slot).iteration}, but others are at {top}: the commit rule was broken"
+        )
+
+
+def _sound(survivors: Mapping[int, RankStatus], total: int) -> tuple[dict[int, _Position], dict[int, str]]:
+    """Does what :func:`_usable` does, for ranks that are parts of replicas. All ranks of a replica have the same
+    micro-batches."""
+    usable: dict[int, _Position] = {}
+    unusable: dict[int, str] = {}
+    for slot in sorted(survivors):
+        position = _position(survivors[slot])
+        if _indices(position.done, total):
+            usable[slot] = position
+        else:
+            unusable[slot] = _no_indices(position.done, total)
+    return usable, unusable
+
+
+def _indices(done: Sequence[int], total: int) -> bool:
+    """A set of micro-batches."""
+    return len(set(done)) == len(done) and (not done or 0 <= min(done) <= max(done) < total)
+
+
+def _no_indices(done: Sequence[int], total: int) -> str:
+    return f"reported micro-batches {done[:50]} of {total}: not a set of valid indices"
+
+
+def _doubled(kept: Mapping[int, Sequence[int]], size: int) -> dict[int, str]:
+    """Heads of replicas that have what another one has, too: with single ranks that is found out before."""
+    owner: dict[int, int] = {}
+    found = {}
+    for head in sorted(kept) if size > 1 else ():
+        taken = next((index for index in kept[head] if index in owner), None)
+        if taken is not None:
+            found[head] = f"has micro-batch {taken} in its gradient, which slot {owner[taken]} has too"
+        else:
+            owner.update(dict.fromkeys(kept[head], head))
+    return found
+
+
+def _alike(survivors: Mapping[int, RankStatus], total: int) -> _Way | None:
+    """The way on where all stopped in one iteration before its reduce was complete, which is the usual case and found
+    in one pass over thousands of ranks; None in any other, and where a report cannot be worked with."""
+    kept: dict[int, list[int]] = {}
+    indices: list[int] = []
+    at = next((status.iteration for status in survivors.values()), None)
+    if at is None:
+        return None
+    for slot in sorted(survivors):
+        status = survivors[slot]
+        if status.iteration != at or status.phase in ("stepped", "synced") or status.shards:
+            return None
+        kept[slot] = status.done
+        indices += status.done
+    return _Way(None, at, kept) if _indices(indices, total) else None
+
+
+def _usable(survivors: Mapping[int, RankStatus], total: int) -> tuple[dict[int, _Position], dict[int, str]]:
+    """Positions of those whose report can be worked with, and why the others' cannot."""
+    if _all_sound(survivors, total):
+        return {slot: _position(survivors[slot]) for slot in sorted(survivors)}, {}
+    usable: dict[int, _Position] = {}
+    unusable: dict[int, str] = {}
+    owners: dict[int, dict[int, int]] = {}  # iteration -> micro-batch -> slot
+    for slot in sorted(survivors):
+        status = survivors[slot]
+        if status.phase == "stepped":
+            usable[slot] = _Position(status.iteration + 1, False)
+            continue
+        owner, done = owners.setdefault(status.iteration, {}), status.done
+        if not _indices(done, total):
+            unusable[slot] = _no_indices(done, total)
+            continue
+        taken = next((index for index in done if index in owner), None) if owner else None
+        if taken is not None:
+            unusable[slot] = f"has micro-batch {taken} in its gradient, which slot {owner[taken]} has too"
+            continue
+        owner.update(dict.fromkeys(done, slot))
+        usable[slot] = _Position(status.iteration, status.phase == "synced", done)
+    return usable, unusable
+
+
+def _all_sound(survivors: Mapping[int, RankStatus], total: int) -> bool:
+    """Nobody has what another has too, or what does not exist: the usual case, found out for all at once."""
+    done: dict[int, list[int]] = {}
+    for status in survivors.values():
+        if status.phase != "stepped":
+            done.setdefault(status.iteration, []).extend(status.done)
+    return all(_indices(indices, total) for indices in done.values())
+
+
+def _position(status: RankStatus) -> _Position:
+    if status.phase == "stepped":
+        return _Position(status.iteration + 1, False)
+    return _Position(status.iteration, status.phase == "synced", status.done)
+
+
+def _step_rule(
+    usable: Mapping[int, _Position], top: int, members: Sequence[int], healthy: Sequence[Sequence[int]]
+) -> _Way:
+    """The commit rule. What a replica keeps is what all of its ranks have, of the iteration that goes on."""
+    if any(usable[slot].iteration < top for slot in members):  # synced there: others have stepped it, so must they
+        return _Way(top - 1, top, _kept(usable, healthy, top))
+    if all(usable[slot].synced for slot in members):
+        return _Way(top, top + 1, {})
+    return _Way(None, top, _kept(usable, healthy, top))
+
+
+def _newest(
+    survivors: Mapping[int, RankStatus], members: Sequence[int], healthy: Sequence[Sequence[int]], size: int
+) -> _Way | None:
+    """With a distributed optimizer: all go on from the newest state of which the members have all shards. A step of
+    which that is not known is done again. None where that is behind the iteration that one of them is in: the job is
+    formed anew, with those who may still bring the rest of a newer one."""
+    state, _ = newest_state(survivors, members, size)
+    if state is None or any(survivors[slot].iteration > state[1] for slot in members):
+        return None
+    at = {
+        slot: _Position(status.iteration, False, status.done)
+        for slot, status in survivors.items()
+        if status.phase != "stepped"
+    }
+    return _Way(None, state[1], _kept(at, healthy, state[1]), state)
+
+
+def _kept(positions: Mapping[int, _Position], healthy: Iterable[Sequence[int]], iteration: int) -> dict[int, list[int]]:
+    """By head: the micro-batches of the iteration that all ranks of a healthy replica have."""
+    found: dict[int, list[int]] = {}
+    for replica in healthy:
+        if len(replica) == 1:  # thousands of them in a large job
+            alone = positions.get(replica[0])
+            if alone is not None and alone.iteration == iteration:
+                found[replica[0]] = list(alone.done)
+            continue
+        here = [positions[slot] for slot in replica if slot in positions and positions[slot].iteration == iteration]
+        if len(here) == len(replica):
+            common = set(here[0].done).intersection(*(position.done for position in here[1:]))
+            found[replica[0]] = [index for index in here[0].done if index in common]
+    return found
+
+
+def _deal_unfinished(
+    heads: Sequence[int], kept: Mapping[int, Sequence[int]], have: Collection[int], total: int
+) -> dict[int, list[int]]:
+    """Everyone keeps what it has; the rest is dealt round-robin, so that the remaining work differs by one at most."""
+    found = {slot: list(kept.get(slot, ())) for slot in heads}
+    for place, index in enumerate(index for index in range(total) if index not in have):
+        found[heads[place % len(heads)]].append(index)
+    return found
+
+
+def _why(
+    members: Sequence[int],
+    size: int,
+    way: _Way,
+    reused: int,
+    recomputed: int,
+    total: int,
+    standbys: Sequence[int],
+) -> str:
+    one = len(members) == size
+    who = f"{len(members) // size} {'rank' if size == 1 else 'replica'}{'' if one else 's'}"
+    who += f" of {size} ranks" if size > 1 else ""
+    wait = f"; slots {list(standbys[:20])} complete none and wait with their state" if standbys else ""
+    if way.step is not None:
+        step = "keeps it, steps and goes" if one else "keep it, step and go"
+        return (
+            f"iteration {way.step} was reduced completely before the loss: {who} {step} on with {way.iteration}{wait}"
+        )
+    kept = f"{reused} of {total} micro-batches are kept, {recomputed} finished ones are computed again"
+    since = f" from the state after {counted(way.state[1], 'step')}" if way.state is not None else ""
+    return f"{who} {'goes' if one else 'go'} on with iteration {way.iteration}{since}: {kept}{wait}"

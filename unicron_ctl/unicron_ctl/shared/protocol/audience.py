@@ -1,0 +1,103 @@
+"""Who is told what: owners, readers and admins all of a job; others what squeue would show them, or nothing where
+Slurm's PrivateData says so (slurm.conf(5)). The controller cuts its answers by these rules, and so does the page, which
+asks once for all who look at it (docs/design/trust.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from unicron_ctl.shared.protocol.answer_schema import (
+    ADMIN,
+    OWNER,
+    Job,
+    Node,
+    PlanReport,
+    Scenario,
+    Sharing,
+    Status,
+    redacted,
+)
+
+LAST_FAILURES = 100  # that an answer tells
+JOBS, NODES = "jobs", "nodes"  # of PrivateData
+
+
+def is_owner(uid: int | None, user: str, job_uid: int | None, job_user: str) -> bool:
+    """Whether the job is this user's. Of a job that began without a credential only the name is known."""
+    if job_uid is not None:
+        return uid == job_uid
+    return bool(user) and user == job_user
+
+
+def job_for_others(job: Job, listed: str | None) -> Job:
+    """A job as users see it who do not own it. listed: its name in Slurm."""
+    ended = redacted(job.ended, OWNER) if job.ended else None
+    return replace(redacted(job, OWNER), ended=ended, name=job.name if listed is None else listed)
+
+
+def node_for_users(node: Node, mine: Collection[str], private: Collection[str]) -> Node:
+    """A node as a user sees it who owns the jobs `mine`. private: Slurm's PrivateData."""
+    waiting = {user: how for user, how in node.spare_of.items() if user.partition("_")[0] in mine}
+    users = node.used_by
+    if JOBS in private:
+        users = [user for user in users if user.partition("_")[0] in mine]
+    return replace(redacted(node, ADMIN), spare_of=waiting, used_by=users)
+
+
+@dataclass(frozen=True)
+class Viewer:
+    """A user whom munge has proven. user: the name, empty where the name service does not know it."""
+
+    uid: int
+    user: str
+
+
+class Sight:
+    """Cuts the answers that an admin was given down to what the controller would tell a viewer.
+
+    status: with its `sharing`, and each user's last failures. viewer: None where there is one user (auth = "none").
+    """
+
+    def __init__(self, status: Status, sharing: Sharing, viewer: Viewer | None) -> None:
+        self._whole, self._sharing, self._viewer = status, sharing, viewer
+        self.reads_all = (
+            viewer is None or viewer.uid in (0, sharing.uid) or viewer.user in (*sharing.admins, *sharing.readers)
+        )
+        self.mine = frozenset(job.job for job in status.jobs if self.reads_all or self._owns(job))
+
+    def _owns(self, job: Job) -> bool:
+        who = self._viewer
+        return who is not None and is_owner(who.uid, who.user, self._sharing.owners.get(job.job), job.user)
+
+    def status(self) -> Status:
+        """The answer of `unicronctl status` to this viewer."""
+        whole, sharing = self._whole, self._sharing
+        if self.reads_all:
+            return replace(whole, failures=whole.failures[-LAST_FAILURES:])
+        private = sharing.private
+        jobs = [
+            job if job.job in self.mine else job_for_others(job, sharing.names.get(job.job))
+            for job in whole.jobs
+            if job.job in self.mine or JOBS not in private
+        ]
+        nodes = [] if NODES in private else [node_for_users(node, self.mine, private) for node in whole.nodes]
+        return Status(
+            controller=whole.controller,
+            jobs=jobs,
+            nodes=nodes,
+            failures=[failure for failure in whole.failures if failure.job in self.mine][-LAST_FAILURES:],
+            attention=[],
+            observed=[],
+            waf=sum(job.waf for job in jobs),
+            plan=PlanReport(),
+        )
+
+    def scenario(self, whole: Scenario) -> Scenario:
+        """The planner's input as this viewer is told it."""
+        if self.reads_all:
+            return whole
+        shown = [job for job in whole.job if job.name in self.mine or JOBS not in self._sharing.private]
+        return replace(whole, job=[job if job.name in self.mine else replace(job, node_names=[]) for job in shown])

@@ -1,0 +1,102 @@
+"""CURVE on the controller's socket: peers know whom they talk to, nobody else reads the messages, and each message is
+known by the key of its connection (docs/design/trust.md).
+
+The controller's secret lies in its state folder and is made at its first start. Its public key is in the configuration,
+or peers ask for it (`controller_discovery`). Peers make a key pair of their own; a munge credential says whose it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import zmq
+
+from unicron_ctl.shared.settings.config import Config
+from unicron_ctl.shared.settings.config_file import load
+from unicron_ctl.shared.system.errors import WRONG_USE, UserError
+
+SECRET_FILE = "curve.secret"
+VARIABLE = "UNICRON_PUBLIC_KEY"  # for programs without a configuration file
+PLAIN = ""  # the key of a controller that encrypts nothing
+NONE = "none"  # how a person writes that
+_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 (ZeroMQ RFC 32)
+
+
+def is_key(text: str) -> bool:
+    """Whether the text has the form of a CURVE key."""
+    return _KEY.fullmatch(text) is not None
+
+
+def public_key(environment: Mapping[str, str] = os.environ, config: Config | None = None) -> str | None:
+    """The controller's public key from UNICRON_PUBLIC_KEY or the configuration: :data:`PLAIN` for "none", None where
+    neither names one. Raises UserError."""
+    key = environment.get(VARIABLE) or (config or load(environment=environment)).controller.public_key
+    if not key:
+        return None
+    if key == NONE:
+        return PLAIN
+    if not is_key(key):
+        raise UserError(
+            f"{key!r} is not a public key: write the 40 characters that `unicrond --make-key` printed", WRONG_USE
+        )
+    return key
+
+
+def new_pair() -> tuple[str, str]:
+    """A key pair: public, secret."""
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def secure_client(socket: zmq.Socket[bytes], key: str, pair: tuple[str, str] | None = None) -> str:
+    """Encrypts a socket before it connects: only the holder of the secret of `key` can answer, and this side has the
+    given key pair or a fresh one. Returns this side's public key, or :data:`PLAIN` for a controller that encrypts
+    nothing."""
+    if key == PLAIN:
+        return PLAIN
+    public, secret = pair or new_pair()
+    socket.curve_publickey, socket.curve_secretkey = public.encode(), secret.encode()
+    socket.curve_serverkey = key.encode()
+    return public
+
+
+def secret_of_server(folder: Path, configured: str) -> tuple[str, str]:
+    """The public key and the secret in `folder`, which is made unless the configuration has a public key already.
+    Raises UserError."""
+    path = folder / SECRET_FILE
+    make = f"make one with `unicrond --make-key --state-dir {folder}` and put its public key into every unicron.toml"
+    if not configured:
+        make_key(folder)
+    try:
+        secret = path.read_text().strip()
+    except OSError as error:
+        raise UserError(f"public_key is set, but {path}: {error.strerror}: {make}") from None
+    if path.stat().st_mode & 0o077:
+        raise UserError(f"{path}: others may read it: `chmod 600 {path}`, or {make}")
+    key = zmq.curve_public(secret.encode()).decode() if is_key(secret) else ""
+    if not key:
+        raise UserError(f"{path}: this is not a secret key: move it away, or {make}")
+    if configured and configured != key:
+        raise UserError(f"public_key does not belong to {path}: {make}")
+    return key, secret
+
+
+def make_key(folder: Path) -> str:
+    """A new secret in `folder`, unless there is one; returns its public key. Raises UserError."""
+    path = folder / SECRET_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists():
+            _, secret = zmq.curve_keypair()
+            draft = path.with_suffix(".new")  # a power cut must not leave half a key
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(secret + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        return zmq.curve_public(path.read_text().strip().encode()).decode()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}: choose another --state-dir, or move the file away") from None

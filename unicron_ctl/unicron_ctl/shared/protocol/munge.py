@@ -1,0 +1,149 @@
+"""Munge credentials: who made one, and what it holds (docs/design/trust.md). This calls libmunge, for a process for
+each of a thousand agents that come back together would take too long."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from unicron_ctl.shared.system.time_limit import TimeLimit
+
+TIME_LIMIT = 3.0  # seconds for one call: a munged that was stopped keeps libmunge waiting for longer
+HANGING = 8  # calls that hang at once
+LIBRARY = "libmunge.so.2"
+MOST_BYTES = 4096  # of a credential: one of ours has some 300
+# munge.h: munge_err_t, munge_opt_t
+_SUCCESS, _NO_SOCKET, _EXPIRED, _REWOUND, _REPLAYED = 0, 6, 15, 16, 17
+_NOT_THE_CREDENTIAL = frozenset((1, 4, 5, 6, 7))  # snafu, overflow, no memory, socket, time-out: munged's own trouble
+_OPTION_SOCKET = 8
+_AUTH_INFO = re.compile(r"^[ \t]*AuthInfo=(?:[^#\n]*,)?socket=([^,\s]+)", re.IGNORECASE | re.MULTILINE)
+T = TypeVar("T")
+_calls = TimeLimit(TIME_LIMIT, HANGING, "unicron-munge")
+
+
+@dataclass(frozen=True)
+class Credential:
+    """A valid credential: the numeric user id of its maker, and its payload. replayed: somebody on this host has read
+    it before."""
+
+    uid: int
+    payload: bytes
+    replayed: bool = False
+
+
+class MungeError(Exception):
+    """There is no valid credential; the text says why. outage: munge could not say, so another try may succeed."""
+
+    def __init__(self, reason: str, outage: bool) -> None:
+        super().__init__(reason)
+        self.outage = outage
+
+
+def make_credential(payload: str) -> str:
+    """A credential of this process's user that holds `payload`. Raises MungeError."""
+    return _within(lambda: _encode(payload.encode()))
+
+
+def unmunge(credential: str) -> Credential:
+    """The content of a credential. One that was read before on this host is `replayed`, which is no error. Raises
+    MungeError."""
+    if not credential:
+        raise MungeError("there is no munge credential", outage=False)
+    if len(credential) > MOST_BYTES:
+        raise MungeError(f"{len(credential)} characters are no munge credential", outage=False)
+    return _within(lambda: _decode(credential.encode()))
+
+
+def _within(work: Callable[[], T]) -> T:
+    """The result of `work`. Raises what it raises, and MungeError."""
+    try:
+        return _calls.run(work)
+    except TimeoutError:
+        raise MungeError(f"munged has not answered within {TIME_LIMIT:g} s", outage=True) from None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError:
+        raise MungeError(f"{LIBRARY} is not installed", outage=True) from None
+    library.munge_strerror.restype = ctypes.c_char_p
+    library.munge_ctx_create.restype = ctypes.c_void_p
+    return library
+
+
+def _socket() -> str:
+    """The path of munged's socket, where it is not munge's default: from the environment, else as Slurm's own programs
+    find it (slurm.conf(5), AuthInfo)."""
+    if path := os.environ.get("MUNGE_SOCKET", ""):
+        return path
+    try:
+        text = Path(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).read_text(errors="replace")
+    except OSError:
+        return ""
+    found = _AUTH_INFO.search(text)
+    return found.group(1) if found else ""
+
+
+def _context(library: ctypes.CDLL) -> ctypes.c_void_p | None:
+    """A munge context for another socket than the default; None for the default."""
+    path = _socket()
+    if not path:
+        return None
+    context = ctypes.c_void_p(library.munge_ctx_create())
+    library.munge_ctx_set(context, ctypes.c_int(_OPTION_SOCKET), ctypes.c_char_p(path.encode()))
+    return context
+
+
+def _encode(payload: bytes) -> str:
+    library, made = _library(), ctypes.c_void_p()
+    context = _context(library)
+    try:
+        error = library.munge_encode(ctypes.byref(made), context, payload, ctypes.c_int(len(payload)))
+        if error != _SUCCESS:
+            raise _problem(library, error)
+        return ctypes.string_at(made).decode()
+    finally:
+        _free(made)
+        if context is not None:
+            library.munge_ctx_destroy(context)
+
+
+def _decode(credential: bytes) -> Credential:
+    library, found, length = _library(), ctypes.c_void_p(), ctypes.c_int()
+    uid, gid = ctypes.c_uint32(), ctypes.c_uint32()
+    context = _context(library)
+    try:
+        error = library.munge_decode(
+            credential, context, ctypes.byref(found), ctypes.byref(length), ctypes.byref(uid), ctypes.byref(gid)
+        )
+        if error not in (_SUCCESS, _REPLAYED):
+            raise _problem(library, error)
+        payload = ctypes.string_at(found, length.value) if found else b""
+        return Credential(uid.value, payload, error == _REPLAYED)
+    finally:
+        _free(found)
+        if context is not None:
+            library.munge_ctx_destroy(context)
+
+
+def _problem(library: ctypes.CDLL, error: int) -> MungeError:
+    text = (library.munge_strerror(error) or b"unknown error").decode(errors="replace")
+    if error in (_EXPIRED, _REWOUND):
+        text += ": compare the clocks of the two nodes"
+    if error == _NO_SOCKET:
+        where = _socket() or "at its usual socket"
+        text += f" ({where}): does munged run, and is its socket in this container, if it is one?"
+    return MungeError(f"munge: {text}", outage=error in _NOT_THE_CREDENTIAL or error in (_EXPIRED, _REWOUND))
+
+
+def _free(buffer: ctypes.c_void_p) -> None:
+    if buffer:
+        ctypes.CDLL(None).free(buffer)

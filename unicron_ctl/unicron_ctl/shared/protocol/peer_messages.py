@@ -1,0 +1,112 @@
+"""Messages of the consensus among a job's agents, who stand in for a controller that is away: single-decree Paxos for
+each generation (docs/design/consensus.md).
+
+A proposer sends Prepare to all, goes on with a quorum's Promise, and what a quorum has accepted is the plan. Every
+message may be lost, doubled or late.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from unicron_ctl.shared.protocol import ranges, wire
+from unicron_ctl.shared.protocol.structs import LostRank, RankStatus
+from unicron_ctl.shared.protocol.wire import Message, PlanShare
+
+# A number, and the element of the proposer: no two proposers ever have the same ballot.
+Ballot = tuple[ranges.Count, Annotated[int, Meta(ge=-1, lt=ranges.MOST_ELEMENTS)]]
+NO_BALLOT: Ballot = (0, -1)
+
+
+class Proposal(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A plan that is to follow generation `since`. No two proposals have the same prefix in `share`.
+
+    share: as from the controller; for proposers with everybody's micro-batches. by: the agent that made it.
+    """
+
+    since: ranges.Count
+    ballot: Ballot
+    share: PlanShare
+    lost: Annotated[list[LostRank], Meta(max_length=ranges.MOST_SLOTS)]
+    by: ranges.NoName
+
+
+class PeerMessage(Message):
+    """A message between two agents of a job.
+
+    generation: the one that broke. element: that of the sender.
+    """
+
+    generation: ranges.Count
+    element: ranges.Element
+
+
+class PlanRequest(PeerMessage, tag="plan_request"):
+    """To a proposer: a rank of this agent needs a plan, and the controller does not answer."""
+
+
+class Prepare(PeerMessage, tag="prepare"):
+    """From a proposer: promise to accept no lower ballot, unless you hear the controller."""
+
+    ballot: Ballot
+
+
+class Promise(PeerMessage, tag="promise"):
+    """To the proposer, at once and again whenever one of the agent's ranks changes.
+
+    controller_alive: there is no promise, because the controller has spoken. seen: the highest generation that the
+    agent knows of. accepted: the latest proposal that it has accepted.
+    """
+
+    ballot: Ballot
+    controller_alive: bool = False
+    seen: ranges.Count = 0
+    store: ranges.NoName = ""
+    ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
+    accepted: Proposal | None = None
+
+
+class Halt(PeerMessage, tag="halt"):
+    """From a proposer that has a quorum's promise: a Break for the ranks."""
+
+    ballot: Ballot
+    broken: ranges.Count
+    reason: ranges.Reason
+    lost: ranges.Slots = []
+
+
+class Accept(PeerMessage, tag="accept"):
+    """From a proposer: accept this proposal."""
+
+    ballot: Ballot
+    proposal: Proposal
+
+
+class Accepted(PeerMessage, tag="accepted"):
+    """To the proposer: the proposal of this ballot is accepted, or learned."""
+
+    ballot: Ballot
+
+
+class Nack(PeerMessage, tag="nack"):
+    """To a proposer: this agent knows a higher ballot than yours."""
+
+    ballot: Ballot
+
+
+class Learn(PeerMessage, tag="learn"):
+    """To the learners: a quorum has accepted this proposal, follow it."""
+
+    proposal: Proposal
+
+
+AnyPeer = PlanRequest | Prepare | Promise | Halt | Accept | Accepted | Nack | Learn
+
+
+def decode(data: bytes) -> AnyPeer:
+    """The message in `data`. Raises :class:`wire.BadMessage` with the reason."""
+    message: AnyPeer = wire.decode(data, AnyPeer)
+    return message

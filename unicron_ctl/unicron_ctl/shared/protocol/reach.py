@@ -1,0 +1,172 @@
+"""Whether something answers at an address: what a witness can say of a silent node.
+
+A lost packet must not look like a dead node, so several connections are tried without waiting for the first. With 30 %
+loss, seven of them all fail once in a hundred times, and two witnesses are asked at two ports each. An error on this
+side says nothing about the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+
+from unicron_ctl.shared.system.addresses import Target, listen_at, resolve, split
+from unicron_detector.chaos import blackhole
+
+AGAIN_SECONDS = 0.1  # between two connections that are tried side by side
+NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN}  # nobody there, or no way there
+QUEUE = 256  # connections that wait to be accepted at a door
+
+
+class Reach(enum.StrEnum):
+    """The result of such a try."""
+
+    REACHED = "reached"
+    REFUSED = "refused"  # the host lives, and nobody listens there: it said so itself
+    SILENT = "silent"  # no answer at all
+    UNKNOWN = "unknown"  # not tried, or something was wrong on this side: a name, descriptors, its own network
+
+
+def reach(address: str, seconds: float) -> Reach:
+    """Tries to connect to "host:port", at all addresses that the host has, for at most `seconds` (resolving a name not
+    counted). Raises nothing."""
+    try:
+        return race(resolve(*split(address)), seconds)[0]
+    except (OSError, ValueError):
+        return Reach.UNKNOWN
+
+
+def race(targets: Sequence[Target], seconds: float) -> tuple[Reach, Target | None]:
+    """Tries to connect to all of them side by side. Returns the result, and the first that accepts. Raises OSError for
+    an error on this side.
+
+    One that accepts decides, whatever the others do. A host refuses only once all its addresses have had the time to
+    accept: its daemon may listen in one family. An address that this side has no way to counts only when it is the only
+    one.
+    """
+    opened: list[socket.socket] = []
+    try:
+        with selectors.DefaultSelector() as waiting:
+            tried = _Race(waiting, opened, targets)
+            return tried.run(seconds), tried.winner
+    finally:
+        for one in opened:
+            with contextlib.suppress(OSError):
+                one.close()
+
+
+def first_open(targets: Sequence[Target], seconds: float) -> Target | None:
+    """The address to connect to: the first that accepts in time, or the only one. Raises nothing."""
+    if len(targets) == 1:
+        return targets[0]
+    try:
+        return race(targets, seconds)[1]
+    except OSError:
+        return None
+
+
+class _Race:
+    """Connections to several addresses, and further ones to each that has not answered yet. A reset says that something
+    is there, but not what; the next connection may tell."""
+
+    def __init__(self, waiting: selectors.BaseSelector, opened: list[socket.socket], targets: Sequence[Target]) -> None:
+        self._waiting, self._opened = waiting, opened
+        self._words: dict[Target, Reach | None] = dict.fromkeys(targets)  # None: it has not spoken
+        self._reset: set[Target] = set()
+        self.winner: Target | None = None
+
+    def run(self, seconds: float) -> Reach:
+        end = time.monotonic() + seconds
+        while None in self._words.values() and (now := time.monotonic()) < end:
+            for target in [one for one, word in self._words.items() if word is None]:
+                self._connect(target)
+            for key, _ in self._waiting.select(min(AGAIN_SECONDS, end - now) if None in self._words.values() else 0):
+                ready = key.fileobj
+                assert isinstance(ready, socket.socket)
+                self._waiting.unregister(ready)
+                self._note_answer(key.data, ready.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        return self._verdict()
+
+    def _connect(self, target: Target) -> None:
+        try:
+            one = socket.socket(target.family, socket.SOCK_STREAM)
+        except OSError as error:
+            if error.errno != errno.EAFNOSUPPORT:
+                raise
+            self._words[target] = Reach.UNKNOWN
+            return
+        self._opened.append(one)
+        one.setblocking(False)
+        code = one.connect_ex(target.address)
+        if code == errno.EINPROGRESS:
+            self._waiting.register(one, selectors.EVENT_WRITE, target)
+        else:
+            self._note_answer(target, code)
+
+    def _note_answer(self, target: Target, code: int) -> None:
+        word = _word(code)
+        if code == errno.ECONNRESET:
+            self._reset.add(target)
+        elif word is Reach.REACHED and self.winner is None:
+            self.winner = target
+            self._words = dict.fromkeys(self._words, Reach.REACHED)
+        elif word is not Reach.SILENT and self._words[target] is None:
+            self._words[target] = word
+
+    def _verdict(self) -> Reach:
+        if self.winner is not None:
+            return Reach.REACHED
+        if any(word is None and target in self._reset for target, word in self._words.items()):
+            return Reach.UNKNOWN
+        words = [word or Reach.SILENT for word in self._words.values()]
+        return next((word for word in (Reach.REFUSED, Reach.SILENT) if word in words), Reach.UNKNOWN)
+
+
+def _word(code: int) -> Reach:
+    if code == 0:
+        return Reach.REACHED
+    if code == errno.ECONNREFUSED:
+        return Reach.REFUSED
+    return Reach.SILENT if code in NO_ANSWER else Reach.UNKNOWN
+
+
+def door_at(host: str, door: str) -> str:
+    """The door "host:port" at another host; empty when it has none."""
+    port = door.rpartition(":")[2]
+    return f"{host}:{port}" if port else ""
+
+
+class Door:
+    """A port that shows whether this process and its node live: the kernel accepts connections even while the process
+    is stopped for a while. Raises OSError when there is no port."""
+
+    def __init__(self, host: str = "") -> None:
+        self._socket = listen_at(host, QUEUE)
+        self._socket.setblocking(False)
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    def answer(self) -> None:
+        """Closes the connections that have come. The kernel has accepted them already, so now and then is enough."""
+        with contextlib.suppress(OSError):
+            for _ in range(QUEUE):  # who comes meanwhile is let go the next time: a flood must not keep this process
+                self._socket.accept()[0].close()
+
+    def shut(self) -> None:
+        """Answers nobody from now on, as if the node had lost its network (for fault injection)."""
+        blackhole.deafen(self._socket)
+
+    def open(self) -> None:
+        """Answers again."""
+        with contextlib.suppress(OSError):  # it was not shut
+            blackhole.undeafen(self._socket)
+
+    def close(self) -> None:
+        self._socket.close()

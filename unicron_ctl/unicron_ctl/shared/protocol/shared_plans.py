@@ -1,0 +1,128 @@
+"""A plan on its way to thousands of agents: the common part is encoded once, and each agent gets its own micro-
+batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from unicron_ctl.shared.protocol import ranges, structs, wire
+from unicron_transition.generations import layout
+
+
+class PlanCommon(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The common part of a plan. members and joiners stand in their order, as runs [first, last]. proposers: the agents
+    of the first members' elements, who act for the controller while it is away. nodes: in restart mode the names of the
+    members' nodes, in the order of their slots."""
+
+    generation: ranges.Count
+    members: ranges.Runs
+    store: ranges.NoName
+    prefix: ranges.Kind
+    boundary: bool = False
+    joiners: ranges.Runs = []
+    source: ranges.Slot | None = None
+    step: ranges.Count | None = None
+    iteration: ranges.Iteration | None = None
+    reason: ranges.Reason = ""
+    proposers: Annotated[list[structs.Peer], Meta(max_length=ranges.MOST_PROPOSERS)] = []
+    replica: ranges.Replica = 1
+    state: ranges.State | None = None
+    nodes: Annotated[list[ranges.Name], Meta(max_length=ranges.MOST_NODES)] = []
+
+
+_ALIKE = [name for name in PlanCommon.__struct_fields__ if name not in ("members", "joiners", "proposers", "nodes")]
+
+
+def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
+    """The slots, in their order, as runs (first, last): 16,384 members are one pair."""
+    found: list[tuple[int, int]] = []
+    for slot in slots:
+        if found and found[-1][1] == slot - 1:
+            found[-1] = found[-1][0], slot
+        else:
+            found.append((slot, slot))
+    return found
+
+
+def expand(found: Sequence[tuple[int, int]]) -> list[int]:
+    """The slots of such runs. Raises :class:`wire.BadMessage` for runs that are none."""
+    backwards = any(last < first for first, last in found)
+    twice = any(after[0] <= before[1] for before, after in pairwise(sorted(found)))
+    if backwards or twice or sum(last - first + 1 for first, last in found) > ranges.MOST_SLOTS:
+        raise wire.BadMessage("the plan's members are no runs of slots")
+    return [slot for first, last in found for slot in range(first, last + 1)]
+
+
+def common(plan: wire.Plan, proposers: Sequence[structs.Peer] = (), nodes: Sequence[str] = ()) -> msgspec.Raw:
+    """The part of the plan that all agents get, encoded."""
+    alike = {name: getattr(plan, name) for name in _ALIKE}
+    members, joiners = runs(plan.members), runs(plan.joiners)
+    part = PlanCommon(members=members, joiners=joiners, proposers=list(proposers), nodes=list(nodes), **alike)
+    return msgspec.Raw(wire.encode(part))
+
+
+def share(
+    plan: wire.Plan,
+    encoded: msgspec.Raw,
+    slots: Iterable[int],
+    peers: Sequence[structs.Peer] = (),
+    heads: Mapping[int, int] | None = None,
+    doors: Sequence[str] = (),
+) -> wire.PlanShare:
+    """What the agent with these slots is told; `encoded` is :func:`common` of the plan, and `heads` are
+    :func:`unicron_transition.generations.layout.heads_of` its members, for who tells many agents."""
+    own = slots
+    if plan.replica > 1:
+        known = heads if heads is not None else layout.heads_of(plan.members, plan.replica)
+        own = dict.fromkeys(known.get(slot, slot) for slot in slots)
+    micro_batches = {slot: plan.assignment[slot] for slot in own if slot in plan.assignment}
+    return wire.PlanShare(common=encoded, assignment=micro_batches, peers=list(peers), doors=list(doors))
+
+
+def whole(part: wire.PlanShare) -> wire.Plan:
+    """The plan as the agent's ranks see it: everything but other agents' micro-batches. Raises
+    :class:`wire.BadMessage`."""
+    known = _known(part)
+    members = expand(known.members)
+    if len(members) % known.replica:
+        raise wire.BadMessage(f"the plan's {len(members)} members are no multiple of a replica's {known.replica} ranks")
+    alike = {name: getattr(known, name) for name in _ALIKE}
+    return wire.Plan(members=members, joiners=expand(known.joiners), assignment=part.assignment, **alike)
+
+
+def proposers(part: wire.PlanShare) -> list[structs.Peer]:
+    """The agents that act for the controller while it is away, in their order. Raises :class:`wire.BadMessage`."""
+    return _known(part).proposers
+
+
+def nodes(part: wire.PlanShare) -> list[str]:
+    """The names of the members' nodes, in the order of their slots. Raises :class:`wire.BadMessage`."""
+    return _known(part).nodes
+
+
+def heads(part: wire.PlanShare, slots: Iterable[int]) -> list[int]:
+    """The heads of the replicas in which these slots are. Raises :class:`wire.BadMessage`."""
+    if _known(part).replica == 1:
+        return list(slots)
+    found = _heads_of(bytes(part.common))
+    return list(dict.fromkeys(found[slot] for slot in slots if slot in found))
+
+
+@lru_cache(maxsize=4)
+def _heads_of(common: bytes) -> dict[int, int]:
+    plan = whole(wire.PlanShare(common=msgspec.Raw(common)))
+    return layout.heads_of(plan.members, plan.replica)
+
+
+def _known(part: wire.PlanShare) -> PlanCommon:
+    try:
+        known: PlanCommon = wire.decoder(PlanCommon).decode(part.common)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise wire.BadMessage(str(error)) from None
+    return known

@@ -1,0 +1,263 @@
+"""ZeroMQ's wire protocol (ZMTP 3.1, RFC 37; CURVE, RFC 26): the listener's side of one connection, bytes in and bytes
+out.
+
+libzmq does not listen where strangers can connect. It holds a message of endless frames in memory until the last one
+has come, and ends its process (assertion of `add_out_pipe`) when a peer takes the name that the next one would get
+(docs/design/trust.md). Peers connect with libzmq. Here a message is one frame, and only the frame that is coming in is
+kept.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from zmq.utils import z85
+
+from unicron_ctl.shared.protocol.sodium import KEY_BYTES, MAC_BYTES, Box, key_pair
+
+MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame
+_SEALED_COMMAND = 2  # the flag of a command within CURVE's message
+_GREETING_BYTES = 64
+_HANDSHAKE_BYTES = 1024  # of a frame before the handshake is done: the longest of libzmq's has some 600
+_HELLO_BYTES, _INITIATE_BYTES, _COOKIE_BYTES, _VOUCH_BYTES = 200, 257, 96, 80
+_MESSAGE = b"\x07MESSAGE"
+_HEADER_BYTES = len(_MESSAGE) + 8
+OVERHEAD_BYTES = _HEADER_BYTES + MAC_BYTES + 1  # of CURVE, in each message
+_PART_BYTES = 65536  # that are put together as they come
+_CONTEXT_BYTES = 16  # of a PING, which its PONG repeats
+_METADATA = b"\x0bSocket-Type\x00\x00\x00\x06ROUTER\x08Identity\x00\x00\x00\x00"
+_SIZE = struct.Struct(">Q")
+NOTHING = object()
+"""A command was read, which is no message."""
+
+
+class Refused(Exception):
+    """The peer breaks the protocol, or wants what is not served: its connection is to be closed."""
+
+
+class Keys:
+    """A listener's long-term CURVE keys."""
+
+    def __init__(self, public: str, secret: str) -> None:
+        """Raises ValueError for keys that are not Z85."""
+        self.public, self.secret = z85.decode(public), z85.decode(secret)
+        if len(self.public) != KEY_BYTES or len(self.secret) != KEY_BYTES:
+            raise ValueError("no CURVE keys")
+
+
+class Session:
+    """The protocol's state. keys: None when nothing is encrypted. most: bytes of a message. ready: the handshake is
+    done. key: the peer's public key then, in Z85; empty when nothing is encrypted. reply: bytes for the peer; the
+    sender empties it."""
+
+    __slots__ = (
+        "_at",
+        "_box",
+        "_cookie",
+        "_data",
+        "_keys",
+        "_most",
+        "_nonce",
+        "_pair",
+        "_parts",
+        "_step",
+        "_theirs",
+        "_wanted",
+        "key",
+        "ready",
+        "reply",
+    )
+
+    def __init__(self, keys: Keys | None, most: int) -> None:
+        self._keys, self._most = keys, most
+        self._data, self._at = b"", 0
+        self._parts: list[bytearray] = []  # what belongs behind it; put together once it is worth it
+        self._wanted = 0  # bytes that have to be here before there is more to understand
+        self._step = Session._greeting  # of the class: no circle that only the collector would free
+        self._box: Box | None = None
+        self._theirs, self._nonce = 0, 0  # the last number of each side
+        self._pair, self._cookie = (b"", b""), b""
+        self.key, self.ready = "", False
+        mechanism = b"NULL" if keys is None else b"CURVE"
+        self.reply = bytearray(b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32))
+
+    @property
+    def held(self) -> int:
+        """Bytes that have come and were not read."""
+        return len(self._data) - self._at + sum(map(len, self._parts))
+
+    @property
+    def lacks(self) -> int:
+        """Bytes that the message under way still lacks."""
+        return max(0, self._wanted)
+
+    def feed(self, data: bytes) -> None:
+        """Takes bytes that have come."""
+        if self._at == len(self._data):
+            self._data, self._at = data, 0
+            return
+        if self._parts and len(self._parts[-1]) + len(data) <= _PART_BYTES:
+            self._parts[-1] += data
+        else:
+            self._parts.append(bytearray(data))
+        self._wanted -= len(data)
+        if self._wanted <= 0:
+            self._data, self._at = b"".join((memoryview(self._data)[self._at :], *self._parts)), 0
+            self._parts.clear()
+
+    def read(self) -> bytes | object | None:
+        """The next message, NOTHING after something else that was understood, None when the rest has yet to come.
+        Raises Refused."""
+        if not self.ready:
+            return self._step(self)
+        frame = self._frame(self._most + OVERHEAD_BYTES)
+        if frame is None:
+            return None
+        flags, body = frame
+        if self._box is not None:
+            if body[:8] != _MESSAGE or len(body) < OVERHEAD_BYTES:
+                raise Refused("a message is not encrypted")
+            number = _SIZE.unpack_from(body, 8)[0]
+            if number <= self._theirs:
+                raise Refused("a message came twice")
+            self._theirs = number
+            body = self._open(self._box, body[16:], b"CurveZMQMESSAGEC" + body[8:16])
+            flags = body[0] & MORE | (COMMAND if body[0] & _SEALED_COMMAND else 0)
+            body = body[1:]
+        if flags & MORE:
+            raise Refused("a message has more than one frame")
+        if flags & COMMAND:
+            return self._command(body)
+        return body
+
+    def pack(self, data: bytes, command: bool = False) -> bytes:
+        """The message, or command, as it goes to the peer."""
+        if self._box is None:
+            return _framed(COMMAND if command else 0, data)
+        self._nonce += 1
+        number = _SIZE.pack(self._nonce)
+        flags = bytes((_SEALED_COMMAND,)) if command else b"\0"
+        return _framed(0, _MESSAGE + number + self._box.seal(flags + data, b"CurveZMQMESSAGES" + number))
+
+    # ------------------------------------------------------------ frames
+    def _frame(self, most: int) -> tuple[int, bytes] | None:
+        """Flags and content of the next one, if all of it is there. Raises Refused."""
+        data, at = self._data, self._at
+        left = len(data) - at
+        if left < 2 or self._wanted > 0:
+            return None
+        flags, size, head = data[at], data[at + 1], 2
+        if flags & LONG:
+            if left < 9:
+                return None
+            size, head = _SIZE.unpack_from(data, at + 1)[0], 9
+        if flags & MORE:
+            raise Refused("a message has more than one frame")
+        if size > most:
+            raise Refused(f"a message of {size} bytes")
+        end = head + size
+        if left < end:
+            self._wanted = end - left
+            return None
+        self._at = at + end
+        return flags, data[at + head : at + end]
+
+    def _command(self, body: bytes) -> object:
+        """Answers PING; all other commands are for sockets of other kinds."""
+        if body[:5] == b"\x04PING" and len(body) >= 7:
+            self.reply += self.pack(b"\x04PONG" + body[7 : 7 + _CONTEXT_BYTES], command=True)
+        return NOTHING
+
+    # ------------------------------------------------------------ handshake
+    def _greeting(self) -> object | None:
+        data = self._data[self._at : self._at + _GREETING_BYTES]
+        if data[:1] not in (b"", b"\xff") or data[10:11] not in (b"", b"\x03"):
+            raise Refused("it does not speak ZeroMQ 3")
+        if len(data) < _GREETING_BYTES:
+            return None
+        name = b"NULL" if self._keys is None else b"CURVE"
+        if data[9] != 0x7F or data[12:32].rstrip(b"\0") != name:
+            raise Refused(f"it does not speak {name.decode()}")
+        self._at += _GREETING_BYTES
+        if self._keys is None:
+            self.reply += _framed(COMMAND, b"\x05READY" + _METADATA)
+            self._step = Session._null
+        else:
+            self._step = Session._hello
+        return NOTHING
+
+    def _handshake(self, name: bytes) -> bytes | None:
+        """The next command, which must be this one."""
+        frame = self._frame(_HANDSHAKE_BYTES)
+        if frame is None:
+            return None
+        flags, body = frame
+        if not flags & COMMAND or body[: len(name)] != name:
+            raise Refused("another command was due in the handshake")
+        return body
+
+    def _null(self) -> object | None:
+        if self._handshake(b"\x05READY") is None:
+            return None
+        self.ready = True
+        return NOTHING
+
+    def _hello(self) -> object | None:
+        body = self._handshake(b"\x05HELLO")
+        if body is None:
+            return None
+        assert self._keys is not None
+        if len(body) != _HELLO_BYTES or body[6:8] != b"\x01\x00":
+            raise Refused("a HELLO that is none")
+        theirs = body[80:112]
+        box = self._box_of(theirs, self._keys.secret)
+        self._open(box, body[120:], b"CurveZMQHELLO---" + body[112:120])
+        self._pair, self._cookie = key_pair(), os.urandom(_COOKIE_BYTES)
+        nonce = os.urandom(16)
+        self.reply += _framed(
+            COMMAND, b"\x07WELCOME" + nonce + box.seal(self._pair[0] + self._cookie, b"WELCOME-" + nonce)
+        )
+        self._cookie += theirs
+        self._step = Session._initiate
+        return NOTHING
+
+    def _initiate(self) -> object | None:
+        body = self._handshake(b"\x08INITIATE")
+        if body is None:
+            return None
+        assert self._keys is not None
+        cookie, theirs = self._cookie[:_COOKIE_BYTES], self._cookie[_COOKIE_BYTES:]
+        if len(body) < _INITIATE_BYTES or body[9:105] != cookie:
+            raise Refused("an INITIATE that is none")
+        box = self._box_of(theirs, self._pair[1])
+        found = self._open(box, body[113:], b"CurveZMQINITIATE" + body[105:113])
+        key, vouch = found[:32], found[48 : 48 + _VOUCH_BYTES]
+        told = self._open(self._box_of(key, self._pair[1]), vouch, b"VOUCH---" + found[32:48])
+        if told != theirs + self._keys.public:
+            raise Refused("its key is not proven")
+        self._theirs, self._nonce = _SIZE.unpack_from(body, 105)[0], 1
+        number = _SIZE.pack(self._nonce)
+        self.reply += _framed(COMMAND, b"\x05READY" + number + box.seal(_METADATA, b"CurveZMQREADY---" + number))
+        self._box, self._pair, self._cookie = box, (b"", b""), b""
+        self.key, self.ready = z85.encode(key).decode(), True
+        return NOTHING
+
+    @staticmethod
+    def _box_of(public: bytes, secret: bytes) -> Box:
+        try:
+            return Box(public, secret)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+
+    @staticmethod
+    def _open(box: Box, sealed: bytes, nonce: bytes) -> bytes:
+        try:
+            return box.open(sealed, nonce)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+
+
+def _framed(flags: int, body: bytes) -> bytes:
+    size = len(body)
+    return bytes((flags, size)) + body if size < 256 else bytes((flags | LONG,)) + _SIZE.pack(size) + body

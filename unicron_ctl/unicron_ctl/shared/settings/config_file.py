@@ -1,0 +1,195 @@
+"""Where `unicron.toml` is found, and how it is read: everything wrong with it is found at once."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+
+import msgspec
+
+from unicron_ctl.shared.settings.config import (
+    OTHER_TABLES,
+    AgentConfig,
+    Config,
+    ControllerConfig,
+    PlannerConfig,
+    all_problems,
+    fields_of,
+    loopback_problems,
+)
+from unicron_ctl.shared.settings.notify import Notified, NotifyConfig, notify_problems
+from unicron_ctl.shared.settings.partitions import DEFAULT, PERMISSIONS, Mode, PartitionConfig
+from unicron_ctl.shared.system.errors import WRONG_USE, UserError
+from unicron_detector.failures.classify import default_classifier
+from unicron_detector.failures.severity import SeverityTableError
+from unicron_detector.health.checks import HealthConfig
+
+NOTIFY = "[notify] "  # with which each of its problems begins
+SECTIONS = ("controller", "agent", "planner", "partition", "health", "notify", "severity")
+
+
+def search_path(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where the file is looked for when nobody names it; the first that exists counts."""
+    named = environment.get("UNICRON_CONFIG")
+    home = Path(environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME", "/")) / ".config")
+    return ([Path(named)] if named else []) + [home / "unicron" / "unicron.toml", Path("/etc/unicron/unicron.toml")]
+
+
+def load(path: str | Path | None = None, environment: Mapping[str, str] = os.environ) -> Config:
+    """The checked configuration from `path`, or from the search path, or all defaults. Raises UserError, one line.
+
+    Nobody but unicrond reads [notify]: a mistake there keeps no agent from its job."""
+    config, found = _read(path, environment)
+    refuse(config.path, without_notify(found) or without_notify(all_problems(config)))
+    return config
+
+
+def understood(path: str | Path | None = None, environment: Mapping[str, str] = os.environ) -> tuple[Config, list[str]]:
+    """For a node's health checks: what of the file has a meaning, and what is wrong with it, in one line each: a
+    mistake in one line must not switch the others off. Raises UserError for a file that cannot be read at all."""
+    config, found = _read(path, environment)
+    return config, found + all_problems(config)
+
+
+def examine(
+    path: str | Path | None = None, environment: Mapping[str, str] = os.environ, listen: str | None = None
+) -> tuple[Config, list[str]]:
+    """For unicrond: the configuration as far as it has a meaning, and all that is wrong with it, in one line each.
+
+    listen: replaces the file's. Raises UserError for a file that cannot be read at all.
+    """
+    config, found = _read(path, environment)
+    config.controller.listen = listen or config.controller.listen
+    ours = loopback_problems(config.controller) + notify_problems(config.notify)
+    return config, found + all_problems(config, environment) + ours
+
+
+def without_notify(found: Sequence[str]) -> list[str]:
+    """The problems without those of [notify], which cost the targets that they are about, and nothing else."""
+    return [line for line in found if not line.startswith(NOTIFY)]
+
+
+def refuse(path: str, found: Sequence[str]) -> None:
+    """Raises UserError with the first of the problems, if there is one. That is wrong use, after which systemd starts
+    no program again; a file that cannot be read is none, for it may not be mounted yet."""
+    if found:
+        more = f" (and {len(found) - 1} more: `unicrond --check` prints all)" if len(found) > 1 else ""
+        raise UserError(f"{path or 'configuration'}: {found[0]}{more}", WRONG_USE)
+
+
+def parse(raw: Mapping[str, Any], path: str = "") -> Config:
+    """The checked configuration in a mapping that was read from TOML. Raises UserError."""
+    config, found = parse_sections(raw, path)
+    refuse(path, found or all_problems(config))
+    return config
+
+
+def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Config, list[str]]:
+    if path is None:
+        named = environment.get("UNICRON_CONFIG")
+        if named and not Path(named).is_file():
+            advice = "write it, mount it if this is a container, or unset the variable"
+            raise UserError(f"UNICRON_CONFIG={named}: no such file; {advice}")  # it may come
+        path = next((candidate for candidate in search_path(environment) if candidate.is_file()), None)
+        if path is None:
+            return Config(), []
+    try:
+        with open(path, "rb") as file:
+            raw = tomllib.load(file)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; name an existing file with --config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not TOML: {error}", WRONG_USE) from None
+    return parse_sections(raw, str(path))
+
+
+def parse_sections(raw: Mapping[str, Any], path: str = "") -> tuple[Config, list[str]]:
+    """The configuration in a mapping that was read from TOML, and what in it has no meaning: that keeps its default."""
+    found = [_unknown(section) for section in raw if section not in SECTIONS]
+    controller = _section(ControllerConfig, "controller", raw, found)
+    controller.partitions = _partitions(raw.get("partition", {}), found)
+    controller.planner = _section(PlannerConfig, "planner", raw, found)
+    agent = _section(AgentConfig, "agent", raw, found)
+    health = _section(HealthConfig, "health", raw, found)
+    notify = _section(NotifyConfig, "notify", raw, found)
+    severity = _severity(raw.get("severity", {}), found)
+    return Config(controller=controller, agent=agent, health=health, notify=notify, severity=severity, path=path), found
+
+
+def _unknown(section: str) -> str:
+    near = difflib.get_close_matches(section, SECTIONS, 1)
+    known = ", ".join(f"[{one}]" for one in SECTIONS)
+    return f"unknown section [{section}]" + (f"; did you mean [{near[0]}]?" if near else f": use one of {known}")
+
+
+def _severity(given: object, found: list[str]) -> dict[str, Any]:
+    """The admin's own rules, if they can be used."""
+    try:
+        if given != {}:  # the shipped table alone is sound
+            default_classifier().load({"severity": given})
+    except SeverityTableError as error:
+        found.append(f"[severity] {str(error).removeprefix('severity table: ')}")
+        return {}
+    return dict(cast(Mapping[str, Any], given))
+
+
+Section = TypeVar("Section", ControllerConfig, AgentConfig, PlannerConfig, PartitionConfig, HealthConfig, NotifyConfig)
+
+
+def _section(kind: type[Section], name: str, raw: Mapping[str, Any], found: list[str]) -> Section:
+    given = raw.get(name, {})
+    if not isinstance(given, Mapping):
+        found.append(f"[{name}] must be a section")
+        return kind()
+    return _table(kind, name, given, found)
+
+
+def _partitions(raw: object, found: list[str]) -> dict[str, PartitionConfig]:
+    """The tables below [partition]."""
+    if not isinstance(raw, Mapping):
+        found.append("[partition] must hold tables: write [partition.NAME]")
+        return {}
+    tables = {}
+    for name, given in raw.items():
+        if isinstance(given, Mapping):
+            tables[name] = _table(PartitionConfig, f"partition.{name}", given, found)
+        else:
+            meant = DEFAULT if name in PartitionConfig.__struct_fields__ else name
+            found.append(f"[partition] {name} is no table: write [partition.{meant}]")
+    return tables
+
+
+def _table(kind: type[Section], title: str, given: Mapping[str, Any], found: list[str]) -> Section:
+    """The struct of one table. Each field is converted by itself, so that every error is found, not only the first."""
+    types = {field.name: field.type for field in fields_of(kind) if field.name not in OTHER_TABLES}
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in types:
+            near = difflib.get_close_matches(key, types, 1)
+            hint = (
+                f"; did you mean {near[0]}?" if near else f": use one of {', '.join(types)}" if len(types) < 9 else ""
+            )
+            found.append(f"[{title}] {key}: unknown key{hint}")
+            continue
+        try:
+            # A wrong word for a Literal is reported by `problems`, with the others of its section.
+            values[key] = msgspec.convert(value, str if get_origin(types[key]) is Literal else types[key])
+        except msgspec.ValidationError as error:
+            found.append(f"[{title}] {key}: {_reason(key, value, error)}")
+    return kind(**values)
+
+
+CHOICES: dict[str, Collection[str]] = {"mode": get_args(Mode), "actions": PERMISSIONS, "kinds": get_args(Notified)}
+
+
+def _reason(key: str, value: object, error: msgspec.ValidationError) -> str:
+    """What is wrong with a value, in words that name the choices where there are any."""
+    if key not in CHOICES:
+        return str(error).replace(" | null", "")
+    given = value if isinstance(value, list) else [value]
+    odd = next((one for one in given if one not in CHOICES[key]), value)
+    return f"{odd!r}: use {'one' if key == 'mode' else 'some'} of {', '.join(CHOICES[key])}"

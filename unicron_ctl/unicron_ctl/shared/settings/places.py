@@ -1,0 +1,82 @@
+"""Where the controller keeps its state, and where others reach it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import unicron
+from unicron_ctl.shared.settings.config import ALL_ADDRESSES, Config
+from unicron_ctl.shared.settings.config_file import load
+
+# Where the packages put their parts (docs/install.md)
+PACKAGED = "/usr/lib/unicron"
+PACKAGED_PLUGIN = f"{PACKAGED}/unicron.so"
+PACKAGED_AGENT, PACKAGED_PYTHON = "/opt/unicron/bin/unicron-agent", "/opt/unicron/bin/python"
+PACKAGED_PROGRAMS = "/usr/bin"
+CHECKOUT = Path(unicron.__file__).resolve().parents[2]  # what lies there is looked for, since there may be none
+TEMPLATES = next(
+    (folder for folder in [Path(unicron.__file__).parent / "sbatch_templates"] if folder.is_dir()),
+    CHECKOUT / "sbatch_templates",
+)
+
+
+def state_dir(config: Config, environment: Mapping[str, str] = os.environ) -> Path:
+    """The controller's state folder: the configured one, else /var/lib/unicron for root, else below the user's home."""
+    if config.controller.state_dir:
+        return Path(config.controller.state_dir).expanduser()
+    if os.geteuid() == 0:
+        return Path("/var/lib/unicron")
+    home = environment.get("XDG_STATE_HOME") or str(Path(environment.get("HOME", "/tmp")) / ".local" / "state")
+    return Path(home) / "unicron"
+
+
+def controller_address(
+    explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
+) -> str:
+    """Where clients reach the controller: the option, UNICRON_CONTROLLER, the configuration's `address`, what a
+    controller that runs here wrote, its `listen`; where that means all addresses, this host. Several addresses have
+    commas between them.
+    """
+    if explicit:
+        return explicit
+    if environment.get("UNICRON_CONTROLLER"):
+        return environment["UNICRON_CONTROLLER"]
+    config = config or load(environment=environment)
+    if config.controller.addresses:
+        return ",".join(config.controller.addresses)
+    try:
+        written = (state_dir(config, environment) / "address").read_text().strip()
+    except OSError:
+        written = ""
+    host, _, port = config.controller.listen.removeprefix("tcp://").rpartition(":")
+    return written or f"tcp://{'127.0.0.1' if host in ALL_ADDRESSES else host}:{port}"
+
+
+def is_guess(
+    explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
+) -> bool:
+    """Whether `controller_address` had nothing to go by but this host: right on the controller's own, else not."""
+    config = config or load(environment=environment)
+    return (
+        not (explicit or environment.get("UNICRON_CONTROLLER") or config.controller.addresses)
+        and not os.path.isfile(state_dir(config, environment) / "address")
+        and config.controller.listen.removeprefix("tcp://").rpartition(":")[0] in ALL_ADDRESSES
+    )
+
+
+def is_packaged() -> bool:
+    """Whether this is a program of the packages."""
+    return unicron.__file__.startswith(f"{PACKAGED}/")
+
+
+def nodes_python() -> str:
+    """The Python that has Unicron on all nodes: this one, but the agent's if this is the packages' program."""
+    return PACKAGED_PYTHON if is_packaged() else sys.executable
+
+
+def program(name: str, module: str) -> list[str]:
+    """The command of another program of this installation: the packages' own, else this Python with its module."""
+    return [f"{PACKAGED_PROGRAMS}/{name}"] if is_packaged() else [sys.executable, "-m", module]

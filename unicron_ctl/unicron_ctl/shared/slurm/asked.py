@@ -1,0 +1,148 @@
+"""What a pending element asks of one node, read from squeue's columns. Pure.
+
+Slurm tells requests per node, task, socket, GPU and job. An element is usually one node, so all of them are brought to
+that: what the node must have at least. Of an element of several nodes only what each of them must have is known.
+docs/behaviour/squeue-formats.md has what each release prints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+from unicron_ctl.shared.slurm.slurm_client import Asked
+
+COLUMNS = (
+    ("ReqNodes", 64),
+    ("NumNodes", 6),
+    ("MaxNodes", 6),
+    ("NumCPUs", 7),
+    ("MinCpus", 7),
+    ("NumTasks", 7),
+    ("MinMemory", 9),
+    ("MinTmpDisk", 9),
+    ("Sockets", 4),
+    ("Cores", 4),
+    ("Threads", 4),
+    ("NTPerNode", 6),
+    ("NTPerSocket", 6),
+    ("NTPerCore", 6),
+    ("tres-alloc", 64),  # of a pending job: what it asks for in all
+    ("cpus-per-tres", 32),
+    ("mem-per-tres", 32),
+    ("tres-per-node", 64),
+    ("tres-per-job", 48),
+    ("tres-per-socket", 32),
+    ("tres-per-task", 48),
+)
+_UNITS = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "P": 1024.0**3}
+_NO_LIMIT = 65534  # how Slurm stores that nothing was asked for, in 16 bits; the next one means no limit
+Gres = dict[tuple[str, str], int]
+
+
+def megabytes(text: str) -> int:
+    """ "1500M" or "1.5G" -> MB; 0 for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)", text)
+    return round(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+def _number(text: str) -> int:
+    """0 for "N/A", "*" and whatever else is no number. Large numbers may be shortened: "131.25K"."""
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?)K", text):
+        return round(float(found[1]) * 1024)
+    number = int(text) if text.isdecimal() else 0
+    return number if number < _NO_LIMIT else 0
+
+
+def parse(texts: Mapping[str, str]) -> tuple[Asked, str]:
+    """What is asked of one node: its size, and its GRES as "gpu:a100:8". texts: squeue's COLUMNS; one that was cut off
+    counts for nothing."""
+    return _parse(tuple(texts.get(name, "") for name, _ in COLUMNS))
+
+
+@lru_cache(maxsize=4096)  # the elements of a job ask for the same
+def _parse(values: tuple[str, ...]) -> tuple[Asked, str]:
+    texts = {name: text for (name, _), text in zip(COLUMNS, values, strict=True)}
+
+    def number(name: str) -> int:
+        return _number(texts.get(name, ""))
+
+    nodes, tasks = max(1, number("NumNodes")), number("NTPerNode")
+    if most := number("MaxNodes"):
+        nodes = min(nodes, most)  # NumNodes is what the CPUs need, where that is more
+    alone = nodes == 1
+    if alone:
+        tasks = max(tasks, number("NumTasks"))
+    gres = _combined(
+        read_gres(texts.get("tres-per-node", "")),
+        {key: count if alone else 1 for key, count in read_gres(texts.get("tres-per-job", "")).items()},
+        {key: count * max(1, tasks) for key, count in read_gres(texts.get("tres-per-task", "")).items()},
+        read_gres(texts.get("tres-per-socket", "")),  # Slurm starts it where one socket's are
+    )
+    cpus = max(number("MinCpus"), number("NumCPUs") if alone else 0)
+    for_gpus = [count * _of(gres, key) for key, count in read_gres(texts.get("cpus-per-tres", "")).items()]
+    memory = megabytes(texts.get("MinMemory", ""))
+    total, per_cpu = _memory(texts, memory, number("MinCpus"), nodes)
+    asked = Asked(
+        nodes=nodes,
+        cpus=max([cpus, *for_gpus]),
+        cpus_in_all=number("NumCPUs"),
+        tasks=tasks,
+        memory=memory,
+        in_all=total,
+        per_cpu=per_cpu,
+        tmp=megabytes(texts.get("MinTmpDisk", "")),
+        sockets=number("Sockets"),
+        cores=number("Cores"),
+        threads=number("Threads"),
+        tasks_per_socket=number("NTPerSocket"),
+        tasks_per_core=number("NTPerCore"),
+        cpus_per_task=max(1, number("NumCPUs") // max(1, number("NumTasks"))),
+        room=number("NTPerNode") or number("NTPerSocket") or number("NTPerCore"),
+    )
+    return asked, ",".join(":".join(filter(None, (*key, str(count)))) for key, count in gres.items())
+
+
+def _memory(texts: Mapping[str, str], memory: int, cpus: int, nodes: int) -> tuple[int, int]:
+    """MB that are asked of one node in all, and MB for each CPU where that is how they are asked for. squeue prints
+    memory per CPU as it prints memory per node: the sum tells them apart."""
+    said = texts.get("tres-alloc", "")
+    mem, count = re.search(r"(?:^|,)mem=([^,…]+)(?:,|$)", said), re.search(r"(?:^|,)cpu=(\d+)(?:,|$)", said)
+    total, all_cpus = megabytes(mem[1]) if mem else 0, int(count[1]) if count else 0
+    per_cpu = memory if all_cpus > nodes and total == memory * all_cpus else 0
+    if nodes > 1:
+        return memory * max(1, cpus) if per_cpu else memory, per_cpu
+    # Where neither memory nor memory for each GPU is asked for, the sum is that of some node.
+    return (total if memory or read_gres(texts.get("mem-per-tres", "")) else 0), per_cpu
+
+
+def read_gres(text: str) -> Gres:
+    """ "gres:gpu:a100:4" (22.05), "gres/gpu:a100:4", "cpu=2,gres/gpu:a100=4" (since 23.11) -> {("gpu", "a100"): 4}."""
+    found: Gres = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        words = re.split(r"[:=]", re.sub(r"^gres[:/]", "", item))
+        if words[0] in ("cpu", "mem", "node", "billing", "bb", "license", "energy") and not item.startswith("gres"):
+            continue
+        last = re.fullmatch(r"(\d+)([KMGTkmgt]?)", words[-1])
+        count = int(last[1]) * 1024 ** " kmgt".index(last[2].lower() or " ") if last else 1
+        kinds = words[1:-1] if last else words[1:]
+        key = words[0].lower(), kinds[0].lower() if kinds else ""
+        found[key] = found.get(key, 0) + count
+    return found
+
+
+def _combined(*ways: Gres) -> Gres:
+    """The most that is asked for of each: the ways are about the same GPUs."""
+    found: Gres = {}
+    for way in ways:
+        for key, count in way.items():
+            found[key] = max(count, found.get(key, 0))
+    typed = {name for name, kind in found if kind}
+    of_all = {name: sum(count for (one, kind), count in found.items() if one == name and kind) for name in typed}
+    return {key: count for key, count in found.items() if key[1] or count > of_all.get(key[0], 0)}
+
+
+def _of(gres: Gres, key: tuple[str, str]) -> int:
+    """How many there are, of any type where none is named."""
+    return sum(count for (name, kind), count in gres.items() if name == key[0] and key[1] in ("", kind))

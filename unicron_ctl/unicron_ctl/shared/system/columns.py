@@ -1,0 +1,168 @@
+"""Listings: columns as `sinfo` prints them, one line for each item.
+
+On a pipe every cell is whole and on its row's line, whatever the width, so a line can be grepped and its words counted:
+all cells but the last are single words where the names in them are. A terminal's width is kept: what is marked as
+optional is left out, and said to be; names are cut; everything else goes on in the line below.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from shutil import get_terminal_size
+from typing import Any, NamedTuple
+
+from rich.text import Text
+
+from unicron_ctl.shared.system.printable import print_text, printable
+
+WIDTH = 80  # that every table fits
+LEAST, LEAST_NAME, LEAST_LAST = 8, 12, 24  # characters of a cell, of one that is cut, of the last one
+INDENT = "    "  # of a note's further lines
+Cell = str | Text
+
+
+class Listing:
+    """Rows of cells under `headings`, and notes that say more about single rows.
+
+    optional: the headings that a narrow terminal leaves out, the first one first. cut: those whose cells it may cut; a
+    `+` ends such a cell, as sacct does it.
+    """
+
+    def __init__(self, *headings: str, optional: Sequence[str] = (), cut: Sequence[str] = ()):
+        self.headings = headings
+        self.rows: list[tuple[Cell, ...]] = []
+        self.notes: list[Cell] = []
+        self._optional = [headings.index(heading) for heading in optional]
+        self._cut = [headings.index(heading) for heading in cut]
+
+    def add_row(self, *cells: Cell) -> None:
+        """One item; as many cells as there are headings."""
+        assert len(cells) == len(self.headings), (self.headings, cells)
+        self.rows.append(cells)
+
+    def add_note(self, text: Cell) -> None:
+        """A line below all rows."""
+        self.notes.append(text)
+
+    def lines(self, width: int | None = None) -> list[str]:
+        """Heading, rows and notes; none is longer than `width` characters, if that is given and at least 60."""
+        return [line.plain for line in self.styled(width)]
+
+    def styled(self, width: int | None = None) -> list[Text]:
+        """The lines with their styles."""
+        table = [[Text(heading.upper(), "bold") for heading in self.headings]]
+        table += [[_flat(cell) for cell in row] for row in self.rows]
+        natural = [max(len(row[column]) for row in table) for column in range(len(self.headings))]
+        fit = _Fit(list(range(len(natural))), natural) if width is None else self._fitted(natural, width)
+        found = [line for row in table for line in self._lines_of(row, fit)]
+        if left := [self.headings[column].upper() for column in range(len(natural)) if column not in fit.shown]:
+            found.append(Text(f"(a wider terminal also shows {', '.join(left)})", "dim"))
+        return found + [line for note in self.notes for line in wrapped(_flat(note), width)]
+
+    def _fitted(self, natural: list[int], width: int) -> _Fit:
+        """The columns that are shown, and how wide each is."""
+        last = len(natural) - 1
+        shown, widths = list(range(len(natural))), natural[:]
+        widths[last] = min(natural[last], LEAST_LAST)
+        for column in self._cut:
+            widths[column] = min(natural[column], LEAST_NAME)
+
+        def room() -> int:
+            return width - sum(widths[column] for column in shown) - (len(shown) - 1)
+
+        for column in self._optional:
+            if room() >= 0:
+                break
+            shown.remove(column)
+        while room() < 0 and widths[widest := max(shown, key=lambda column: widths[column])] > LEAST:
+            widths[widest] -= 1
+        for column in [*self._cut, last]:  # what is left is theirs
+            if column in shown and room() > 0:
+                widths[column] += min(room(), natural[column] - widths[column])
+        return _Fit(shown, widths)
+
+    def _lines_of(self, row: list[Text], fit: _Fit) -> list[Text]:
+        """The row's line, and those that its long cells go on in."""
+        cells = []
+        for column in fit.shown:
+            cell, width = row[column], fit.widths[column]
+            if len(cell) > width and column in self._cut:
+                cell = Text(f"{cell.plain[: width - 1]}+", cell.style)
+            cells.append(broken(cell, width))
+        found = []
+        for number in range(max(map(len, cells))):
+            line = Text()
+            for pieces, column in zip(cells, fit.shown, strict=True):
+                piece = pieces[number] if number < len(pieces) else Text()
+                line.append_text(piece)
+                line.append(" " * (fit.widths[column] - len(piece) + 1))
+            line.rstrip()
+            found.append(line)
+        return found
+
+
+class _Fit(NamedTuple):
+    """How a table is laid out. shown: its columns that are. widths: of all, in characters."""
+
+    shown: list[int]
+    widths: list[int]
+
+
+def _flat(cell: Cell) -> Text:
+    """A cell on one line."""
+    if isinstance(cell, Text):
+        return Text(plain(cell), cell.style)
+    return Text(plain(cell))
+
+
+def plain(cell: Cell) -> str:
+    """A cell's text on one line."""
+    return printable(" ".join(str(cell).split()))
+
+
+def broken(text: Text, width: int) -> list[Text]:
+    """The text in pieces of at most `width` characters: it is broken at spaces and after commas, where there are none
+    after underscores, or else anywhere."""
+    rest, pieces = text.plain, []
+    while len(rest) > width:
+        at = max(rest.rfind(" ", 1, width + 1), rest.rfind(",", 1, width) + 1)
+        at = at if at > 0 else rest.rfind("_", 1, width) + 1 or width
+        pieces.append(rest[:at].rstrip())
+        rest = rest[at:].lstrip()
+    return [Text(piece, text.style) for piece in [*pieces, rest]]
+
+
+def wrapped(text: Text, width: int | None) -> list[Text]:
+    """A line of text in lines of at most `width` characters, if that is given; further ones are indented."""
+    if width is None or len(text) <= width:
+        return [text]
+    first = broken(text, width)[0]
+    rest = Text(text.plain[len(first) :].lstrip(), text.style)
+    return [first, *(Text(INDENT).append_text(piece) for piece in broken(rest, width - len(INDENT)))]
+
+
+def terminal_width() -> int | None:
+    """How wide standard output is, at least 60; None if it is no terminal."""
+    out: Any = sys.stdout
+    return max(60, get_terminal_size((WIDTH, 24)).columns) if out.isatty() else None
+
+
+def lines_of(parts: Iterable[Listing | Cell], width: int | None) -> list[Text]:
+    """The lines of listings, an empty one before each but the first, and of texts."""
+    found: list[Text] = []
+    for part in parts:
+        if isinstance(part, Listing):
+            found += [Text()] if found else []
+            found += part.styled(width)
+        else:
+            text = part if isinstance(part, Text) else Text(part)
+            text = Text(printable(text.plain, lines=True), text.style)
+            found += [piece for line in text.plain.splitlines() for piece in wrapped(Text(line, text.style), width)]
+    return found
+
+
+def show(parts: Iterable[Listing | Cell]) -> None:
+    """Prints listings and lines of text: as wide as the terminal, or whole on a pipe."""
+    for line in lines_of(parts, terminal_width()):
+        print_text(line.plain)
