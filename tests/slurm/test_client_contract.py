@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.processes import LIMIT, wait_for
-from unicron_ctl.cli import pair_test
 from unicron_ctl.lab.cluster import LocalCluster, binaries
 from unicron_ctl.lab.cluster.cluster_processes import Process, kill_all
 from unicron_ctl.shared.slurm import CommandLineClient, ElementInfo, PartitionInfo, SlurmClient, SlurmError
 from unicron_ctl.shared.slurm.pyslurm_backend import PyslurmClient, matching_pyslurm
+from unicron_ctl.tools import pair_test
 
 pytestmark = pytest.mark.slurm
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from unicron_ctl.cli import checkpoint
 from unicron_ctl.shared.system.errors import UserError
+from unicron_ctl.tools import checkpoint
 from unicron_transition.snapshot.formats import below, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint
 

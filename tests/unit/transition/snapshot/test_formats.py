@@ -20,9 +20,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from unicron_ctl.cli.checkpoint import command
 from unicron_ctl.shared.protocol import client
 from unicron_ctl.shared.system.errors import UserError
+from unicron_ctl.tools.checkpoint import command
 from unicron_transition.snapshot import foreign
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron_transition.snapshot.formats import convert, opening, pickles, verify, write_dcp

@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from unicron_ctl.cli.checkpoint import command
+from unicron_ctl.tools.checkpoint import command
 from unicron_transition.snapshot import contents, reading
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron_transition.snapshot.formats import opening, pickles, verify

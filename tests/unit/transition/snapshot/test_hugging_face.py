@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from unicron_ctl.cli import checkpoint
+from unicron_ctl.tools import checkpoint
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron_transition.snapshot.formats import convert, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint

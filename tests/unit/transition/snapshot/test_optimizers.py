@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from unicron_ctl.cli.checkpoint import command
+from unicron_ctl.tools.checkpoint import command
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron_transition.snapshot.formats import convert, opening
 from unicron_transition.snapshot.migrate import TrainingState

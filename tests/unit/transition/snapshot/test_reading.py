@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from unicron_ctl.cli.checkpoint import command
+from unicron_ctl.tools.checkpoint import command
 from unicron_transition.snapshot import reading
 
 ALICE, BOB = 65533, 65534

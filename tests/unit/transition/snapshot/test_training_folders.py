@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from unicron_ctl.cli import checkpoint
+from unicron_ctl.tools import checkpoint
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron_transition.snapshot.formats import beside, convert, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint, some

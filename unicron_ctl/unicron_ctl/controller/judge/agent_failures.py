@@ -5,7 +5,6 @@ from __future__ import annotations
 from unicron_ctl.controller.failure_detector.verdict import CLOSED
 from unicron_ctl.controller.judge import evidence
 from unicron_ctl.controller.judge.remedies import escalate, failure_of, inside_of, keeps_node, leave_node, start_rank
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.job_state import (
     AGENT_DIED,
@@ -23,6 +22,7 @@ from unicron_ctl.controller.nodes import isolation
 from unicron_ctl.controller.sense import fencing
 from unicron_ctl.controller.sense.members import ended_with_block, given_up, taken_away
 from unicron_ctl.controller.sense.slurm_states import describe
+from unicron_ctl.shared.log import records
 from unicron_detector.failures import escalation, escalation_table
 from unicron_detector.failures.escalation_table import ISOLATE, MOVE, NOTHING, REATTEMPT, RESTART
 from unicron_detector.failures.fault_history import Decision

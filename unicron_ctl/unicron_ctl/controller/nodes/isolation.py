@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.cluster_state import Mark
@@ -24,6 +23,7 @@ from unicron_ctl.controller.model.node_state import NodeState
 from unicron_ctl.controller.model.requests import LOST, OURS, Action, Run
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import bounds, readmission
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm.admin_comment import HELD
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.slurm.states import OCCUPIES, TAKEN_OUT

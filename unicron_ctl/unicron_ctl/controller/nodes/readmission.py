@@ -14,10 +14,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.node_state import PASSING, HealthReport, NodeState
 from unicron_ctl.controller.model.requests import OURS, Action, Knock
 from unicron_ctl.controller.model.view import SUSPECT_SECONDS, Outcome, View
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import answer_schema
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.slurm.states import TAKEN_OUT

@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any
 
 from unicron_ctl.controller.core.core import Core
-from unicron_ctl.controller.log.term import Tenure
 from unicron_ctl.controller.model.requests import Action, Knock, Poll, Probe, Run
 from unicron_ctl.controller.server.fair_queue import FairQueue
+from unicron_ctl.shared.log.term import Tenure
 from unicron_ctl.shared.protocol.reach import reach
 from unicron_ctl.shared.slurm.slurm_client import (
     SAID,

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 from tests.support.questions import told
 from tests.support.world import World
-from unicron_ctl.cli import inject as commands
-from unicron_ctl.cli.unicronctl import COMMANDS
+from unicron_ctl.cli.unicronctl import commands as all_commands
 from unicron_ctl.controller.api import answers
+from unicron_ctl.lab.commands import inject as commands
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.system.program import run
 
@@ -83,7 +83,7 @@ def test_it_is_refused_unless_the_configuration_allows_it(world):
 
 
 def test_the_commands_refuse_nonsense_before_they_ask(capsys):
-    assert {"inject", "punish"} <= set(COMMANDS)
+    assert {"inject", "punish"} <= set(all_commands())
     assert run("unicronctl", commands.command, ["slow:x", "--job", "1"]) == 2
     assert run("unicronctl", commands.punish, ["--mtbf", "5", "--minutes", "1", "--faults", "typo"]) == 2
     assert run("unicronctl", commands.punish, ["--mtbf", "5", "--minutes", "1", "--faults", " "]) == 2

@@ -12,9 +12,9 @@ from tests.support.world import FakeSlurm, World
 from tests.unit.unicron_ctl.controller.nodes.test_admission import tell
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
 from tests.unit.unicron_ctl.controller.sense.test_overdue import asked, on_slurm, power_off
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.requests import Action, Run
 from unicron_ctl.controller.nodes.isolation import attention
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.protocol.reach import Reach
 from unicron_ctl.shared.settings.partitions import PartitionConfig
