@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unicron_ctl.nodes.leftovers import REASON
 from unicron_ctl.nodes.steps import END_SECONDS, Steps
 from unicron_ctl.shared.settings.places import nodes_python
+from unicron_ctl.shared.slurm.drains import OURS
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError, one_line
 from unicron_detector.health.pair_probe import CONNECT_SECONDS, MARK
@@ -92,7 +92,7 @@ def choose(
     tested = [name for name in wanted if name in idle] if wanted else idle
     left_out = {name: why_not_idle(known[name]) for name in wanted if name not in idle}
     for name in left_out:
-        if known[name].reason.startswith(REASON):  # a test may be what it waits for
+        if known[name].reason.startswith(OURS):  # a test may be what it waits for
             left_out[name] += f"; for a test `scontrol update NodeName={name} State=RESUME` first"
     helpers = [name for name in idle if name not in tested] if tested and (with_others or len(wanted) == 1) else []
     if len(tested) == 1 and not helpers:
@@ -109,7 +109,7 @@ def why_not_idle(node: NodeInfo) -> str:
     if node.healthy:
         return f"in use ({'+'.join(sorted(node.states)).lower()}): try again when it is free"
     why = f"{'+'.join(sorted(node.states)).lower()}{f': {node.reason}' if node.reason else ''}"
-    if node.reason.startswith(REASON):
+    if node.reason.startswith(OURS):
         said = f"`unicronctl nodes --node {node.name}` says what it waits for"
         return f"out of service by Unicron ({why}), which gives it back when it is sound: {said}"
     return f"out of service ({why}): give it back with `scontrol update NodeName={node.name} State=RESUME` first"
