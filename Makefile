@@ -159,6 +159,7 @@ lint-text:
 	$(BIN)/python tools/reference_tables.py --check
 	$(BIN)/python tools/matrix.py --check
 	$(BIN)/python docs/pictures/draw.py --check
+	$(BIN)/python tools/draw_imports.py --check
 
 bench: system venv plugin   ## the figures that the project promises
 	$(BIN)/python -m benchmarks.run
