@@ -187,4 +187,4 @@ leaderboard: system venv plugin peers   ## Unicron beside torchrun, torchft, NVR
 
 clean:           ## removes the virtual environment, caches and build outputs
 	-$(MAKE) -C slurm_plugin/spank clean
-	rm -rf $(VENV) .peers build ./*.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .peers build ./*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
