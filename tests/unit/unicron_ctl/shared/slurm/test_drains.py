@@ -182,7 +182,7 @@ PRODUCT = ("unicron_ctl", "detector", "unicron", "slurm_plugin", "packaging", "s
 
 
 def sources() -> dict[str, str]:
-    """The product's texts, but those of the ranks, by their name in the documents: `unicron_ctl/cli/pair_test.py`."""
+    """The product's texts, but those of the ranks, by their name in the documents: `unicron_ctl/nodes/admission.py`."""
     found = {}
     for path in [path for folder in PRODUCT for path in (ROOT / folder).rglob("*") if path.is_file()]:
         with contextlib.suppress(UnicodeDecodeError):
