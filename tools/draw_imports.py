@@ -208,9 +208,13 @@ def main(arguments: list[str]) -> int:
             return 1
         files[PICTURES / f"{name}.svg"] = draw(arrows, floor_of, opened)
         begin, end = BEGIN.format(name), END.format(name)
-        old = text.partition(begin)[2].partition(end)[0]
+        head, found, rest = text.partition(begin)
+        old, closed, tail = rest.partition(end)
+        if not found or not closed:
+            print(f"docs/architecture.md: the lines `{begin}` and `{end}` are gone: put them back", file=sys.stderr)
+            return 1
         made = table(arrows, floor_of, shares(rooms, opened, graph.modules), old, opened)
-        text = text.replace(f"{begin}{old}{end}", f"{begin}\n\n{made}\n\n{end}")
+        text = f"{head}{begin}\n\n{made}\n\n{end}{tail}"
         if "--check" not in arguments:
             for (importer, imported), count in sorted(arrows.items()):
                 print(f"{count:4} {importer} -> {imported}")
