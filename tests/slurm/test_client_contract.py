@@ -10,14 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from tests.support.processes import LIMIT, wait_for
 from unicron_ctl.lab.cluster import LocalCluster, binaries
 from unicron_ctl.lab.cluster.cluster_processes import Process, kill_all
 from unicron_ctl.shared.slurm import CommandLineClient, ElementInfo, PartitionInfo, SlurmClient, SlurmError
 from unicron_ctl.shared.slurm.pyslurm_backend import PyslurmClient, matching_pyslurm
-from unicron_ctl.tools import pair_test
 
 pytestmark = pytest.mark.slurm
 
@@ -334,14 +332,3 @@ def test_nodes_are_named_in_slurms_own_notation(cluster: LocalCluster) -> None:
     assert client.hostnames(" ") == []
     with pytest.raises(SlurmError, match="write names like n1,n2"):
         client.hostnames("n[a]")
-
-
-def test_the_paired_test_takes_that_notation(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in cluster.env().items():
-        monkeypatch.setenv(name, value)
-    for more in ((), ("--helpers",)):
-        shown = CliRunner().invoke(pair_test.command, ["--dry-run", "--nodes", "n[2-5]", *more])
-        assert shown.exit_code == 0, shown.output
-        words = [word for word in shown.output.split() if word.startswith("--nodelist=")]
-        witnesses = ["--nodelist=n1,n6"] if more else []  # which nobody has named
-        assert words == ["--nodelist=n2,n3", "--nodelist=n4,n5", *witnesses]

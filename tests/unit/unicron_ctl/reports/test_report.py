@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.unit.unicron_ctl.system.test_redaction import SECRETS
+from tests.unit.unicron_ctl.shared.system.test_redaction import SECRETS
 from unicron_ctl.cli.unicronctl import unicronctl
 from unicron_ctl.reports import bundle
 from unicron_ctl.reports import report_command as reporting

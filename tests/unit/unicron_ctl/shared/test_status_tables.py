@@ -16,7 +16,6 @@ from unicron_ctl.shared.protocol.answer_schema import Attention, Explanation, Fa
 from unicron_ctl.shared.slurm.host_lists import hosts
 from unicron_ctl.shared.system import columns
 from unicron_ctl.shared.system.columns import WIDTH, Listing, lines_of, show
-from unicron_ctl.tools import pair_test
 
 FAILURE: dict[str, Any] = dict.fromkeys(Failure.__struct_fields__) | {
     "id": 1,
@@ -182,14 +181,6 @@ def told() -> Explanation:
     return msgspec.convert(base | more | rest | {"decisions": [decision] * 9}, Explanation)
 
 
-def of_pairs() -> Listing:
-    shown = Listing(*pair_test.HEADINGS, **pair_test.FITTING)
-    shown.add_row(
-        "1", "gpu-a-0117,gpu-a-0118", "failed", "nccl", "123", "12", "gpu-a-0117 did not answer in 15 s, " * 4
-    )
-    return shown
-
-
 TABLES: dict[str, Callable[[], list[Listing | Text]]] = {
     "status": lambda: list(status_tables.status(LARGE, folded=True)),
     "jobs": lambda: [status_tables.jobs(LARGE.jobs, folded=True)],
@@ -197,7 +188,6 @@ TABLES: dict[str, Callable[[], list[Listing | Text]]] = {
     "nodes, each": lambda: [status_tables.nodes(LARGE.nodes)],
     "failures": lambda: [status_tables.failures(LARGE.failures)],
     "explain": lambda: list(status_tables.explanation(told())),
-    "pair-test": lambda: [of_pairs()],
 }
 
 
@@ -218,7 +208,11 @@ def test_every_table_fits_80_columns_and_nothing_that_matters_is_cut(
     on_a_terminal(monkeypatch)
     parts = TABLES[name]()
     show(parts)
-    lines = printed(capsys)
+    fits(parts, printed(capsys))
+
+
+def fits(parts: list[Listing | Text], lines: list[str]) -> None:
+    """A terminal of 80 columns shows all of these parts in these lines."""
     assert max(map(len, lines)) <= WIDTH == 80
     said = "".join("".join(lines).split())
     for part in parts:

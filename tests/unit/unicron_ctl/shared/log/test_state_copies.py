@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from tests.support.world import World
 from unicron_ctl.controller.core.state_snapshot import freeze, read_state
@@ -28,7 +27,6 @@ from unicron_ctl.shared.log.store import Damaged, Holder, Store
 from unicron_ctl.shared.log.term import LOG_FILE, RESTORING, claim
 from unicron_ctl.shared.protocol.encryption import SECRET_FILE, make_key
 from unicron_ctl.shared.system.errors import UserError
-from unicron_ctl.tools import backup as commands
 
 OTHER = 65534  # a user who is not root
 
@@ -242,16 +240,6 @@ def test_a_state_that_was_saved_goes_with_the_log(tmp_path: Path) -> None:
     restore(tmp_path / "copy", tmp_path / "new")
     with opened(tmp_path / "new") as store:
         assert [event for event, _ in store.states()] == [3] and read_state(store).last_event == 3 + BESIDE + 1
-
-
-def test_the_commands(folder: Path, tmp_path: Path) -> None:
-    run = CliRunner().invoke
-    made = run(commands.command, [str(tmp_path / "copy"), "--state-dir", str(folder)])
-    assert (
-        made.exit_code == 0 and "10 events up to 10" in made.output and "and the key; read again: sound" in made.output
-    )
-    back = run(commands.restore, [str(tmp_path / "copy"), "--state-dir", str(folder)])
-    assert back.exit_code == 0 and "what was there is in" in back.output and "unicronctl resume" in back.output
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
-"""The weekly report: counted from the log, told to those whom it concerns, and shown as text and as a page."""
+"""The weekly report: counted from the log, and told to those whom it concerns."""
 
 from __future__ import annotations
 
-import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
@@ -12,7 +10,6 @@ import pytest
 from tests.support.questions import told
 from tests.support.world import World
 from unicron_ctl.controller.model.asker import NOBODY, Asker
-from unicron_ctl.reports import week_report
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event, Record
 from unicron_ctl.shared.log.store import Store
@@ -98,45 +95,3 @@ def test_a_look_back_takes_the_newest_in_order_and_says_where_it_was_cut(tmp_pat
     found = store.since(kinds, 9.0, limit=2)
     assert [event.time for event in found.events] == [40.0, 99.0] and found.cut == (8, 31.0)
     store.close()
-
-
-def shown() -> Report:
-    found = week(log(), 6.0, 70.0, spared=960.0)
-    return msgspec.structs.replace(found, observed=["acting would have given 3.0 more node-hours <b>"], cut_at=7.0)
-
-
-def test_the_text_says_what_it_counts_and_against_what() -> None:
-    said = week_report.text(shown())
-    assert "failures: 3; recoveries: 1" in said and "lost: 1.0 node-hours" in said and "saved: 8.6 node-hours" in said
-    assert "960 s of all nodes for each recovery" in said and "observed: acting would have given 3.0" in said
-    assert re.search(r"^2 +2 +1 +1 +oom$", said, re.MULTILINE)
-    assert "only since" in said
-
-
-class Page(HTMLParser):
-    """Notes open tags and what a page would load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open, self.loads = list[str](), list[str]()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loads += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "action")]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_the_page_loads_nothing_and_escapes_what_it_shows() -> None:
-    said = week_report.page(shown())
-    page = Page()
-    page.feed(said)
-    assert not page.open and not page.loads and "<script" not in said
-    assert "&lt;b&gt;" in said and "gpu_lost" in said and "url(" not in said
-
-
-def test_a_quiet_week_has_no_tables() -> None:
-    said = week_report.text(week([], 0.0, 604800.0, 960.0))
-    assert "failures: 0; recoveries: 0" in said and "NODE" not in said

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import tomllib
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +12,6 @@ from tests.support.processes import ROOT
 from unicron_ctl.controller.sense.slurm_states import NODE_STATES
 from unicron_ctl.shared.slurm import command_line, pending_reasons, squeue, states
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo, current_reason
-from unicron_ctl.web import page_view
 from unicron_detector.failures.classify import default_classifier
 from unicron_planner.simulate import history
 
@@ -117,12 +115,6 @@ def test_the_words_that_others_choose_from_are_in_the_tables() -> None:
     for word, signal in itertools.product(states.OVER, ("0", "9")):
         run = history.Run("7", "ann", "x", word, f"1:{signal}", 0.0, 0.0, 1.0, 1)
         assert (history.cause_of(run) is not None) == (word in states.ENDED_BADLY), word
-
-
-@pytest.mark.parametrize("words", ["IDLE DRAIN", "MIXED FAIL", "DOWN", "IDLE BLOCKED"])
-def test_the_pages_map_draws_nodes_by_the_table(words: str) -> None:
-    look = page_view._look_of(SimpleNamespace(states=words.split(), healthy=False), [], set())
-    assert look == ("drained" if words in ("IDLE DRAIN", "MIXED FAIL") else "down")
 
 
 @pytest.mark.parametrize("row", SEEN["seen_nodes"], ids=lambda row: row["state"])
