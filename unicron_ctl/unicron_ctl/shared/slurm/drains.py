@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo, SlurmClient, SlurmError, slurms_own
 from unicron_ctl.shared.slurm.states import DRAINED, TAKEN_OUT
 from unicron_ctl.shared.system.errors import UserError, one_line
+from unicron_ctl.shared.system.printable import printable
 from unicron_detector.words import counted
 
 OURS = "unicron["  # how the reason of a node begins that Unicron or its checks took out of service
 HEALTH = f"{OURS}health]"  # its checks, or a pair test, prove it bad
+PAIR_TEST = f"{HEALTH}: pair test "  # an admin asked for this drain, and ends it
 LOST = f"{OURS}node_problem]"  # it was lost
 REASON_LENGTH = 200  # characters of a reason
 MOST_DRAINED = 10  # nodes that may be drained by their checks at a time, or a tenth of the cluster
@@ -25,8 +27,8 @@ class TooMany(UserError):
 
 
 def reason(leader: str, why: str) -> str:
-    """The reason that the node gets in Slurm. leader: HEALTH or LOST."""
-    return f"{leader}: {one_line(why)}"[:REASON_LENGTH]
+    """The reason that the node gets in Slurm, which prints it to terminals as it is. leader: HEALTH or LOST."""
+    return f"{leader}: {printable(one_line(why))}"[:REASON_LENGTH]
 
 
 def ours(node: NodeInfo) -> bool:

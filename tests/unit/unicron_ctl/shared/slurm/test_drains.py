@@ -54,6 +54,8 @@ def test_a_reason_is_one_line_of_a_length_and_everybody_knows_it_for_ours(leader
     assert drains.ours(info("IDLE", "DRAIN", reason=reason)) and drains.ours(info("DOWN", reason=reason))
     assert not drains.ours(info("IDLE", reason=reason)), "it is in service"
     assert OF_PROGRAMS.match(reason), "the simulator counts it as an outage"
+    odd = drains.reason(leader, "\x1b]0;gone\x07 Lüfter")
+    assert odd == f"{leader}: \\x1b]0;gone\\x07 Lüfter", "sinfo prints a reason as it is"
 
 
 @pytest.mark.parametrize("reason", ["", "Not responding", "Node unexpectedly rebooted"])
