@@ -1,4 +1,4 @@
-"""`unicronctl inject` against real ranks, agents and a controller: each fault is caught for what it is, and healed."""
+"""Faults that are injected into real ranks, under real agents and a controller: each is caught for what it is, and healed."""
 
 from __future__ import annotations
 
