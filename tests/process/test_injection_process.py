@@ -1,4 +1,4 @@
-"""Faults that are injected into real ranks, under real agents and a controller: each is caught for what it is, and healed."""
+"""Faults injected into real ranks, under real agents and a controller: each is seen as what it is, and healed."""
 
 from __future__ import annotations
 
