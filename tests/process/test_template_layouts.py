@@ -12,6 +12,7 @@ import pytest
 from sbatch_templates import gpt_options
 from tests.support.processes import call, of_a_world
 from tests.support.warm import Script
+from unicron_ctl.lab.demo.stage import CHECK
 
 PLAIN = Path(__file__).resolve().parents[1] / "support" / "plain_gpt.py"
 SESSION = Path(gpt_options.__file__).with_name("train_gpt.py")
@@ -147,7 +148,7 @@ def test_saved_gradients_are_those_of_one_process_with_the_whole_model(dataset, 
     train(dataset, ranks, *options.split(), "--save-gradients", tmp_path, PLAIN_LAST="3")
     assert len(list(tmp_path.glob("*.pt"))) == 2 * ranks
     words = ["--data-path", dataset, *SMALL, *options.split()]
-    done = call(sys.executable, "-m", "unicron_ctl.lab.demo.verify", tmp_path, *words)
+    done = call(sys.executable, CHECK, SESSION.parent, tmp_path, *words)
     assert done.returncode == 0, done
     assert all(0 < difference < 2e-7 for difference in json.loads(done.stdout).values()), done.stdout
     assert list(json.loads(done.stdout)) == ["1", "2"]
