@@ -92,13 +92,13 @@ def test_the_check_says_what_to_run_when_the_code_has_another_arrow(tmp_path: Pa
     assert run("--check") == (0, "")
     (tmp_path / "unicron_ctl" / "unicron_ctl" / "controller" / "fresh").mkdir()
     module = tmp_path / "unicron_ctl" / "unicron_ctl" / "controller" / "fresh" / "__init__.py"
-    module.write_text("from unicron_ctl.controller.log import store\n")
+    module.write_text("from unicron_ctl.controller.model import fold\n")
     code, said = run("--check")
     assert (code, said.count("\n")) == (1, 1) and "run `python tools/draw_imports.py`" in said
     assert run() == (0, "")
     assert run("--check") == (0, "")
-    assert "| `fresh` | 0 % | `log` |" in (tmp_path / "docs" / "architecture.md").read_text()
-    upward = tmp_path / "unicron_ctl" / "unicron_ctl" / "controller" / "log" / "store.py"
+    assert "| `fresh` | 0 % | `model` |" in (tmp_path / "docs" / "architecture.md").read_text()
+    upward = tmp_path / "unicron_ctl" / "unicron_ctl" / "controller" / "model" / "fold.py"
     upward.write_text(upward.read_text() + "\nfrom unicron_ctl.controller import fresh\n")
     for arguments in ([], ["--check"]):
         code, said = run(*arguments)
