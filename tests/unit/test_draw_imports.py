@@ -105,7 +105,10 @@ def test_the_check_says_what_to_run_when_the_code_has_another_arrow(tmp_path: Pa
         assert (code, said.count("\n")) == (1, 1) and "circle: " in said and "fresh" in said
     upward.write_text(upward.read_text().replace("import fresh", "import unicrond"))
     code, said = run("--check")
-    assert (code, said.count("\n")) == (1, 1) and "log imports unicron_ctl.controller.unicrond, which is above" in said
+    assert (code, said.count("\n")) == (
+        1,
+        1,
+    ) and "model imports unicron_ctl.controller.unicrond, which is above" in said
     document = tmp_path / "docs" / "architecture.md"
     upward.write_text(upward.read_text().replace("from unicron_ctl.controller import unicrond", ""))
     document.write_text(document.read_text().replace("<!-- end of imports -->", ""))

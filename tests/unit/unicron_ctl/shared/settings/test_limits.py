@@ -72,7 +72,7 @@ FIXED_RULES = (
     ("health.UNICRON_HEALTH_SECONDS", "slurm.HealthCheckProgram", "slurmd kills it then"),
     ("log.BUSY_SECONDS", "service.WatchdogSec", "a locked event log is not a stalled loop"),
     (
-        "controller.LOST_SECONDS + log.LEASE_SECONDS + log.RENEW_SECONDS",
+        "log.LOST_SECONDS + log.LEASE_SECONDS + log.RENEW_SECONDS",
         "agent.OUTLIVED_SECONDS",
         "who still speaks then was not taken over",
     ),
