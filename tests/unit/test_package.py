@@ -37,7 +37,7 @@ def test_it_has_all_packages_whole_and_no_other(wheel: Path) -> None:
     kinds = ("*.py", "*.toml", "*.csv", "*.html", "*.css", "*.js")  # all of the page included
     roots = [ROOT / name for name in SOURCES if name != "sbatch_templates"]
     sources = {str(path.relative_to(root)) for root in roots for kind in kinds for path in root.rglob(kind)}
-    assert "unicron_ctl/web/page.js" in sources and set(names) >= sources, sources - set(names)
+    assert "unicron_ctl/controller/unicrond.py" in sources and set(names) >= sources, sources - set(names)
     templates = {f"unicron/sbatch_templates/{path.name}" for path in (ROOT / "sbatch_templates").glob("*.[ps]*")}
     assert len(templates) > 12 and set(names) >= templates, templates - set(names)
 
