@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import LIMIT, wait_for
+from unicron_ctl.controller.model.requests import Action
+from unicron_ctl.controller.server.worker import perform
 from unicron_ctl.lab.cluster import LocalCluster, binaries
 from unicron_ctl.lab.cluster.cluster_processes import Process, kill_all
-from unicron_ctl.shared.slurm import CommandLineClient, ElementInfo, PartitionInfo, SlurmClient, SlurmError
+from unicron_ctl.shared.slurm import CommandLineClient, ElementInfo, PartitionInfo, SlurmClient, SlurmError, drains
 from unicron_ctl.shared.slurm.pyslurm_backend import PyslurmClient, matching_pyslurm
 
 pytestmark = pytest.mark.slurm
@@ -84,6 +86,24 @@ def test_a_drained_node_gets_no_work_and_resume_takes_it_back(client: SlurmClien
     client.resume("n3")
     node = next(node for node in client.nodes() if node.name == "n3")
     assert "IDLE" in node.states and "DRAIN" not in node.states and node.reason == ""
+
+
+@pytest.mark.parametrize("state", ["DRAIN", "DOWN", "FAIL"])
+def test_what_an_admin_has_taken_out_keeps_its_reason(client: SlurmClient, cluster: LocalCluster, state: str) -> None:
+    words = ["scontrol", "update", "NodeName=n3", f"State={state}", "Reason=fan 2"]
+    subprocess.run(words, env=os.environ | cluster.env(), check=True, timeout=LIMIT)
+    try:
+        before = next(node for node in client.nodes() if node.name == "n3")
+        assert before.reason == "fan 2" and state in before.states
+        perform(client, Action("drain", "", -1, "n3", "bad", drains.reason(drains.HEALTH, "gpu: 7 of 8")))
+        after = next(node for node in client.nodes() if node.name == "n3")
+        assert (after.states, after.reason) == (before.states, "fan 2")
+    finally:
+        client.resume("n3")
+    perform(client, Action("drain", "", -1, "n3", "bad", drains.reason(drains.HEALTH, "gpu: 7 of 8")))
+    node = next(node for node in client.nodes() if node.name == "n3")
+    client.resume("n3")
+    assert "DRAIN" in node.states and node.reason == "unicron[health]: gpu: 7 of 8"
 
 
 def test_elements_of_arrays_and_plain_jobs_are_told_apart(

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from tests.process.test_template_layouts import INTERLEAVED, OVERLAP, PP, SHARDED, SMALL, TP, train
+from tests.process.test_template_layouts import INTERLEAVED, OVERLAP, PP, SESSION, SHARDED, SMALL, TP, train
 from tests.support.processes import call
+from unicron_ctl.lab.demo.stage import CHECK
 
 pytestmark = pytest.mark.process
 
@@ -26,7 +27,7 @@ def test_saved_gradients_are_those_of_one_process_with_the_whole_model(dataset, 
     train(dataset, ranks, *options.split(), "--save-gradients", tmp_path, PLAIN_LAST="3")
     assert len(list(tmp_path.glob("*.pt"))) == 2 * ranks
     words = ["--data-path", dataset, *SMALL, *options.split()]
-    done = call(sys.executable, "-m", "unicron_ctl.lab.demo.verify", tmp_path, *words)
+    done = call(sys.executable, CHECK, SESSION.parent, tmp_path, *words)
     assert done.returncode == 0, done
     assert all(0 < difference < 2e-7 for difference in json.loads(done.stdout).values()), done.stdout
     assert list(json.loads(done.stdout)) == ["1", "2"]

@@ -132,12 +132,12 @@ def command(
 
 
 def _drain(client: Any, found: Findings) -> dict[str, str]:
-    from unicron_ctl.nodes import admission
+    from unicron_ctl.shared.slurm import drains
 
     done = {}
     for name in found.judgement.bad:
         try:
-            done[name] = admission.drain(client, name, f"pair test {found.why_bad(name)}")
+            done[name] = drains.drain(client, name, drains.reason(drains.HEALTH, f"pair test {found.why_bad(name)}"))
         except UserError as error:
             done[name] = f"{name} could not be drained: {error}"
     return done

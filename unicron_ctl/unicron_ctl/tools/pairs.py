@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unicron_ctl.shared.settings.places import nodes_python
-from unicron_ctl.shared.slurm.leftovers import REASON
+from unicron_ctl.shared.slurm.drains import OURS
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.slurm.steps import END_SECONDS, Steps, why_not_idle
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError, one_line
@@ -90,8 +90,8 @@ def choose(
     idle = [node.name for node in nodes if node.heard and "IDLE" in node.states]
     tested = [name for name in wanted if name in idle] if wanted else idle
     left_out = {name: why_not_idle(known[name]) for name in wanted if name not in idle}
-    for name in left_out:
-        if known[name].reason.startswith(REASON):  # a test may be what it waits for
+    for name, why in left_out.items():
+        if known[name].reason.startswith(OURS) and "RESUME" not in why:  # a test may be what it waits for
             left_out[name] += f"; for a test `scontrol update NodeName={name} State=RESUME` first"
     helpers = [name for name in idle if name not in tested] if tested and (with_others or len(wanted) == 1) else []
     if len(tested) == 1 and not helpers:

@@ -100,6 +100,14 @@ def cpu_seconds_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def test_a_start_of_unicronctl_imports_no_paths_and_no_urls() -> None:
+    """Each command pays for what this module imports; pathlib alone brings a dozen modules."""
+    script = "import sys, click; had = set(sys.modules); import unicron_ctl.cli.unicronctl; print({*sys.modules} - had)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT)
+    assert "unicron_ctl.shared.system.release" in done.stdout, done.stderr
+    assert "'pathlib'" not in done.stdout and "'urllib" not in done.stdout, done.stdout
+
+
 def test_help_is_instant_and_imports_nothing_heavy() -> None:
     script = (
         "import sys; from unicron_ctl.cli.unicronctl import run, unicronctl; run('u', unicronctl, ['--help']); "

@@ -8,6 +8,7 @@ import json
 import msgspec
 import pytest
 
+from unicron_ctl.shared.slurm import drains, steps
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.system.errors import UserError
 from unicron_ctl.tools import pair_test, pairs
@@ -57,10 +58,18 @@ def test_a_node_that_unicron_took_is_given_back_by_unicron() -> None:
     """Defect: doctor advised to resume it, whatever it was taken for."""
     (taken,) = cluster(1, n1={"DOWN"})
     taken = dataclasses.replace(taken, reason="unicron[node_problem]: agent silent")
-    said = pairs.why_not_idle(taken)
+    said = steps.why_not_idle(taken)
     assert "by Unicron (down: unicron[node_problem]: agent silent)" in said and "RESUME" not in said
     assert "`unicronctl nodes --node n1`" in said
     assert "for a test `scontrol update NodeName=n1 State=RESUME`" in pairs.choose([taken], ["n1"])[2]["n1"]
+
+
+def test_a_node_that_a_pair_test_took_is_given_back_by_an_admin() -> None:
+    """Nobody else does: a node that is drained is not tested again."""
+    (taken,) = cluster(1, n1={"IDLE", "DRAIN"})
+    taken = dataclasses.replace(taken, reason=drains.reason(drains.HEALTH, "pair test failed with n2 and n3"))
+    said = pairs.choose([taken], ["n1"])[2]["n1"]
+    assert said == steps.why_not_idle(taken) and said.count("State=RESUME") == 1 and "gives it back" not in said
 
 
 @pytest.mark.parametrize(("wanted", "words"), [(["n77"], "knows no node 'n77'"), (["n1", "n1"], "named twice")])

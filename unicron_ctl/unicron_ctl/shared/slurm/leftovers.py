@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unicron_ctl.shared.slurm.admin_comment import HELD, own_part
+from unicron_ctl.shared.slurm.drains import OURS
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo, SlurmClient, SlurmError
 from unicron_ctl.shared.slurm.states import OVER
-
-REASON = "unicron["  # how the reason of a node begins that Unicron or its checks took out of service
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Leftover:
 
 def leftovers(nodes: Sequence[NodeInfo], elements: Sequence[ElementInfo]) -> list[Leftover]:
     """Nodes that Unicron took out of service, elements that it holds, and its comments on those that have not ended."""
-    found = [Leftover("node", node.reason, node=node.name) for node in nodes if node.reason.startswith(REASON)]
+    found = [Leftover("node", node.reason, node=node.name) for node in nodes if node.reason.startswith(OURS)]
     for e in elements:
         text = own_part(e.admin_comment)
         if text and e.state not in OVER:

@@ -30,6 +30,7 @@ from unicron_ctl.shared.settings.limits import (
 # Whose constants they are, and the folder or file that has them.
 HOMES = {
     "controller": "unicron_ctl/unicron_ctl/controller",
+    "log": "unicron_ctl/unicron_ctl/shared/log",
     "agent": "unicron_ctl/unicron_ctl/agent",
     "register": "unicron_ctl/unicron_ctl/agent/start/agent_main.py",
     "rank": "transition",
@@ -69,9 +70,9 @@ FIXED_RULES = (
     ("node.REPORT_SECONDS", "node.BUDGET_SECONDS", "the report is part of the checks' time"),
     ("prolog.UNICRON_HEALTH_SECONDS", "slurm.BatchStartTimeout", "a batch job starts after its prolog"),
     ("health.UNICRON_HEALTH_SECONDS", "slurm.HealthCheckProgram", "slurmd kills it then"),
-    ("controller.BUSY_SECONDS", "service.WatchdogSec", "a locked event log is not a stalled loop"),
+    ("log.BUSY_SECONDS", "service.WatchdogSec", "a locked event log is not a stalled loop"),
     (
-        "controller.LOST_SECONDS + controller.LEASE_SECONDS + controller.RENEW_SECONDS",
+        "log.LOST_SECONDS + log.LEASE_SECONDS + log.RENEW_SECONDS",
         "agent.OUTLIVED_SECONDS",
         "who still speaks then was not taken over",
     ),
