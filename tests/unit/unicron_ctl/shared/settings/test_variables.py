@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from unicron_ctl.cli.unicronctl import commands
 from unicron_ctl.shared.settings.variables import OF_JOBS, OF_PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -24,6 +25,9 @@ def test_every_variable_of_the_sources_is_listed_and_the_other_way_round() -> No
     folders = ("detector", "planner", "transition", "unicron_ctl")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path.name != "variables.py"]
     found = {name for path in sources for name in NAME.findall(path.read_text())}
-    listed = {variable.name for variable in (*OF_JOBS, *OF_PROGRAMS)}
+    variables = (*OF_JOBS, *OF_PROGRAMS)
+    listed = {variable.name for variable in variables}
     assert found - OTHERS - listed == set(), "list them in unicron_ctl/shared/settings/variables.py"
-    assert listed - found == set(), "nobody reads them"
+    of_commands = {each.name: re.match(r"`unicronctl (\S+)`: ", each.meaning) for each in variables}
+    gone = {name for name, command in of_commands.items() if command and command[1] not in commands()}
+    assert listed - found - gone == set(), "nobody reads them"
