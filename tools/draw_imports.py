@@ -4,12 +4,13 @@ with the code. A circle, and an arrow that goes up where pyproject.toml has laye
 
 from __future__ import annotations
 
+import configparser
 import re
 import runpy
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +24,7 @@ DRAWINGS = {"imports": ("unicron_ctl", True), "controller-imports": ("unicron_ct
 BEGIN, END = "<!-- {}: made by tools/draw_imports.py -->", "<!-- end of {} -->"
 TOLERANCE = 3  # points by which a share may be off before it is written anew, so that few commits change it
 BOX, HEIGHT, GAP, LANE, FLOOR = 132, 34, 20, 14, 84  # pixels; a lane is where an arrow passes a floor
-INK, FAINT, FILL, OTHER = "#59636e", "#d0d7de", "#ddf4ff", "#f6f8fa"
+INK, FAINT, FILL, FENCED, OTHER = "#59636e", "#d0d7de", "#ddf4ff", "#fff8c5", "#f6f8fa"
 
 Arrows = Counter[tuple[str, str]]  # (importer, imported) -> statements
 
@@ -139,8 +140,8 @@ def places(rows: list[list[str]]) -> dict[str, float]:
     return found
 
 
-def draw(arrows: Arrows, floor_of: dict[str, int], opened: str) -> str:
-    """The picture as SVG: each room above all that it imports."""
+def draw(arrows: Arrows, floor_of: dict[str, int], opened: str, fenced: Collection[str]) -> str:
+    """The picture as SVG: each room above all that it imports. `fenced`: the rooms that can be removed."""
     direct = necessary(arrows)
     rows, paths = arrange(floor_of, direct)
     place = places(rows)
@@ -159,8 +160,8 @@ def draw(arrows: Arrows, floor_of: dict[str, int], opened: str) -> str:
         else:
             picture.parts.append(f'<path d="{line}" fill="none" stroke="{FAINT}" stroke-width="1"/>')
     for name in sorted(floor_of):
-        inside = name.startswith(f"{opened}.")
-        picture.box(place[name] + half - BOX / 2, level[name], BOX, HEIGHT, FILL if inside else OTHER)
+        fill = FENCED if name in fenced else FILL if name.startswith(f"{opened}.") else OTHER
+        picture.box(place[name] + half - BOX / 2, level[name], BOX, HEIGHT, fill)
         label = name.removeprefix(f"{opened}.")
         picture.text(place[name] + half, level[name] + 22, label, 12.5, text_anchor="middle")
     return picture.svg()
@@ -193,6 +194,9 @@ def table(arrows: Arrows, floor_of: dict[str, int], share_of: dict[str, float], 
 def main(arguments: list[str]) -> int:
     """Writes pictures and tables, or with --check says that they differ from the code; 1 then, and for bad imports."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    fenced = re.findall(r"= (\S+)", setup["options.entry_points"]["unicronctl.rooms"])
     graph = grimp.build_graph(*settings["root_packages"], cache_dir=None)
     text = before = DOCUMENT.read_text()
     files = {}
@@ -206,7 +210,7 @@ def main(arguments: list[str]) -> int:
         except BadImports as error:
             print(f"tools/draw_imports.py: {error}", file=sys.stderr)
             return 1
-        files[PICTURES / f"{name}.svg"] = draw(arrows, floor_of, opened)
+        files[PICTURES / f"{name}.svg"] = draw(arrows, floor_of, opened, fenced)
         begin, end = BEGIN.format(name), END.format(name)
         head, found, rest = text.partition(begin)
         old, closed, tail = rest.partition(end)

@@ -95,12 +95,12 @@ def test_what_an_admin_has_taken_out_keeps_its_reason(client: SlurmClient, clust
     try:
         before = next(node for node in client.nodes() if node.name == "n3")
         assert before.reason == "fan 2" and state in before.states
-        perform(client, Action("drain", "", -1, "n3", "bad", drains.reason(drains.HEALTH, "gpu: 7 of 8")))
+        perform(client, Action("drain", "", -1, "n3", "bad", drains.drain_reason(drains.HEALTH, "gpu: 7 of 8")))
         after = next(node for node in client.nodes() if node.name == "n3")
         assert (after.states, after.reason) == (before.states, "fan 2")
     finally:
         client.resume("n3")
-    perform(client, Action("drain", "", -1, "n3", "bad", drains.reason(drains.HEALTH, "gpu: 7 of 8")))
+    perform(client, Action("drain", "", -1, "n3", "bad", drains.drain_reason(drains.HEALTH, "gpu: 7 of 8")))
     node = next(node for node in client.nodes() if node.name == "n3")
     client.resume("n3")
     assert "DRAIN" in node.states and node.reason == "unicron[health]: gpu: 7 of 8"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import LIMIT, ROOT
+from tests.support.processes import LIMIT, ROOT, SOURCES
 from tests.support.rooms import LISTED, ROOMS
 from tools import draw_imports as drawing
 
@@ -73,11 +73,11 @@ def test_a_share_is_written_anew_only_where_it_is_far_off() -> None:
 
 def test_the_check_says_what_to_run_when_the_code_has_another_arrow(tmp_path: Path) -> None:
     """In a copy of the code: as it is, with an arrow more, drawn anew, and with one that closes a circle."""
-    for package in ("detector", "planner", "transition", "unicron", "unicron_ctl", "docs/pictures", "tools"):
+    for package in (*SOURCES, "docs/pictures", "tools"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "docs/architecture.md", "docs/leaderboard.json"):
+    for file in ("pyproject.toml", "setup.cfg", "docs/architecture.md", "docs/leaderboard.json"):
         shutil.copy(ROOT / file, tmp_path / file)
-    roots = [tmp_path / name for name in ("unicron", "unicron_ctl", "detector", "planner", "transition")]
+    roots = [tmp_path / name for name in SOURCES if name != "sbatch_templates"]
 
     def run(*arguments: str) -> tuple[int, str]:
         done = subprocess.run(

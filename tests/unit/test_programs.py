@@ -5,11 +5,11 @@ from __future__ import annotations
 import configparser
 import re
 
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, SOURCES
 from tests.unit.test_documents import tracked
 
 PAGE = (ROOT / "docs" / "programs.md").read_text()
-ROOTS = ("detector", "planner", "transition", "unicron", "unicron_ctl")
+ROOTS = tuple(name for name in SOURCES if name != "sbatch_templates")
 # `-m MODULE` of a shell, and the two words of a list in Python or C
 STARTED = re.compile(r"""-m["',\s]+(unicron[\w.]*\w)""")
 
@@ -54,7 +54,7 @@ def test_every_module_that_is_started_is_named() -> None:
     } <= found
     missing = sorted(module for module in found if not is_named(module))
     assert not missing, f"docs/programs.md does not name {missing}"
-    assert not is_named("unicron_ctl.nodes.pairs")
+    assert not is_named("unicron_ctl.nodes.admissions")
 
 
 def test_every_unit_and_script_of_slurms_side_is_named() -> None:

@@ -34,7 +34,7 @@ SCHEMAS = {
 def command(words: tuple[str, ...]) -> None:
     """Print the JSON Schema of COMMAND's JSON; without COMMAND, list the commands that have one.
 
-    The schemas of `events`, `logs`, `punish` and `classify` are those of one line.
+    The schema of a command that prints a line for each item, such as `events`, is that of one line.
     """
     types, name = {**SCHEMAS, **from_rooms("SCHEMAS")}, " ".join(words)
     if not name:

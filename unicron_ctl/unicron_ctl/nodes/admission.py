@@ -118,7 +118,11 @@ def _drain(options: argparse.Namespace, found: Report, log: _Log) -> bool:
 
     client = CommandLineClient(timeout=options.seconds * 0.25)
     try:
-        log(drains.drain(client, options.node, drains.reason(drains.HEALTH, found.reason), options.most_drained))
+        log(
+            drains.drain_node(
+                client, options.node, drains.drain_reason(drains.HEALTH, found.reason), options.most_drained
+            )
+        )
     except drains.TooMany as error:
         log(f"not drained: {error}")
         return False

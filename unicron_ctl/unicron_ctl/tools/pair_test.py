@@ -137,7 +137,9 @@ def _drain(client: Any, found: Findings) -> dict[str, str]:
     done = {}
     for name in found.judgement.bad:
         try:
-            done[name] = drains.drain(client, name, drains.reason(drains.HEALTH, f"pair test {found.why_bad(name)}"))
+            done[name] = drains.drain_node(
+                client, name, drains.drain_reason(drains.HEALTH, f"pair test {found.why_bad(name)}")
+            )
         except UserError as error:
             done[name] = f"{name} could not be drained: {error}"
     return done

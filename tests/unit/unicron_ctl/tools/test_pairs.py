@@ -67,7 +67,7 @@ def test_a_node_that_unicron_took_is_given_back_by_unicron() -> None:
 def test_a_node_that_a_pair_test_took_is_given_back_by_an_admin() -> None:
     """Nobody else does: a node that is drained is not tested again."""
     (taken,) = cluster(1, n1={"IDLE", "DRAIN"})
-    taken = dataclasses.replace(taken, reason=drains.reason(drains.HEALTH, "pair test failed with n2 and n3"))
+    taken = dataclasses.replace(taken, reason=drains.drain_reason(drains.HEALTH, "pair test failed with n2 and n3"))
     said = pairs.choose([taken], ["n1"])[2]["n1"]
     assert said == steps.why_not_idle(taken) and said.count("State=RESUME") == 1 and "gives it back" not in said
 

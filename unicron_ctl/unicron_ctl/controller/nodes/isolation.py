@@ -253,7 +253,7 @@ def proven_bad(view: View) -> Outcome:
         if not news:
             continue
         text = info.reason
-        if info.states & TAKEN_OUT and text.startswith(drains.HEALTH):
+        if info.states & TAKEN_OUT and drains.is_from_checks(text):
             out.record(None, records.Isolated(node=name, reason=f"{name} has drained itself: {text}"))
             intent = records.SlurmAction(
                 action="drain", element=-1, node=name, slurm_reason=text, reason=f"{name} has drained itself"
@@ -261,7 +261,7 @@ def proven_bad(view: View) -> Outcome:
             out.record(None, intent)
             out.record(None, records.SlurmDone(action="drain", node=name, reason=text))
         elif not drains.taken(info) and view.now - report.at >= DRAIN_SECONDS:
-            _drain(view, name, drains.reason(drains.HEALTH, report.reason), out)
+            _drain(view, name, drains.drain_reason(drains.HEALTH, report.reason), out)
     return out
 
 

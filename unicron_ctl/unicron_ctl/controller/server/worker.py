@@ -321,7 +321,7 @@ def perform(client: SlurmClient, action: Action) -> None:
         case "down":
             client.down(action.node, action.text)
         case "drain":
-            log.info(drains.drain(client, action.node, action.text))
+            log.info(drains.drain_node(client, action.node, action.text))
         case "resume":
             client.resume(action.node)
         case "requeue":

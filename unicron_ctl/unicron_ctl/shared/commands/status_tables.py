@@ -1,4 +1,4 @@
-"""The controller's answers as listings; shared by status, top, jobs, nodes and explain.
+"""The controller's answers as listings; shared by status, top, jobs, nodes, explain, pause and the page.
 
 On a pipe each item has its line, in the order of the answer. `folded`, for people: the worst comes first, and nodes of
 which the same is to be said are one line, with a host list.

@@ -1,4 +1,4 @@
-"""What people outside are told: a pure function over the log. Sending it is `server.telling`'s.
+"""What people outside are told: a pure function over the log. Sending it is `controller.server.telling`'s.
 
 A notice is made of a record, and its number is the event's: so the same log gives the same notices, also after a
 restart. It has no words of jobs, of their programs or their output: it may go to mailboxes and chats. `unicronctl

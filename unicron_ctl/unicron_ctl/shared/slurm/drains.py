@@ -26,9 +26,14 @@ class TooMany(UserError):
     """So many nodes are drained already that an admin must decide about one more."""
 
 
-def reason(leader: str, why: str) -> str:
+def drain_reason(leader: str, why: str) -> str:
     """The reason that the node gets in Slurm, which prints it to terminals as it is. leader: HEALTH or LOST."""
     return f"{leader}: {printable(one_line(why))}"[:REASON_LENGTH]
+
+
+def is_from_checks(said: str) -> bool:
+    """Whether this reason is of the node's own checks, and of no pair test."""
+    return said.startswith(HEALTH) and not said.startswith(PAIR_TEST)
 
 
 def ours(node: NodeInfo) -> bool:
@@ -45,8 +50,8 @@ def taken(node: NodeInfo) -> str:
     return ""
 
 
-def drain(client: SlurmClient, name: str, said: str, most: int | None = None) -> str:
-    """Drains the node in Slurm; `said` is from :func:`reason`. Returns what was done, or why nothing was.
+def drain_node(client: SlurmClient, name: str, said: str, most: int | None = None) -> str:
+    """Drains the node in Slurm; `said` is from :func:`drain_reason`. Returns what was done, or why nothing was.
 
     Raises SlurmError, and TooMany where `most` others, or a tenth of the cluster, are drained by their checks: a wrong
     line of unicron.toml is wrong everywhere. The nodes of a large job check themselves at the same moment and see none

@@ -154,16 +154,27 @@ def test_a_proven_bad_node_that_slurm_has_down_is_drained_as_it_would_have_drain
     world.check_replay()
 
 
+def test_a_node_that_a_pair_test_took_is_not_given_back_once_its_checks_pass():
+    """Defect: where the test's verdict had not reached the controller, it took the drain for the checks'."""
+    world, slurm = on_slurm(4, 3)
+    slurm.drain("n4", drains.drain_reason(drains.HEALTH, "pair test failed with n5 and n6"))
+    tell(world, "n4", "bad", "gpu: 7 of 8", drain=True)
+    world.run(10)
+    tell(world, "n4", "good")
+    world.run(10)
+    assert "DRAIN" in slurm.node_states["n4"] and not asked(slurm, "resume")
+
+
 def test_a_drain_that_an_admin_was_quicker_with_is_his(monkeypatch):
     """Defect: his reason was overwritten, and the node given back once its checks passed."""
     world, slurm = on_slurm(4, 3)
-    drain = drains.drain
+    drain = drains.drain_node
 
     def admin_first(client, name, said):
         slurm.node_states[name], slurm.reasons[name] = {"IDLE", "DRAIN"}, "fan 2"
         return drain(client, name, said)
 
-    monkeypatch.setattr(drains, "drain", admin_first)
+    monkeypatch.setattr(drains, "drain_node", admin_first)
     tell(world, "n4", "bad", "gpu: 7 of 8", drain=True)
     world.run(10)
     tell(world, "n4", "good")

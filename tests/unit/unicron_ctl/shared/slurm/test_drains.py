@@ -38,31 +38,31 @@ class Slurm:
         self.reasons.append(reason)
 
 
-BAD = drains.reason(drains.HEALTH, "x")
+BAD = drains.drain_reason(drains.HEALTH, "x")
 
 
 @pytest.mark.parametrize("states", [["IDLE"], ["ALLOCATED"], ["MIXED"]])
 def test_a_node_in_service_is_drained_with_our_leader(states: list[str]) -> None:
     slurm = Slurm(info(*states))
-    said = drains.drain(slurm, "n1", drains.reason(drains.HEALTH, "gpu:\n 7 of  8"))
+    said = drains.drain_node(slurm, "n1", drains.drain_reason(drains.HEALTH, "gpu:\n 7 of  8"))
     assert slurm.reasons == ["unicron[health]: gpu: 7 of 8"] and said == f"n1 is drained: {slurm.reasons[0]}"
 
 
 @pytest.mark.parametrize("leader", [drains.HEALTH, drains.LOST])
 def test_a_reason_is_one_line_of_a_length_and_everybody_knows_it_for_ours(leader: str) -> None:
-    reason = drains.reason(leader, "a\r\nb\x0b" + "c" * 300)
+    reason = drains.drain_reason(leader, "a\r\nb\x0b" + "c" * 300)
     assert reason.startswith(f"{leader}: a b ccc") and len(reason) == drains.REASON_LENGTH
     assert drains.ours(info("IDLE", "DRAIN", reason=reason)) and drains.ours(info("DOWN", reason=reason))
     assert not drains.ours(info("IDLE", reason=reason)), "it is in service"
     assert OF_PROGRAMS.match(reason), "the simulator counts it as an outage"
-    odd = drains.reason(leader, "\x1b]0;gone\x07 Lüfter")
+    odd = drains.drain_reason(leader, "\x1b]0;gone\x07 Lüfter")
     assert odd == f"{leader}: \\x1b]0;gone\\x07 Lüfter", "sinfo prints a reason as it is"
 
 
 @pytest.mark.parametrize("reason", ["", "Not responding", "Node unexpectedly rebooted"])
 def test_a_node_that_slurm_itself_set_down_is_drained(reason: str) -> None:
     slurm = Slurm(info("DOWN", reason=reason))
-    drains.drain(slurm, "n1", BAD)
+    drains.drain_node(slurm, "n1", BAD)
     assert slurm.reasons == ["unicron[health]: x"]
 
 
@@ -78,17 +78,17 @@ def test_a_node_that_slurm_itself_set_down_is_drained(reason: str) -> None:
 )
 def test_a_node_that_is_out_of_service_is_left_as_it_is(node: NodeInfo, words: str) -> None:
     slurm = Slurm(node)
-    assert words in drains.drain(slurm, "n1", BAD) and not slurm.asked
+    assert words in drains.drain_node(slurm, "n1", BAD) and not slurm.asked
 
 
 def test_a_node_that_slurm_does_not_know_is_an_error() -> None:
     with pytest.raises(SlurmError, match="does not know node n1"):
-        drains.drain(Slurm(), "n1", BAD)
+        drains.drain_node(Slurm(), "n1", BAD)
 
 
 def test_another_tools_note_on_a_node_in_service_is_kept() -> None:
     slurm = Slurm(info("IDLE", "MAINTENANCE", reason="do not use after 6"))
-    drains.drain(slurm, "n1", BAD)
+    drains.drain_node(slurm, "n1", BAD)
     assert slurm.reasons == ["do not use after 6; unicron[health]: x"]
 
 
@@ -124,7 +124,7 @@ def test_nodes_that_drain_at_the_same_moment_are_no_more_than_the_limit_either()
     for most, done in ((4, ["n1", "not n1"]), (5, ["n1"])):
         cluster = Together(20, 0, "")
         with pytest.raises(drains.TooMany) if len(done) > 1 else contextlib.nullcontext():
-            drains.drain(cluster, "n1", BAD, most)
+            drains.drain_node(cluster, "n1", BAD, most)
         assert cluster.asked == done
 
 
@@ -142,7 +142,7 @@ def test_an_admins_drain_of_the_same_moment_stays() -> None:
 
     cluster = Taken(5, 0, "")
     with pytest.raises(drains.TooMany):
-        drains.drain(cluster, "n1", BAD, 2)
+        drains.drain_node(cluster, "n1", BAD, 2)
     assert cluster.asked == ["n1"]
 
 
@@ -158,7 +158,7 @@ def test_a_node_that_slurm_has_down_stays_down_where_there_are_too_many() -> Non
 
     cluster = Down(5, 0, "")
     with pytest.raises(drains.TooMany):
-        drains.drain(cluster, "n1", BAD, 2)
+        drains.drain_node(cluster, "n1", BAD, 2)
     assert cluster.asked == ["n1"]
 
 
@@ -173,10 +173,10 @@ def test_no_more_nodes_drain_themselves_than_the_limit_allows() -> None:
     ):
         cluster = Cluster(nodes, drained, reason)
         if allowed:
-            assert "is drained" in drains.drain(cluster, "n1", BAD, most=3)
+            assert "is drained" in drains.drain_node(cluster, "n1", BAD, most=3)
         else:
             with pytest.raises(drains.TooMany, match=f"{drained} nodes? (is|are) drained by checks"):
-                drains.drain(cluster, "n1", BAD, most=3)
+                drains.drain_node(cluster, "n1", BAD, most=3)
         assert cluster.asked == ["n1"] * allowed
 
 
@@ -208,7 +208,7 @@ def rows() -> list[list[str]]:
 
 def callers(of: str) -> set[tuple[str, str]]:
     """(file, function) of whoever calls this function of drains.py. Nobody may import it under another name."""
-    assert not where(r"slurm\.drains import .*\b(drain|reason)\b")
+    assert not where(r"slurm\.drains import .*\b(drain_node|drain_reason)\b")
     found = set()
     for file in where(rf"\bdrains\.{of}\("):
         for outer in ast.parse(SOURCES[file]).body:
@@ -221,7 +221,7 @@ def test_the_page_names_whoever_decides_on_a_drain_and_whoever_carries_it_out() 
     said = [re.findall(r"`([\w/]+\.py)`((?:,? `\w+`)+)", row[-1]) for row in rows()]
     named = {(file, function) for row in said for file, names in row for function in re.findall(r"\w+", names)}
     named = {(file, function) for file, function in named if not is_gone(file)}
-    assert len(said) == 5 and named == callers("reason") | callers("drain")
+    assert len(said) == 5 and named == callers("drain_reason") | callers("drain_node")
     starts = {script for row in rows() for script in re.findall(r"`(slurm_plugin/[\w./-]+)`", row[1])}
     assert starts == where(r"unicron_ctl\.nodes\.admission.* --at"), "scripts that run the program which drains"
 
