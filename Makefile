@@ -159,6 +159,7 @@ lint-text:
 	$(BIN)/python tools/reference_tables.py --check
 	$(BIN)/python tools/matrix.py --check
 	$(BIN)/python docs/pictures/draw.py --check
+	$(BIN)/python tools/draw_imports.py --check
 
 bench: system venv plugin   ## the figures that the project promises
 	$(BIN)/python -m benchmarks.run
@@ -186,4 +187,4 @@ leaderboard: system venv plugin peers   ## Unicron beside torchrun, torchft, NVR
 
 clean:           ## removes the virtual environment, caches and build outputs
 	-$(MAKE) -C slurm_plugin/spank clean
-	rm -rf $(VENV) .peers build ./*.egg-info src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .peers build ./*.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

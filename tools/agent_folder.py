@@ -36,7 +36,7 @@ FOLDER = ROOT / "build/unicron-agent"
 SPANK, CONTAINERS = ROOT / "slurm_plugin/spank", ROOT / "slurm_plugin/containers"
 WHEELS = ("click", "msgpack", "msgspec", "pyzmq", "xxhash")
 # Parts of the project that no agent and no rank imports
-NOT_OURS = ("cli", "controller", "lab", "unicron_planner", "sbatch_templates")
+NOT_OURS = ("cli", "controller", "lab", "reports", "tools", "web", "unicron_planner", "sbatch_templates")
 # Parts of the standard library that it has no use for, some of which would bring large libraries with them
 NOT_STANDARD = (
     "__pycache__ config-* curses dbm dist-packages distutils ensurepip idlelib lib2to3 pydoc_data site-packages "

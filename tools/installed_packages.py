@@ -3,6 +3,7 @@ the system packages (packaging/stage.py)."""
 
 from __future__ import annotations
 
+import configparser
 import importlib.metadata
 import shutil
 from pathlib import Path
@@ -34,7 +35,11 @@ def copy_project(target: Path, *left_out: str) -> None:
 
 
 def write_release(folder: Path, distribution: str, release: str) -> None:
-    """Writes by what the project in that folder knows its release (importlib.metadata)."""
+    """Writes by what the project in that folder knows its release and its rooms (importlib.metadata)."""
     about = folder / f"{distribution.replace('-', '_')}-{release}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {release}\n")
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    groups = (f"[{group}]\n{rows.strip()}\n" for group, rows in settings["options.entry_points"].items())
+    (about / "entry_points.txt").write_text("\n".join(groups))

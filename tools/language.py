@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("detector", "transition", "planner", "unicron_ctl")
+PACKAGES = sorted(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("*/unicron*/__init__.py"))
 STARTS = re.compile(r"(As|Of|The same|Those|It|Whose)\b")
 FIELDS = re.compile(r"\w+(, \w+)*: ")
 VERBS = frozenset(

@@ -27,7 +27,8 @@ from click.shell_completion import get_completion_class
 from reference_tables import SECTIONS, fields
 
 from unicron_ctl.agent.start.agent_main import cli as agent
-from unicron_ctl.cli.unicronctl import COMMANDS, unicronctl
+from unicron_ctl.cli.unicronctl import commands as every_command
+from unicron_ctl.cli.unicronctl import unicronctl
 from unicron_ctl.controller.unicrond import unicrond
 from unicron_ctl.shared.settings.variables import OF_JOBS, OF_PROGRAMS, Variable
 from unicron_ctl.shared.system.errors import FAILURE, FOUND, WRONG_USE
@@ -155,7 +156,9 @@ def summary(command: click.Command) -> str:
 def main_page() -> Page:
     """unicronctl(1): its commands with the page of each."""
     here = context(unicronctl, "unicronctl")
-    commands = ((f"\\fBunicronctl\\-{plain(name)}\\fR(1)", plain(COMMANDS[name][1])) for name in sorted(COMMANDS))
+    commands = (
+        (f"\\fBunicronctl\\-{plain(name)}\\fR(1)", plain(one.line)) for name, one in sorted(every_command().items())
+    )
     text = head("SYNOPSIS") + usage(here) + head("DESCRIPTION") + described(unicronctl)
     text += head("OPTIONS") + options(here) + head("COMMANDS") + terms(commands)
     text += statuses() + variables(OF_PROGRAMS) + see("unicron.toml(5)", "unicrond(8)", "unicron-plugin(8)")

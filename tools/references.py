@@ -26,7 +26,7 @@ FOLDERS = (
     "unicron",
     "unicron_ctl",
 )
-ROOTS = ("detector", "planner", "transition", "unicron", "unicron_ctl")  # of one package each
+ROOTS = sorted({path.parent.parent.name for path in ROOT.glob("*/unicron*/__init__.py")})  # of one package each
 PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)}|docs|unicron_\w+)/[\w/.-]+)`")
 REFERENCE = re.compile(r":(mod|class|func|meth|data|attr):`~?([\w.]+)`")
 

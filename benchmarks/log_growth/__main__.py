@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.log_growth.year import Year
 from benchmarks.marks import print_figure
 from unicron_ctl.controller.core.state_snapshot import read_state
-from unicron_ctl.controller.log.store import Store
+from unicron_ctl.shared.log.store import Store
 
 MONTH = 30
 LARGEST, LONGEST = 200.0, 5.0  # MB, and seconds of a start

@@ -21,9 +21,9 @@ import msgspec
 
 from benchmarks.marks import print_figure
 from unicron_ctl.cli.events import QUIET, Log
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.log.store import Store
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
+from unicron_ctl.shared.log.store import Store
 from unicron_ctl.shared.protocol import client
 
 TIMES, CHUNK, NODES = 20, 10_000, 64

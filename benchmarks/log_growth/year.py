@@ -12,12 +12,12 @@ from pathlib import Path
 
 from benchmarks.scale.history import DAY, Month, failures
 from unicron_ctl.controller.core.state_snapshot import freeze
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Record
-from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.fold import fold
 from unicron_ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, THIN_EVERY
 from unicron_ctl.shared.consensus import survivors_plan
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Record
+from unicron_ctl.shared.log.store import Store
 from unicron_ctl.shared.protocol.structs import Settings
 from unicron_ctl.shared.protocol.wire import Plan
 

@@ -26,7 +26,7 @@ from benchmarks.scale.agents import JOB
 from benchmarks.scale.lines import Failed, Sockets
 from benchmarks.scale.process import REPOSITORY, Controller, allow_descriptors, cores
 from benchmarks.scale.simulation import Simulation, names
-from unicron_ctl.cli.web.page_source import EXPLAIN_SECONDS, SCENARIO_SECONDS, STATUS, STATUS_SECONDS
+from unicron_ctl.web.page_source import EXPLAIN_SECONDS, SCENARIO_SECONDS, STATUS, STATUS_SECONDS
 
 WATCHERS = 10
 FORM_SECONDS, SETTLE_SECONDS, PAINT_SECONDS, BESIDE_SECONDS = 120.0, 60.0, 240.0, 120.0  # limits

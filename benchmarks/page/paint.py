@@ -18,10 +18,10 @@ from typing import Any
 
 from tests.support.browser import Browser
 from tests.support.web_page import ROOT, Site, busy_world
-from unicron_ctl.cli.web.page_source import STATUS
 from unicron_ctl.controller.api import answers
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.system.printable import clean
+from unicron_ctl.web.page_source import STATUS
 
 VISITS, ANSWERS, JOBS = 7, 15, 16
 FIGURES = """({

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.core.core import Core
-from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.server.server import PAUSE_SECONDS, RECEIVE_SECONDS, TICK_SECONDS
+from unicron_ctl.shared.log.store import Store
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_ctl.shared.settings.partitions import PartitionConfig

@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 
 from unicron_ctl.controller.core.state_snapshot import freeze, read_state
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.store import Store
-from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
 from unicron_ctl.controller.model.fold import fold
 from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.server.log_upkeep import SAVE_SECONDS
 from unicron_ctl.shared.consensus import survivors_plan
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.store import Store
+from unicron_ctl.shared.log.thinning import KEPT_FIRST, KEPT_LAST
 from unicron_ctl.shared.protocol.wire import Plan
 
 DAYS = 30

@@ -29,7 +29,7 @@ from benchmarks.scale.observing import observed_controller
 from benchmarks.scale.process import Controller, NotStarted, allow_descriptors, cores
 from benchmarks.scale.traced import Traced, schedule
 from benchmarks.scale.verdict import Judged, judge
-from unicron_ctl.controller.log.store import Store
+from unicron_ctl.shared.log.store import Store
 from unicron_planner.simulate.generate import LLAMA3_COUNTS, LLAMA3_PER_NODE_DAY, poisson
 
 FULL = 2048  # nodes of the run whose failures these are

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.scale.traced import Injected
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
 
 ACTIONS = {1: "isolate", 2: "restart", 3: "reattempt"}  # of each severity, the first time
 FOUND_SECONDS = 30.0  # a failure is looked for in the log that long after it happened

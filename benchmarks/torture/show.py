@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from unicron_ctl.cli.demo import console
+from unicron_ctl.lab.commands.demo import console
 from unicron_ctl.shared.system.live_region import LiveRegion
 
 

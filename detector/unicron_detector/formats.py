@@ -47,6 +47,6 @@ ZYGOTE = Format("the zygote's protocol", 1, 1)
 """Between an agent and its zygote, which is another release's where that was installed meanwhile: its ranks are then
 started cold. `unicron_detector.processes.zygote`."""
 LOG = Format("format", 4, 4)
-"""The event log with the saved states: `unicron_ctl.controller.log.store`."""
+"""The event log with the saved states: `unicron_ctl.shared.log.store`."""
 IMAGE = Format("image format", 3, 3)
 """Training state in memory and in checkpoints: `unicron_transition.snapshot.image_format`."""

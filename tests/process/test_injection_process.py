@@ -1,4 +1,4 @@
-"""`unicronctl inject` against real ranks, agents and a controller: each fault is caught for what it is, and healed."""
+"""Faults injected into real ranks, under real agents and a controller: each is seen as what it is, and healed."""
 
 from __future__ import annotations
 

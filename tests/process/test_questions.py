@@ -15,11 +15,11 @@ import zmq
 from tests.support.processes import wait_for
 from tests.support.scripted import ScriptedAgent, form
 from unicron_ctl.controller.api import answers
-from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.server import credentials
 from unicron_ctl.controller.server.server import Server
 from unicron_ctl.controller.server.sockets import bind
+from unicron_ctl.shared.log.store import Store
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_ctl.shared.protocol.encryption import new_pair
 from unicron_ctl.shared.settings.config import Config, ControllerConfig

@@ -4,13 +4,12 @@ checkpoint of one layout is gone on with in any other."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from sbatch_templates import gpt_options
-from tests.support.processes import call, of_a_world
+from tests.support.processes import of_a_world
 from tests.support.warm import Script
 
 PLAIN = Path(__file__).resolve().parents[1] / "support" / "plain_gpt.py"
@@ -131,26 +130,6 @@ def test_the_output_layer_of_its_own_is_the_same_in_every_layout_too(dataset, re
 
 
 UNTIED = ((1, []), (4, (TP + PP).split()))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        pytest.param(4, TP + PP + SHARDED, marks=pytest.mark.long),
-        pytest.param(2, "", marks=pytest.mark.long),
-        pytest.param(4, INTERLEAVED + SHARDED + OVERLAP, marks=pytest.mark.long),
-        pytest.param(2, PP + "--calculate-per-token-loss", marks=pytest.mark.long),
-    ],
-)
-def test_saved_gradients_are_those_of_one_process_with_the_whole_model(dataset, tmp_path, ranks, options):
-    """What the demo checks its recoveries with, for every layout."""
-    train(dataset, ranks, *options.split(), "--save-gradients", tmp_path, PLAIN_LAST="3")
-    assert len(list(tmp_path.glob("*.pt"))) == 2 * ranks
-    words = ["--data-path", dataset, *SMALL, *options.split()]
-    done = call(sys.executable, "-m", "unicron_ctl.lab.demo.verify", tmp_path, *words)
-    assert done.returncode == 0, done
-    assert all(0 < difference < 2e-7 for difference in json.loads(done.stdout).values()), done.stdout
-    assert list(json.loads(done.stdout)) == ["1", "2"]
 
 
 # ------------------------------------------------------------ dropout

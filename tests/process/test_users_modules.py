@@ -1,5 +1,5 @@
-"""A user's own `detector/`, `transition/` and `planner.py` beside the script are the user's, in both modes,
-also where a folder has no `__init__.py`."""
+"""A user's own `detector/`, `transition/`, `shared/`, `planner.py` and `protocol.py` beside the script are the user's,
+in both modes, also where a folder has no `__init__.py`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ USERS = (
     "detector/processes.py",
     "transition/mine.py",
     "planner.py",
+    "protocol.py",
+    "shared/mine.py",
     "unicron_ctl.py",
 )
 IMPORTS = """
-import detector, detector.processes, planner, transition.mine, unicron_ctl
-of_the_user = [each.WHOSE for each in (detector, detector.processes, planner, transition.mine, unicron_ctl)]
+import detector, detector.processes, planner, protocol, shared.mine, transition.mine, unicron_ctl
+modules = (detector, detector.processes, planner, protocol, shared.mine, transition.mine, unicron_ctl)
+of_the_user = [each.WHOSE for each in modules]
 """
 SESSION = f"""{IMPORTS}
 import torch

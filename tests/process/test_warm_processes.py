@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import is_alive, state_of, wait_for
-from tests.support.warm import Warm
+from tests.support.warm import OfAll, Warm
 from unicron_ctl.agent.ranks.zygote_client import TRIES, ZygoteClient
 from unicron_detector.processes.supervise import Child, adopt_orphans, reap_orphans
 
@@ -385,6 +385,19 @@ def test_imports_that_take_too_long_are_not_waited_for(script, begin, tmp_path, 
     gate.touch()
     warm.serve(lambda: warm.zygote.ready)
     assert run_warm(warm, tmp_path) == (0, "here\n", "")
+
+
+def test_the_tests_own_zygote_is_waited_for_however_busy_the_machine_is(script, tmp_path, monkeypatch):
+    """Defect: at a load of 33 its imports took 85 s of the 90 that any answer had, and the first test failed."""
+    monkeypatch.setattr("unicron_ctl.agent.ranks.zygote_client.LOAD_SECONDS", 0.3)
+    script("import time\ntime.sleep(1.0)\n", "slow.py")
+    path = script("import slow\nprint('here')\n")
+    warm = OfAll([str(path)])
+    try:
+        assert run_warm(warm, tmp_path, TINY_SCRIPT=str(path)) == (0, "here\n", "")
+    finally:
+        warm.close()
+        reap_orphans([])
 
 
 def test_eight_that_are_asked_for_at_once_are_all_warm_however_slow_the_look_at_the_files(

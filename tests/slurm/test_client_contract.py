@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from tests.support.processes import LIMIT, wait_for
-from unicron_ctl.cli import pair_test
+from unicron_ctl.controller.model.requests import Action
+from unicron_ctl.controller.server.worker import perform
 from unicron_ctl.lab.cluster import LocalCluster, binaries
 from unicron_ctl.lab.cluster.cluster_processes import Process, kill_all
-from unicron_ctl.shared.slurm import CommandLineClient, ElementInfo, PartitionInfo, SlurmClient, SlurmError
+from unicron_ctl.shared.slurm import CommandLineClient, ElementInfo, PartitionInfo, SlurmClient, SlurmError, drains
 from unicron_ctl.shared.slurm.pyslurm_backend import PyslurmClient, matching_pyslurm
 
 pytestmark = pytest.mark.slurm
@@ -86,6 +86,24 @@ def test_a_drained_node_gets_no_work_and_resume_takes_it_back(client: SlurmClien
     client.resume("n3")
     node = next(node for node in client.nodes() if node.name == "n3")
     assert "IDLE" in node.states and "DRAIN" not in node.states and node.reason == ""
+
+
+@pytest.mark.parametrize("state", ["DRAIN", "DOWN", "FAIL"])
+def test_what_an_admin_has_taken_out_keeps_its_reason(client: SlurmClient, cluster: LocalCluster, state: str) -> None:
+    words = ["scontrol", "update", "NodeName=n3", f"State={state}", "Reason=fan 2"]
+    subprocess.run(words, env=os.environ | cluster.env(), check=True, timeout=LIMIT)
+    try:
+        before = next(node for node in client.nodes() if node.name == "n3")
+        assert before.reason == "fan 2" and state in before.states
+        perform(client, Action("drain", "", -1, "n3", "bad", drains.drain_reason(drains.HEALTH, "gpu: 7 of 8")))
+        after = next(node for node in client.nodes() if node.name == "n3")
+        assert (after.states, after.reason) == (before.states, "fan 2")
+    finally:
+        client.resume("n3")
+    perform(client, Action("drain", "", -1, "n3", "bad", drains.drain_reason(drains.HEALTH, "gpu: 7 of 8")))
+    node = next(node for node in client.nodes() if node.name == "n3")
+    client.resume("n3")
+    assert "DRAIN" in node.states and node.reason == "unicron[health]: gpu: 7 of 8"
 
 
 def test_elements_of_arrays_and_plain_jobs_are_told_apart(
@@ -334,14 +352,3 @@ def test_nodes_are_named_in_slurms_own_notation(cluster: LocalCluster) -> None:
     assert client.hostnames(" ") == []
     with pytest.raises(SlurmError, match="write names like n1,n2"):
         client.hostnames("n[a]")
-
-
-def test_the_paired_test_takes_that_notation(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in cluster.env().items():
-        monkeypatch.setenv(name, value)
-    for more in ((), ("--helpers",)):
-        shown = CliRunner().invoke(pair_test.command, ["--dry-run", "--nodes", "n[2-5]", *more])
-        assert shown.exit_code == 0, shown.output
-        words = [word for word in shown.output.split() if word.startswith("--nodelist=")]
-        witnesses = ["--nodelist=n1,n6"] if more else []  # which nobody has named
-        assert words == ["--nodelist=n2,n3", "--nodelist=n4,n5", *witnesses]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import pwd
-import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import unicronctl, wait_for
+from tests.support.processes import wait_for
 from unicron_ctl.lab.cluster import LocalCluster
-from unicron_planner.simulate.history import COMMAND, load
+from unicron_planner.simulate import trace
+from unicron_planner.simulate.history import COMMAND, Costs, judge, load
 
 pytestmark = pytest.mark.slurm
 
@@ -70,9 +69,7 @@ def test_accounts_events_and_runs_are_read_as_they_are_printed(accounted: LocalC
     events = lambda: slurm(accounted, "sacctmgr", "-P", "show", "event")  # noqa: E731
     wait_for(lambda: "|n2|" in events(), "its event is in the database")
     (tmp_path / "events").write_text(events())
-    done = unicronctl("simulate", "--trace", str(tmp_path / "events"), "--save-trace", str(tmp_path / "trace"))
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^[\d.]+,fail,n2,", (tmp_path / "trace").read_text(), re.MULTILINE)
+    assert ("fail", "n2") in [(event.event, event.node) for event in trace.load(tmp_path / "events").events]
 
 
 @pytest.mark.wide
@@ -100,11 +97,7 @@ def test_a_lost_node_and_a_killed_job_in_the_history_of_slurmdbd(accounted: Loca
     for row in rows:
         row |= {key: earlier(row[key]) for key in ("Submit", "Start") if row["JobID"] == killed}
     table.write_text("\n".join("|".join(row) for row in ([*rows[0]], *(list(row.values()) for row in rows))))
-    figure = tmp_path / "saved.svg"
-    options = ("--setup-minutes", "0", "--checkpoint-minutes", "0", "--figure", str(figure), "--json")
-    done = unicronctl("simulate", "--from-sacct", str(table), *options)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = judge(load(table), Costs(setup=0.0, checkpoint=0.0)).to_dict()
     (first,), (then,) = runs(lost, "NODE_FAIL"), runs(killed, "FAILED")
     waits = [
         min(seconds(row["Start"]) for row in rows if row["JobID"] == lost and row != first) - seconds(first["End"]),
@@ -113,4 +106,3 @@ def test_a_lost_node_and_a_killed_job_in_the_history_of_slurmdbd(accounted: Loca
     assert told["causes"] == {"node_failed": 1, "killed_from_outside": 1}
     assert told["lost_node_hours"] == pytest.approx(2 * sum(waits) / 3600)
     assert told["lost_node_hours_with_unicron"] <= told["lost_node_hours"]
-    assert "<svg" in figure.read_text()

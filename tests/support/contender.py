@@ -13,11 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-from unicron_ctl.controller.log import records, term
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.log.store import StoreError
-from unicron_ctl.controller.log.term import Renewal, Tenure, clock
 from unicron_ctl.controller.server import standby
+from unicron_ctl.shared.log import records, term
+from unicron_ctl.shared.log.records import Event
+from unicron_ctl.shared.log.store import StoreError
+from unicron_ctl.shared.log.term import Renewal, Tenure, clock
 
 # As many turns as possible in the time that a test has.
 term.LEASE_SECONDS, term.RENEW_SECONDS, term.LOST_SECONDS, standby.POLL_SECONDS = 0.5, 0.1, 2.0, 0.05

@@ -14,11 +14,11 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, SOURCES
 
 ENTERED = "ENTERED_FILES"
 IDLE, BEFORE, HEALING, DUMP = range(4)
-PRODUCT = ("unicron", "unicron_ctl", "transition", "detector", "planner")
+PRODUCT = tuple(name for name in SOURCES if name != "sbatch_templates")
 
 
 def switch(folder: Path) -> mmap.mmap:

@@ -22,7 +22,7 @@ from msgspec import inspect
 
 from tests.support.hostile import alternatives
 from tests.support.processes import ROOT
-from unicron_ctl.controller.log import records
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import datagrams, peer_messages, shared_plans, wire
 from unicron_detector.formats import HINT, IMAGE, LOG, PROTOCOL, RANKS
 from unicron_detector.processes import rank_messages
@@ -128,8 +128,8 @@ def write_log(folder: Path) -> dict[str, Any]:
     """An event log of two jobs, one of which was disturbed, with two saved states. Returns what is in it."""
     from tests.support.world import World
     from unicron_ctl.controller.core.state_snapshot import freeze, read_state
-    from unicron_ctl.controller.log.store import Store
     from unicron_ctl.controller.model.fold import replay
+    from unicron_ctl.shared.log.store import Store
 
     world = World()
     disturbed, _ = world.start_job("1", nodes=3), world.start_job("2", nodes=2)

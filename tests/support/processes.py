@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from unicron_ctl.lab.cluster import ports
-
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("detector", "planner", "sbatch_templates", "transition", "unicron", "unicron_ctl")  # what a wheel is made of
 LIMIT = 90.0  # generous: the tests are about what happens, and the machine may be busy with something else
@@ -76,6 +74,8 @@ def of_a_world(ranks: int) -> list[dict[str, str]]:
 
     Nobody holds the port until rank 0 listens there, so it is none that Linux gives to outgoing connections.
     """
+    from unicron_ctl.lab.cluster import ports  # the unit tests need no lab
+
     port = str(ports.choose(1, uuid.uuid4().hex)[0])
     world = outside_slurm() | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]

@@ -8,8 +8,8 @@ import msgspec
 
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.core.core import Core
-from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import EVERYBODY, Asker
+from unicron_ctl.shared.log.store import Store
 
 
 def told(core: Core, what: str, asker: Asker = EVERYBODY, store: Store | None = None, **args: Any) -> Any:

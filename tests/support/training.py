@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.support.world import MICRO_BATCHES, World
-from unicron_ctl.controller.log.records import Event
 from unicron_ctl.shared.consensus.survivors_plan import deal
+from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.protocol import structs, wire
 
 USUAL = 0.4

@@ -21,6 +21,7 @@ from unicron_detector.processes.zygote import READ_IN_C
 
 SCRIPT = Path(__file__).resolve().with_name("tiny_gpt.py")
 LIMIT = 90.0
+LOAD_LIMIT = 600.0  # for the imports: six seconds of CPU, which took 85 s on two CPUs at a load of 33
 PROGRAMS = ("unicron_ctl.agent.loop.plain_ranks", "unicron_ctl.controller.unicrond")  # which run in forks, too
 
 
@@ -76,9 +77,9 @@ class Warm:
             adopt_orphans(False)
         return coming
 
-    def serve(self, done: Callable[[], bool]) -> None:
+    def serve(self, done: Callable[[], bool], limit: float = LIMIT) -> None:
         """Its part of an agent's loop, until then."""
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + limit
         while not done():
             assert time.monotonic() < deadline, f"the zygote does not answer: {self.why}"
             for descriptor in select.select(list(self._watched), [], [], 0.02)[0]:
@@ -105,6 +106,7 @@ class OfAll(Warm):
         cpus: frozenset[int] = frozenset(),
         surroundings: Surroundings | None = None,
     ) -> Coming | None:
+        self.serve(lambda: self.zygote.ready or bool(self.why), LOAD_LIMIT)  # or it has died
         if surroundings is not None:
             stdout, cpus = surroundings.stdout, surroundings.cpus
         own = {name: value for name, value in environment.items() if not READ_IN_C.fullmatch(name)}

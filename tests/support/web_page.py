@@ -11,16 +11,16 @@ from typing import Any
 
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.cli.web.page import Page
-from unicron_ctl.cli.web.page_server import HALF, Server
-from unicron_ctl.cli.web.page_sessions import Sessions
-from unicron_ctl.cli.web.page_source import Source
 from unicron_ctl.controller.api.answers import Unanswerable
-from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import Phase
+from unicron_ctl.shared.log.store import Store
 from unicron_ctl.shared.protocol.audience import Viewer
 from unicron_ctl.shared.system.errors import UserError
+from unicron_ctl.web.page import Page
+from unicron_ctl.web.page_server import HALF, Server
+from unicron_ctl.web.page_sessions import Sessions
+from unicron_ctl.web.page_source import Source
 
 ROOT = Asker(0, "root", admin=True)
 HOSTILE = "<img src=x onerror=document.title='taken'>"

@@ -11,8 +11,6 @@ from msgspec.structs import replace
 
 from tests.support import clock
 from unicron_ctl.controller.core.core import Core
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.log.thinning import redundant
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.fold import replay
@@ -20,6 +18,8 @@ from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.requests import Knock, Poll, Probe, Run
 from unicron_ctl.controller.server.worker import perform
 from unicron_ctl.shared.consensus.survivors_plan import deal
+from unicron_ctl.shared.log.records import Event
+from unicron_ctl.shared.log.thinning import redundant
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 from unicron_ctl.shared.protocol.reach import Reach
 from unicron_ctl.shared.settings.config import ControllerConfig

@@ -10,6 +10,7 @@ from pathlib import Path
 import jedi
 import pytest
 
+import unicron
 from tests.support.processes import ROOT
 from tests.unit.test_documents import tracked
 
@@ -57,3 +58,13 @@ def test_an_editor_finds_who_uses_a_name(path: str, name: str) -> None:
     )
     found = jedi.Script(path=file, project=jedi.Project(ROOT)).get_references(line, column)
     assert wanted <= {each.module_path for each in found}, wanted - {each.module_path for each in found}
+
+
+@pytest.mark.parametrize(
+    ("name", "home"), [*unicron._HOMES.items(), *((each, f"unicron.{each}") for each in unicron._MODULES)]
+)
+def test_an_editor_finds_what_scripts_import(name: str, home: str) -> None:
+    """`unicron` itself finds it when it is first used, which no editor can follow."""
+    script = jedi.Script(f"import unicron\nunicron.{name}", project=jedi.Project(ROOT))
+    (found,) = script.goto(2, len("unicron.") + 1, follow_imports=True)
+    assert found.full_name is not None and found.full_name.startswith(home)

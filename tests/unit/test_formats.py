@@ -25,10 +25,10 @@ from tests.support.processes import LIMIT, ROOT, wait_for
 from tests.support.world import FakeAgent, World
 from unicron_ctl.agent.connections.rank_socket import for_rank, from_rank
 from unicron_ctl.controller.core.state_snapshot import read_state
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.store import Store, StoreError
 from unicron_ctl.controller.server.server import Server
 from unicron_ctl.controller.server.sockets import bind
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.store import Store, StoreError
 from unicron_ctl.shared.protocol import datagrams, peer_messages, shared_plans, wire
 from unicron_ctl.shared.settings.config import Config, ControllerConfig
 from unicron_detector.failures.classify import Classifier

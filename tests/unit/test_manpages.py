@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from tests.support.processes import LIMIT, ROOT
 from unicron_ctl.agent.start.agent_main import cli as agent
-from unicron_ctl.cli.unicronctl import COMMANDS, unicronctl
+from unicron_ctl.cli.unicronctl import commands, unicronctl
 from unicron_ctl.controller.unicrond import unicrond
 from unicron_ctl.shared.settings.config import ControllerConfig, fields_of
 from unicron_ctl.shared.system import release
@@ -53,7 +53,7 @@ def setup_version() -> str:
 
 
 def test_each_command_has_a_page_with_every_option_of_its_help(files: dict[str, str]) -> None:
-    for name in COMMANDS:
+    for name in commands():
         command = unicronctl.get_command(click.Context(unicronctl), name)
         assert command is not None
         page = shown(files[f"man/man1/unicronctl-{name}.1"])

@@ -9,9 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import LIMIT, ROOT, SOURCES
+from tests.support.processes import LIMIT, ROOT, SOURCES, call
+from tests.support.rooms import LISTED, ROOMS
 
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+
+
+COPY = "import sys, agent_folder as a; a.copy_project(a.Path(sys.argv[1]), *a.NOT_OURS)"
+IMPORT_ALL = """import pkgutil, sys
+sys.path.insert(0, sys.argv[1])
+import unicron_ctl
+for module in pkgutil.walk_packages(unicron_ctl.__path__, "unicron_ctl."):
+    __import__(module.name)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +47,7 @@ def test_it_has_all_packages_whole_and_no_other(wheel: Path) -> None:
     kinds = ("*.py", "*.toml", "*.csv", "*.html", "*.css", "*.js")  # all of the page included
     roots = [ROOT / name for name in SOURCES if name != "sbatch_templates"]
     sources = {str(path.relative_to(root)) for root in roots for kind in kinds for path in root.rglob(kind)}
-    assert "unicron_ctl/cli/web/page.js" in sources and set(names) >= sources, sources - set(names)
+    assert "unicron_ctl/controller/unicrond.py" in sources and set(names) >= sources, sources - set(names)
     templates = {f"unicron/sbatch_templates/{path.name}" for path in (ROOT / "sbatch_templates").glob("*.[ps]*")}
     assert len(templates) > 12 and set(names) >= templates, templates - set(names)
 
@@ -61,3 +71,11 @@ def test_what_is_installed_works_without_the_checkout(wheel: Path, tmp_path: Pat
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Layout(") and "gpt_elastic.sbatch" in done.stdout
+
+
+def test_the_agents_folder_has_the_rooms_that_nodes_need_and_no_other(tmp_path: Path) -> None:
+    for code in (COPY, IMPORT_ALL):
+        done = call(sys.executable, "-c", code, tmp_path, cwd=ROOT / "tools")
+        assert done.returncode == 0, done.stderr
+    rooms = {path.name for path in (tmp_path / "unicron_ctl").iterdir() if path.is_dir() and path.name[0] != "_"}
+    assert rooms == {"agent", "doctor", "nodes", "shared"} - (LISTED.keys() - ROOMS)

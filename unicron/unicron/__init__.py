@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors, which cannot follow __getattr__
+    from unicron_transition.generations.layout import Layout as Layout
+    from unicron_transition.iteration.rank_process import init_process_group as init_process_group
+    from unicron_transition.iteration.result import StepResult as StepResult
+    from unicron_transition.session.session import Session as Session
+    from unicron_transition.snapshot.checkpoint import CheckpointError as CheckpointError
+    from unicron_transition.snapshot.checkpoint import Checkpoints as Checkpoints
 
 _HOMES = {
     "CheckpointError": "unicron_transition.snapshot.checkpoint",

@@ -1,1 +1,1 @@
-"""The three programs: unicronctl, unicrond and unicron-agent, and the private local Slurm cluster."""
+"""unicrond, unicron-agent and unicronctl: what they share, what each is, and the rooms behind the fence."""

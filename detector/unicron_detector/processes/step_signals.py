@@ -10,7 +10,8 @@ import _posixsubprocess
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # SIGINT for Ctrl-C in srun
@@ -28,17 +29,19 @@ def ignore_step_signals() -> list[signal.Signals]:
 # ---------------------------------------------------------------- what a rank starts
 FOR_THE_RANK = (signal.SIGUSR1, signal.SIGUSR2)
 _spared = False
+_before_fork = threading.local()  # the signals that this thread blocked before it forked
 
 
 def spare_helpers() -> None:
     """What this process starts from here on does not hear the signals for which it has a handler: a worker that loads
     data, a program. A fork ignores them, and may set a handler of its own. A program that is executed has them
-    blocked: it inherits no handler, and SIGUSR1 would end it."""
+    blocked: it inherits no handler, and SIGUSR1 would end it. SIGTERM is for a fork, too: one that comes before Python
+    has set up the fork waits until then, or Python would forget it."""
     global _spared
     if _spared:
         return
     _spared = True
-    os.register_at_fork(after_in_child=_ignore_handled)
+    os.register_at_fork(before=_block_handled, after_in_parent=_unblock, after_in_child=_ignore_handled)
     deaf = _blocking(_posixsubprocess.fork_exec)
     _posixsubprocess.fork_exec = deaf  # of multiprocessing
     if hasattr(subprocess, "_fork_exec"):
@@ -47,13 +50,22 @@ def spare_helpers() -> None:
     os.posix_spawnp = _blocking(os.posix_spawnp)
 
 
-def _handled() -> list[signal.Signals]:
-    return [number for number in FOR_THE_RANK if callable(signal.getsignal(number))]
+def _handled(numbers: Iterable[signal.Signals] = FOR_THE_RANK) -> list[signal.Signals]:
+    return [number for number in numbers if callable(signal.getsignal(number))]
+
+
+def _block_handled() -> None:
+    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handled((*FOR_THE_RANK, signal.SIGTERM)))
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
 
 
 def _ignore_handled() -> None:
     for number in _handled():
         signal.signal(number, signal.SIG_IGN)
+    _unblock()
 
 
 def _blocking(start: Callable[..., int]) -> Callable[..., int]:

@@ -111,7 +111,7 @@ def empty(path: str | Path, size: tuple[float, float]) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise PlanError("figures need matplotlib: pip install 'unicron-slurm[figures]', or use --html") from None
+        raise PlanError("figures need matplotlib: pip install 'unicron-slurm[sim]', or use --html") from None
     figure = Figure(figsize=size, dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -11,7 +11,7 @@ from benchmarks.scale.agents import Agent, Layout
 from benchmarks.scale.history import DAY, DAYS, failures, fill_month
 from benchmarks.scale.zmtp import Connection, Lost
 from tests.support.world import World
-from unicron_ctl.controller.log.store import Store
+from unicron_ctl.shared.log.store import Store
 from unicron_ctl.shared.protocol import shared_plans, wire
 
 LIMIT = 5.0

@@ -13,8 +13,8 @@ from benchmarks.scale.observed import compressed
 from benchmarks.scale.slurm import LiveSlurm, address_of
 from benchmarks.scale.traced import Injected, schedule
 from benchmarks.scale.verdict import judge
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.slurm.slurm_client import SlurmClient
 from unicron_detector.failures.classify import Classifier
 from unicron_detector.failures.fault_history import Policy

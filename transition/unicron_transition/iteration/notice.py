@@ -53,11 +53,11 @@ def _outlive_in_process() -> None:
     if outlives_notice():
         _rank = os.getpid()
         workers.outlive_sigterm()
+    workers.unblock_signals()
 
 
 def _settle_process(outlives: bool) -> None:
-    """In a process of multiprocessing that is no fork of the rank. Until now it has blocked SIGTERM."""
+    """In a process of multiprocessing that is no fork of the rank."""
     if outlives:
         outlive_notice()
     _outlive_in_process()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # that of a server that outlives it

@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing.popen_fork
 import multiprocessing.popen_forkserver
 import multiprocessing.popen_spawn_posix
+import multiprocessing.resource_tracker
 import os
 import re
 import signal
@@ -15,6 +16,8 @@ from typing import Any
 
 ENDS = signal.SIGRTMIN + 9  # ends such a process, as SIGTERM would
 END_SECONDS = 1.0  # for it to act on it
+_END_BIT = 1 << ENDS - 1  # in a mask of proc(5)
+_DEAF = (signal.SIGTERM, ENDS)  # what such a process blocks while it begins
 _POPEN: Any = multiprocessing.popen_fork.Popen
 _LATER: tuple[Any, ...] = (multiprocessing.popen_spawn_posix.Popen, multiprocessing.popen_forkserver.Popen)
 _handler: Callable[..., None]  # of SIGTERM, which does nothing
@@ -24,7 +27,12 @@ _of_torch = False  # this is a worker of torch's
 def outlive_sigterm() -> None:
     """From here on SIGTERM does nothing to this process, and :data:`ENDS` ends it."""
     signal.signal(ENDS, _end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def unblock_signals() -> None:
+    """The beginning of this process is over: what it blocked for that time, it blocks no more."""
+    if ENDS in signal.pthread_sigmask(signal.SIG_BLOCK, []):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF)
 
 
 def _end(*_: object) -> None:
@@ -37,9 +45,9 @@ def _end(*_: object) -> None:
 
 
 def keep_handler(handler: Callable[..., None], settle: Callable[[bool], None]) -> None:
-    """What multiprocessing starts while this is the handler of SIGTERM gets it, too. A fork blocks the signal until it
-    calls :func:`outlive_sigterm`, and any other process (`spawn`, `forkserver`) until it has called `settle`, before it
-    does anything else. `terminate` ends them all the same."""
+    """What multiprocessing starts while this is the handler of SIGTERM gets it, too. It blocks the signal until it
+    calls :func:`unblock_signals`: a fork first of all, any other process (`spawn`, `forkserver`) in `settle`, before
+    it does anything else. `terminate` ends them all the same."""
     global _handler
     _handler = handler
     _keep_in_torch()
@@ -62,22 +70,27 @@ def _keep_in_torch() -> None:
     def set_handlers(*arguments: Any) -> None:
         global _of_torch
         _of_torch = _outlives()
-        own(*arguments)
-        if _of_torch:
-            signal.signal(signal.SIGTERM, _handler)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # torch's handler would end it
+        try:
+            own(*arguments)
+            if _of_torch:
+                signal.signal(signal.SIGTERM, _handler)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     torch._set_worker_signal_handlers = set_handlers
 
 
 def _ending(terminate: Callable[..., None]) -> Any:
     def terminate_or_kill(self: Any) -> None:
-        if self.returncode is None and _has(self.pid, "SigCgt", ENDS):
-            os.kill(self.pid, ENDS)
-            self.wait(END_SECONDS)
-            if _has(self.pid, "SigCgt", ENDS):
-                self.kill()
-        elif self.returncode is None and _has(self.pid, "SigBlk", signal.SIGTERM):  # it begins
+        blocked, caught = _masks(self.pid) if self.returncode is None else (0, 0)  # both at once: it goes on meanwhile
+        if blocked & _END_BIT:  # it begins
             self.kill()
+        elif caught & _END_BIT:
+            self._send_signal(ENDS)
+            self.wait(END_SECONDS)
+            if _masks(self.pid)[1] & _END_BIT:
+                self.kill()
         else:
             terminate(self)
 
@@ -89,7 +102,8 @@ def _deaf(launch: Callable[..., None], settle: Callable[[bool], None] | None) ->
         outlives = _outlives()
         if settle is not None:
             process.unicron_settling = _Settling(settle, outlives)  # read last: behind its target
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM] if outlives else [])
+            multiprocessing.resource_tracker.ensure_running()  # starting it unblocks SIGTERM up to Python 3.13.0
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF if outlives else ())
         try:
             launch(self, process)
         finally:
@@ -108,11 +122,12 @@ class _Settling:
         return self._call
 
 
-def _has(pid: int, mask: str, number: int) -> bool:
-    """Whether a child blocks the signal (SigBlk), or has a handler for it (SigCgt; proc(5))."""
+def _masks(pid: int) -> tuple[int, int]:
+    """The signals that a child blocks, and those for which it has a handler (SigBlk and SigCgt of proc(5))."""
     try:
         with open(f"/proc/{pid}/status") as file:
-            found = re.search(rf"^{mask}:\s*([0-9a-f]+)", file.read(), re.MULTILINE)
+            found = re.findall(r"^Sig(?:Blk|Cgt):\s*([0-9a-f]+)", file.read(), re.MULTILINE)
     except OSError:
-        return False
-    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+        return 0, 0
+    blocked, caught = (int(mask, 16) for mask in found)
+    return blocked, caught

@@ -1,1 +1,1 @@
-"""One module for each `unicronctl` command; only the one that was asked for is imported."""
+"""`unicronctl`, and those of its commands that are needed to run a cluster."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from unicron_ctl.cli.times import moment
-from unicron_ctl.cli.trouble import named, nameless
+from unicron_ctl.shared.commands.times import moment
+from unicron_ctl.shared.commands.trouble import named, nameless
 from unicron_ctl.shared.slurm.host_lists import folded
 
 TOGETHER = 10.0  # seconds from the first of equal events to the last one of its line

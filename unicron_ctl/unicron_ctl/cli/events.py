@@ -13,7 +13,7 @@ import click
 
 from unicron_ctl.cli.event_groups import Event, Group, alone, line, line_of, together
 from unicron_ctl.cli.filter_options import Filters, filter_options
-from unicron_ctl.cli.options import controller_option
+from unicron_ctl.shared.commands.options import controller_option
 from unicron_ctl.shared.protocol.answer_schema import ASKED_TOO_MUCH, CUT, READ
 from unicron_ctl.shared.protocol.client import ask_controller
 from unicron_ctl.shared.system.columns import show, terminal_width

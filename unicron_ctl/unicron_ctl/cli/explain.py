@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import click
 
-from unicron_ctl.cli import status_tables
-from unicron_ctl.cli.options import controller_option
+from unicron_ctl.shared.commands import status_tables
+from unicron_ctl.shared.commands.alternative import alternative
+from unicron_ctl.shared.commands.options import controller_option
 from unicron_ctl.shared.protocol.answer_schema import Explanation
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
 from unicron_ctl.shared.system.columns import show
 from unicron_ctl.shared.system.printable import print_text
-
-
-def alternative(scenario: Any, job: str) -> Any:
-    """The planner's choice for the job at present and its second choice; None where it has none."""
-    from unicron_planner.problem.objective import PlanError
-    from unicron_planner.problem.scenario import from_dict
-    from unicron_planner.solver.explain import explain
-
-    try:
-        return explain(from_dict(scenario), job).to_dict()
-    except PlanError:  # the job has no nodes and no throughput yet
-        return None
 
 
 @click.command(name="explain")

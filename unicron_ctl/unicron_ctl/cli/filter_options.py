@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from unicron_ctl.cli.times import SINCE
+from unicron_ctl.shared.commands.times import SINCE
 
 Filters = dict[str, Any]  # what is asked for: arguments of a question
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from unicron_ctl.cli.options import controller_option
+from unicron_ctl.shared.commands.options import controller_option
 from unicron_ctl.shared.protocol.client import ask_controller
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text

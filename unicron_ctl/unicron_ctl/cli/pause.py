@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
 
 import click
 
-from unicron_ctl.cli.options import DURATION, controller_option
+from unicron_ctl.shared.commands.options import DURATION, controller_option
+from unicron_ctl.shared.commands.status_tables import paused_lines
 from unicron_ctl.shared.protocol.answer_schema import Paused
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
@@ -50,14 +50,3 @@ def _show(order: dict[str, object], as_json: bool, controller: str | None) -> No
     for line in paused_lines(told.until) or ["nothing is paused"]:
         print_text(line)
     print_text(", ".join(f"{name}: {mode}" for name, mode in told.modes.items()))
-
-
-def paused_lines(until: dict[str, float]) -> list[str]:
-    """What is paused, a line each. until: by partition; 0 for no end."""
-    found = []
-    for name, end in until.items():
-        what = f"partition {name}" if name else "everything"
-        command = f"unicronctl resume {name}".strip()
-        over = f"{datetime.fromtimestamp(end):%Y-%m-%dT%H:%M}" if end else f"`{command}`"
-        found.append(f"{what} is paused until {over}")
-    return found

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from unicron_ctl.cli.options import Number, controller_option
+from unicron_ctl.shared.commands.options import Number, controller_option
 from unicron_ctl.shared.protocol.client import ask_and_see
 from unicron_ctl.shared.settings.config_file import load
 from unicron_ctl.shared.settings.places import controller_address

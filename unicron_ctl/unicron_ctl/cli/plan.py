@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import click
 import msgspec
 
-from unicron_ctl.cli.options import controller_option
+from unicron_ctl.shared.commands.options import controller_option
 from unicron_ctl.shared.protocol.answer_schema import Ahead, Alternative, Assignment
 from unicron_ctl.shared.system.columns import Listing, show
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError

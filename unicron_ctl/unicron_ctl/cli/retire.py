@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from unicron_ctl.nodes.leftovers import leftovers, take_all_back
 from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.slurm.leftovers import leftovers, take_all_back
 from unicron_ctl.shared.slurm.slurm_client import SlurmError
 from unicron_ctl.shared.system.errors import UserError
 from unicron_ctl.shared.system.printable import print_text

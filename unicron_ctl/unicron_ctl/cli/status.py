@@ -9,9 +9,9 @@ import json
 
 import click
 
-from unicron_ctl.cli import status_tables
 from unicron_ctl.cli.filter_options import Filters, filter_options
-from unicron_ctl.cli.options import controller_option
+from unicron_ctl.shared.commands import status_tables
+from unicron_ctl.shared.commands.options import controller_option
 from unicron_ctl.shared.protocol.answer_schema import Status
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
 from unicron_ctl.shared.system.columns import show, terminal_width

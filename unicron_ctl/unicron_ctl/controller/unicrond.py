@@ -14,8 +14,6 @@ from pathlib import Path
 
 import click
 
-from unicron_ctl.controller.log.store import Damaged
-from unicron_ctl.controller.log.term import Claim, Renewal, Tenure
 from unicron_ctl.controller.server import journal
 from unicron_ctl.controller.server.sockets import Ports, bind
 from unicron_ctl.controller.server.standby import (
@@ -27,8 +25,10 @@ from unicron_ctl.controller.server.standby import (
     other_hosts,
     wait_for_claim,
 )
-from unicron_ctl.controller.server.state_copies import replace_damaged
 from unicron_ctl.controller.server.systemd import SystemdNotifier
+from unicron_ctl.shared.log.state_copies import replace_damaged
+from unicron_ctl.shared.log.store import Damaged
+from unicron_ctl.shared.log.term import Claim, Renewal, Tenure
 from unicron_ctl.shared.protocol import encryption
 from unicron_ctl.shared.settings import limits
 from unicron_ctl.shared.settings.config import Config, listen_problem, port_notes, rule_values

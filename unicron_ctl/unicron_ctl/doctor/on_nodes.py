@@ -23,9 +23,8 @@ from typing import IO, Annotated
 import msgspec
 
 from unicron_ctl.doctor.facts import COMPUTE, HostFacts, Question
-from unicron_ctl.nodes.pairs import why_not_idle
-from unicron_ctl.nodes.steps import END_SECONDS, Steps
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
+from unicron_ctl.shared.slurm.steps import END_SECONDS, Steps, why_not_idle
 from unicron_ctl.shared.system.addresses import listen_at, reason_of
 from unicron_ctl.shared.system.errors import one_line
 from unicron_ctl.shared.system.printable import printable

@@ -1,1 +1,1 @@
-"""Programs that run on compute nodes, or for them: admission checks and the paired test."""
+"""The admission checks of a node, as a program that Slurm starts there."""

@@ -23,98 +23,24 @@ import msgspec
 from unicron_ctl.shared.protocol.client import ask_controller
 from unicron_ctl.shared.settings.config import Config, skip_problem
 from unicron_ctl.shared.settings.config_file import understood
-from unicron_ctl.shared.slurm.slurm_client import NodeInfo, SlurmClient, slurms_own
-from unicron_ctl.shared.slurm.states import DRAINED
+from unicron_ctl.shared.slurm import drains
 from unicron_ctl.shared.system.errors import UserError, one_line
 from unicron_detector.health.checks import Settings, checks_of
 from unicron_detector.health.runner import Report, Result, run
-from unicron_detector.words import counted
 
-OURS = "unicron"  # as in controller.plan.placement, which is too much to import at every check
 PROVEN_BAD = 100
-LEADER = f"{OURS}[health]"
 BUDGET_SECONDS = 8.0
 USUAL_CONFIG = "/etc/unicron/unicron.toml"
-MOST_DRAINED = 10  # nodes that may be drained by their checks at a time, or a tenth of the cluster
 REPORT_SECONDS = 2.0  # for the controller's answer; a node must not wait for a controller that is away
-REASON_LENGTH = 200
-
-
-def drain_text(node: NodeInfo | None, why: str) -> tuple[str, str]:
-    """(the reason to drain the node with, "") or ("", why the node is left as it is). Another tool's reason is never
-    lost."""
-    if node is None:
-        return "", "Slurm does not know this node"
-    said = f"{LEADER}: {one_line(why)}"[:REASON_LENGTH]
-    slurms = slurms_own(node.reason)
-    if node.states & DRAINED:
-        return "", f"it is drained already ({node.reason or 'no reason given'})"
-    if "DOWN" in node.states and not slurms:  # it may be Slurm's own doing, whose words give way to ours
-        return "", f"it is down already ({node.reason})"
-    if not slurms and not node.reason.startswith(f"{OURS}["):
-        return f"{node.reason}; {said}", ""
-    return said, ""
-
-
-class TooMany(UserError):
-    """So many nodes are drained already that an admin must decide about one more."""
-
-
-def drain(client: SlurmClient, name: str, why: str, most: int | None = None) -> str:
-    """Drains the node in Slurm. Returns what was done, or why nothing was.
-
-    Raises SlurmError, and TooMany where `most` others, or a tenth of the cluster, are drained by their checks: a wrong
-    line of unicron.toml is wrong everywhere. The nodes of a large job check themselves at the same moment and see none
-    drained yet, so each looks again after its own drain and goes back where there are too many; all of them may. Their
-    reports reach the controller, which drains one after the other.
-    """
-    nodes = client.nodes()
-    reason, not_done = drain_text(_named(nodes, name), why)
-    if not reason:
-        return f"{name} is left as it is: {not_done}"
-    if most is not None:
-        _leave_room(nodes, name, most)
-    client.drain(name, reason)
-    if most is not None:
-        _look_again(client, name, reason, most)
-    return f"{name} is drained: {reason}"
-
-
-def _look_again(client: SlurmClient, name: str, reason: str, most: int) -> None:
-    """Gives the node back and raises TooMany where others were drained at the same moment."""
-    nodes = client.nodes()
-    try:
-        _leave_room(nodes, name, most)
-    except TooMany:
-        mine = _named(nodes, name)
-        if mine is not None and "DOWN" not in mine.states and mine.reason == reason:  # not an admin's by now
-            client.resume(name)
-        raise
-
-
-def _named(nodes: Sequence[NodeInfo], name: str) -> NodeInfo | None:
-    return next((node for node in nodes if node.name == name), None)
-
-
-def _leave_room(nodes: Sequence[NodeInfo], name: str, most: int) -> None:
-    """Raises TooMany where no other node may be drained by its check."""
-    others = sum(node.name != name and drained_by_check(node) for node in nodes)
-    most = max(most, len(nodes) // 10)
-    if others >= most:
-        drained = f"{counted(others, 'node')} {'is' if others == 1 else 'are'} drained by checks"
-        raise TooMany(f"{drained}, and no more than {most} may be")
-
-
-def drained_by_check(node: NodeInfo) -> bool:
-    """Whether the node is out of service for what its own check said."""
-    return bool(node.states & DRAINED) and LEADER in node.reason
 
 
 def report(where: str, node: str, source: str, found: Report, at: float, drain: bool = False) -> None:
     """Reports to the controller. `at`: this node's clock when the checks began. drain: a bad node is to be drained; the
     controller does it where the node could not. Raises UserError."""
     question = {"kind": "health", "node": node, "source": source, "verdict": found.verdict, "at": at, "drain": drain}
-    ask_controller({**question, "reason": one_line(found.reason)[:REASON_LENGTH]}, where, timeout=REPORT_SECONDS)
+    ask_controller(
+        {**question, "reason": one_line(found.reason)[: drains.REASON_LENGTH]}, where, timeout=REPORT_SECONDS
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,8 +118,12 @@ def _drain(options: argparse.Namespace, found: Report, log: _Log) -> bool:
 
     client = CommandLineClient(timeout=options.seconds * 0.25)
     try:
-        log(drain(client, options.node, found.reason, options.most_drained))
-    except TooMany as error:
+        log(
+            drains.drain_node(
+                client, options.node, drains.drain_reason(drains.HEALTH, found.reason), options.most_drained
+            )
+        )
+    except drains.TooMany as error:
         log(f"not drained: {error}")
         return False
     except UserError as error:
@@ -244,7 +174,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=_seconds, default=BUDGET_SECONDS, help="for everything together")
     parser.add_argument("--drain", choices=("on", "off"), default="on", help="drain a node that is proven bad")
     parser.add_argument("--state", default="", metavar="DIR", help="what the check of the kernel log keeps is there")
-    parser.add_argument("--most-drained", type=int, default=MOST_DRAINED, metavar="N", help="then it drains no more")
+    parser.add_argument(
+        "--most-drained", type=int, default=drains.MOST_DRAINED, metavar="N", help="then it drains no more"
+    )
     parser.add_argument(
         "--controller",
         metavar="ADDRESS",

@@ -108,6 +108,8 @@ if __name__ == "__main__":
         signal.signal(signal.SIGUSR1, lambda *_: heard.append("USR1"))
     import torch  # as in a rank
     from unicron_transition.iteration import notice
+    from unicron_transition.seams import workers
+    workers.END_SECONDS = 60  # a busy machine gives no process its turn within a second
     notice.outlive_notice()
     main(*sys.argv[1:])
 """
@@ -128,15 +130,104 @@ def test_what_a_rank_starts_outlives_the_signals_of_its_step(tmp_path: Path, han
     assert done.stderr == "", "torch does not call its workers' end a failure"
 
 
-def test_a_process_that_the_rank_forks_by_itself_ends_by_sigterm_as_ever(tmp_path: Path) -> None:
+BEGINNINGS = """
+import itertools, multiprocessing, os, signal, subprocess, sys, time
+
+def rest():
+    time.sleep(600)
+
+def soon_over():
+    pass
+
+def in_c():
+    sum(itertools.repeat(0, 10**10))  # a handler of Python's waits for its end
+
+def ended(target, after):
+    process = multiprocessing.get_context("fork").Process(target=target)
+    process.start()
+    time.sleep(after)
+    process.terminate()
+    process.join(30)
+    assert process.exitcode in (-signal.SIGTERM, -signal.SIGKILL), (process.exitcode, after)
+
+def at_any_time():
+    notice.outlive_notice()
+    for step in range(150):
+        ended(rest, step % 30 / 10_000)
+
+def starts_others():
+    notice.outlive_notice()
+    process = multiprocessing.get_context("fork").Process(target=at_any_time)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+def cannot_act():
+    notice.outlive_notice()
+    workers.END_SECONDS = 0.1
+    ended(in_c, 0.3)
+
+def first(how):
+    notice.outlive_notice()
+    process = multiprocessing.get_context(how).Process(target=soon_over)
+    process.start()
+    os.kill(process.pid, signal.SIGTERM)
+    process.join()
+    assert process.exitcode == 0, process.exitcode
+
+def torch_sets_its_handler():
+    from torch.utils.data import DataLoader, _utils
+    own = _utils.signal_handling._set_worker_signal_handlers
+    def slow():
+        own()
+        os.kill(os.getpid(), signal.SIGTERM)
+    _utils.signal_handling._set_worker_signal_handlers = slow
+    notice.outlive_notice()
+    assert len(list(DataLoader(range(8), num_workers=2))) == 8
+
+def forks_by_itself():
+    notice.outlive_notice()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # the signal is there before the fork has its first turn
+    for _ in range(20):
+        pid = os.fork()
+        if not pid:
+            rest()
+        os.kill(pid, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
+
+def is_for_the_rank_alone():
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(1))
+    os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    notice.outlive_notice()
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+def ends_a_group():
+    notice.outlive_notice()
+    group = subprocess.Popen(["sleep", "600"], preexec_fn=os.setsid)
+    os.killpg(group.pid, signal.SIGTERM)
+    assert group.wait(10) == -signal.SIGTERM
+
+if __name__ == "__main__":
+    from unicron_transition.iteration import notice
+    from unicron_transition.seams import workers
+    globals()[sys.argv[1]](*sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    "at_any_time starts_others cannot_act first-spawn first-forkserver torch_sets_its_handler forks_by_itself "
+    "is_for_the_rank_alone ends_a_group".split(),
+)
+def test_a_signal_finds_a_process_that_begins(tmp_path: Path, what: str) -> None:
+    """Defects: one that was through with its beginning while `terminate` looked at it lived on, and so did a fork of
+    the script's own to which SIGTERM came before its first turn. Slurm's SIGTERM ended the first process of spawn and
+    forkserver, and a worker of torch's while that set its own handler. A fork heard what was for the rank."""
     path = tmp_path / "train.py"
-    path.write_text(
-        "import os, signal, subprocess, time\nfrom unicron_transition.iteration import notice\n"
-        "notice.outlive_notice()\n"
-        "pid = os.fork()\nif not pid:\n    time.sleep(600)\ntime.sleep(0.2)\nos.kill(pid, signal.SIGTERM)\n"
-        "assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM\n"
-        "group = subprocess.Popen(['sleep', '600'], preexec_fn=os.setsid)\n"
-        "os.killpg(os.getpgid(group.pid), signal.SIGTERM)\nassert group.wait(10) == -signal.SIGTERM\n"
-    )
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=LIMIT, check=False)
+    path.write_text(BEGINNINGS)
+    command = [sys.executable, str(path), *what.split("-")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from unicron_ctl.cli import checkpoint
-from unicron_ctl.shared.system.errors import UserError
 from unicron_transition.snapshot.formats import below, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint
 
@@ -220,8 +218,8 @@ def test_one_that_is_not_finished_says_so_itself(tmp_path):
     """Defect: "no whole checkpoint of a format that is known", and that another one has one."""
     with pytest.raises(BadCheckpoint, match=r"; no .metadata: its saving was not finished$"):
         opening.index_of(of_dcp(tmp_path / "step-1500", whole=False))
-    with pytest.raises(UserError, match=r"; step-7-unfinished is beside it"):
-        checkpoint.show.callback(touch(tmp_path, "step-7-unfinished") and touch(tmp_path / "step-7", "a"), False)
+    with pytest.raises(BadCheckpoint, match=r"; step-7-unfinished is beside it"):
+        opening.index_of(touch(tmp_path, "step-7-unfinished") and touch(tmp_path / "step-7", "a"))
     index = opening.index_of(hugging_face(tmp_path / "tmp-checkpoint-5"))
     assert "by its name its saving was not finished" in index.common.doubt
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
-import re
 import resource
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import click.testing
 import numpy as np
 import pytest
 import torch
@@ -20,9 +17,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from unicron_ctl.cli.checkpoint import command
-from unicron_ctl.shared.protocol import client
-from unicron_ctl.shared.system.errors import UserError
 from unicron_transition.snapshot import foreign
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron_transition.snapshot.formats import convert, opening, pickles, verify, write_dcp
@@ -71,10 +65,6 @@ def torch_dist(folder: Path, out: Path) -> Path:
     write_dcp.write_torch_dist(at, index)
     (out / opening.TRACKER).write_text(str(index.iteration))
     return at
-
-
-def invoke(*words: object):
-    return click.testing.CliRunner().invoke(command, [str(word) for word in words], catch_exceptions=True)
 
 
 # ------------------------------------------------------------ there and back
@@ -249,40 +239,6 @@ def test_another_model_is_refused(tmp_path, saved):
         Checkpoints(tmp_path / "new", begin_from=tmp_path / "nothing").load(state)
 
 
-# ------------------------------------------------------------ the command
-def test_the_command_shows_converts_and_verifies(tmp_path, saved):
-    _, saves = saved
-    shown = json.loads(invoke("show", saves, "--json").output)
-    assert (shown["format"], shown["iteration"]) == ("unicron", 7)
-    assert {"name": "0.weight", "shape": [8, 5], "dtype": "float32"} in shown["tensors"]
-    assert invoke("export", saves, tmp_path / "out", "--format", "dcp").exit_code == 0
-    again = json.loads(invoke("show", tmp_path / "out", "--json").output)
-    assert sorted(again["tensors"], key=str) == sorted(shown["tensors"], key=str)
-    assert "all" in invoke("verify", tmp_path / "out").output
-    assert invoke("import", tmp_path / "out", tmp_path / "back").exit_code == 0
-    refused = invoke("export", saves, tmp_path / "out", "--format", "dcp")
-    assert isinstance(refused.exception, UserError) and "is there already" in str(refused.exception)
-    nothing = invoke("show", tmp_path / "nothing")
-    assert isinstance(nothing.exception, UserError) and "no whole checkpoint" in str(nothing.exception)
-
-
-@pytest.mark.parametrize("to", ["export", "import"])
-@pytest.mark.parametrize("form", ["unicron", "dcp"])
-def test_a_damaged_checkpoint_is_not_copied(tmp_path, saved, to, form):
-    """Defect: the copy had checksums of the damaged bytes, and was whole."""
-    _, folder = saved
-    if form == "dcp":
-        assert invoke("export", folder, tmp_path / "dcp", "--format", "dcp").exit_code == 0
-        folder = tmp_path / "dcp"
-    (data,) = [*folder.rglob("*.state"), *folder.rglob("*.distcp")] or [*folder.rglob("*")][-1:]
-    whole = data.read_bytes()
-    place = whole.find(bytes(opening.index_of(folder).tensors["0.weight"].read().tobytes())) + 5
-    data.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    refused = invoke(to, folder, tmp_path / "copy")
-    assert isinstance(refused.exception, UserError) and "checksum" in str(refused.exception)
-    assert not (tmp_path / "copy").exists()
-
-
 @pytest.mark.parametrize("root", ["", "app."])
 @pytest.mark.parametrize("optim", ["optim", "optimizer"])
 def test_an_optimizer_as_torch_saves_it_is_read(tmp_path, root, optim):
@@ -346,64 +302,6 @@ def test_a_half_written_checkpoint_of_megatrons_is_refused(tmp_path, saved):
 
 
 @pytest.fixture
-def scancel(tmp_path, monkeypatch):
-    """scancel(line): from now on it writes its words to a file, and does what the line says; that file is returned."""
-
-    def made(line: str) -> Path:
-        (tmp_path / "bin").mkdir()
-        program = tmp_path / "bin" / "scancel"
-        program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n{line}\n')
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-        return tmp_path / "words"
-
-    return made
-
-
-def test_a_running_job_is_asked_for_a_checkpoint_which_is_exported(tmp_path, saved, scancel):
-    state, saves = saved
-    Checkpoints(tmp_path / "later").save_last(state, 9)
-    words = scancel(f"cp -r {tmp_path}/later/iteration-00000009 {saves}")
-    done = invoke("export", "4711_2", tmp_path / "out", "--format", "dcp", "--from", saves, "--wait", 60)
-    assert done.exit_code == 0 and "iteration 9" in done.output
-    assert words.read_text().split() == ["--state=RUNNING", "--signal=USR2", "4711_2"]
-    assert opening.index_of(tmp_path / "out").iteration == 9
-
-
-def test_a_running_job_says_itself_where_it_saves(tmp_path, saved, scancel, monkeypatch):
-    state, saves = saved
-    asked = []
-    told = iter(["", "/no/such", str(saves)])
-    monkeypatch.setattr(
-        client, "ask_controller", lambda question: asked.append(question) or {"checkpoints": next(told)}
-    )
-    Checkpoints(tmp_path / "later").save_last(state, 9)
-    scancel(f"cp -r {tmp_path}/later/iteration-00000009 {saves}")
-    for says in ("does not say where it saves", "there is no such folder here"):
-        refused = invoke("export", "4711_2", tmp_path / "out")
-        assert isinstance(refused.exception, UserError) and says in str(refused.exception)
-        assert "--from" in str(refused.exception) and not (tmp_path / "words").exists()
-    assert invoke("export", "4711_2", tmp_path / "out", "--wait", 60, "--format", "dcp").exit_code == 0
-    assert asked[-1] == {"kind": "explain", "job": "4711"} and opening.index_of(tmp_path / "out").iteration == 9
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("true", "no new checkpoint was whole .* after 0.1 s: see the job's log"),
-        ("echo Invalid job id >&2; exit 1", "job 4711 was not asked for a checkpoint: Invalid job id"),
-    ],
-)
-def test_a_job_that_writes_none_is_told_of_and_no_old_one_is_exported(tmp_path, saved, scancel, line, says):
-    scancel(line)
-    refused = invoke("export", "4711", tmp_path / "out", "--from", saved[1], "--wait", 0.1)
-    assert isinstance(refused.exception, UserError) and re.search(says, str(refused.exception))
-    assert not (tmp_path / "out").exists()
-    unnamed = invoke("export", "4711", tmp_path / "out")
-    assert isinstance(unnamed.exception, UserError) and "with --from" in str(unnamed.exception)
-
-
-@pytest.fixture
 def little_room():
     """No file grows over 256 KiB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -423,23 +321,21 @@ def test_nothing_is_left_of_what_finds_no_room(tmp_path, form, there, request):
     if there:
         out.mkdir(parents=True)
     request.getfixturevalue("little_room")
-    more = ("--format", form) if form != "import" else ("--names", "megatron")
-    refused = invoke("export" if form != "import" else form, tmp_path / "in", out, *more)
-    assert isinstance(refused.exception, UserError), refused
-    wanted = f"{out} cannot be written (File too large): make room, or give another folder"
-    assert str(refused.exception) == wanted
+    index = opening.index_of(tmp_path / "in")
+    with pytest.raises(BadCheckpoint) as refused:
+        convert.import_(index, out, "megatron") if form == "import" else convert.export(index, out, form)
+    assert str(refused.value) == f"{out} cannot be written (File too large): make room, or give another folder"
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
         ["in", "model.safetensors", *(["deep", "out"] if there else [])]
     )
 
 
 def test_a_plain_module_is_not_written_for_megatron(tmp_path, saved):
-    refused = invoke("export", saved[1], tmp_path / "out")
-    assert isinstance(refused.exception, UserError)
-    assert "write --format dcp or safetensors" in str(refused.exception)
+    with pytest.raises(BadCheckpoint, match="write --format dcp or safetensors"):
+        convert.export(opening.index_of(saved[1]), tmp_path / "out", "torch_dist")
     assert not (tmp_path / "out").exists()
-    named = invoke("export", saved[1], tmp_path / "out", "--format", "dcp", "--names", "llama")
-    assert isinstance(named.exception, UserError) and "leave --names out" in str(named.exception)
+    with pytest.raises(BadCheckpoint, match="leave --names out"):
+        convert.export(opening.index_of(saved[1]), tmp_path / "out", "dcp", "llama")
 
 
 MEASURED = """

@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.processes import LIMIT
 from unicron_ctl.cli import ping, unicronctl
-from unicron_ctl.cli.options import DURATION
 from unicron_ctl.cli.plan import by_id
+from unicron_ctl.shared.commands.options import DURATION
 from unicron_ctl.shared.system.addresses import named, resolve
 from unicron_ctl.shared.system.errors import UserError
 from unicron_planner.problem.objective import PlanError
@@ -79,13 +79,13 @@ def test_an_unknown_command_is_wrong_use(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "unicronctl: No such command 'nix'. (see 'unicronctl --help')\n"
 
 
-@pytest.mark.parametrize("name", sorted(unicronctl.COMMANDS))
+@pytest.mark.parametrize("name", sorted(unicronctl.commands()))
 def test_every_command_of_the_table_exists_and_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert unicronctl.run("unicronctl", unicronctl.unicronctl, [name, "--help"]) == 0
     assert f"Usage: unicronctl {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", sorted(unicronctl.COMMANDS))
+@pytest.mark.parametrize("name", sorted(unicronctl.commands()))
 def test_examples_stand_on_lines_of_their_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert unicronctl.run("unicronctl", unicronctl.unicronctl, [name, "--help"]) == 0
     told = capsys.readouterr().out.split("Options:")[0].splitlines()
@@ -100,6 +100,14 @@ def cpu_seconds_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def test_a_start_of_unicronctl_imports_no_paths_and_no_urls() -> None:
+    """Each command pays for what this module imports; pathlib alone brings a dozen modules."""
+    script = "import sys, click; had = set(sys.modules); import unicron_ctl.cli.unicronctl; print({*sys.modules} - had)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT)
+    assert "unicron_ctl.shared.system.release" in done.stdout, done.stderr
+    assert "'pathlib'" not in done.stdout and "'urllib" not in done.stdout, done.stdout
+
+
 def test_help_is_instant_and_imports_nothing_heavy() -> None:
     script = (
         "import sys; from unicron_ctl.cli.unicronctl import run, unicronctl; run('u', unicronctl, ['--help']); "
@@ -111,7 +119,7 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT)
         took.append(cpu_seconds_of_children() - began)
         assert done.stdout.splitlines()[-1] == "[]", done.stdout
-    assert all(name in done.stdout for name in unicronctl.COMMANDS)
+    assert all(name in done.stdout for name in unicronctl.commands())
     assert statistics.median(took) < 0.5  # 0.1 s on an idle machine
 
 

@@ -14,13 +14,13 @@ from click.testing import CliRunner
 
 from tests.support.world import FakeSlurm, World
 from unicron_ctl.cli import event_groups, events
-from unicron_ctl.cli.times import SINCE, duration, moment, short
 from unicron_ctl.controller.api import answers
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log import store as stores
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.shared.commands.times import SINCE, duration, moment, short
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log import store as stores
+from unicron_ctl.shared.log.records import Event
+from unicron_ctl.shared.log.store import Store
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.answer_schema import ASKED_TOO_MUCH
 from unicron_ctl.shared.system import columns
@@ -269,7 +269,7 @@ def test_times_as_people_write_them(monkeypatch: pytest.MonkeyPatch, text: str, 
         def now(cls, tz: Any = None) -> Clock:
             return cls.fromtimestamp(NOW.timestamp(), tz)
 
-    monkeypatch.setattr("unicron_ctl.cli.times.datetime", Clock)
+    monkeypatch.setattr("unicron_ctl.shared.commands.times.datetime", Clock)
     assert SINCE.convert(text, None, None) == NOW.timestamp() - seconds_ago
 
 

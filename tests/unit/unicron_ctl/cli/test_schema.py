@@ -66,7 +66,7 @@ def commands_with_json(group: click.Group, before: str = "") -> Iterator[str]:
 
 def test_every_command_of_the_list_has_a_schema() -> None:
     listed = CliRunner().invoke(unicronctl, ["schema"]).output.splitlines()
-    assert {"status", "jobs", "nodes", "events", "explain", "plan", "simulate", "config check", "demo"} <= set(listed)
+    assert {"status", "jobs", "nodes", "events", "explain", "plan", "config check"} <= set(listed)
     assert set(listed) == set(commands_with_json(unicronctl))
     for name in listed:
         assert "$defs" in schema(*name.split()), name

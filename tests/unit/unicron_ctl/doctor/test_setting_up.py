@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from unicron_ctl.cli.setup import command
 from unicron_ctl.doctor.facts import PluginFacts
 from unicron_ctl.doctor.first_file import Wish, unicron_toml
 from unicron_ctl.doctor.plugstack import lines_of
 from unicron_ctl.doctor.setting_up import Site, plugin_line, slurm_conf_lines, steps
+from unicron_ctl.doctor.setup_command import command
 from unicron_ctl.doctor.slurm_lines import WANTED
 from unicron_ctl.shared.settings.config import Config, ControllerConfig, fields_of
 from unicron_ctl.shared.settings.config_file import examine, parse

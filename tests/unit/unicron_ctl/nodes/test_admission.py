@@ -1,59 +1,14 @@
-"""The admission program's decisions: who is drained, and what is reported."""
+"""The admission program: its status, and what it reports."""
 
 from __future__ import annotations
-
-import contextlib
-from dataclasses import replace
 
 import msgspec
 import pytest
 
-from tests.support.clock import START
-from unicron_ctl.controller.model.requests import OURS
 from unicron_ctl.controller.nodes.readmission import Report
 from unicron_ctl.nodes import admission
-from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.system.errors import UserError
 from unicron_detector.health.checks import Settings
-
-
-def info(*states: str, reason: str = "") -> NodeInfo:
-    return NodeInfo("n1", frozenset(states), reason, "127.0.0.1", 1, START, 0)
-
-
-@pytest.mark.parametrize("states", [["IDLE"], ["ALLOCATED"], ["MIXED"]])
-def test_a_node_in_service_is_drained_with_our_leader(states: list[str]) -> None:
-    assert admission.drain_text(info(*states), "gpu:\n 7 of  8") == ("unicron[health]: gpu: 7 of 8", "")
-
-
-def test_the_leader_is_the_one_that_the_controller_takes_for_ours() -> None:
-    assert admission.LEADER.startswith(f"{OURS}[")
-
-
-def test_a_node_that_slurm_itself_set_down_is_drained() -> None:
-    for reason in ("", "Not responding", "Node unexpectedly rebooted"):
-        assert admission.drain_text(info("DOWN", reason=reason), "x") == ("unicron[health]: x", "")
-
-
-@pytest.mark.parametrize(
-    ("node", "words"),
-    [
-        (info("IDLE", "DRAIN", reason="NHC: fan"), "drained already (NHC: fan)"),
-        (info("IDLE", "DRAIN", reason="unicron[health]: old"), "drained already (unicron[health]: old)"),
-        (info("DOWN", reason="bad board, ticket 7"), "down already (bad board, ticket 7)"),
-        (info("DOWN", reason="unicron[node_problem]: lost"), "down already"),
-        (None, "does not know"),
-    ],
-)
-def test_a_node_that_is_out_of_service_is_left_as_it_is(node: NodeInfo | None, words: str) -> None:
-    reason, why = admission.drain_text(node, "x")
-    assert reason == "" and words in why
-
-
-def test_another_tools_note_on_a_node_in_service_is_kept() -> None:
-    assert admission.drain_text(info("IDLE", reason="do not use after 6"), "x")[0] == (
-        "do not use after 6; unicron[health]: x"
-    )
 
 
 def state(tmp_path) -> list[str]:
@@ -141,92 +96,3 @@ def test_the_usual_configuration_is_read_where_none_is_named(tmp_path, monkeypat
     assert admission._usual_config() == str(tmp_path / "unicron.toml")
     monkeypatch.setenv("UNICRON_CONFIG", "/nonexistent")
     assert admission._usual_config() is None
-
-
-class Cluster:
-    """A Slurm whose other nodes are drained."""
-
-    def __init__(self, nodes: int, drained: int, reason: str) -> None:
-        names = [f"n{number}" for number in range(1, nodes + 1)]
-        self.asked: list[str] = []
-        self.listed = [
-            NodeInfo(name, frozenset({"IDLE", "DRAIN"} if 1 <= i <= drained else {"IDLE"}), reason, "h", 1, START, 0)
-            for i, name in enumerate(names)
-        ]
-
-    def nodes(self) -> list[NodeInfo]:
-        return self.listed
-
-    def drain(self, node: str, reason: str) -> None:
-        self.asked.append(node)
-
-
-def test_nodes_that_drain_at_the_same_moment_are_no_more_than_the_limit_either() -> None:
-    """The prologs of a large job run at once, and all see that nobody is drained."""
-
-    class Together(Cluster):
-        def nodes(self) -> list[NodeInfo]:
-            drained = [f"n{number}" for number in range(1, 6)] if self.asked else []
-            reason, states = "unicron[health]: memory", frozenset({"IDLE", "DRAIN"})
-            return [replace(n, states=states, reason=reason) if n.name in drained else n for n in self.listed]
-
-        def resume(self, node: str) -> None:
-            self.asked.append(f"not {node}")
-
-    for most, done in ((4, ["n1", "not n1"]), (5, ["n1"])):
-        cluster = Together(20, 0, "")
-        with pytest.raises(admission.TooMany) if len(done) > 1 else contextlib.nullcontext():
-            admission.drain(cluster, "n1", "memory", most)
-        assert cluster.asked == done
-
-
-def test_an_admins_drain_of_the_same_moment_stays() -> None:
-    class Taken(Cluster):
-        def nodes(self) -> list[NodeInfo]:
-            said = "fan; do not resume" if self.asked else ""
-            return [
-                replace(self.listed[0], states=frozenset({"IDLE", "DRAIN"} if said else {"IDLE"}), reason=said),
-                *(
-                    replace(n, states=frozenset({"IDLE", "DRAIN"}), reason="x; unicron[health]: y") if said else n
-                    for n in self.listed[1:]
-                ),
-            ]
-
-    cluster = Taken(5, 0, "")
-    with pytest.raises(admission.TooMany):
-        admission.drain(cluster, "n1", "memory", 2)
-    assert cluster.asked == ["n1"]
-
-
-def test_a_node_that_slurm_has_down_stays_down_where_there_are_too_many() -> None:
-    """Nobody takes it: no more is taken by its drain, and a resume would give it back."""
-
-    class Down(Cluster):
-        def nodes(self) -> list[NodeInfo]:
-            mine = replace(self.listed[0], states=frozenset({"DOWN"}), reason="Low RealMemory")
-            reason, states = "unicron[health]: memory", frozenset({"IDLE", "DRAIN"})
-            others = [replace(n, states=states, reason=reason) for n in self.listed[1:]] if self.asked else []
-            return [mine, *(others or self.listed[1:])]
-
-    cluster = Down(5, 0, "")
-    with pytest.raises(admission.TooMany):
-        admission.drain(cluster, "n1", "memory", 2)
-    assert cluster.asked == ["n1"]
-
-
-def test_no_more_nodes_drain_themselves_than_the_limit_allows() -> None:
-    """A line of [health] that is wrong is wrong on every node."""
-    for nodes, drained, reason, allowed in (
-        (20, 2, "unicron[health]: x", True),
-        (20, 3, "unicron[health]: x", False),
-        (20, 9, "fan", True),
-        (50, 4, "unicron[health]: x", True),
-        (50, 5, "unicron[health]: x", False),
-    ):
-        cluster = Cluster(nodes, drained, reason)
-        if allowed:
-            assert "is drained" in admission.drain(cluster, "n1", "memory", most=3)
-        else:
-            with pytest.raises(admission.TooMany, match=f"{drained} nodes? (is|are) drained by checks"):
-                admission.drain(cluster, "n1", "memory", most=3)
-        assert cluster.asked == ["n1"] * allowed

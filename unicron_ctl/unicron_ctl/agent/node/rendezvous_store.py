@@ -59,7 +59,7 @@ class StoreProcess:
         warn: Callable[[str], None],
     ):
         self._python = python_of(command)
-        # -m puts the working folder first in sys.path; a folder `transition` of the user's there must not be taken.
+        # -m puts the working folder first in sys.path; the user's `signal.py` there must not be taken.
         self._environment = {**environment, "PYTHONSAFEPATH": "1"}
         self._fork, self._watch, self._unwatch, self._told, self._warn = fork, watch, unwatch, told, warn
         self._coming: Coming | None = None

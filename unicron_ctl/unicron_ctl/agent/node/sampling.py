@@ -70,7 +70,7 @@ class Sampling:
     def _start(self, now: float) -> None:
         self._tries += 1
         command = [sys.executable, "-m", "unicron_detector.health.sampler", f"--seconds={self._seconds}"]
-        # The working folder leads with -m; a folder `detector` of the user's there must not be taken.
+        # The working folder leads with -m; a module of the user's there, such as `signal.py`, must not be taken.
         environment = {**os.environ, "PYTHONPATH": package_path({}), "PYTHONSAFEPATH": "1"}
         environment.pop("PYTHONHOME", None)  # the user's may be another Python's
         try:

@@ -16,7 +16,19 @@ from unicron_ctl.controller.api.job_answers import explanation, failure_answer, 
 from unicron_ctl.controller.api.live_scenario import scenario
 from unicron_ctl.controller.api.node_answers import visible_nodes
 from unicron_ctl.controller.api.observed_savings import observed_lines
-from unicron_ctl.controller.api.questions import (
+from unicron_ctl.controller.api.week_answer import report
+from unicron_ctl.controller.core.core import Core
+from unicron_ctl.controller.job import injection
+from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.controller.model.job_state import Failure
+from unicron_ctl.controller.model.view import Outcome
+from unicron_ctl.controller.nodes import isolation, readmission
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.naming import KINDS_WITH_NODES
+from unicron_ctl.shared.log.store import Store, Wanted
+from unicron_ctl.shared.protocol import answer_schema as schema
+from unicron_ctl.shared.protocol.audience import LAST_FAILURES
+from unicron_ctl.shared.protocol.questions import (
     EventsQuestion,
     ExplainQuestion,
     Filters,
@@ -27,18 +39,6 @@ from unicron_ctl.controller.api.questions import (
     ResumeOrder,
     StatusQuestion,
 )
-from unicron_ctl.controller.api.week_answer import report
-from unicron_ctl.controller.core.core import Core
-from unicron_ctl.controller.job import injection
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.naming import KINDS_WITH_NODES
-from unicron_ctl.controller.log.store import Store, Wanted
-from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.model.job_state import Failure
-from unicron_ctl.controller.model.view import Outcome
-from unicron_ctl.controller.nodes import isolation, readmission
-from unicron_ctl.shared.protocol import answer_schema as schema
-from unicron_ctl.shared.protocol.audience import LAST_FAILURES
 from unicron_ctl.shared.settings.partitions import DEFAULT
 from unicron_ctl.shared.system.release import release
 

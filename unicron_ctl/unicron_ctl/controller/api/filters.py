@@ -12,12 +12,12 @@ from bisect import bisect
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from unicron_ctl.controller.api import privacy
-from unicron_ctl.controller.api.questions import Filters
 from unicron_ctl.controller.core.core import Core
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import Failure
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import answer_schema as schema
+from unicron_ctl.shared.protocol.questions import Filters
 from unicron_ctl.shared.slurm.host_lists import hosts
 
 COMPARED = 128  # names that a wrong one is compared with

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unicron_ctl.controller.api import privacy
-from unicron_ctl.controller.api.questions import NoArguments
 from unicron_ctl.controller.core.core import Core
-from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.plan import planning
 from unicron_ctl.controller.plan.inputs import fixed, inputs, usable_nodes
+from unicron_ctl.shared.log.store import Store
 from unicron_ctl.shared.protocol.answer_schema import Scenario, ScenarioCluster, ScenarioJob
+from unicron_ctl.shared.protocol.questions import NoArguments
 
 
 def scenario(core: Core, store: Store, question: NoArguments, asker: Asker) -> Scenario:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from unicron_ctl.controller.core.core import Core
-from unicron_ctl.controller.log import savings
-from unicron_ctl.controller.log.records import ObservedWeek
-from unicron_ctl.controller.log.store import Store
+from unicron_ctl.shared.log import savings
+from unicron_ctl.shared.log.records import ObservedWeek
+from unicron_ctl.shared.log.store import Store
 
 log = logging.getLogger("unicron.controller")
 MOMENT = 3600.0  # seconds: "in 0.0 days" says nothing

@@ -5,12 +5,12 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unicron_ctl.controller.api.observed_savings import observed_lines
-from unicron_ctl.controller.api.questions import ReportQuestion
 from unicron_ctl.controller.core.core import Core
-from unicron_ctl.controller.log.store import Store
-from unicron_ctl.controller.log.week import KINDS, week
 from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.shared.log.store import Store
+from unicron_ctl.shared.log.week import KINDS, week
 from unicron_ctl.shared.protocol.answer_schema import Report
+from unicron_ctl.shared.protocol.questions import ReportQuestion
 from unicron_ctl.shared.settings.config import ControllerConfig
 
 

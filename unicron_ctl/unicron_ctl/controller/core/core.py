@@ -27,9 +27,6 @@ from unicron_ctl.controller.job.modes import mode_of
 from unicron_ctl.controller.job.runtime import JobRuntime
 from unicron_ctl.controller.judge import node_failures as judge_nodes
 from unicron_ctl.controller.judge.judge import judge
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event, Record
-from unicron_ctl.controller.log.savings import PLAN
 from unicron_ctl.controller.model import allocation
 from unicron_ctl.controller.model.agent_view import Route
 from unicron_ctl.controller.model.asker import EVERYBODY, Asker
@@ -45,6 +42,9 @@ from unicron_ctl.controller.nodes import isolation, readmission
 from unicron_ctl.controller.plan import reconcile, slurm_actions
 from unicron_ctl.controller.sense import iterations, outliers
 from unicron_ctl.controller.sense.sensors import When
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event, Record
+from unicron_ctl.shared.log.savings import PLAN
 from unicron_ctl.shared.protocol import datagrams, wire
 from unicron_ctl.shared.protocol.reach import Reach
 from unicron_ctl.shared.settings.config import ControllerConfig

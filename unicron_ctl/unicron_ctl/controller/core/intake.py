@@ -11,7 +11,6 @@ from unicron_ctl.controller.job.confirmation import Waiting
 from unicron_ctl.controller.job.orders import ending
 from unicron_ctl.controller.job.runtime import JobRuntime
 from unicron_ctl.controller.judge import node_failures as judge_nodes
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.agent_view import AgentView, Route
 from unicron_ctl.controller.model.asker import Asker
@@ -20,6 +19,7 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.quotas import OF_NODE_EVENTS, Written
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.sense import members
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import datagrams, structs, wire
 from unicron_ctl.shared.settings.partitions import OFF
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo

@@ -7,11 +7,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event, Record
-from unicron_ctl.controller.log.thinning import KEPT_FIRST, KEPT_LAST
 from unicron_ctl.controller.model.quotas import OF_A_JOB, OF_AN_OWNER, Written
 from unicron_ctl.controller.model.view import View
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event, Record
+from unicron_ctl.shared.log.thinning import KEPT_FIRST, KEPT_LAST
 
 log = logging.getLogger("unicron.controller")
 STEPS_KEPT = KEPT_FIRST + KEPT_LAST  # of one run

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from unicron_ctl.controller.log.store import STATES, Progress, Store, StoreError, nothing, told
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.shared.log.store import STATES, Progress, Store, StoreError, nothing, told
 from unicron_detector.failures.fault_history import Policy
 
 log = logging.getLogger("unicron.controller")

@@ -21,12 +21,12 @@ from itertools import islice
 
 from unicron_ctl.controller.failure_detector import probes
 from unicron_ctl.controller.failure_detector.probes import ANSWER_SECONDS, ROUND_SECONDS, Tick
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import AGENT_DIED
 from unicron_ctl.controller.model.requests import Knock
 from unicron_ctl.controller.model.suspicion import OWN, Answer, EndingNode, Key, Suspicion
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.reach import Reach
 from unicron_ctl.shared.slurm.states import ASLEEP, OCCUPIES, TAKEN_OUT
 

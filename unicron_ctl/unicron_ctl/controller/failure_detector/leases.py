@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from unicron_ctl.controller.failure_detector import ending_nodes, probes, quorum, self_suspicion
 from unicron_ctl.controller.failure_detector.probes import ANSWER_SECONDS, ROUND_SECONDS, Tick
 from unicron_ctl.controller.failure_detector.verdict import BY_LEASE, Evidence, judge_silence
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import What
 from unicron_ctl.controller.model.job_state import NODE_ENDED, AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.model.suspicion import Suspicion
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.shared.log import records
 
 MISSING_SECONDS = 0.5  # between two looks for agents that have not come back to a restarted controller
 

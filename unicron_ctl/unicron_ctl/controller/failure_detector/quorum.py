@@ -14,10 +14,10 @@ from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import ProgressWatch
 from unicron_ctl.controller.model.pacing import look_again
-from unicron_ctl.controller.model.requests import OURS
 from unicron_ctl.controller.model.view import Order, Outcome, View
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.wire import Plan
+from unicron_ctl.shared.slurm.drains import OURS
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo, slurms_own
 from unicron_ctl.shared.slurm.states import DOWN, OCCUPIES
 
@@ -196,7 +196,7 @@ def _taken_down(info: NodeInfo) -> str:
     """
     if "POWERED_DOWN" in info.states:
         return f"{info.name} is POWERED_DOWN"
-    by_hand = "DOWN" in info.states and "DRAIN" not in info.states and not info.reason.startswith(f"{OURS}[")
+    by_hand = "DOWN" in info.states and "DRAIN" not in info.states and not info.reason.startswith(OURS)
     said = by_hand and not slurms_own(info.reason.rpartition(" : ")[2])
     return f"{info.name} was set DOWN: {info.reason}" if said else ""
 

@@ -15,11 +15,11 @@ from collections.abc import Collection, Mapping
 from itertools import chain
 
 from unicron_ctl.controller.failure_detector import quorum
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED
 from unicron_ctl.controller.model.suspicion import Suspicion
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.shared.log import records
 
 LEAST = 4  # nodes below which most is no crowd
 WINDOW_LEASES = 2.0  # within which the last words of nodes that fell silent together lie

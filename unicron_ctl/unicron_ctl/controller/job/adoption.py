@@ -20,7 +20,6 @@ from unicron_ctl.controller.failure_detector import quorum
 from unicron_ctl.controller.job.candidates import forming_slots, missing_places, of_another_size, waiting_elements
 from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.runtime import JobRuntime
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, AgentRecord, JobState, Phase
@@ -28,6 +27,7 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication.cuts import behind
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import shared_plans, wire
 from unicron_ctl.shared.slurm.states import OCCUPIES
 from unicron_detector.words import all_of

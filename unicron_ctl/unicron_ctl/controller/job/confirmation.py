@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import Route
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Listing, Outcome, View
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.states import OCCUPIES

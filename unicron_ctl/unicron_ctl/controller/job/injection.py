@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import random
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.answer_schema import Injected
 from unicron_detector.chaos import inject

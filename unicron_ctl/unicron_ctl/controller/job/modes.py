@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from unicron_ctl.controller.job.candidates import waiting_elements
 from unicron_ctl.controller.job.deciding import decided
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import healing_modes
 from unicron_ctl.controller.model.agent_view import keeps
 from unicron_ctl.controller.model.job_state import JobState, Phase
@@ -22,6 +21,7 @@ from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.state_machine import Event
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication.script_states import newest_saved
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_detector.words import counted
 

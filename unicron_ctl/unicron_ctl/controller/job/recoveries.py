@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job_state import Failure, JobState
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.shared.log import records
 
 
 def report_healed(view: View, job: JobView) -> Outcome:

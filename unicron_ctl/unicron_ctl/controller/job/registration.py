@@ -16,7 +16,6 @@ import msgspec
 
 from unicron_ctl.controller.job import confirmation
 from unicron_ctl.controller.job.orders import ending
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView, Route
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
@@ -24,6 +23,7 @@ from unicron_ctl.controller.model.live import READY
 from unicron_ctl.controller.model.submission import another
 from unicron_ctl.controller.model.view import Listing, Outcome, Send, View
 from unicron_ctl.controller.plan import job_layouts
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import ranges, wire
 from unicron_ctl.shared.protocol.encryption import is_key
 from unicron_ctl.shared.protocol.structs import Settings

@@ -10,7 +10,6 @@ from unicron_ctl.controller.job.job_ledger import JobLedger, PlainSteps
 from unicron_ctl.controller.job.modes import NewcomersSaid
 from unicron_ctl.controller.job.orders import Letter
 from unicron_ctl.controller.job.spares import SparesSaid
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.iteration_account import Account
 from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
@@ -19,6 +18,7 @@ from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.replication.cuts import Cuts
 from unicron_ctl.controller.sense.sensors import SensorMemory
 from unicron_ctl.controller.sense.timing import JobTimes
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_ctl.shared.system.throttle import Throttle

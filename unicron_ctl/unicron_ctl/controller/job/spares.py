@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import CAN_ENTER
 from unicron_ctl.controller.model.job_state import Failure, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.shared.log import records
 from unicron_transition.generations import layout
 
 OWN_SECONDS = 1.0  # for a lost process to be there again before a spare takes its place: about what that takes

@@ -9,7 +9,6 @@ from unicron_ctl.controller.job.candidates import remaining
 from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.modes import Happening
 from unicron_ctl.controller.judge.remedies import start_rank
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.job_view import JobView
@@ -19,6 +18,7 @@ from unicron_ctl.controller.replication.fetching import fetch_orders, fetched_fr
 from unicron_ctl.controller.replication.forming import formed, left_behind, taken_over, without_match
 from unicron_ctl.controller.replication.script_states import newest_saved
 from unicron_ctl.shared.consensus import survivors_plan
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.wire import Plan
 from unicron_transition.generations import layout

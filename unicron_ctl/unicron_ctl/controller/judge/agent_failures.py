@@ -5,7 +5,6 @@ from __future__ import annotations
 from unicron_ctl.controller.failure_detector.verdict import CLOSED
 from unicron_ctl.controller.judge import evidence
 from unicron_ctl.controller.judge.remedies import escalate, failure_of, inside_of, keeps_node, leave_node, start_rank
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.job_state import (
     AGENT_DIED,
@@ -17,12 +16,13 @@ from unicron_ctl.controller.model.job_state import (
     Phase,
 )
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.requests import LOST
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import isolation
 from unicron_ctl.controller.sense import fencing
 from unicron_ctl.controller.sense.members import ended_with_block, given_up, taken_away
 from unicron_ctl.controller.sense.slurm_states import describe
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.slurm import drains
 from unicron_detector.failures import escalation, escalation_table
 from unicron_detector.failures.escalation_table import ISOLATE, MOVE, NOTHING, REATTEMPT, RESTART
 from unicron_detector.failures.fault_history import Decision
@@ -47,7 +47,7 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
         return out
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
     out.record(state, _node_lost(view, agent.node, element, lost))
-    text = f"{LOST}: lost heartbeat of {state.label(element)}"
+    text = drains.drain_reason(drains.LOST, f"lost heartbeat of {state.label(element)}")
     isolation.take_out(view, state, element, agent.node, records.THIS_FAILURE, text, out)
     return out
 
@@ -113,7 +113,8 @@ def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
             reason=f"{failure.record.reason}; then {lost}",
         )
         out.record(state, amended)
-    text = f"{LOST}: its slurmd was not reached after the agent of {state.label(element)} ended"
+    why = f"its slurmd was not reached after the agent of {state.label(element)} ended"
+    text = drains.drain_reason(drains.LOST, why)
     isolation.take_out(view, state, element, agent.node, failure.id if failure is not None else 0, text, out)
     return out
 

@@ -7,10 +7,10 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.node_state import NodeState, SeenEvent
 from unicron_ctl.controller.model.view import View
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.structs import Fault
 from unicron_ctl.shared.protocol.wire import NodeEvent
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo

@@ -22,14 +22,14 @@ from unicron_ctl.controller.judge.evidence import (
     merge_verdicts,
     pids_on,
 )
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import Failure, JobState
 from unicron_ctl.controller.model.node_state import NodeState, SeenEvent
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.protocol.wire import NodeEvent
 from unicron_ctl.shared.system.errors import one_line
 from unicron_ctl.shared.system.throttle import NAMES, Throttle

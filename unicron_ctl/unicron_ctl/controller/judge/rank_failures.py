@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from unicron_ctl.controller.judge import evidence, faulty_micro_batches
 from unicron_ctl.controller.judge.remedies import escalate, failure_of, inside_of, leave_node, start_rank, with_remedy
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import isolation
 from unicron_ctl.controller.sense.members import taken_away
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.structs import Exit
 from unicron_detector.failures.escalation_table import END_JOB, ISOLATE, MOVE, REATTEMPT, RESTART
 from unicron_detector.failures.fault_history import WHOLE_JOB, Decision

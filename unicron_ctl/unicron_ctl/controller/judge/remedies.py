@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from unicron_ctl.controller.judge import faulty_micro_batches
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import isolation
+from unicron_ctl.shared.log import records
 from unicron_detector.failures import escalation
 from unicron_detector.failures.escalation import as_fault
 from unicron_detector.failures.escalation_table import END_JOB, ISOLATE, MOVE, RESTART

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.model import node_state, slurm_rules
 from unicron_ctl.controller.model.cluster_state import ClusterState, Deferred, Mark, PlanReport
 from unicron_ctl.controller.model.job_state import JobState
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
 from unicron_detector.failures import escalation_table
 from unicron_detector.failures.escalation import apply_failed, withhold_isolation
 from unicron_detector.failures.fault_history import WHOLE_JOB, Decision, Fault

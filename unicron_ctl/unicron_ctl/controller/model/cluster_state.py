@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from unicron_ctl.controller.log.records import ObservedWeek
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.node_state import NodeState
+from unicron_ctl.shared.log.records import ObservedWeek
 from unicron_detector.failures.fault_history import History
 
 TAKES_KEPT = 5000

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.model import cluster_rules, job_rules, slurm_rules
 from unicron_ctl.controller.model import node_state as node_rules
 from unicron_ctl.controller.model.cluster_state import ClusterState
@@ -19,6 +17,8 @@ from unicron_ctl.controller.model.job_state import Decided
 from unicron_ctl.controller.model.node_state import NodeState
 from unicron_ctl.controller.model.requests import OF_ELEMENTS
 from unicron_ctl.controller.model.state_machine import PHASES
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
 
 
 class Unfoldable(Exception):

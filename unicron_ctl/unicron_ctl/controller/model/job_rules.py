@@ -9,9 +9,9 @@ from itertools import repeat
 
 import msgspec
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.model.job_state import AgentRecord, Ending, Failure, Identity, JobState, Phase, SlotState
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
 from unicron_detector.failures import escalation_table
 
 SUPERSEDED_KEPT = 20_000  # of one job: several times as many as it can have elements

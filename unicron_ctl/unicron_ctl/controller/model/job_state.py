@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from unicron_ctl.controller.log.records import FailureDetected
-from unicron_ctl.controller.log.thinning import RECENT_STEPS
 from unicron_ctl.controller.model import healing_modes as modes
 from unicron_ctl.controller.model.healing_modes import Mode
+from unicron_ctl.shared.log.records import FailureDetected
+from unicron_ctl.shared.log.thinning import RECENT_STEPS
 from unicron_ctl.shared.protocol.structs import RESTART, Settings
 from unicron_ctl.shared.protocol.wire import Plan
 from unicron_transition.generations.layout import replicas

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.model.requests import LOST
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
+from unicron_ctl.shared.slurm.drains import LOST
 
 NODE_EVENTS_KEPT = 20
 MARKS_KEPT = 200

@@ -7,10 +7,10 @@ that, and no other job and no node is touched by it. Whoever asks Slurm for some
 
 from __future__ import annotations
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.requests import Action
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.settings.partitions import ACT, Rules, strictest
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from unicron_ctl.shared.slurm.squeue import names_of
 
-OURS = "unicron"  # how comments and reasons that this tool wrote begin
+OURS = "unicron"  # how comments that this tool wrote begin
 RELEASED = f"{OURS}: released"
-LOST = f"{OURS}[node_problem]"  # how the reason of a node begins that was taken out of service because it was lost
 ON_NODES = ("down", "drain", "resume")  # actions that change a node
 OF_ELEMENTS = (
     "requeue",

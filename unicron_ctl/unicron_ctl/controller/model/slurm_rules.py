@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.model.cluster_state import HOLDS, REQUEUES, TAKES, ClusterState, Intent, Mark, Pin, Take
 from unicron_ctl.controller.model.job_rules import leave_with_block
 from unicron_ctl.controller.model.job_state import AgentRecord, Avoided, JobState, Refused
 from unicron_ctl.controller.model.node_state import OUT
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.slurm.squeue import names_of
 
 

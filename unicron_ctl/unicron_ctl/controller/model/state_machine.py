@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import enum
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job_state import Phase
+from unicron_ctl.shared.log import records
 
 
 class Event(enum.StrEnum):

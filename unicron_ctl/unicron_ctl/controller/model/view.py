@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from unicron_ctl.controller.log.records import Record
 from unicron_ctl.controller.model.agent_view import AgentView, Route
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.finding import Finding
@@ -15,6 +14,7 @@ from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import Live, LiveJob
 from unicron_ctl.controller.model.suspicion import Suspicions
+from unicron_ctl.shared.log.records import Record
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_ctl.shared.settings.partitions import Rules

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.cluster_state import GIVES_BACK, Mark
 from unicron_ctl.controller.model.requests import Action
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_detector.words import counted
 

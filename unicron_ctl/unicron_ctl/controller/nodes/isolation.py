@@ -15,23 +15,22 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.cluster_state import Mark
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.node_state import NodeState
-from unicron_ctl.controller.model.requests import LOST, OURS, Action, Run
+from unicron_ctl.controller.model.requests import Action, Run
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import bounds, readmission
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.slurm import drains
 from unicron_ctl.shared.slurm.admin_comment import HELD
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.slurm.states import OCCUPIES, TAKEN_OUT
 from unicron_ctl.shared.system.errors import one_line
 from unicron_detector.words import counted
 
-HEALTH = f"{OURS}[health]"
-REASON_LENGTH = 200  # characters of a node's reason in Slurm
 AWAY_SECONDS = 60.0  # without an answer of Slurm's, after which an admin is called
 DRAIN_SECONDS = 5.0  # for a node that is proven bad to drain itself; then it is drained from here
 
@@ -163,7 +162,7 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
     why = "a dead node must get no work"
     if shared:
         why = f"{why}; {shared}: drained, Slurm itself sets it down"
-        text = f"{text}; {shared.partition(' (')[0]}: drained, Slurm itself sets it down"[:REASON_LENGTH]
+        text = f"{text}; {shared.partition(' (')[0]}: drained, Slurm itself sets it down"[: drains.REASON_LENGTH]
     action = Action("drain" if shared else "down", job.job, job.block_of(element), node, why, text)
     state, not_done = ("DRAIN", "drained") if shared else ("DOWN", "set down")
     if barred := permission.withheld(view, action, out):
@@ -224,24 +223,22 @@ def _too_many(view: View, node: str, state: str, out: Outcome) -> str:
 
 
 # ---------------------------------------------------------------- living nodes
-def drain(view: View, node: str, text: str, out: Outcome) -> bool:
-    """Asks Slurm to drain a living node; what runs there goes on. False when a limit forbids it.
+def _drain(view: View, node: str, text: str, out: Outcome) -> None:
+    """Asks Slurm to drain a living node, unless a limit forbids it; what runs there goes on.
 
     Only on the word of root, of Slurm or of an admin: never on what a user's process says.
     """
-    action = Action("drain", "", -1, node, "a node that is proven bad must get no more work", text[:REASON_LENGTH])
+    action = Action("drain", "", -1, node, "a node that is proven bad must get no more work", text)
     if permission.withheld(view, action, out):
-        return False
-    why = _too_many(view, node, "DRAIN", out)
-    if why:
+        return
+    if why := _too_many(view, node, "DRAIN", out):
         known = view.state.withheld.get(node)
         if known is None or view.now - known.at >= view.config.isolation_window_seconds:
             said = f"{node} is not drained although {text}: {why}"
             out.record(None, records.IsolationWithheld(node=node, slots=[], reason=said))
-        return False
+        return
     out.record(None, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
     out.requests.append(Run((action,), urgent=True))
-    return True
 
 
 def proven_bad(view: View) -> Outcome:
@@ -255,17 +252,16 @@ def proven_bad(view: View) -> Outcome:
         news = report.at > known.resumed_at and seen is not None and seen.asked_at > report.at
         if not news:
             continue
-        if info.states & TAKEN_OUT:
-            if info.reason.startswith(HEALTH):
-                text = info.reason
-                out.record(None, records.Isolated(node=name, reason=f"{name} has drained itself: {text}"))
-                intent = records.SlurmAction(
-                    action="drain", element=-1, node=name, slurm_reason=text, reason=f"{name} has drained itself"
-                )
-                out.record(None, intent)
-                out.record(None, records.SlurmDone(action="drain", node=name, reason=text))
-        elif view.now - report.at >= DRAIN_SECONDS:
-            drain(view, name, f"{HEALTH}: {report.reason}", out)
+        text = info.reason
+        if info.states & TAKEN_OUT and drains.is_from_checks(text):
+            out.record(None, records.Isolated(node=name, reason=f"{name} has drained itself: {text}"))
+            intent = records.SlurmAction(
+                action="drain", element=-1, node=name, slurm_reason=text, reason=f"{name} has drained itself"
+            )
+            out.record(None, intent)
+            out.record(None, records.SlurmDone(action="drain", node=name, reason=text))
+        elif not drains.taken(info) and view.now - report.at >= DRAIN_SECONDS:
+            _drain(view, name, drains.drain_reason(drains.HEALTH, report.reason), out)
     return out
 
 
@@ -309,7 +305,7 @@ def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out
         if known.going_down and owed and not late and name not in waited_for:
             why = "Slurm refused it before" if known.refused else "it was not done before"
             drain = known.drained or bool(_others(view, name))  # since it was asked for they may have begun there
-            action = Action(_action(drain), known.refused_for, -1, name, why, known.reason or LOST)
+            action = Action(_action(drain), known.refused_for, -1, name, why, known.reason or drains.LOST)
             if barred := permission.withheld(view, action, out):
                 said = f"{action.label}: not allowed: {barred}"
                 out.record(None, records.SlurmFailed(action=action.action, element=-1, node=name, reason=said))
@@ -321,8 +317,7 @@ def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out
 
 def _only_drained(known: NodeState, info: NodeInfo) -> bool:
     """The node was drained by this tool before, and is to be set down now that nothing else runs there."""
-    ours = "DRAIN" in info.states and info.reason.startswith(f"{OURS}[")
-    return ours and not known.drained and "DOWN" not in info.states
+    return drains.ours(info) and not known.drained and "DOWN" not in info.states
 
 
 def _action(drained: bool) -> str:

@@ -14,13 +14,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.node_state import PASSING, HealthReport, NodeState
-from unicron_ctl.controller.model.requests import OURS, Action, Knock
+from unicron_ctl.controller.model.requests import Action, Knock
 from unicron_ctl.controller.model.view import SUSPECT_SECONDS, Outcome, View
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import answer_schema
+from unicron_ctl.shared.slurm.drains import ours
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
-from unicron_ctl.shared.slurm.states import TAKEN_OUT
 
 REFRESH_SECONDS = 3600.0  # a report that says nothing new is recorded this often; in between only its age is kept
 # slurmd runs its checks as it starts, before or after the moment that Slurm calls its start, which has whole seconds.
@@ -139,7 +139,7 @@ def nodes_back(view: View, gate: Gate, out: Outcome) -> list[Action]:
             said = f"{name} was given back to Slurm by somebody else"
             out.record(None, records.NodeResumed(node=name, by_others=True, reason=said))
             continue
-        admission = _back(view, gate, node, out) if _ours(node) and not known.going_down else None
+        admission = _back(view, gate, node, out) if ours(node) and not known.going_down else None
         if admission is not None and admission.admit:
             gate.verified[name] = admission.verified
             found.append(Action("resume", "", -1, name, f"{name} was taken out of service here; {admission.reason}"))
@@ -258,10 +258,6 @@ def _plain(report: HealthReport | None, heard: float) -> answer_schema.HealthRep
 def _gist(verdict: str, reason: str) -> tuple[str, str]:
     """What makes two reports different: times and sizes in a reason change at every check."""
     return verdict, re.sub(r"[-+\d.]+", "", reason)
-
-
-def _ours(node: NodeInfo) -> bool:
-    return bool(node.states & TAKEN_OUT) and node.reason.startswith(f"{OURS}[")
 
 
 def pair_test_command(node: str) -> str:

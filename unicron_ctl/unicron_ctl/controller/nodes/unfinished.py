@@ -10,12 +10,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.cluster_state import Intent
 from unicron_ctl.controller.model.node_state import OUT
 from unicron_ctl.controller.model.requests import ON_NODES, Action
 from unicron_ctl.controller.model.view import Listing, Outcome, View
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm.admin_comment import is_shown
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.squeue import names_of, nodes_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.job_state import AGENT_DIED, WITH_BLOCK, AgentRecord, JobState
 from unicron_ctl.controller.model.view import Listing, Outcome, View
@@ -16,6 +15,7 @@ from unicron_ctl.controller.plan.placement import REQUEUE_SECONDS, held_by_other
 from unicron_ctl.controller.plan.planning import JobInput
 from unicron_ctl.controller.plan.pools import Pool, joined, pools
 from unicron_ctl.controller.plan.pools import plan as plan_pool
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.settings.partitions import ACT
 from unicron_ctl.shared.slurm import pending_reasons
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.plan.planning import UNMEASURED, JobInput
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.structs import Settings
 from unicron_detector.words import counted
 from unicron_planner.problem import layouts as planner

@@ -10,7 +10,6 @@ import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import AgentRecord, JobState
@@ -37,6 +36,7 @@ from unicron_ctl.controller.plan.placement import PIN_SECONDS, Need, Placement, 
 from unicron_ctl.controller.plan.pools import pools
 from unicron_ctl.controller.plan.slurm_actions import Retries, request_actions
 from unicron_ctl.controller.sense.slurm_states import describe
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm import pending_reasons
 from unicron_ctl.shared.slurm.admin_comment import HELD, own_part
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo

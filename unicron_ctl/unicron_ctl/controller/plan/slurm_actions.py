@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.cluster_state import GIVES_BACK
 from unicron_ctl.controller.model.job_state import JobState
@@ -17,6 +16,7 @@ from unicron_ctl.controller.model.node_state import OUT
 from unicron_ctl.controller.model.requests import Action, Run
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import bounds, isolation, readmission
+from unicron_ctl.shared.log import records
 
 RETRY_SECONDS = 5.0  # an action that Slurm refused is not asked for again before; after two such, twice as long each
 NO_EFFECT_SECONDS = 2.0  # the same where Slurm took it, and nothing has come of it

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.model.job_view import JobView
@@ -20,6 +19,7 @@ from unicron_ctl.controller.replication import nearest
 from unicron_ctl.controller.replication.receivers import NOBODY, passed_over, refusing
 from unicron_ctl.controller.replication.strategies import strategy_of
 from unicron_ctl.controller.replication.strategy import Pace, ReplicationStrategy, Stored, with_memory
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import ranges, structs, wire
 from unicron_ctl.shared.system.throttle import Throttle
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import Identity, Phase
 from unicron_ctl.controller.model.job_view import JobView
@@ -20,6 +19,7 @@ from unicron_ctl.controller.model.view import Order, Outcome, View
 from unicron_ctl.controller.sense.findings import slot_finding
 from unicron_ctl.controller.sense.patience import STOPPED, Limit
 from unicron_ctl.controller.sense.timing import JobTimes
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_ctl.shared.settings.config import ControllerConfig

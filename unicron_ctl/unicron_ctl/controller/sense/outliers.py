@@ -16,12 +16,12 @@ from statistics import fmean, median
 
 import numpy  # noqa: F401  (what `unicron_detector.iterations.peer_metrics` reckons with: loaded at the start, not in the midst of a failure)
 
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense.timing import JobTimes
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_detector.iterations.peer_metrics import DIRECTIONS, MINIMA, Anomaly, PeerWatch
 

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from unicron_ctl.controller.failure_detector import quorum
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import Phase
@@ -17,6 +16,7 @@ from unicron_ctl.controller.model.view import Order, Outcome, View
 from unicron_ctl.controller.sense.findings import slot_finding
 from unicron_ctl.controller.sense.patience import STOPPED, outside
 from unicron_ctl.controller.sense.timing import JobTimes
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_ctl.shared.protocol.wire import Plan

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.thinning import RECENT_STEPS
 from unicron_ctl.controller.model.iteration_account import Account
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.sense.patience import AGAIN, Patience
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.thinning import RECENT_STEPS
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_detector.iterations.culprit import PHASES, Culprit, slowest

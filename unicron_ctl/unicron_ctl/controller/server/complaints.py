@@ -6,7 +6,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unicron_ctl.controller.core.core import Core
-from unicron_ctl.controller.log import records
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.system.throttle import Throttle
 
 COMPLAINTS = 1 / 60, 100.0  # a second and at once, of all peers together

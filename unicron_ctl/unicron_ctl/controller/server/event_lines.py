@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import logging
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.naming import nodes_of
-from unicron_ctl.controller.log.records import Event, Record
 from unicron_ctl.controller.model.cluster_state import ClusterState
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.naming import nodes_of
+from unicron_ctl.shared.log.records import Event, Record
 from unicron_ctl.shared.slurm.host_lists import folded
 
 log = logging.getLogger("unicron.controller.events")

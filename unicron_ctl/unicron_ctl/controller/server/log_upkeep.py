@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from unicron_ctl.controller.core.state_snapshot import freeze
-from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.cluster_state import ClusterState
+from unicron_ctl.shared.log.store import Store
 
 THIN_EVERY = 5000  # events: takes some 20 ms then
 FORGET_FIRST_SECONDS = 300.0  # after a start, which has more urgent things to do

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.model.requests import OF_ELEMENTS, ON_NODES
 from unicron_ctl.controller.server import event_lines
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
 from unicron_detector.failures.severity import Severity, default_table
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)

@@ -22,9 +22,6 @@ from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.api.observed_savings import WeeklySum
 from unicron_ctl.controller.core.core import Core
 from unicron_ctl.controller.core.state_snapshot import read_state
-from unicron_ctl.controller.log import notices, records
-from unicron_ctl.controller.log.store import Progress, Store, StoreError, nothing
-from unicron_ctl.controller.log.term import Tenure
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker, Roles
 from unicron_ctl.controller.model.quotas import Quotas, cost
 from unicron_ctl.controller.server import event_lines
@@ -36,6 +33,10 @@ from unicron_ctl.controller.server.question_queue import Answered, Asked, Questi
 from unicron_ctl.controller.server.sockets import Ports
 from unicron_ctl.controller.server.telling import DAY, Telling
 from unicron_ctl.controller.server.worker import Result, Worker
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.store import Progress, Store, StoreError, nothing
+from unicron_ctl.shared.log.term import Tenure
+from unicron_ctl.shared.notices import notices
 from unicron_ctl.shared.protocol import claims, datagrams, wire
 from unicron_ctl.shared.protocol.answer_schema import ASKED_TOO_MUCH
 from unicron_ctl.shared.protocol.controller_discovery import HELLO_BYTES

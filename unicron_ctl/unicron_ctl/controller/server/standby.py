@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from unicron_ctl.controller.log.store import Locked, NoRoom, StoreError
-from unicron_ctl.controller.log.term import Claim, Held, Watch, claim, clock
 from unicron_ctl.controller.server.sockets import CannotListen, Ports, bind, why_not
+from unicron_ctl.shared.log.store import Locked, NoRoom, StoreError
+from unicron_ctl.shared.log.term import Claim, Held, Watch, claim, clock
 from unicron_ctl.shared.protocol.controller_discovery import Hello
 from unicron_ctl.shared.protocol.reach import Reach, reach
 from unicron_ctl.shared.settings.config import ControllerConfig

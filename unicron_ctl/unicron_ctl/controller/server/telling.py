@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.notices import ADMIN, Message, Notice, Notices, compose
-from unicron_ctl.controller.log.records import Event, Record
-from unicron_ctl.controller.server.notify_targets import Deliver, Hooks, NotTold, targets
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event, Record
+from unicron_ctl.shared.notices.notices import ADMIN, Message, Notice, Notices, compose
+from unicron_ctl.shared.notices.notify_targets import Deliver, Hooks, NotTold, targets
 from unicron_ctl.shared.settings.notify import NotifyConfig, usable
 from unicron_ctl.shared.system.mailbox import Mailbox
 

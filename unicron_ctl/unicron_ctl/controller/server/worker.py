@@ -20,10 +20,11 @@ from functools import partial
 from typing import Any
 
 from unicron_ctl.controller.core.core import Core
-from unicron_ctl.controller.log.term import Tenure
 from unicron_ctl.controller.model.requests import Action, Knock, Poll, Probe, Run
 from unicron_ctl.controller.server.fair_queue import FairQueue
+from unicron_ctl.shared.log.term import Tenure
 from unicron_ctl.shared.protocol.reach import reach
+from unicron_ctl.shared.slurm import drains
 from unicron_ctl.shared.slurm.slurm_client import (
     SAID,
     SOMEBODY,
@@ -320,7 +321,7 @@ def perform(client: SlurmClient, action: Action) -> None:
         case "down":
             client.down(action.node, action.text)
         case "drain":
-            client.drain(action.node, action.text)
+            log.info(drains.drain_node(client, action.node, action.text))
         case "resume":
             client.resume(action.node)
         case "requeue":

@@ -26,6 +26,7 @@ from unicron_ctl.shared.settings.places import TEMPLATES
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.release import rank_roots
 
+CHECK = Path(__file__).with_name("verify.py")
 SCRIPT_SECONDS = 120.0
 HANG_FLOOR_SECONDS = 60.0  # ten processes share the cores, and an iteration takes long while another rank starts
 # A model small enough that two cores train seven ranks of it and two reference runs.
@@ -151,8 +152,8 @@ class Stage:
         found: dict[str, float] = json.loads(
             self._run_python(
                 [
-                    "-m",
-                    "unicron_ctl.lab.demo.verify",
+                    str(CHECK),
+                    str(TEMPLATES),
                     str(self.folder / name / "gradients"),
                     *self._options,
                     "--seed",

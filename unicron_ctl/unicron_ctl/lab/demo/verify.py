@@ -1,10 +1,10 @@
-"""Checks that the gradient of a recovered iteration was right: `python -m unicron_ctl.lab.demo.verify FOLDER
-TRAIN_GPT_OPTIONS...`
+"""Checks that the gradient of a recovered iteration was right: `python verify.py TEMPLATES FOLDER TRAIN_GPT_OPTIONS...`
 
 For each iteration of which `train_gpt.py --save-gradients FOLDER` wrote files, one undisturbed process computes the
 gradient from the same parameters, over all micro-batches, by Megatron's own schedule and without a Session. The process
 has the whole model, whatever the job's layout. It prints {"ITERATION": largest absolute difference of any element, ...}
-as JSON. It is a process of its own because it needs torch.
+as JSON. It is a process of its own because it needs torch, and a script because the Python that trains has only what
+ranks import: nothing of `unicron_ctl`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from unicron_ctl.shared.settings.places import TEMPLATES
-
 
 def main() -> None:
     """See the module's text."""
-    sys.path.insert(0, str(TEMPLATES))  # as for the script itself
+    templates, saved, *words = sys.argv[1:]
+    sys.path.insert(0, templates)  # as for the script itself
     import gpt_options
     import train_gpt
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    folder, options = Path(sys.argv[1]), gpt_options.parse(sys.argv[2:])
+    folder, options = Path(saved), gpt_options.parse(words)
     device, backend = train_gpt.prepare(options)
     undisturbed = Undisturbed(options, device, backend)
     files: dict[int, list[Path]] = defaultdict(list)

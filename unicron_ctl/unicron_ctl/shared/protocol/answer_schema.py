@@ -528,3 +528,7 @@ def _defaults(kind: type[msgspec.Struct], audiences: tuple[Meta, ...]) -> dict[s
         for field in msgspec.structs.fields(kind)
         if any(note in audiences for note in getattr(field.type, "__metadata__", ()))
     }
+
+
+Jobs = list[Job]
+Nodes = list[Node]

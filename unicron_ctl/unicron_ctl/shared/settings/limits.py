@@ -1,7 +1,7 @@
 """Ranges of settings, and the rules that settings must keep among themselves and with fixed limits.
 
 `unicrond --check` tests all rules together, so that it can name every contradiction at once. The rules among limits
-that nobody can set are in tests/unit/unicron_ctl/settings/test_limits.py.
+that nobody can set are in tests/unit/unicron_ctl/shared/settings/test_limits.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The environment variables that people set, as docs/reference.md lists them.
 
-tests/unit/unicron_ctl/settings/test_variables.py compares the names with those that the sources read."""
+tests/unit/unicron_ctl/shared/settings/test_variables.py compares the names with those that the sources read."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from pathlib import Path
+from os.path import abspath, dirname  # each start pays for pathlib
 from typing import Any
 
 import click
@@ -32,7 +32,7 @@ def release() -> str:
 
 def rank_roots() -> list[str]:
     """The folders that ranks need on their path; none where the packages are installed for every Python program."""
-    roots = dict.fromkeys(str(Path(str(package.__file__)).absolute().parent.parent) for package in OF_RANKS)
+    roots = dict.fromkeys(dirname(dirname(abspath(str(package.__file__)))) for package in OF_RANKS)
     return [root for root in roots if not root.endswith("-packages")]
 
 

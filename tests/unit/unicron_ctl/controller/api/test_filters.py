@@ -12,10 +12,10 @@ import pytest
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.api import answers, filters
-from unicron_ctl.controller.log import naming, records
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import NOBODY, Asker
+from unicron_ctl.shared.log import naming, records
+from unicron_ctl.shared.log.records import Event
+from unicron_ctl.shared.log.store import Store
 
 ANN, BOB, ZOE = Asker(1000, "ann"), Asker(1001, "bob"), Asker(1002, "zoe")
 ROOT = Asker(0, "root", admin=True)

@@ -10,11 +10,11 @@ import pytest
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.api import answers, job_answers, node_answers
-from unicron_ctl.controller.log import records, store
-from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model.asker import NOBODY, Asker
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.nodes import readmission
+from unicron_ctl.shared.log import records, store
+from unicron_ctl.shared.log.store import Store
 
 ANN, BOB, ROOT = Asker(1000, "ann"), Asker(1001, "bob"), Asker(0, "root", admin=True)
 READER = Asker(1002, "web", reader=True)

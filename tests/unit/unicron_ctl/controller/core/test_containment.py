@@ -16,13 +16,13 @@ from unicron_ctl.controller.core import listings
 from unicron_ctl.controller.core.state_snapshot import freeze, read_state, thaw
 from unicron_ctl.controller.job import transitions
 from unicron_ctl.controller.judge import judge
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
-from unicron_ctl.controller.log.store import TOLD_EVERY, Store, StoreError
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.finding import What
 from unicron_ctl.controller.model.fold import fold, replay
 from unicron_ctl.controller.model.state_machine import Action
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
+from unicron_ctl.shared.log.store import TOLD_EVERY, Store, StoreError
 from unicron_ctl.shared.protocol import wire
 
 BROKEN = "this decider is broken"

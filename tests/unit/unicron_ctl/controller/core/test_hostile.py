@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tests.support import hostile
 from tests.support.depth import cases
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.store import Store
 from unicron_ctl.controller.model import quotas
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.fold import replay
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.store import Store
 from unicron_ctl.shared.protocol import wire
 
 OWN, VICTIM = "1", "2"

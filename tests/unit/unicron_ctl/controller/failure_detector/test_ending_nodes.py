@@ -7,13 +7,13 @@ import pytest
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
-from unicron_ctl.cli import status_tables
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.failure_detector import ending_nodes
 from unicron_ctl.controller.failure_detector.ending_nodes import AT_ONCE, UNREACHED_SECONDS
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.requests import Probe
+from unicron_ctl.shared.commands import status_tables
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.reach import Reach
 from unicron_ctl.shared.settings.partitions import PartitionConfig

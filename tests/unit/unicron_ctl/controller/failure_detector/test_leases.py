@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.cli import status_tables
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.failure_detector import quorum
 from unicron_ctl.controller.failure_detector.verdict import VERDICTS, Row
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.model.suspicion import OWN
+from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.protocol import datagrams, wire
 from unicron_ctl.shared.protocol.reach import Reach
 

@@ -26,10 +26,11 @@ from unicron_ctl.controller.failure_detector.probes import ANSWER_SECONDS, ROUND
 from unicron_ctl.controller.model.finding import Finding
 from unicron_ctl.controller.model.job_state import Ending
 from unicron_ctl.controller.model.node_state import NodeState
-from unicron_ctl.controller.model.requests import LOST, Knock
+from unicron_ctl.controller.model.requests import Knock
 from unicron_ctl.controller.model.suspicion import EndingNode, Suspicions
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.shared.protocol.reach import Reach
+from unicron_ctl.shared.slurm.drains import LOST
 
 GRACE = 5.0  # the default restart_grace
 SILENT = "own=SS 2=SS 3=SS"

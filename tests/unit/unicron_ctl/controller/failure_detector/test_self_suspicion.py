@@ -6,14 +6,14 @@ import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
-from unicron_ctl.cli import status_tables
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.failure_detector import self_suspicion
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.requests import Action
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.plan import slurm_actions
+from unicron_ctl.shared.commands import status_tables
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.settings.partitions import PartitionConfig
 
 JOBS = 5

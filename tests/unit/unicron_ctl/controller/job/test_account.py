@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.model import job_rules
 from unicron_ctl.controller.model.job_state import JobState
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.protocol.structs import Settings
 
 

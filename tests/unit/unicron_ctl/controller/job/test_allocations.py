@@ -8,8 +8,8 @@ import pytest
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.job import job_events
 from unicron_ctl.controller.job.job_events import START_SECONDS
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import allocation
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.ranges import LAUNCHES
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model import allocation
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import datagrams
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.squeue import names_of

@@ -10,10 +10,10 @@ from unicron_ctl.controller.core import intake
 from unicron_ctl.controller.job import confirmation, registration
 from unicron_ctl.controller.job.confirmation import CONFIRM_SECONDS
 from unicron_ctl.controller.job.registration import OF_A_USER
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.submission import AFTER_END_SECONDS
 from unicron_ctl.controller.plan.reconcile import GONE_SECONDS
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.slurm import squeue
 from unicron_ctl.shared.slurm.host_lists import hosts

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.world import World
 from unicron_ctl.controller.job.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger, OpenIteration
-from unicron_ctl.controller.log import records
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.structs import RankStep, StepReport
 from unicron_ctl.shared.protocol.wire import Status, Steps
 

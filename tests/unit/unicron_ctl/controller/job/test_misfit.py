@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.training import events
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.log import records
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 
 

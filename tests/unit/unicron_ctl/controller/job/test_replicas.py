@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
-from unicron_ctl.cli import status_tables
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.api.job_answers import job_answer
 from unicron_ctl.controller.judge.rank_failures import to_restart
 from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.protocol import structs, wire
 
 

@@ -8,10 +8,10 @@ from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS
 from unicron_ctl.agent.loop.plain_ranks import OWN_END_SECONDS, YOUNG_SECONDS, own_end_seconds
-from unicron_ctl.cli import status_tables
 from unicron_ctl.controller.api.node_answers import visible_nodes
 from unicron_ctl.controller.job import injection, modes
 from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.consensus.restart_lease import MARGIN_SECONDS, MINORITY_SECONDS
 from unicron_ctl.shared.protocol import shared_plans, wire
 from unicron_ctl.shared.protocol.ranges import LAUNCHES
@@ -440,7 +440,7 @@ def test_a_node_that_the_plan_takes_leaves_and_the_others_start_again():
 
 def test_status_names_the_mode(tmp_path):
     from unicron_ctl.controller.api.answers import answer
-    from unicron_ctl.controller.log.store import Store
+    from unicron_ctl.shared.log.store import Store
 
     world = World()
     start(world)

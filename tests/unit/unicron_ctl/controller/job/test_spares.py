@@ -7,10 +7,10 @@ import pytest
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow, power_off
-from unicron_ctl.cli import status_tables
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.answer_schema import Spare
 from unicron_ctl.shared.settings.partitions import PartitionConfig

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.world import World
 from tests.unit.detector.failures.test_budget import Counting, different, watchdog
-from unicron_ctl.controller.log import records
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import structs
 from unicron_detector.failures.text_budget import NOT_JUDGED, OF_A_JOB
 

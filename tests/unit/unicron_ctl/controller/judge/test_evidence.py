@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from unicron_ctl.controller.judge import evidence
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.sense.slurm_states import describe
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_detector.failures.classify import default_classifier
 from unicron_detector.health.kernel_log import pid_in

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.world import FakeAgent, World
-from unicron_ctl.cli import status_tables
 from unicron_ctl.controller.api.job_answers import job_answer
 from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.protocol.answer_schema import Job
 

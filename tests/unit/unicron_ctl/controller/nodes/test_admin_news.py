@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.support.world import FakeSlurm, World
-from unicron_ctl.controller.log.records import NeedsAdmin, TakeWithheld
 from unicron_ctl.controller.nodes import isolation
+from unicron_ctl.shared.log.records import NeedsAdmin, TakeWithheld
 
 
 def news(world: World) -> list[tuple[str, bool]]:

@@ -8,13 +8,13 @@ import pytest
 from tests.support.clock import START
 from tests.support.questions import told
 from tests.support.world import FakeSlurm, World
-from unicron_ctl.cli import status_tables
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.api.node_answers import visible_nodes
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.node_state import HealthReport
 from unicron_ctl.controller.nodes.readmission import Admission, Report, decide
+from unicron_ctl.shared.commands import status_tables
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.answer_schema import Node
 from unicron_ctl.shared.system.columns import show
 from unicron_detector.failures.fault_history import Decision, Fault

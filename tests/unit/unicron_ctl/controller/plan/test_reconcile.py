@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.plan import inputs
 from unicron_ctl.controller.plan.eligible_nodes import Ground
 from unicron_ctl.controller.plan.slurm_actions import RETRY_SECONDS, RetryState
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm.slurm_client import SAID, SlurmError
 
 

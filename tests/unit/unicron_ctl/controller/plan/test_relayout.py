@@ -7,11 +7,11 @@ import pytest
 
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.cli import status_tables
 from unicron_ctl.controller.api.job_answers import job_answer
 from unicron_ctl.controller.job import transitions
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.shared.commands import status_tables
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 
 PAIR = ("TP2", "TP1")

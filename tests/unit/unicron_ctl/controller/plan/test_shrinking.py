@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.plan.inputs import fixed, inputs
 from unicron_ctl.controller.plan.reconcile import ENDS_SECONDS
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import datagrams, wire
 from unicron_ctl.shared.settings.partitions import PartitionConfig
 from unicron_ctl.shared.slurm.slurm_client import Site

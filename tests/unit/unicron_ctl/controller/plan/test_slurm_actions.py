@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.support.suspects import NOW, Company
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.job_state import Failure
 from unicron_ctl.controller.model.requests import Action, Run
 from unicron_ctl.controller.model.view import Outcome
@@ -20,6 +19,7 @@ from unicron_ctl.controller.plan.slurm_actions import (
     record_intents,
     request_actions,
 )
+from unicron_ctl.shared.log import records
 
 
 @pytest.fixture

@@ -12,12 +12,13 @@ from tests.support.world import FakeSlurm, World
 from tests.unit.unicron_ctl.controller.nodes.test_admission import tell
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
 from tests.unit.unicron_ctl.controller.sense.test_overdue import asked, on_slurm, power_off
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.model.requests import Action, Run
 from unicron_ctl.controller.nodes.isolation import attention
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.protocol.reach import Reach
 from unicron_ctl.shared.settings.partitions import PartitionConfig
+from unicron_ctl.shared.slurm import drains
 from unicron_ctl.shared.slurm.slurm_client import SlurmError
 from unicron_detector.failures.escalation_table import MOVE
 
@@ -138,6 +139,51 @@ def test_a_node_that_drained_itself_is_given_back_and_one_that_an_admin_drained_
         tell(world, node, "good")
     world.run(5)
     assert slurm.node_states["n4"] == {"IDLE"} and slurm.reasons["n5"] == "fan 2" and asked(slurm, "resume") == ["n4"]
+    world.check_replay()
+
+
+def test_a_proven_bad_node_that_slurm_has_down_is_drained_as_it_would_have_drained_itself():
+    """Defect: it was left, and came back into service by itself with the next word of its slurmd."""
+    world, slurm = on_slurm(5, 3)
+    slurm.node_states["n4"], slurm.reasons["n4"] = {"DOWN"}, "Not responding"
+    slurm.node_states["n5"], slurm.reasons["n5"] = {"DOWN"}, "board, ticket 7"
+    for node in ("n4", "n5"):
+        tell(world, node, "bad", "gpu: 7 of 8", drain=True)
+    world.run(10)
+    assert asked(slurm, "drain") == ["n4"] and slurm.reasons["n4"] == "unicron[health]: gpu: 7 of 8"
+    world.check_replay()
+
+
+def test_a_node_that_a_pair_test_took_is_not_given_back_once_its_checks_pass():
+    """Defect: where the test's verdict had not reached the controller, it took the drain for the checks'."""
+    world, slurm = on_slurm(4, 3)
+    slurm.drain("n4", drains.drain_reason(drains.HEALTH, "pair test failed with n5 and n6"))
+    tell(world, "n4", "bad", "gpu: 7 of 8", drain=True)
+    world.run(10)
+    tell(world, "n4", "good")
+    world.run(10)
+    assert "DRAIN" in slurm.node_states["n4"] and not asked(slurm, "resume")
+
+
+def test_a_drain_that_an_admin_was_quicker_with_is_his(monkeypatch):
+    """Defect: his reason was overwritten, and the node given back once its checks passed."""
+    world, slurm = on_slurm(4, 3)
+    drain = drains.drain_node
+
+    def admin_first(client, name, said):
+        slurm.node_states[name], slurm.reasons[name] = {"IDLE", "DRAIN"}, "fan 2"
+        return drain(client, name, said)
+
+    monkeypatch.setattr(drains, "drain_node", admin_first)
+    tell(world, "n4", "bad", "gpu: 7 of 8", drain=True)
+    world.run(10)
+    tell(world, "n4", "good")
+    world.run(10)
+    assert slurm.node_states["n4"] == {"IDLE", "DRAIN"} and slurm.reasons["n4"] == "fan 2"
+    assert not asked(slurm, "resume") and not attention(world.core.view)
+    slurm.resume("n4")
+    world.run(5)
+    assert not world.core.state.out_of_service
     world.check_replay()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.training import ORDERS, USUAL, events, hang, phases, sent, train
 from tests.support.world import FakeAgent, World
-from unicron_ctl.controller.log import records
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import structs, wire
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from tests.support.world import FakeSlurm, World
 from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
-from unicron_ctl.controller.log import records
 from unicron_ctl.controller.nodes.isolation import attention
 from unicron_ctl.controller.sense import overdue
 from unicron_ctl.controller.sense.overdue import lacking
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_ctl.shared.settings.config import ControllerConfig, problems
 from unicron_detector.failures.escalation_table import State

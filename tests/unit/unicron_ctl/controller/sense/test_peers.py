@@ -9,11 +9,11 @@ from msgspec import structs
 
 from tests.support.training import events, sent, train
 from tests.support.world import World
-from unicron_ctl.cli import status_tables
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.api.job_answers import job_answer
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.sense.outliers import Group, JobPeers, PeerWatch, Sample, node_rows, rank_rows
+from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.protocol import wire
 
 NODE = {

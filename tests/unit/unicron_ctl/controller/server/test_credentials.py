@@ -286,8 +286,8 @@ def test_the_end_of_a_job_is_told_to_its_agents_only() -> None:
 
 
 def ended(world: World) -> Any:
-    from unicron_ctl.controller.log import records
     from unicron_ctl.controller.model.view import Outcome
+    from unicron_ctl.shared.log import records
 
     out = Outcome()
     out.record(world.job(), records.JobEnded(code=0, reason="finished"))

@@ -17,10 +17,10 @@ import pytest
 
 from tests.support.processes import undated
 from tests.support.world import FakeSlurm, World
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.server import event_lines, journal
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
 
 log = logging.getLogger("unicron.controller")
 

@@ -23,14 +23,14 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.support.processes import wait_for
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.model.requests import OF_ELEMENTS, ON_NODES
 from unicron_ctl.controller.server import metric_counts, metric_gauges, metrics
 from unicron_ctl.controller.server.metric_counts import Recorded
 from unicron_ctl.controller.server.metric_gauges import Kept, present
 from unicron_ctl.controller.server.metrics import Exporter
 from unicron_ctl.controller.server.worker import perform
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.system.errors import UserError
 from unicron_detector.failures.severity import default_table
 

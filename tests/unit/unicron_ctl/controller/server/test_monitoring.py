@@ -14,10 +14,10 @@ from prometheus_client.core import Metric
 
 from tests.support.processes import ROOT
 from tests.unit.unicron_ctl.controller.server.test_metrics import failure, step, training
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.records import Event
 from unicron_ctl.controller.server.metric_counts import Recorded
 from unicron_ctl.controller.server.metric_gauges import Kept, present
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
 
 FOLDER = ROOT / "slurm_plugin" / "monitoring"
 RULES = (FOLDER / "unicron-rules.yml").read_text()

@@ -18,15 +18,15 @@ import zmq
 from tests.support.processes import wait_for
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.api import answers
-from unicron_ctl.controller.log.store import Fenced, Store
 from unicron_ctl.controller.model.asker import NOBODY, Asker
 from unicron_ctl.controller.model.quotas import OF_A_USER, SECONDS_OF_ONE
 from unicron_ctl.controller.model.view import Send
 from unicron_ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS
-from unicron_ctl.controller.server.notify_targets import Hooks
 from unicron_ctl.controller.server.question_queue import OF_ALL, OF_ONE, Answered, Asked, Question
 from unicron_ctl.controller.server.server import Server
 from unicron_ctl.controller.server.sockets import bind
+from unicron_ctl.shared.log.store import Fenced, Store
+from unicron_ctl.shared.notices.notify_targets import Hooks
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_ctl.shared.settings.config import Config, ControllerConfig
 from unicron_detector.failures.classify import Classifier

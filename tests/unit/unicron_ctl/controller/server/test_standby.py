@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from unicron_ctl.controller.log.store import NoRoom, Store
-from unicron_ctl.controller.log.term import claim
 from unicron_ctl.controller.server import standby
 from unicron_ctl.controller.server.sockets import CannotListen
 from unicron_ctl.controller.server.standby import (
@@ -25,6 +23,8 @@ from unicron_ctl.controller.server.standby import (
     another_leader,
     wait_for_claim,
 )
+from unicron_ctl.shared.log.store import NoRoom, Store
+from unicron_ctl.shared.log.term import claim
 from unicron_ctl.shared.protocol.reach import Reach, reach
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_ctl.shared.system.addresses import resolve, split

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import is_alive, wait_for
-from unicron_ctl.controller.log import records
-from unicron_ctl.controller.log.notices import Message, Notice, compose
-from unicron_ctl.controller.log.records import Event, Record
-from unicron_ctl.controller.server import notify_targets
-from unicron_ctl.controller.server.notify_targets import Hooks, NotTold, post, send_mail
 from unicron_ctl.controller.server.telling import DAY, FIRST_RETRY, GIVE_UP, MOST_WAITING, Telling
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event, Record
+from unicron_ctl.shared.notices import notify_targets
+from unicron_ctl.shared.notices.notices import Message, Notice, compose
+from unicron_ctl.shared.notices.notify_targets import Hooks, NotTold, post, send_mail
 from unicron_ctl.shared.settings.config import all_problems
 from unicron_ctl.shared.settings.config_file import parse_sections
 from unicron_ctl.shared.settings.notify import NotifyConfig, Secrets, load_secrets, notify_problems, usable

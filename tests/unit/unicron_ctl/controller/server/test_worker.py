@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.support.processes import wait_for
-from unicron_ctl.controller.log.term import Tenure
 from unicron_ctl.controller.model.requests import Action, Poll, Run
 from unicron_ctl.controller.server import worker
 from unicron_ctl.controller.server.worker import (
@@ -23,6 +22,7 @@ from unicron_ctl.controller.server.worker import (
     Others,
     Worker,
 )
+from unicron_ctl.shared.log.term import Tenure
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo, Queue, Site, SlurmError, SlurmTimeout
 
 

@@ -1,4 +1,4 @@
-"""The Python that trains in the demo is looked at before anything is started."""
+"""The Python that trains in the demo is looked at before anything is started, and needs no more than ranks need."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.lab.demo.stage import check_python
+from tests.support.processes import call
+from unicron_ctl.lab.demo.stage import CHECK, check_python
 from unicron_ctl.shared.system.errors import UserError
 
 
@@ -39,3 +40,10 @@ def test_another_program_is_refused(tmp_path, text):
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(UserError, match="is no Python that runs here"):
         check_python(tmp_path / "python")
+
+
+def test_the_check_of_gradients_starts_without_what_only_the_programs_have(tmp_path):
+    """The packages have click and msgspec in a folder of their own; an editable install has each root by itself."""
+    lacks = "sys.modules |= dict.fromkeys(['click', 'msgspec', 'unicron_ctl'])"
+    done = call(sys.executable, "-c", f"import runpy, sys; {lacks}; runpy.run_path({str(CHECK)!r}); print('starts')")
+    assert done.stdout == "starts\n", done.stderr

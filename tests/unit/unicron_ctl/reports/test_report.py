@@ -1,0 +1,192 @@
+"""`unicronctl report`: the bundle has what support needs, no secret, and nothing that the asker may not see."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.unit.unicron_ctl.shared.system.test_redaction import SECRETS
+from unicron_ctl.cli.unicronctl import unicronctl
+from unicron_ctl.reports import bundle
+from unicron_ctl.reports import report_command as reporting
+from unicron_ctl.shared.log.week import week
+from unicron_ctl.shared.protocol.answer_schema import Report
+from unicron_ctl.shared.system.errors import UserError
+
+PLANTED = [form.format(secret) for form, secret in SECRETS.values()]
+
+
+class Asked:
+    """Answers as the controller would, with secrets in all texts of the job."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir, self.away, self.refused = log_dir, False, ""
+        self.user = pwd.getpwuid(os.geteuid()).pw_name
+
+    def __call__(self, question: Mapping[str, Any], controller: str | None = None, timeout: float = 3.0) -> Any:
+        if self.away:
+            raise UserError("no controller answers")
+        if self.refused and question["kind"] != "ping":
+            raise UserError(self.refused)
+        said = " ".join(PLANTED)
+        return {
+            "ping": {"release": "0.1.0", "time": 1.0, "uid": os.geteuid()},
+            "explain": {"job": "7", "log_dir": str(self.log_dir), "failures": [{"slots": [1], "reason": said}]},
+            "events": [{"id": 1, "kind": "failure_detected", "reason": one} for one in PLANTED],
+            "jobs": [{"job": "7", "user": self.user, "reason": said}, {"job": "8", "reason": "of another"}],
+            "nodes": [{"node": "n1", "used_by": ["7_0"]}, {"node": "n2", "used_by": ["8_0"]}],
+            "status": {"controller": {"pid": 1}, "jobs": [{"job": "8", "reason": "of another"}]},
+        }[question["kind"]]
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "rank-0.log").write_text("fine\n" + "\n".join(PLANTED))
+    (logs / "rank-1.log").write_text("x" * (bundle.TAIL_BYTES + 5) + "\nRuntimeError: the end\n")
+    config = tmp_path / "unicron.toml"
+    config.write_text(
+        '[controller]\naddress = "tcp://head:7451"\npublic_key = "JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6"\n'
+    )
+    monkeypatch.setenv("UNICRON_CONFIG", str(config))
+    monkeypatch.setenv("MY_TOKEN", "of-the-environment")
+    (logs / "rank-2.log").write_text("it printed of-the-environment\n")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    found = Asked(logs)
+    monkeypatch.setattr(bundle, "ask_controller", found)
+    return found
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(unicronctl, ["report", *words])
+    return done.exit_code, f"{done.output} {done.exception or ''}"
+
+
+def contents(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as archive:
+        return {
+            member.name.partition("/")[2]: archive.extractfile(member).read().decode()  # type: ignore[union-attr]
+            for member in archive
+        }
+
+
+def test_no_secret_of_any_kind_is_in_the_bundle(asked: Asked, tmp_path: Path) -> None:
+    path = tmp_path / "out.tar.gz"
+    status, said = run("7", "--with-logs", "-o", str(path))
+    assert status == 0, said
+    found = contents(path)
+    for kind, (_, secret) in SECRETS.items():
+        for name, text in found.items():
+            for form in {secret, secret.replace('"', '\\"')}:
+                assert form not in text, (kind, name)
+    assert "of-the-environment" not in str(found) and "***" in found["logs/rank-2.log"]
+
+
+def test_the_bundle_has_what_support_needs_and_is_for_its_maker_alone(asked: Asked, tmp_path: Path) -> None:
+    path = tmp_path / "out.tar.gz"
+    assert run("job", "7", "--with-logs", "-o", str(path))[0] == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    found = contents(path)
+    assert {"README.txt", "explain.json", "events.jsonl", "job.json", "nodes.json", "unicron.toml"} <= found.keys()
+    assert {"versions.txt", "controller.json", "logs/rank-0.log", "logs/rank-1.log"} <= found.keys()
+    assert found["logs/rank-1.log"].endswith("RuntimeError: the end\n")
+    assert "x" not in found["logs/rank-1.log"], "a line that is cut may be a secret whose name is cut off"
+    assert 'address = "tcp://head:7451"' in found["unicron.toml"] and "python 3" in found["versions.txt"]
+    assert "scontrol" in found["README.txt"], "it says what is left out"
+    assert "of another" not in str(found) and "n2" not in found["nodes.json"]
+
+
+def test_the_ranks_output_is_in_a_bundle_only_where_it_is_asked_for(asked: Asked, tmp_path: Path) -> None:
+    """No list of the forms of secrets is complete, and a program prints what it likes."""
+    assert run("7", "-o", str(tmp_path / "out.tar.gz"))[0] == 0
+    assert not [name for name in contents(tmp_path / "out.tar.gz") if name.startswith("logs/")]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_job_brings_no_file_of_its_reader_and_no_device_into_the_bundle(asked: Asked, tmp_path: Path) -> None:
+    owner, secret = pwd.getpwnam("nobody"), tmp_path / "munge.key"
+    secret.write_text("of root's alone")
+    for link, target in (("rank-3.log", secret), ("rank-4.log", Path("/dev/zero"))):
+        (asked.log_dir / link).symlink_to(target)
+    os.mkfifo(asked.log_dir / "rank-5.log")
+    os.chown(asked.log_dir / "rank-0.log", owner.pw_uid, owner.pw_gid)
+    asked.user = owner.pw_name
+    status, _ = run("7", "--with-logs", "-o", str(tmp_path / "out.tar.gz"))
+    found = contents(tmp_path / "out.tar.gz")
+    assert status == 0 and [name for name in found if name.startswith("logs/")] == ["logs/rank-0.log"]
+    assert "of root's alone" not in str(found) and "rank-3.log: not a file of the job's owner" in found["README.txt"]
+    assert "rank-4.log: no plain file" in found["README.txt"] and "rank-5.log: no plain file" in found["README.txt"]
+
+
+def test_a_bundle_overwrites_nothing(asked: Asked, tmp_path: Path) -> None:
+    path = tmp_path / "out.tar.gz"
+    path.symlink_to(tmp_path / "elsewhere")
+    status, said = run("7", "--with-logs", "-o", str(path))
+    assert status != 0 and "exists" in said and not (tmp_path / "elsewhere").exists()
+
+
+def test_of_a_job_that_is_not_the_askers_there_is_no_bundle(asked: Asked, tmp_path: Path) -> None:
+    asked.refused = "bob may not read this: only the job's owner and admins"
+    path = tmp_path / "out.tar.gz"
+    status, said = run("7", "--with-logs", "-o", str(path))
+    assert status != 0 and "only the job's owner" in said and not path.exists()
+
+
+def test_without_a_controller_it_has_what_there_is(asked: Asked, tmp_path: Path) -> None:
+    asked.away = True
+    path = tmp_path / "out.tar.gz"
+    status, said = run("7", "--with-logs", "-o", str(path))
+    assert status == 0 and "no controller answers" in said
+    assert {"README.txt", "unicron.toml", "versions.txt"} <= contents(path).keys()
+
+
+def test_the_default_name_has_the_job_and_no_folder_of_its_own(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, said = run("../a b")
+    assert status == 0, said
+    (path,) = tmp_path.glob("unicron-*.tar.gz")
+    assert path.name.startswith("unicron-..") is True and os.sep not in path.name
+
+
+def quiet_week(*_: object) -> Report:
+    return week([], 0.0, 604800.0, 960.0)
+
+
+def test_a_report_is_sent_to_the_targets_of_notify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(reporting, "ask_controller", lambda question, _: asked.append(question))
+    monkeypatch.setattr(reporting, "as_struct", quiet_week)
+    hook, config = tmp_path / "hook", tmp_path / "unicron.toml"
+    hook.write_text(f"#!/bin/sh\ncat > {tmp_path}/said\n")
+    hook.chmod(0o755)
+    config.write_text(f'[notify]\nhook = "{hook}"\n')
+    status, said = run("week", "--since", "2d", "--send", "--config", str(config))
+    assert status == 0 and not said.strip(), said
+    assert asked == [{"kind": "report", "seconds": 172800.0}]
+    assert '"subject": "Unicron, 1970-01-01' in (tmp_path / "said").read_text()
+    hook.write_text("#!/bin/sh\nexit 3\n")
+    status, said = run("week", "--send", "--config", str(config))
+    assert status != 0 and "hook: the hook ended with status 3" in said
+    config.write_text("")
+    assert "names nobody" in run("week", "--send", "--config", str(config))[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["report", "week", "--since", "0s"], "--since"), (["pause", "--for", "0s"], "--for")]
+)
+def test_no_time_at_all_is_wrong_use(words: list[str], said: str) -> None:
+    """Defect: a pause of 0 s had no end."""
+    done = CliRunner().invoke(unicronctl, words)
+    assert isinstance(done.exception, UserError) and str(done.exception).startswith(said)
+    assert done.exception.exit_code == 2

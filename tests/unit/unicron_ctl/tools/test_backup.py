@@ -1,0 +1,28 @@
+"""`unicronctl backup` and `restore`; what a copy has: tests/unit/unicron_ctl/shared/log/test_state_copies.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
+from unicron_ctl.shared.log.term import claim
+from unicron_ctl.shared.protocol.encryption import make_key
+from unicron_ctl.tools import backup as commands
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    make_key(folder)
+    begun = claim(folder, False)
+    begun.store.append([Event(number, 1000.0, "1", 0, records.Steady(reason="")) for number in range(1, 11)])
+    begun.close()
+    run = CliRunner().invoke
+    made = run(commands.command, [str(tmp_path / "copy"), "--state-dir", str(folder)])
+    assert (
+        made.exit_code == 0 and "10 events up to 10" in made.output and "and the key; read again: sound" in made.output
+    )
+    back = run(commands.restore, [str(tmp_path / "copy"), "--state-dir", str(folder)])
+    assert back.exit_code == 0 and "what was there is in" in back.output and "unicronctl resume" in back.output

@@ -1,0 +1,21 @@
+"""The table of `unicronctl pair-test` on a terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.unicron_ctl.shared.commands.test_status_tables import fits, on_a_terminal, printed
+from unicron_ctl.shared.system.columns import Listing, show
+from unicron_ctl.tools import pair_test
+
+
+def test_it_fits_80_columns_and_nothing_that_matters_is_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch)
+    shown = Listing(*pair_test.HEADINGS, **pair_test.FITTING)
+    shown.add_row(
+        "1", "gpu-a-0117,gpu-a-0118", "failed", "nccl", "123", "12", "gpu-a-0117 did not answer in 15 s, " * 4
+    )
+    show([shown])
+    fits([shown], printed(capsys))

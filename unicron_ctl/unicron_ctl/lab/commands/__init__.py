@@ -1,0 +1,1 @@
+"""The lab's commands: cluster, demo, inject and punish."""

@@ -1,0 +1,41 @@
+"""The rooms behind the fence: each has a table of commands and is an entry point of the distribution (setup.cfg).
+
+The core names none of them. A room whose folder is gone takes its commands with it, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from unicron_ctl.shared.system.release import DISTRIBUTION
+
+GROUP = "unicronctl.rooms"  # of the entry points; each names a package with COMMANDS and, maybe, SCHEMAS
+
+
+class Command(NamedTuple):
+    """A command of `unicronctl`. Its module is imported when the command is called."""
+
+    target: str
+    """`module:attribute` of the click command."""
+    line: str
+    """One line for `unicronctl --help`."""
+
+
+def from_rooms(name: str) -> dict[str, Any]:
+    """The tables of that name in all rooms that are installed, as one: "COMMANDS" or "SCHEMAS"."""
+    from importlib import metadata  # slow to import, and not needed for the core's commands
+
+    try:
+        entries = metadata.distribution(DISTRIBUTION).entry_points
+    except metadata.PackageNotFoundError:  # a copy that nobody has installed
+        return {}
+    found: dict[str, Any] = {}
+    for entry in entries.select(group=GROUP):
+        try:
+            room = entry.load()
+        except ModuleNotFoundError as error:
+            if error.name != entry.module:
+                raise
+        else:
+            found |= getattr(room, name, {})
+    return found

@@ -1,0 +1,171 @@
+"""Records of generations: what was planned, broken, offered and entered."""
+
+from __future__ import annotations
+
+import msgspec
+
+from unicron_ctl.shared.log.records.base import Record
+from unicron_ctl.shared.protocol.wire import Plan
+
+
+class Crew(msgspec.Struct, frozen=True, array_like=True):
+    """The processes of one agent that belong to a plan: a slot's process is its agent's incarnation of it."""
+
+    agent: str
+    slots: list[int]
+    incarnations: list[int]
+
+
+class Lost(msgspec.Struct, frozen=True, array_like=True):
+    """One process that a generation goes on without."""
+
+    slot: int
+    agent: str
+    incarnation: int
+
+
+class Break(Record, frozen=True, tag="break"):
+    """All generations up to `number` are over. tries: time-outs of entering in a row."""
+
+    number: int
+    lost: list[Lost]
+    tries: int = 0
+    planned: bool = False  # nothing failed: the membership of a job in restart mode changes
+    saved: int = -1  # restart mode: the newest iteration whose state the world is known to have saved
+    repeated: int = 0  # restart mode: iterations since the last checkpoint that it was seen to write
+
+
+class PlanMade(Record, frozen=True, tag="plan"):
+    """The next generation, and what became of the micro-batches."""
+
+    plan: Plan
+    crews: list[Crew]
+    reused: int = 0
+    recomputed: int = 0
+    redistributed: int = 0
+
+
+class Adopted(Record, frozen=True, tag="adopted"):
+    """A generation that the log did not hold, as its agents show it. whole: all of its members are there, in it or on
+    their way."""
+
+    plan: Plan
+    crews: list[Crew]
+    whole: bool
+
+
+class NumberUsed(Record, frozen=True, tag="number_used"):
+    """The number of a generation that agents had begun to agree on, and did not: it is never used again."""
+
+
+class Reinstated(Record, frozen=True, tag="reinstated"):
+    """Members that were taken for lost and have come back in time."""
+
+    slots: list[int]
+
+
+class StateAwaited(Record, frozen=True, tag="state_awaited"):
+    """The job is not formed anew yet: these lost members may hold its training state."""
+
+    slots: list[int]
+
+
+class Parted(Record, frozen=True, tag="parted"):
+    """An element that takes no part: it and others of the job do not reach each other."""
+
+    element: int
+
+
+class Rejoined(Record, frozen=True, tag="rejoined"):
+    """... and they do again."""
+
+    element: int
+
+
+class Offer(Record, frozen=True, tag="offer"):
+    """A generation that begins at an iteration boundary; crews: of the joiners."""
+
+    plan: Plan
+    crews: list[Crew]
+    joiners: list[int]
+    leavers: list[int]
+
+
+class OfferWithdrawn(Record, frozen=True, tag="offer_withdrawn"):
+    """The job trains on without what was offered. lost: newcomers that failed before they were in."""
+
+    number: int
+    lost: list[Lost] = []
+
+
+class LastCopy(Record, frozen=True, tag="last_copy"):
+    """Nobody but these is left that knows the training state: no time limit condemns them."""
+
+    slots: list[int]
+
+
+class Entered(Record, frozen=True, tag="entered"):
+    members: list[int]
+    left: list[int] = []
+
+
+class Reform(Record, frozen=True, tag="reform"):
+    """Nobody is left who knows the training state."""
+
+
+class LayoutWanted(Record, frozen=True, tag="layout_wanted"):
+    """The plan has the job go on in this layout; the one that it is in: it stays."""
+
+    layout: str
+
+
+class LayoutChosen(Record, frozen=True, tag="layout_chosen"):
+    """All ranks are started in this layout. save_seconds: those that live may save their state so long."""
+
+    layout: str
+    save_seconds: float = 0.0
+
+
+class Step(Record, frozen=True, tag="step"):
+    """One iteration of the whole job; loss: None when it is not finite (JSON has no such number). nan_since: the
+    first of the last iterations whose loss is not, or -1. flops: of the iteration. unreported: the first hundred
+    micro-batches that nobody reported. ago: seconds since it was made, where it was reported late."""
+
+    iteration: int
+    loss: float | None
+    seconds: float
+    ranks: int
+    nodes: int
+    flops: float
+    train_iterations: int
+    micro_batches: int
+    computed: int
+    nan_since: int = -1
+    unreported: list[int] = []
+    ago: float = 0.0
+
+
+class Steady(Record, frozen=True, tag="steady"):
+    """Restart mode: the world gets on."""
+
+
+class LedgerViolation(Record, frozen=True, tag="ledger_violation"):
+    iteration: int
+    problems: list[str]
+
+
+class JobEnded(Record, frozen=True, tag="job_ended"):
+    """A job is over.
+
+    disowned: it is not this job that Slurm knows by the id; its agents are let go, and their ranks go on.
+    """
+
+    code: int
+    disowned: bool = False
+
+
+class Timing(Record, frozen=True, tag="timing"):
+    """When the parts of one recovery ended in one rank, in seconds since it began."""
+
+    slot: int
+    seconds: dict[str, float]

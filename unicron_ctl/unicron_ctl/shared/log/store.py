@@ -1,0 +1,544 @@
+"""The event log in SQLite: what was decided, in order (docs/design/event-log.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+import re
+import sqlite3
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.naming import nodes_of
+from unicron_ctl.shared.log.records import Event, Record
+from unicron_ctl.shared.log.thinning import POLICIES, Kept, redundant
+from unicron_ctl.shared.system.errors import UserError
+from unicron_detector.formats import LOG
+
+BUSY_SECONDS = 2.0
+PEEK_SECONDS = 0.2
+BRIDGED_SECONDS = 3600.0
+FORGET_BYTES, FORGET_RECORDS = 8 << 20, 1000  # that go, and that are looked at, at once: some 30 ms
+LARGEST_BYTES = 128 << 20  # of the log: what is older than both states goes beyond it, whatever its kind
+FREE_BYTES = 32 << 20  # that the file has room for and nobody needs: beyond it, it shrinks
+STATES = 2  # that are kept; the log can be folded on from each
+TAIL_BYTES = 2 << 20  # of records in one answer: as MessagePack with its defaults it is a message still
+SINCE_RECORDS, SINCE_BYTES = 5000, 8 << 20  # of one look back by time: some 100 ms
+TAIL_ROWS = 20_000  # that are looked at for one answer: some 80 ms
+READ_COUNTS = 4  # a row of which the record is read counts as so many
+
+LASTING = (
+    records.JobRegistered,
+    records.Reallocated,
+    records.Break,
+    records.PlanMade,
+    records.Offer,
+    records.Adopted,
+    records.NumberUsed,
+    records.JobEnded,
+    records.SlurmAction,
+)
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS event (
+    id INTEGER PRIMARY KEY,
+    time REAL NOT NULL,
+    job TEXT NOT NULL,
+    generation INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    payload BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS event_job ON event (job, id);
+CREATE INDEX IF NOT EXISTS event_kind ON event (kind, id);
+CREATE TABLE IF NOT EXISTS state (event INTEGER PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS term (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    number INTEGER NOT NULL,
+    holder TEXT NOT NULL,
+    lease REAL NOT NULL,
+    beat INTEGER NOT NULL
+);
+"""
+_HOLDER = "SELECT number, holder, lease, beat FROM term"
+
+
+_TEXTS = re.compile(rb'"([^"\\]{1,255})"')  # in JSON: also each node's name, which has nothing to escape
+Progress = Callable[[], object]
+TOLD_EVERY = 500  # records
+T = TypeVar("T")
+
+
+def nothing() -> None:
+    """Tells nobody how far it is."""
+
+
+def told(found: Iterable[T], progress: Progress) -> Iterator[T]:
+    """Passes everything on, and calls `progress` every now and then."""
+    for count, one in enumerate(found):
+        if not count % TOLD_EVERY:
+            progress()
+        yield one
+
+
+class StoreError(UserError):
+    """The log cannot be read or written; one line that says what to do."""
+
+
+class Locked(StoreError):
+    """Another process is in the middle of a transaction."""
+
+
+class Damaged(StoreError):
+    """The file is not as SQLite wrote it. why: in SQLite's words."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: damaged ({why}): move it away and start again")
+        self.path, self.why = path, why
+
+
+class NoRoom(StoreError):
+    """The disk is full; that may pass."""
+
+
+class Fenced(StoreError):
+    """Another controller has taken the log over: this one must not decide or say anything more."""
+
+
+class Holder(NamedTuple):
+    """Names whose log this is. number: of the controller's term; a later controller has a higher one. name: its host
+    and process. lease: it renews its right every now and then, and does nothing once it could not for so many seconds;
+    0 where it only ends with its process. beat: counts what it has renewed."""
+
+    number: int = 0
+    name: str = ""
+    lease: float = 0.0
+    beat: int = 0
+
+
+class Tail(NamedTuple):
+    """A piece of the log. cut: there is more than one answer takes; id and time of the event up to which it is read."""
+
+    events: list[Event]
+    cut: tuple[int, float] | None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which events are asked for.
+
+    jobs: of these ("" for what is of no job). kinds: of these, if any is named. without: of none of these. nodes: that
+    name one of them; nodes_of_no_job: in its place for events of no job. since: not older, in seconds since the epoch.
+    before: with a smaller id; 0 for all.
+    """
+
+    jobs: Collection[str] | None = None
+    kinds: Collection[str] = ()
+    without: Collection[str] = ()
+    nodes: Collection[str] | None = None
+    nodes_of_no_job: Collection[str] | None = None
+    since: float = 0.0
+    before: int = 0
+
+    def has_kind(self, kind: str) -> bool:
+        """Whether events of this kind count."""
+        return kind not in self.without and (not self.kinds or kind in self.kinds)
+
+    def names(self, job: str) -> Collection[str] | None:
+        """The nodes of which an event of the job has to name one; None for any."""
+        return self.nodes if job or self.nodes_of_no_job is None else self.nodes_of_no_job
+
+
+ALL = Wanted()
+
+
+class Store:
+    """One writer (the controller); readers may open the same file beside it. Raises StoreError.
+
+    shared: the file may be on a file system that several hosts have mounted. Its journal is then one that needs no
+    memory which they would have to share (not WAL), and each transaction is on the disk when it ends.
+    """
+
+    def __init__(self, path: str | Path, shared: bool = False) -> None:
+        self.path, self._shared = Path(path), shared
+        self.term = 0  # in which this controller writes
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
+            self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file: it has effect before all else only
+            self._set_journal("persist" if shared else "wal")
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version and LOG.refusal(version):
+                raise StoreError(
+                    f"{self.path}: written by {'an earlier' if version < LOG.oldest else 'a later'} release "
+                    f"(format {version}, this one reads {LOG.number}): move it away and start again, "
+                    "its jobs run on unprotected; or go back to that release"
+                )
+            self._db.executescript(_SCHEMA)
+            if not version:
+                self._db.execute(f"PRAGMA user_version={LOG.number}")
+        except OSError as error:
+            raise StoreError(f"{self.path}: {error.strerror}: choose another state_dir") from None
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+
+    def _set_journal(self, mode: str) -> None:
+        """Raises StoreError where the file stays in another mode: somebody else has it open."""
+        found = self._db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0]
+        if found != mode:
+            raise StoreError(f"{self.path}: its journal stays {found!r}: does another program have it open?")
+
+    def holder(self) -> Holder:
+        """Returns whose log it is; Holder() before anybody's."""
+        try:
+            row = self._db.execute(_HOLDER).fetchone()
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        return Holder(*row) if row else Holder()
+
+    def begin_term(self, fresh: Holder, last: Holder) -> None:
+        """Makes the log `fresh`'s, if it is `last`'s still. Whoever had it can write no more. Raises Fenced."""
+        with self._transaction(lasting=True, checked=False):
+            if self.holder() != last:
+                raise Fenced(f"{self.path}: another unicrond has just taken it over")
+            self._db.execute("INSERT OR REPLACE INTO term VALUES (1, ?, ?, ?, ?)", fresh)
+        self.term = fresh.number
+
+    def renew(self) -> None:
+        """Counts one renewal of the lease. Raises Fenced when the log is another's by now."""
+        with self._transaction():
+            self._db.execute("UPDATE term SET beat = beat + 1")
+
+    def append(self, events: Sequence[Event]) -> None:
+        """Stores the events in one transaction: all of them or none.
+
+        A crash of this process loses nothing. One of the machine loses at most the last moments, and never the file;
+        nothing of what agents or Slurm were told (LASTING): that is on the disk before it is sent.
+        """
+        rows = [(e.id, e.time, e.job, e.generation, e.kind, e.payload) for e in events]
+        if not rows:
+            return
+        lasting = any(isinstance(event.record, LASTING) for event in events)
+        with self._transaction(lasting):
+            self._db.executemany("INSERT INTO event VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+    def thin(self, after: int = 0, progress: Progress = nothing) -> int:
+        """Deletes the steps above the id `after` that no restart needs; returns how many. The file does not shrink,
+        but grows into the room.
+        """
+        rows = self._db.execute("SELECT id, job, kind FROM event WHERE id > ? ORDER BY id", (after,))
+        try:
+            doomed = redundant(told(rows, progress))
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        if doomed:
+            with self._transaction():
+                self._db.executemany("DELETE FROM event WHERE id = ?", ((number,) for number in doomed))
+        return len(doomed)
+
+    def forget(self, now: float, summed: int) -> Generator[int, None, None]:
+        """Deletes what has been in the log for as long as its kind stays (`thinning.POLICIES`), and what is beyond
+        LARGEST_BYTES, oldest first: nothing that came after the older saved state. Then gives the disk what is free.
+
+        now: seconds since the epoch. summed: id of the last event of which the sum of what is observed was made. Each
+        step deletes as much as keeps nobody waiting, and yields how many records went.
+        """
+        states = self._db.execute("SELECT event FROM state ORDER BY event DESC").fetchall()
+        if len(states) < STATES:  # one alone may be damaged
+            return
+        upto = states[-1][0]
+        try:
+            for kind, kept in POLICIES.items():
+                last = min(upto, summed) if kept.summed else upto
+                yield from self._in_pieces(self._aged(_tag(kind), kept, last, now - kept.seconds))
+            over = self._bytes() - LARGEST_BYTES
+            if over > 0:
+                yield from self._in_pieces(self._oldest(upto, over))
+            while self._free() > FREE_BYTES:
+                with self._transaction():
+                    self._db.execute(f"PRAGMA incremental_vacuum({FORGET_RECORDS})").fetchall()
+                yield 0
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+
+    def _in_pieces(self, found: Iterator[tuple[int, int] | None]) -> Generator[int, None, None]:
+        """Deletes what is found, so much at a time. found: (id, bytes), None for a record that stays."""
+        doomed, size, looked = list[tuple[int]](), 0, 0
+        for one in found:
+            looked += 1
+            if one is not None:
+                doomed.append((one[0],))
+                size += one[1]
+            if looked >= FORGET_RECORDS or size > FORGET_BYTES:
+                self._delete(doomed)
+                yield len(doomed)
+                doomed, size, looked = [], 0, 0
+        if doomed:
+            self._delete(doomed)
+            yield len(doomed)
+
+    def _aged(self, kind: str, kept: Kept, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
+        """(id, bytes) of the records of a kind that may go, None for one that stays."""
+        if kept.last_of_node:
+            yield from self._superseded(kind, upto, before)
+            return
+        for number, time, length in self._pages("time, length(payload)", "kind = ? AND id <= ?", (kind, upto)):
+            if time >= before:
+                return
+            yield number, length
+
+    def _superseded(self, kind: str, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
+        """(id, bytes) of the records that may go; None for the last one of each node, which stays."""
+        latest: dict[str, tuple[int, int] | None] = {}
+        for number, time, payload in self._pages("time, payload", "kind = ?", (kind,)):
+            node = str(getattr(records.decode(kind, payload), "node", ""))
+            yield latest.get(node)
+            latest[node] = (number, len(payload)) if time < before and number <= upto else None
+
+    def _oldest(self, upto: int, size: int) -> Iterator[tuple[int, int]]:
+        """(id, bytes) of the oldest records, which make `size` bytes together."""
+        for number, length in self._pages("length(payload)", "id <= ?", (upto,)):
+            if size <= 0:
+                return
+            size -= length
+            yield number, length
+
+    def _bytes(self) -> int:
+        """What the log takes, without the room that is free in its file."""
+        return self._pragma("page_count") * self._pragma("page_size") - self._free()
+
+    def _free(self) -> int:
+        return self._pragma("freelist_count") * self._pragma("page_size")
+
+    def _pragma(self, name: str) -> int:
+        return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
+
+    def _pages(self, what: str, where: str, values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """(id, what) of the records, oldest first; they may be deleted meanwhile."""
+        after = 0
+        query = f"SELECT id, {what} FROM event WHERE {where} AND id > ? ORDER BY id LIMIT {FORGET_RECORDS}"
+        while rows := self._db.execute(query, (*values, after)).fetchall():
+            yield from rows
+            if len(rows) < FORGET_RECORDS:
+                return
+            after = rows[-1][0]
+
+    def _delete(self, doomed: Sequence[tuple[int]]) -> None:
+        if doomed:
+            with self._transaction():
+                self._db.executemany("DELETE FROM event WHERE id = ?", doomed)
+
+    def replay(self, after: int = 0) -> Iterator[Event]:
+        """All events with an id above `after`, oldest first."""
+        return self._select("SELECT * FROM event WHERE id > ? ORDER BY id", (after,))
+
+    def of_kinds(self, kinds: Iterable[type[Record]], after: int = 0) -> Iterator[Event]:
+        """The events of these kinds with an id above `after`, oldest first."""
+        names = tuple(_tag(kind) for kind in kinds)
+        marks = ", ".join("?" * len(names))
+        return self._select(f"SELECT * FROM event WHERE id > ? AND kind IN ({marks}) ORDER BY id", (after, *names))
+
+    def since(
+        self, kinds: Iterable[type[Record]], time: float, jobs: Set[str] | None = None, limit: int = SINCE_RECORDS
+    ) -> Tail:
+        """The events of these kinds, of these jobs or all, from `time` (seconds since the epoch) on, oldest first: the
+        newest `limit` and SINCE_BYTES of them, among the newest TAIL_ROWS."""
+        query = "SELECT id, time, job, length(payload) FROM event WHERE kind = ? ORDER BY id DESC"
+        cursors = [self._db.execute(query, (_tag(kind),)) for kind in kinds]
+        chosen, size = list[tuple[int, int]](), 0
+        cut: tuple[int, float] | None = None
+        try:
+            for looked, (number, at, job, length) in enumerate(heapq.merge(*cursors, key=lambda row: -row[0])):
+                if at < time:
+                    break
+                counts = jobs is None or job in jobs
+                size += length if counts else 0
+                if looked >= TAIL_ROWS or size > SINCE_BYTES or (counts and len(chosen) >= limit):
+                    cut = number, at
+                    break
+                if counts:
+                    chosen.append((number, length))
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        finally:
+            for cursor in cursors:
+                cursor.close()
+        return Tail([self._event(number, length) for number, length in reversed(chosen)], cut)
+
+    def save_state(self, event: int, state: bytes) -> None:
+        """Keeps the state after that event, and the one saved before it. A start replays only what came later, and the
+        log before the older one is not needed any more."""
+        with self._transaction(lasting=True):
+            self._db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (event, state))
+            newest = f"SELECT event FROM state ORDER BY event DESC LIMIT {STATES}"
+            self._db.execute(f"DELETE FROM state WHERE event NOT IN ({newest})")
+
+    def states(self) -> list[tuple[int, bytes]]:
+        """(event, state) of those that are kept, the newest first."""
+        try:
+            found = self._db.execute("SELECT event, state FROM state ORDER BY event DESC").fetchall()
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        return [(int(event), bytes(state)) for event, state in found]
+
+    def open_to_others(self) -> str:
+        """Why somebody else may have written what is here, and what to do; empty where nobody else can."""
+        for path in (self.path.parent, self.path):
+            try:
+                status = path.stat()
+            except OSError as error:
+                return f"{path}: {error.strerror}"
+            if status.st_uid not in (0, os.geteuid()):
+                return f"{path} belongs to uid {status.st_uid}: it has to be root's or unicrond's own"
+            if status.st_mode & 0o022:
+                return f"others can write {path}: `chmod go-w {path}`"
+        return ""
+
+    def tail(self, after: int = 0, limit: int = 1000, wanted: Wanted = ALL) -> Tail:
+        """The events with an id above `after`, oldest first, that are wanted; with more than `limit` of them, or more
+        than TAIL_BYTES, and after = 0 the newest ones. No more than TAIL_ROWS are looked at: where it is cut there may
+        be none of those that are asked for.
+
+        A record that is larger than that is not read: :class:`records.Unreadable` stands for it.
+        """
+        chosen, size, looked = list[Event](), 0, 0
+        read, cut = (after, 0.0), False
+        with contextlib.closing(self._rows(after, wanted)) as found:
+            for number, time, job, kind, length, payload in found:
+                names = wanted.names(job)
+                counts = wanted.has_kind(kind) and time >= wanted.since
+                looked += READ_COUNTS if counts and names is not None else 1
+                if cut := looked > TAIL_ROWS:
+                    break
+                if counts and (names is None or _names_one(kind, payload, names)):
+                    size += length if length <= TAIL_BYTES else 0
+                    if cut := size > TAIL_BYTES:
+                        break
+                    chosen.append(self._event(number, length))
+                read = number, time
+                if len(chosen) >= limit:
+                    break
+        return Tail(chosen if after else chosen[::-1], read if cut else None)
+
+    def _rows(self, after: int, wanted: Wanted) -> Generator[tuple[int, float, str, str, int, bytes], None, None]:
+        """(id, time, job, kind, bytes, record) of the events of the wanted jobs, or else kinds: oldest first, or newest
+        first with after = 0; as many as are asked for. The record is empty where it need not be read, or is larger
+        than TAIL_BYTES."""
+        of_nodes = wanted.nodes is not None or wanted.nodes_of_no_job is not None
+        record = f"CASE WHEN length(payload) <= {TAIL_BYTES} THEN payload ELSE x'' END" if of_nodes else "x''"
+        what = f"SELECT id, time, job, kind, length(payload), {record} FROM event WHERE id > ? AND id < ?"
+        column, values = ("job", wanted.jobs) if wanted.jobs is not None else ("kind", wanted.kinds or None)
+        what += f" AND {column} = ?" if values is not None else ""
+        what += f" ORDER BY id {'ASC' if after else 'DESC'}"
+        cursors = list[sqlite3.Cursor]()
+        try:
+            span = max(after, self._first_since(wanted.since) - 1), wanted.before or 2**63 - 1
+            for value in [()] if values is None else [(value,) for value in values]:
+                cursors.append(self._db.execute(what, (*span, *value)))
+            yield from heapq.merge(*cursors, reverse=not after)
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        finally:
+            for cursor in cursors:
+                cursor.close()
+
+    def _first_since(self, since: float) -> int:
+        """The id with which the events begin that are not older; found by halving, for ids and times rise together, as
+        long as nobody puts the clock back by more than an hour."""
+        if not since:
+            return 0
+        low, high = 0, self._db.execute("SELECT COALESCE(MAX(id), -1) + 1 FROM event").fetchone()[0]
+        while low < high:
+            middle = (low + high) // 2
+            number, time = self._db.execute(
+                "SELECT id, time FROM event WHERE id >= ? ORDER BY id", (middle,)
+            ).fetchone()
+            low, high = (low, middle) if time >= since else (number + 1, high)
+        return int(low)
+
+    def _event(self, number: int, length: int) -> Event:
+        if length <= TAIL_BYTES:
+            return next(self._select("SELECT * FROM event WHERE id = ?", (number,)))
+        query = "SELECT time, job, generation, kind FROM event WHERE id = ?"
+        time, job, generation, kind = self._db.execute(query, (number,)).fetchone()
+        reason = f"a record {kind!r} of {length / 1e6:.1f} MB is too large to be shown"
+        return Event(number, time, job, generation, records.Unreadable(of=kind, reason=reason))
+
+    def time(self, now: float) -> float:
+        """`now`, seconds since 1970, or the last event's time where the machine's clock was put back since, by an hour
+        at most: what was to happen later does not wait for the clock again."""
+        last = max((event.time for event in self.tail(limit=1).events), default=now)
+        return last if now < last <= now + BRIDGED_SECONDS else now
+
+    @property
+    def size(self) -> int:
+        """Bytes of the log's files."""
+        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextlib.contextmanager
+    def _transaction(self, lasting: bool = False, checked: bool = True) -> Iterator[None]:
+        """All that is written within it, or nothing. lasting: it is on the disk when this returns. checked: Raises
+        Fenced, and writes nothing, where the log is another controller's."""
+        try:
+            self._db.execute(f"PRAGMA synchronous={'FULL' if lasting or self._shared else 'NORMAL'}")
+            self._db.execute("BEGIN IMMEDIATE")
+            if checked and (holder := self.holder()).number != self.term:
+                raise Fenced(f"{self.path}: {holder.name} has taken it over: this unicrond ends")
+            yield
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from None
+        finally:
+            if self._db.in_transaction:
+                with contextlib.suppress(sqlite3.Error):  # what went wrong before is what counts
+                    self._db.execute("ROLLBACK")
+
+    def _select(self, query: str, values: tuple[Any, ...]) -> Iterator[Event]:
+        try:
+            for id_, time, job, generation, kind, payload in self._db.execute(query, values):
+                yield Event(id_, time, job, generation, records.decode(kind, payload))
+        except (sqlite3.Error, ValueError) as error:
+            raise _explained(self.path, error) from None
+
+
+def _names_one(kind: str, payload: bytes, names: Collection[str]) -> bool:
+    """Whether the record is about one of these nodes. Most say nothing of them, and need not be decoded."""
+    if not any(word.decode(errors="replace") in names for word in _TEXTS.findall(payload)):
+        return False
+    return any(name in names for name in nodes_of(records.decode(kind, payload)))
+
+
+def peek(path: Path) -> Holder | None:
+    """Says whose log it is, for a host that has not opened it; None where it cannot be told now: there is none, it is
+    being written, or its journal is WAL, which is for one host alone."""
+    try:
+        with path.open("rb") as file:
+            if file.read(20)[18:] != b"\x01\x01":  # the versions of its format: 2 is WAL
+                return None
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", PEEK_SECONDS, uri=True)) as db:
+            row = db.execute(_HOLDER).fetchone()
+    except (OSError, sqlite3.Error):
+        return None
+    return Holder(*row) if row else Holder()
+
+
+def _tag(kind: type[Record]) -> str:
+    """The name of its kind in the log."""
+    return str(kind.__struct_config__.tag)
+
+
+def _explained(path: Path, error: Exception) -> StoreError:
+    text = str(error)
+    if "locked" in text or "busy" in text:
+        return Locked(f"{path}: locked by another process: is another unicrond running on this state_dir?")
+    if "full" in text:
+        return NoRoom(f"{path}: the disk is full: make room, nothing that was decided is lost")
+    if "malformed" in text or "not a database" in text or isinstance(error, ValueError):
+        return Damaged(path, text)
+    return StoreError(f"{path}: {text}")

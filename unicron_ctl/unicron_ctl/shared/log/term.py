@@ -1,0 +1,281 @@
+"""Which controller may write the log, decide and act: one at a time (docs/design/standby.md).
+
+A controller begins a *term*, whose number is higher than any before. It holds the lock of a file `lock.NUMBER` in the
+state folder as long as its process lives, and the log names its term. Each transaction on the log looks whether it
+still does. So a lock that is free shows that its controller has ended, and a controller whose term is over can write
+nothing.
+
+With a standby there is also a *lease*: a host may vanish, and nobody frees its locks. The controller counts renewals in
+the log, and does nothing once it could not renew for LEASE_SECONDS. Where the count stands still for a fifth longer, a
+standby begins the next term. Both measure with their own clock, which counts the time of a suspended host.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from unicron_ctl.shared.log.store import Fenced, Holder, NoRoom, Store, StoreError, peek
+from unicron_ctl.shared.system.errors import UserError
+
+LOG_FILE = "events.sqlite"
+RESTORING = "restoring"  # there while a restore exchanges the files; has the name of the copy
+LEASE_SECONDS = 2.5
+RENEW_SECONDS = 0.5
+STANDS_STILL = 1.2  # leases without a renewal, after which the term counts as over
+LOST_SECONDS = 10.0  # for which a controller that cannot renew waits, doing nothing; then it ends
+log = logging.getLogger("unicron.controller")
+
+
+class Held(UserError):
+    """Another controller has the state folder; the text says which."""
+
+
+def clock() -> float:
+    """Seconds that go on while the host is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Watch:
+    """Sees whether the holder of a log still renews its lease."""
+
+    def __init__(self, now: Callable[[], float] = clock) -> None:
+        self._now = now
+        self._seen: tuple[int, int] | None = None
+        self._since = 0.0
+
+    def stands_still(self, holder: Holder) -> bool:
+        """Notes what the log says, and returns whether its holder's lease is over for certain."""
+        now = self._now()
+        if (holder.number, holder.beat) != self._seen:
+            self._seen, self._since = (holder.number, holder.beat), now
+        return holder.lease > 0.0 and now - self._since >= holder.lease * STANDS_STILL
+
+
+@dataclass
+class Claim:
+    """A term that was begun. lock: the descriptor of its lock. stolen: the controller before may be alive still; its
+    lease is over. lease: seconds; 0: the term ends with the process."""
+
+    store: Store
+    lock: int
+    stolen: bool
+    lease: float
+    _renewed: float = 0.0
+
+    def renew(self) -> None:
+        """Renews the lease while the log is read, which may take longer; called every now and then."""
+        if self.lease and clock() - self._renewed >= RENEW_SECONDS:
+            self._renewed = clock()
+            self.store.renew()
+
+    def close(self) -> None:
+        """Closes the log and frees the lock."""
+        self.store.close()
+        os.close(self.lock)
+
+
+def claim(
+    folder: Path, leased: bool, watch: Watch | None = None, prepare: Callable[[], object] = lambda: None
+) -> Claim:
+    """Begins a term on the log in `folder`, with a lease or for as long as the process lives.
+
+    watch: what was seen of the lease in earlier tries. prepare: called once the term could begin; no term begins where
+    it raises. Raises Held when another controller may be at work, StoreError and UserError.
+    """
+    watch = watch or Watch()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}; choose another folder with --state-dir") from None
+    if (left := folder / RESTORING).is_file():
+        again = f"unicronctl restore {shlex.quote(left.read_text(errors='replace') or 'FILE')}"
+        raise UserError(f"{folder}: a restore was cut off while it exchanged the files; nothing is lost: run `{again}`")
+    path = folder / LOG_FILE
+    if held := held_terms(folder):  # whoever writes to the log is not to be disturbed by opening it
+        _begin_after(folder, peek(path), held, watch)
+    store = Store(path, shared=leased)
+    try:
+        last = store.holder()  # before the locks are looked at: whoever comes in between changes it
+        stolen = _begin_after(folder, last, held_terms(folder), watch)
+        prepare()
+        return _begin_term(folder, store, last, leased, stolen)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _begin_after(folder: Path, last: Holder | None, held: set[int], watch: Watch) -> bool:
+    """Whether the last holder may live, and its lease is over. last: None where it cannot be told. Raises Held."""
+    if not held:
+        return False
+    if last is None or max(held) > last.number:
+        raise _held(folder)
+    if last.number not in held:
+        return False
+    if watch.stands_still(last):
+        return True
+    raise _held(folder, last.name)
+
+
+def _held(folder: Path, name: str = "") -> Held:
+    who = f" ({name})" if name else ""
+    return Held(
+        f"{folder}: another unicrond runs on this state folder{who}; stop it first or choose another with --state-dir"
+    )
+
+
+def _begin_term(folder: Path, store: Store, last: Holder, leased: bool, stolen: bool) -> Claim:
+    # Above what agents have seen, even from the log of a backup.
+    number = max(last.number + 1, *(each + 1 for each in terms(folder)), int(time.time()))
+    lock = lock_of(folder, number)
+    if lock is None:
+        raise Held(f"{folder}: another unicrond starts on this state folder")
+    try:
+        name = f"{socket.gethostname()} process {os.getpid()}"
+        lease = LEASE_SECONDS if leased else 0.0
+        store.begin_term(Holder(number, name, lease), last)
+    except Fenced as error:
+        os.close(lock)
+        raise Held(str(error)) from None
+    except BaseException:
+        os.close(lock)
+        raise
+    _sweep(folder, number)
+    return Claim(store, lock, stolen, lease)
+
+
+def held_terms(folder: Path) -> set[int]:
+    """The terms whose locks are held: their controllers' processes live. Raises UserError."""
+    found = set()
+    for number, path in _locks(folder):
+        lock = _lock(path, fcntl.LOCK_SH, make=0)
+        if lock is None:
+            found.add(number)
+        elif lock >= 0:
+            os.close(lock)
+    return found
+
+
+def terms(folder: Path) -> list[int]:
+    """The terms that have a file, whether somebody holds it or not."""
+    return [number for number, _ in _locks(folder)]
+
+
+def lock_of(folder: Path, term: int) -> int | None:
+    """A descriptor that holds the lock of a term, None while another process does. Raises UserError."""
+    return _lock(folder / f"lock.{term}")
+
+
+def _locks(folder: Path) -> list[tuple[int, Path]]:
+    found = [(path.suffix[1:], path) for path in folder.glob("lock.*")]
+    return [(int(number), path) for number, path in found if number.isdecimal()]
+
+
+def _lock(path: Path, kind: int = fcntl.LOCK_EX, make: int = os.O_CREAT) -> int | None:
+    """A descriptor that holds the lock, None while another process holds it, -1 without the file. Raises UserError."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | make | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return -1
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoRoom(f"{path}: {error.strerror}: make room") from None
+        raise UserError(f"{path}: {error.strerror}; choose another folder with --state-dir") from None
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        os.close(descriptor)
+        raise UserError(f"{path}: {error.strerror}: the state folder has to be on a file system with locks") from None
+    return descriptor
+
+
+def _sweep(folder: Path, number: int) -> None:
+    """Removes the free locks of earlier terms."""
+    for earlier, path in _locks(folder):
+        if earlier < number and (lock := _lock(path, make=0)) is not None:
+            path.unlink(missing_ok=True)
+            if lock >= 0:
+                os.close(lock)
+
+
+class Tenure:
+    """The right of a controller to decide and to act. lease: seconds; 0: as long as the process lives."""
+
+    def __init__(self, lease: float = 0.0, now: Callable[[], float] = clock) -> None:
+        self.lease, self._now = lease, now
+        self._until = float("-inf")  # of the lease; a thread moves it on
+        self._lost = ""  # why it is over for good
+
+    @property
+    def valid(self) -> bool:
+        """Whether it may act at this moment."""
+        return not self._lost and (not self.lease or self._now() < self._until)
+
+    def renewed(self, at: float) -> None:
+        """A renewal that began `at` has been written."""
+        self._until = at + self.lease
+
+    def end(self, reason: str) -> None:
+        """Ends the right for good."""
+        self._lost = self._lost or reason
+
+    def assure(self) -> None:
+        """Returns once it may act: at once, unless a renewal is late. Raises Fenced when it is over."""
+        until = self._now() + LOST_SECONDS
+        while not self.valid:
+            if self._lost or self._now() >= until:
+                raise Fenced(self._lost or f"the log could not be written for {LOST_SECONDS:g} s: this unicrond ends")
+            time.sleep(0.01)
+
+
+class Renewal:
+    """Renews the lease of a term in a thread, with a connection to the log of its own. each: called at each renewal."""
+
+    def __init__(self, store: Store, tenure: Tenure, each: Callable[[], object]) -> None:
+        self._path, self._term, self._tenure, self._each = store.path, store.term, tenure, each
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="unicron-lease", daemon=True)
+        began = clock()
+        store.renew()  # the log was read meanwhile
+        tenure.renewed(began)
+        self._thread.start()
+
+    def _run(self) -> None:
+        store: Store | None = None
+        late = False
+        while not self._stop.wait(0.05 if late else RENEW_SECONDS):
+            try:
+                began = clock()
+                if store is None:
+                    store = Store(self._path, shared=True)
+                    store.term = self._term
+                store.renew()
+                self._tenure.renewed(began)
+                self._each()
+                late = False
+            except Fenced as error:
+                self._tenure.end(str(error))
+                return
+            except (StoreError, OSError) as error:
+                if not late:
+                    log.warning("the lease could not be renewed: %s", error)
+                late = True
+        if store is not None:
+            store.close()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(LEASE_SECONDS)

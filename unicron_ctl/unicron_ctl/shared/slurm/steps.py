@@ -1,0 +1,111 @@
+"""Jobs that `unicronctl` runs side by side, each an srun of its own. None outlives an interrupt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from unicron_ctl.shared.slurm.drains import OURS, PAIR_TEST
+from unicron_ctl.shared.slurm.slurm_client import NodeInfo
+from unicron_ctl.shared.system.errors import UserError
+from unicron_detector.health.program_output import TooMuchOutput, run_program
+
+CANCEL_SECONDS = 10.0  # for scancel
+END_SECONDS = 5.0  # for an srun that is ended
+Item = TypeVar("Item")
+Found = TypeVar("Found")
+
+
+class Steps:
+    """Runs sruns. name: how the names of their jobs begin, by which scancel finds them; a token follows.
+
+    environment: for srun, with SLURM_CONF where that is a private cluster's.
+    """
+
+    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
+        # Inside of another job srun would use that job's nodes. The plugin is to leave these alone.
+        hidden = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_")
+        kept = {k: v for k, v in environment.items() if not k.startswith(hidden) or k == "SLURM_CONF"}
+        self._name, self._environment = name, {**kept, "UNICRON": "0"}
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def side_by_side(self, work: Callable[[Item], Found], items: Sequence[Item], most: int) -> list[Found]:
+        """Does the work for all items, `most` at a time. Whatever ends this, an interrupt above all, ends the sruns."""
+        with ThreadPoolExecutor(max(1, min(most, len(items)))) as pool:
+            try:
+                return list(pool.map(work, items))
+            except BaseException:
+                self.stop()  # the pool waits for them
+                raise
+
+    @contextlib.contextmanager
+    def running(self, token: str, line: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+        """An srun with pipes for its output; its end is waited for. Raises UserError where it cannot be started."""
+        with self._lock:
+            if self._stopped:
+                raise UserError("interrupted")
+            try:
+                process = self._running[token] = subprocess.Popen(
+                    line,
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise UserError(
+                    f"cannot start srun ({error.strerror}); install with: apt-get install slurm-client"
+                ) from None
+        with process:
+            try:
+                yield process
+            except BaseException:
+                self.end(token, process)
+                raise
+            finally:
+                with self._lock:
+                    self._running.pop(token, None)
+
+    def stop(self) -> None:
+        """Ends all that run, and starts no other."""
+        with self._lock:
+            self._stopped, running = True, dict(self._running)
+        with ThreadPoolExecutor(max(1, len(running))) as pool:
+            list(pool.map(lambda one: self.end(*one), running.items()))
+
+    def end(self, token: str, process: subprocess.Popen[bytes]) -> None:
+        """Ends one. srun's own way to end a job takes its nodes' answer; scancel works without."""
+        try:
+            run_program(["scancel", f"--name={self._name}{token}"], CANCEL_SECONDS, env=self._environment)
+            process.send_signal(signal.SIGTERM)
+            process.wait(END_SECONDS)
+        except (OSError, subprocess.TimeoutExpired, TooMuchOutput):
+            process.kill()
+
+
+def why_not_idle(node: NodeInfo) -> str:
+    """Why nothing can be started on a node now, and what would change that."""
+    if node.asleep:
+        return f"switched off by power saving: `scontrol update NodeName={node.name} State=POWER_UP`, and try again"
+    if node.healthy:
+        return f"in use ({'+'.join(sorted(node.states)).lower()}): try again when it is free"
+    why = f"{'+'.join(sorted(node.states)).lower()}{f': {node.reason}' if node.reason else ''}"
+    if node.reason.startswith(OURS) and not node.reason.startswith(PAIR_TEST):
+        said = f"`unicronctl nodes --node {node.name}` says what it waits for"
+        return f"out of service by Unicron ({why}), which gives it back when it is sound: {said}"
+    return f"out of service ({why}): give it back with `scontrol update NodeName={node.name} State=RESUME` first"
+
+
+def search_path() -> dict[str, str]:
+    """This process's environment, with Slurm's programs in the path."""
+    more = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
+    return {**os.environ, "PATH": os.pathsep.join([os.environ.get("PATH", ""), *more])}

@@ -1,0 +1,242 @@
+"""`unicronctl checkpoint`: what is in a checkpoint of any format, and one format made from another. Needs no GPU and no
+controller; torch only to write `torch_dist` and `dcp`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from unicron_ctl.shared.commands.options import Number
+from unicron_ctl.shared.system.errors import FAILURE, FOUND, WRONG_USE, UserError
+from unicron_ctl.shared.system.printable import print_text
+from unicron_detector.words import counted
+from unicron_transition.snapshot import folders, reading
+from unicron_transition.snapshot.formats import convert, opening, own, verify
+from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WAIT_SECONDS = 600.0
+LOOK_SECONDS = 0.5
+
+
+class TensorReport(msgspec.Struct, kw_only=True):
+    """One tensor. dtype: as torch calls it."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+class CheckpointReport(msgspec.Struct, kw_only=True):
+    """The JSON of `unicronctl checkpoint show`. format: unicron, torch_dist, torch, dcp or safetensors; iteration: the
+    one to go on with; layout: of the ranks that wrote it, "" where it does not say."""
+
+    format: str
+    iteration: int
+    layout: str
+    tensors: list[TensorReport]
+
+
+def report(index: Index) -> CheckpointReport:
+    """What `show` prints."""
+    tensors = [TensorReport(name=t.name, shape=list(t.shape), dtype=t.dtype) for t in index.tensors.values()]
+    return CheckpointReport(format=index.format, iteration=index.iteration, layout=index.layout, tensors=tensors)
+
+
+@contextlib.contextmanager
+def _tidy() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does: it lets go of the checkpoint, and nothing half written is left."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _of_folder(folder: Path) -> Iterator[Index]:
+    """The index of a checkpoint that has no damage: a copy of a damaged one would have checksums that fit. No job
+    removes it meanwhile. Raises OSError."""
+    with reading.files_of(folder), opening.held(folder) as at:
+        index, wrong = verify.problems(at)
+        if index is None or wrong:
+            more = f" (and {len(wrong) - 1} more: see `unicronctl checkpoint verify`)" if len(wrong) > 1 else ""
+            raise UserError(f"{wrong[0]}{more}")
+        yield index
+
+
+def _opened(folder: Path) -> Index:
+    try:
+        with reading.files_of(folder):
+            return opening.index_of(folder)
+    except (BadCheckpoint, OSError) as error:
+        raise UserError(_said(error)) from None
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+FOLDER = click.Path(path_type=Path)
+NAMES = click.option(
+    "--names", metavar="TABLE", default="", help="llama, gpt2, megatron, FILE or FILE:TABLE [default: what fits]."
+)
+CONFIG = click.option(
+    "--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The model's config.json."
+)
+
+
+@click.group("checkpoint")
+def command() -> None:
+    """Show, convert and verify checkpoints."""
+
+
+@command.command()
+@click.argument("folder", type=FOLDER)
+@click.option("--json", "as_json", is_flag=True, help="For programs; the keys are stable.")
+def show(folder: Path, as_json: bool) -> None:
+    """List the tensors of the newest checkpoint in FOLDER. None is read."""
+    index = _opened(folder)
+    if as_json:
+        print_text(json.dumps(msgspec.to_builtins(report(index))))
+        return
+    size = sum(tensor.nbytes for tensor in index.tensors.values())
+    layout = f", written by {index.layout}" if index.layout else ""
+    tensors = f"{counted(len(index.tensors), 'tensor')}, {size / 1e9:.3f} GB"
+    print_text(f"{index.format}, iteration {index.iteration}{layout}: {tensors}")
+    for line in index.common.lost():
+        print_text(line, err=True)
+    for tensor in index.tensors.values():
+        print_text(f"{tensor.name}  {list(tensor.shape)}  {tensor.dtype}")
+
+
+@command.command("verify")
+@click.argument("folder", type=FOLDER)
+def verify_command(folder: Path) -> int:
+    """Read the newest checkpoint in FOLDER, and say what is damaged.
+
+    The exit status is 3 if something is.
+    """
+    try:
+        with reading.files_of(folder):
+            index, wrong = verify.problems(folder)
+    except OSError as error:
+        raise UserError(_said(error)) from None
+    for line in wrong:
+        print_text(line, err=True)
+    if wrong or index is None:
+        return FOUND if index is not None else FAILURE
+    if index.common.doubt:
+        print_text(index.common.doubt, err=True)
+    known = "all whole" if index.format != "safetensors" else "of the right length (this format has no checksums)"
+    print_text(
+        f"{folder}: {index.format}, iteration {index.iteration}: {counted(len(index.tensors), 'tensor')}, {known}"
+    )
+    return 0
+
+
+@command.command()
+@click.argument("source", metavar="FOLDER|JOB")
+@click.argument("out", type=FOLDER)
+@click.option("--format", "form", type=click.Choice(convert.FORMATS), default=convert.FORMATS[0], show_default=True)
+@NAMES
+@CONFIG
+@click.option("--dtype", default="", help="For safetensors: bfloat16, float16, float32 [default: the model's].")
+@click.option("--from", "saves", type=FOLDER, help="With JOB: the folder of its checkpoints [default: what it says].")
+@click.option(
+    "--wait", type=Number(0), default=WAIT_SECONDS, show_default=True, help="With JOB: seconds for its checkpoint."
+)
+def export(
+    source: str, out: Path, form: str, names: str, config: Path | None, dtype: str, saves: Path | None, wait: float
+) -> None:
+    """Write the newest checkpoint in FOLDER as OUT, a new folder, in another format.
+
+    With JOB, a running job of yours, it is asked for a checkpoint first.
+    """
+    folder = Path(source)
+    of_job = not folder.exists() and source.replace("_", "").isdecimal()
+    try:
+        with _tidy(), _of_job(source, saves or _folder_of(source), wait) if of_job else _of_folder(folder) as index:
+            convert.export(index, out, form, names, config, dtype, lambda line: print_text(line, err=True))
+    except (BadCheckpoint, OSError) as error:
+        raise UserError(_said(error)) from None
+    print_text(f"{out}: {form}, iteration {index.iteration}")
+
+
+@command.command("import")
+@click.argument("folder", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@NAMES
+@CONFIG
+def import_command(folder: Path, out: Path, names: str, config: Path | None) -> None:
+    """Write the newest checkpoint in FOLDER, of any format, as one of Unicron's own into the folder OUT.
+
+    A training can also begin from FOLDER as it is (`begin_from`, or Megatron-LM's --load).
+    """
+    try:
+        with _tidy(), _of_folder(folder) as index:
+            at = convert.import_(index, out, names, config, lambda line: print_text(line, err=True))
+    except (BadCheckpoint, OSError) as error:
+        raise UserError(_said(error)) from None
+    print_text(f"{at}: written")
+
+
+# ------------------------------------------------------------ from a running job
+def _folder_of(job: str) -> Path:
+    """The folder into which a job saves, as its ranks have told the controller."""
+    from unicron_ctl.shared.protocol.client import ask_controller
+
+    hint = "name the folder of its checkpoints with --from"
+    try:
+        told = ask_controller({"kind": "explain", "job": job.partition("_")[0]})["checkpoints"]
+    except UserError as error:
+        raise UserError(f"{error}; or {hint}") from None
+    if not told:
+        raise UserError(f"job {job} does not say where it saves: {hint}", WRONG_USE)
+    if not Path(told).is_dir():
+        raise UserError(f"job {job} saves in {told}, and there is no such folder here: {hint}", WRONG_USE)
+    return Path(told)
+
+
+@contextlib.contextmanager
+def _of_job(job: str, saves: Path, wait: float) -> Iterator[Index]:
+    """The index of a checkpoint for which the job is asked. The job does not remove it meanwhile. Raises
+    BadCheckpoint."""
+    found = _asked(job, saves, wait)
+    with reading.files_of(saves), folders.held(found.folder):
+        yield own.read_sound(found)
+
+
+def _asked(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> folders.Found:
+    """Ask a running job for a checkpoint, as SIGUSR2 does; returns it when it is whole."""
+    from unicron_detector.health.program_output import run_program
+
+    def whole() -> dict[tuple[int, str], folders.Found]:
+        return {(each.iteration, each.mark): each for each in folders.whole(saves)}
+
+    before = whole()
+    asked = run_program(["scancel", "--state=RUNNING", "--signal=USR2", job], 30.0)
+    if asked.returncode != 0:
+        said = asked.stderr.decode(errors="replace").strip().splitlines()
+        raise UserError(f"job {job} was not asked for a checkpoint: {said[-1] if said else 'scancel failed'}")
+    deadline = now() + wait
+    newest = max((iteration for iteration, _ in before), default=0)
+    while not (fresh := [each for key, each in whole().items() if key not in before and each.iteration >= newest]):
+        if now() >= deadline:
+            raise UserError(
+                f"no new checkpoint was whole in {saves} after {wait:g} s: see the job's log, or --wait more"
+            )
+        time.sleep(LOOK_SECONDS)
+    return max(fresh, key=lambda each: each.iteration)
