@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import zmq
 
 from tests.support.controller import Controller
 from tests.support.jobs import AGENT, FOREVER, Job, scripted
@@ -385,26 +385,24 @@ SHOW = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], flush=Tru
 
 
 def test_without_a_controller_the_command_runs_unprotected(tmp_path):
-    silent = zmq.Context().socket(zmq.PULL)  # takes connections and says nothing
-    address = f"tcp://127.0.0.1:{silent.bind_to_random_port('tcp://127.0.0.1')}"
-    port = address.rpartition(":")[2]
-    why = {
-        address: f"no controller answers at {address} (no answer from UDP port {port} of 127.0.0.1)",
-        "": "no controller is configured (UNICRON_CONTROLLER)",
-        "head node": "head node is not the address of a controller: write tcp://HOST:PORT",
-    }
-    jobs = [
-        Job(tmp_path, where, str(30 + i), 1, [sys.executable, "-c", SHOW], UNICRON_REGISTER_TIMEOUT="0.5")
-        for i, where in enumerate(why)
-    ]
-    for job, reason in zip(jobs, why.values(), strict=True):
-        agent = job.agents[0]
-        assert agent.wait() == 7, agent.log
-        assert (
-            undated(agent.log) == f"WARNING unicron job={job.name}_0 node=n0: {reason}; the job runs unprotected\n0 1\n"
-        )
-        assert not list(agent.folder.glob("unicron-*"))
-    silent.close()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
+        port = silent.getsockname()[1]
+        address = f"tcp://127.0.0.1:{port}"
+        why = {
+            address: f"no controller answers at {address} (no answer from UDP port {port} of 127.0.0.1)",
+            "": "no controller is configured (UNICRON_CONTROLLER)",
+            "head node": "head node is not the address of a controller: write tcp://HOST:PORT",
+        }
+        jobs = [
+            Job(tmp_path, where, str(30 + i), 1, [sys.executable, "-c", SHOW], UNICRON_REGISTER_TIMEOUT="0.5")
+            for i, where in enumerate(why)
+        ]
+        for job, reason in zip(jobs, why.values(), strict=True):
+            agent = job.agents[0]
+            assert agent.wait() == 7, agent.log
+            said = f"WARNING unicron job={job.name}_0 node=n0: {reason}; the job runs unprotected\n0 1\n"
+            assert undated(agent.log) == said
+            assert not list(agent.folder.glob("unicron-*"))
 
 
 def test_where_the_admin_wants_no_job_protected_the_command_runs_unprotected(tmp_path):
