@@ -138,7 +138,7 @@ def _drain(client: Any, found: Findings) -> dict[str, str]:
     for name in found.judgement.bad:
         try:
             done[name] = drains.drain_node(
-                client, name, drains.drain_reason(drains.HEALTH, f"pair test {found.why_bad(name)}")
+                client, name, drains.drain_reason(drains.HEALTH, f"{drains.PAIR_TEST}{found.why_bad(name)}")
             )
         except UserError as error:
             done[name] = f"{name} could not be drained: {error}"

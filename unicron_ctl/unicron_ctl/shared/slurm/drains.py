@@ -16,7 +16,7 @@ from unicron_detector.words import counted
 
 OURS = "unicron["  # how the reason of a node begins that Unicron or its checks took out of service
 HEALTH = f"{OURS}health]"  # its checks, or a pair test, prove it bad
-PAIR_TEST = f"{HEALTH}: pair test "  # an admin asked for this drain, and ends it
+PAIR_TEST = "pair test "  # so it goes on after HEALTH where an admin asked for the drain; he ends it, too
 LOST = f"{OURS}node_problem]"  # it was lost
 REASON_LENGTH = 200  # characters of a reason
 MOST_DRAINED = 10  # nodes that may be drained by their checks at a time, or a tenth of the cluster
@@ -31,9 +31,14 @@ def drain_reason(leader: str, why: str) -> str:
     return f"{leader}: {printable(one_line(why))}"[:REASON_LENGTH]
 
 
+def is_from_pair_test(said: str) -> bool:
+    """Whether this reason is of a pair test."""
+    return said.startswith(drain_reason(HEALTH, PAIR_TEST))
+
+
 def is_from_checks(said: str) -> bool:
     """Whether this reason is of the node's own checks, and of no pair test."""
-    return said.startswith(HEALTH) and not said.startswith(PAIR_TEST)
+    return said.startswith(HEALTH) and not is_from_pair_test(said)
 
 
 def ours(node: NodeInfo) -> bool:

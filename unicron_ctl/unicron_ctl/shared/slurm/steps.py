@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from unicron_ctl.shared.slurm.drains import OURS, PAIR_TEST
+from unicron_ctl.shared.slurm.drains import OURS, is_from_pair_test
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.system.errors import UserError
 from unicron_detector.health.program_output import TooMuchOutput, run_program
@@ -99,7 +99,7 @@ def why_not_idle(node: NodeInfo) -> str:
     if node.healthy:
         return f"in use ({'+'.join(sorted(node.states)).lower()}): try again when it is free"
     why = f"{'+'.join(sorted(node.states)).lower()}{f': {node.reason}' if node.reason else ''}"
-    if node.reason.startswith(OURS) and not node.reason.startswith(PAIR_TEST):
+    if node.reason.startswith(OURS) and not is_from_pair_test(node.reason):
         said = f"`unicronctl nodes --node {node.name}` says what it waits for"
         return f"out of service by Unicron ({why}), which gives it back when it is sound: {said}"
     return f"out of service ({why}): give it back with `scontrol update NodeName={node.name} State=RESUME` first"
