@@ -28,7 +28,7 @@ from unicron_ctl.controller.server import event_lines
 from unicron_ctl.controller.server.complaints import Complaints
 from unicron_ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
 from unicron_ctl.controller.server.log_upkeep import LogUpkeep
-from unicron_ctl.controller.server.metric_gauges import Kept, present
+from unicron_ctl.controller.server.metrics import gauges
 from unicron_ctl.controller.server.question_queue import Answered, Asked, Question
 from unicron_ctl.controller.server.sockets import Ports
 from unicron_ctl.controller.server.telling import DAY, Telling
@@ -116,8 +116,8 @@ class Server:
         self._poller = select.poll()
         ours = self.listener.fileno(), self.worker.results.fileno(), self.worker.verified.fileno(), self._stop_read
         if self.exporter is not None:
-            self.worker.took = self.exporter.recorded.slurm_took
-            self.exporter.recorded.expect(classifier.table.causes)
+            self.worker.took = self.exporter.counts.slurm_took
+            self.exporter.counts.expect(classifier.table.causes)
             self._poller.register(self.exporter.asked.fileno(), select.POLLIN)
         for descriptor in (*ours, *(hints.fileno() for hints in self._hints)):
             self._poller.register(descriptor, select.POLLIN)
@@ -162,7 +162,7 @@ class Server:
                 self.flush()  # a Break or a plan does not wait for anything else
             if (now := self.now()) >= next_tick:
                 if self.exporter is not None:
-                    self.exporter.recorded.loop_late(now - next_tick)
+                    self.exporter.counts.loop_late(now - next_tick)
                 self.core.tick(now)
                 if self._weekly.is_due(now):
                     self.flush()
@@ -179,7 +179,7 @@ class Server:
     def _present(self) -> Iterable[Metric]:
         assert self.exporter is not None
         self.core.now = self.now()
-        return present(self.core, Kept(self.dropped, self.exporter.recorded.failed, self.store.size))
+        return gauges(self.core, self.exporter.counts.failed, self.dropped, self.store.size)
 
     def started(self) -> None:
         """Records the start, once the controller can be reached."""
@@ -223,7 +223,7 @@ class Server:
         self.config = config
         self.core.configure(config.controller, classifier)
         if self.exporter is not None:
-            self.exporter.recorded.expect(classifier.table.causes)
+            self.exporter.counts.expect(classifier.table.causes)
         self.telling.configure(config.notify, self.core.state.told, self.core.state.last_event)
         reason = f"configuration read again from {config.path or 'the defaults'}"
         new, old = config.controller, self._began_with
@@ -465,7 +465,7 @@ class Server:
             event_lines.log_event(event, core.state)
             self.telling.note(event)
             if self.exporter is not None:
-                self.exporter.recorded.note(event)
+                self.exporter.counts.note(event)
         if not core.busy:
             self._upkeep.work(core.state)
 

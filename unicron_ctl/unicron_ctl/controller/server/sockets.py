@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unicron_ctl.controller.server.metrics import Exporter, cannot_serve, metrics_place
+from unicron_ctl.controller.server.exporter import Exporter, cannot_serve, metrics_place
 from unicron_ctl.shared.protocol.listener import QUEUE, listening
 from unicron_ctl.shared.system.addresses import canonical, endpoint, join, reason_of, split
 from unicron_ctl.shared.system.errors import UserError
