@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -9,21 +10,21 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from unicron_ctl.controller.api import filters, privacy
 from unicron_ctl.controller.api.filters import Unanswerable as Unanswerable
 from unicron_ctl.controller.api.job_answers import explanation, failure_answer, partitions, plain, visible_jobs
-from unicron_ctl.controller.api.live_scenario import scenario
 from unicron_ctl.controller.api.node_answers import visible_nodes
-from unicron_ctl.controller.api.observed_savings import observed_lines
-from unicron_ctl.controller.api.week_answer import report
 from unicron_ctl.controller.core.core import Core
 from unicron_ctl.controller.job import injection
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import Failure
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.nodes import isolation, readmission
-from unicron_ctl.shared.log import records
+from unicron_ctl.controller.plan import planning
+from unicron_ctl.controller.plan.inputs import fixed, inputs, usable_nodes
+from unicron_ctl.shared.log import records, savings, week
 from unicron_ctl.shared.log.naming import KINDS_WITH_NODES
 from unicron_ctl.shared.log.store import Store, Wanted
 from unicron_ctl.shared.protocol import answer_schema as schema
@@ -39,9 +40,13 @@ from unicron_ctl.shared.protocol.questions import (
     ResumeOrder,
     StatusQuestion,
 )
+from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_ctl.shared.settings.partitions import DEFAULT
 from unicron_ctl.shared.system.release import release
 
+log = logging.getLogger("unicron.controller")
+MOMENT = 3600.0  # seconds: "in 0.0 days" says nothing
+SUM_AGAIN = 3600.0  # seconds after a weekly sum that failed
 RELEASE = release()  # once, at the start: what is installed may be replaced while this runs
 
 
@@ -280,6 +285,111 @@ def _paused(core: Core) -> schema.Paused:
 def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Pong:
     """Whether the controller answers, and how soon: through the same queue and loop as every message."""
     return schema.Pong(release=RELEASE, time=core.now, uid=os.geteuid())
+
+
+def scenario(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Scenario:
+    """The planner's input of this moment, in the structure of a scenario file (unicron_planner/problem/scenario.py)."""
+    config, seen = core.config, core.view.slurm.seen
+    running = [state for state in core.state.jobs.values() if not state.over and not fixed(core.view, state)]
+    found = inputs(core.view, running)
+    rates = [i.rate / i.measured_nodes for i in found if i.rate and i.measured_nodes]
+    usual = sum(rates) / len(rates) if rates else planning.UNMEASURED
+    cluster = schema.ScenarioCluster(
+        nodes=len(usable_nodes(core.view, seen, running)) if seen else sum(i.nodes for i in found),
+        mtbf_node_hours=config.mtbf_node_hours,
+        transition_seconds=config.transition_seconds,
+    )
+    shown = [i for i in found if not privacy.hidden(core.view, core.state.jobs[i.job], asker)]
+    return schema.Scenario(cluster=cluster, job=[_scenario_job(core, i, usual, asker) for i in shown])
+
+
+def _scenario_job(core: Core, i: planning.JobInput, usual: float, asker: Asker) -> schema.ScenarioJob:
+    full = asker.may_read(core.state.jobs[i.job])
+    job = schema.ScenarioJob(
+        name=i.job,
+        weight=i.weight,
+        min_nodes=i.min_nodes,
+        max_nodes=i.max_nodes,
+        nodes=i.nodes,
+        lost_worker=i.alive < i.nodes,
+        owner=i.whose,
+        unit=i.unit,
+        keep=min(i.alive, i.unit),
+        node_names=sorted(a.node for a in core.view.live.jobs[i.job].agents.values() if a.alive) if full else [],
+    )
+    if i.layouts:
+        job.layouts = {name: _sizes(i, table) for name, table in i.layouts.items()}
+        job.layout, job.transition = i.layout, {"restart": i.restart_seconds}
+    else:
+        job.flops = _sizes(i, planning.throughput(i, usual))
+    if saved := planning.spares(i, usual, core.config.mtbf_node_hours):
+        job.spares = _sizes(i, saved)
+    return job
+
+
+def _sizes(i: planning.JobInput, table: Mapping[int, float]) -> dict[str, float]:
+    return {str(nodes): rate for nodes, rate in planning.in_blocks(i, table).items()}
+
+
+def report(core: Core, store: Store, question: ReportQuestion, asker: Asker) -> schema.Report:
+    """Failures by cause, what they cost and what healing saved, in the last `seconds`."""
+    since = core.now - question.seconds
+    own = None if asker.reads_all else {job.job for job in core.state.jobs.values() if asker.owns(job)}
+    found = store.since(week.KINDS, since, jobs=own)
+    told = week.week(found.events, since, core.now, spared_seconds(core.config))
+    if asker.reads_all:
+        told = replace(told, observed=observed_lines(core, store))
+    else:
+        told = replace(told, nodes=[])
+    return replace(told, cut_at=found.cut[1] if found.cut else None)
+
+
+def spared_seconds(config: ControllerConfig) -> float:
+    """What a failure costs a job that is requeued and begins from its last checkpoint: half the time between two of
+    them, and the start of the processes."""
+    return config.checkpoint_seconds / 2.0 + config.replacement_seconds
+
+
+def observed_lines(core: Core, store: Store) -> list[str]:
+    """The last weekly sum and what has come since, in one line each; no line after a moment in which nothing was
+    left undone, such as a short pause."""
+    now = observed_since(core, store)
+    if now is not None and not now.calls and now.node_hours < 0.05 and core.now - now.since < MOMENT:
+        now = None
+    return [week.reason for week in (core.state.observed_week, now) if week]
+
+
+def observed_since(core: Core, store: Store) -> records.ObservedWeek | None:
+    """What acting would have saved since the last sum; None when nothing is only observed."""
+    state = core.state
+    if not state.observed_since:
+        return None
+    per_node = {name: job.settings.ranks_per_node for name, job in state.jobs.items()}
+    events = store.of_kinds(savings.KINDS, state.observed_after)
+    return savings.saved(events, state.observed_since, core.now, per_node, state.observed_week)
+
+
+class WeeklySum:
+    """Records the sum once a week. A sum that fails is logged and tried again later: nobody depends on it."""
+
+    def __init__(self, core: Core, store: Store) -> None:
+        self._core, self._store = core, store
+        self._next_try = 0.0
+
+    def is_due(self, now: float) -> bool:
+        since = self._core.state.observed_since
+        return bool(since) and now - since >= savings.WEEK_SECONDS and now >= self._next_try
+
+    def record_sum(self, now: float) -> None:
+        """Sums up; the log must hold all that was decided."""
+        self._next_try = now + SUM_AGAIN
+        try:
+            week = observed_since(self._core, self._store)
+        except Exception:
+            log.exception("could not sum up what acting would have saved")
+            return
+        if week is not None:
+            self._core.append("", 0, week)
 
 
 # What is asked -> the type of its arguments, and the function that answers.

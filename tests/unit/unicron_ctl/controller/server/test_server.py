@@ -21,8 +21,8 @@ from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.model.asker import NOBODY, Asker
 from unicron_ctl.controller.model.quotas import OF_A_USER, SECONDS_OF_ONE
 from unicron_ctl.controller.model.view import Send
+from unicron_ctl.controller.server.fair_queue import OF_ALL, OF_ONE, AnswerCache, Question, QuestionQueue
 from unicron_ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS
-from unicron_ctl.controller.server.question_queue import OF_ALL, OF_ONE, Answered, Asked, Question
 from unicron_ctl.controller.server.server import Server
 from unicron_ctl.controller.server.sockets import bind
 from unicron_ctl.shared.log.store import Fenced, Store
@@ -148,13 +148,13 @@ def test_an_answer_that_takes_long_is_made_once_for_all_who_may_hear_the_same(
     server.started()
     server._answer(Question((b"route",), wire.Ask(what="status"), ann, "10.0.0.1"))
     assert made[4:] == [ann], "nor after a record"
-    clock[0] += Answered.KEPT_SECONDS
+    clock[0] += AnswerCache.KEPT_SECONDS
     server._answer(Question((b"route",), wire.Ask(what="status"), ann, "10.0.0.1"))
     assert made[5:] == [ann]
 
 
 def test_who_asks_much_waits_for_himself() -> None:
-    asked, ann, bob = Asked(), Asker(1000, "ann"), Asker(1001, "bob")
+    asked, ann, bob = QuestionQueue(), Asker(1000, "ann"), Asker(1001, "bob")
     added = [asked.add(Question((bytes([n]),), wire.Ask(what="ping"), ann, f"10.0.0.{n}")) for n in range(30)]
     assert added.count(True) == OF_ONE and asked.add(Question((b"b",), wire.Ask(what="ping"), bob, "10.0.0.1"))
     order = [asked.next().asker.uid for _ in range(len(asked))]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.world import FakeSlurm, World
-from unicron_ctl.controller.api import observed_savings
+from unicron_ctl.controller.api import answers
 from unicron_ctl.shared.log import records, savings
 from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.log.savings import saved
@@ -72,9 +72,9 @@ def test_a_job_that_is_only_observed_is_summed_up_in_status(tmp_path: Path) -> N
     store = Store(tmp_path / "events.sqlite")
     store.append(world.log)
     world.core.now = world.now + 2 * HOUR
-    (line,) = observed_savings.observed_lines(world.core, store)
+    (line,) = answers.observed_lines(world.core, store)
     assert "up to 2.0 more node-hours" in line and "1 down" in line
-    week = observed_savings.observed_since(world.core, store)
+    week = answers.observed_since(world.core, store)
     assert week is not None
     world.core.append("", 0, week)
     assert world.core.state.observed_week == week and world.core.state.observed_since == world.core.now
@@ -90,9 +90,9 @@ def test_a_short_pause_in_which_nothing_was_left_undone_is_no_line(tmp_path: Pat
     store = Store(tmp_path / "events.sqlite")
     store.append(world.core.events)
     world.core.now = world.core.state.observed_since + 10.0
-    assert observed_savings.observed_lines(world.core, store) == []
+    assert answers.observed_lines(world.core, store) == []
     world.core.now += 2 * HOUR
-    assert len(observed_savings.observed_lines(world.core, store)) == 1
+    assert len(answers.observed_lines(world.core, store)) == 1
     store.close()
 
 
@@ -105,12 +105,12 @@ def test_a_weekly_sum_that_fails_ends_nothing_and_is_tried_again_later(
     store = Store(tmp_path / "events.sqlite")
     store.append(world.core.events)
     monkeypatch.setattr(savings, "saved", lambda *given: 1 / 0)
-    weekly, then = observed_savings.WeeklySum(world.core, store), world.now + savings.WEEK_SECONDS
+    weekly, then = answers.WeeklySum(world.core, store), world.now + savings.WEEK_SECONDS
     assert not weekly.is_due(world.now + 1.0) and weekly.is_due(then)
     weekly.record_sum(then)
     assert not weekly.is_due(then + 1.0) and world.core.state.observed_since
     monkeypatch.undo()
-    assert weekly.is_due(then + observed_savings.SUM_AGAIN)
-    weekly.record_sum(then + observed_savings.SUM_AGAIN)
+    assert weekly.is_due(then + answers.SUM_AGAIN)
+    weekly.record_sum(then + answers.SUM_AGAIN)
     assert isinstance(world.core.events[-1].record, records.ObservedWeek) and not world.core.state.observed_since
     store.close()

@@ -14,7 +14,7 @@ from unicron_ctl.controller.model.quotas import (
     Quotas,
     cost,
 )
-from unicron_ctl.controller.server.question_queue import Question
+from unicron_ctl.controller.server.fair_queue import Question
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.connection_limits import KNOWN_SECONDS, ConnectionLimits
 from unicron_ctl.shared.protocol.wire import MAX_BYTES
