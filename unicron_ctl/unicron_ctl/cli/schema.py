@@ -23,7 +23,7 @@ SCHEMAS = {
     "explain": f"{_ANSWERS}:Explanation",
     "pause": f"{_ANSWERS}:Paused",
     "resume": f"{_ANSWERS}:Paused",
-    "classify": "unicron_ctl.cli.classify:Classified",
+    "classify": "unicron_ctl.cli.classify:TextVerdict",
     "plan": f"{_ANSWERS}:Assignment",
     "config check": "unicron_ctl.cli.config_check:ConfigReport",
 }

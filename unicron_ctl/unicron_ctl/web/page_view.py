@@ -80,7 +80,6 @@ def _job(job: Job, status: Status) -> View:
 
 
 def _failure(failure: Failure) -> View:
-    again = failure.stepped_at or failure.resumed_at
     return {
         "id": failure.id,
         "job": failure.job,
@@ -90,7 +89,7 @@ def _failure(failure: Failure) -> View:
         "by": failure.detected_by,
         "reason": failure.reason,
         "at": failure.detected_at,
-        "again": again - failure.detected_at if again else None,
+        "again": status_tables.again_after(failure),
         "kept": failure.reused_micro_batches,
         "twice": failure.recomputed_micro_batches,
         "done": "; ".join(failure.actions) or failure.action,

@@ -158,39 +158,46 @@ def _item(number: int, time: float, kind: str, reason: str) -> dict[str, Any]:
 
 
 def _wanted(core: Core, question: EventsQuestion, asker: Asker) -> Wanted:
-    """Which part of the log is asked for. Events of a job are its owner's; those of nodes and of the controller the
-    admins'. Raises Unanswerable."""
-    name = _job_id(core, question.job, asker) if question.job else None
+    """Return which part of the log is asked for. Raises Unanswerable."""
     names = filters.checked(core, question, asker, _partitions(core))
-    jobs = privacy.visible(core.view, asker)
-    if question.user and not any(asker.may_read(job) for job in jobs if job.settings.user == question.user):
-        raise Unanswerable(f"{asker} may not read events of {question.user}'s jobs: only they, readers and admins")
-    mine = {
-        job.job
-        for job in jobs
-        if asker.may_read(job)
-        and name in (None, job.job)
-        and question.user in ("", job.settings.user)
-        and (not question.partition or question.partition in partitions(core, job, asker))
-    }
     kinds = filters.kinds(question.kinds)
-    of_no_job = None
-    if question.partition:
-        seen = core.view.slurm.seen
-        inside = {node.name for node in (seen.nodes if seen else ()) if question.partition in node.partitions}
-        of_no_job = inside if names is None else inside & names
-    every = asker.reads_all and not (name or question.user)
-    if every and question.partition:
-        mine.add("")
     return Wanted(
-        jobs=None if every and not question.partition else mine,
+        jobs=_jobs_of_events(core, question, asker),
         kinds=kinds or (KINDS_WITH_NODES if names is not None else ()),
         without=question.without.split(),
         nodes=names,
-        nodes_of_no_job=of_no_job,
+        nodes_of_no_job=_nodes_of_no_job(core, question.partition, names),
         since=question.since,
         before=question.before,
     )
+
+
+def _jobs_of_events(core: Core, question: EventsQuestion, asker: Asker) -> set[str] | None:
+    """Return the jobs whose events are asked for ("": those of no job), None for all. Events of a job are its owner's;
+    those of nodes and of the controller the admins'. Raises Unanswerable."""
+    name = _job_id(core, question.job, asker) if question.job else None
+    visible = privacy.visible(core.view, asker)
+    readable = [job for job in visible if asker.may_read(job) and question.user in ("", job.settings.user)]
+    if question.user and not readable:
+        raise Unanswerable(f"{asker} may not read events of {question.user}'s jobs: only they, readers and admins")
+    every = asker.reads_all and not (name or question.user)
+    if every and not question.partition:
+        return None
+    found = {
+        job.job
+        for job in readable
+        if name in (None, job.job) and (not question.partition or question.partition in partitions(core, job, asker))
+    }
+    return found | {""} if every else found
+
+
+def _nodes_of_no_job(core: Core, partition: str, names: frozenset[str] | None) -> frozenset[str] | None:
+    """Return the nodes of which an event of no job has to name one: those of the partition that is asked for."""
+    if not partition:
+        return None
+    seen = core.view.slurm.seen
+    inside = frozenset(node.name for node in (seen.nodes if seen else ()) if partition in node.partitions)
+    return inside if names is None else inside & names
 
 
 def explain(core: Core, store: Store, question: ExplainQuestion, asker: Asker) -> schema.Explanation:

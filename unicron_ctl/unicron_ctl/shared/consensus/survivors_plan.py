@@ -89,12 +89,10 @@ def decide(
         return _decision(list(alike.kept), {}, alike, total, size, again, lost_share, lost_iteration)
     sharded = any(status.shards for status in survivors.values())
     usable, unusable = _usable(survivors, total) if size == 1 else _sound(survivors, total)
-    top = max([position.iteration for position in usable.values()], default=0)
+    top = max((position.iteration for position in usable.values()), default=0)
     if not sharded:
         top = max(top, finished_at or 0)
         _leave_behind(usable, unusable, top)
-    if not usable:
-        return None
     healthy, composed, standbys = _replicas(usable, size, former)
     members = layout.arranged([*healthy, *composed])
     if not members:
@@ -102,11 +100,10 @@ def decide(
     way = _newest(survivors, members, healthy, size) if sharded else _step_rule(usable, top, members, healthy)
     if way is None:
         return None
-    doubled = _doubled(way.kept, size)
-    if doubled:
+    if doubled := _doubled(way.kept, size):
         return Decision([], {**unusable, **doubled}, None, way.iteration, {}, 0, 0, 0, "")
-    if size > 1:  # what broken replicas have finished is in no complete gradient
-        again |= {i for p in usable.values() if p.iteration == way.iteration for i in p.done}
+    if size > 1:
+        again |= _in_no_gradient(usable.values(), way.iteration)
     return _decision(members, unusable, way, total, size, again, lost_share, lost_iteration, standbys)
 
 
@@ -213,6 +210,12 @@ def _indices(done: Sequence[int], total: int) -> bool:
 
 def _no_indices(done: Sequence[int], total: int) -> str:
     return f"reported micro-batches {done[:50]} of {total}: not a set of valid indices"
+
+
+def _in_no_gradient(positions: Iterable[_Position], iteration: int) -> set[int]:
+    """Return the micro-batches that ranks of broken replicas have finished: no complete gradient has them, unless a
+    healthy replica does."""
+    return {index for position in positions if position.iteration == iteration for index in position.done}
 
 
 def _doubled(kept: Mapping[int, Sequence[int]], size: int) -> dict[int, str]:
