@@ -26,7 +26,7 @@ from unicron_ctl.controller.plan import planning
 from unicron_ctl.controller.plan.inputs import fixed, inputs, usable_nodes
 from unicron_ctl.shared.log import records, savings, week
 from unicron_ctl.shared.log.naming import KINDS_WITH_NODES
-from unicron_ctl.shared.log.store import Store, Wanted
+from unicron_ctl.shared.log.store import EventFilter, Store
 from unicron_ctl.shared.protocol import answer_schema as schema
 from unicron_ctl.shared.protocol.audience import LAST_FAILURES
 from unicron_ctl.shared.protocol.questions import (
@@ -65,7 +65,7 @@ def answer(core: Core, store: Store, what: str, args: Mapping[str, Any], asker: 
 
 def status(core: Core, store: Store, wanted: StatusQuestion, asker: Asker) -> schema.Status:
     """Everything at a glance, or what is asked for. What needs an admin is always there."""
-    names = filters.checked(core, wanted, asker, _partitions(core))
+    names = filters.checked_nodes(core, wanted, asker, _partitions(core))
     all_jobs, all_nodes = visible_jobs(core, asker, wanted.brief), visible_nodes(core, asker, wanted.brief)
     listed = filters.jobs(all_jobs, wanted, names, all_nodes)
     mine = [job for job in core.state.jobs.values() if asker.may_read(job)]
@@ -106,7 +106,7 @@ def _controller(core: Core) -> schema.Controller:
         alone_since=core.view.suspicions.alone_since,
         most_silent_since=core.view.suspicions.most_since,
         modes=modes(core),
-        paused=_paused(core).until,
+        paused=_pause_state(core).until,
         events=core.state.last_event,
         slurm=schema.SlurmStatus(
             used=slurm.used, last_answer=slurm.seen.asked_at if slurm.seen else None, error=slurm.error
@@ -128,20 +128,20 @@ def _partitions(core: Core) -> set[str]:
 
 def jobs(core: Core, store: Store, wanted: Filters, asker: Asker) -> list[schema.Job]:
     """All jobs of which the asker may know, the ended ones last, or those that are asked for."""
-    names = filters.checked(core, wanted, asker, _partitions(core))
+    names = filters.checked_nodes(core, wanted, asker, _partitions(core))
     return filters.jobs(visible_jobs(core, asker), wanted, names, visible_nodes(core, asker) if names else ())
 
 
 def nodes(core: Core, store: Store, wanted: Filters, asker: Asker) -> list[schema.Node]:
     """All nodes that Slurm shows, and those on which an agent speaks, or those that are asked for."""
-    names = filters.checked(core, wanted, asker, _partitions(core))
+    names = filters.checked_nodes(core, wanted, asker, _partitions(core))
     return filters.nodes(visible_nodes(core, asker), wanted, names, visible_jobs(core, asker) if wanted.user else ())
 
 
 def events(core: Core, store: Store, question: EventsQuestion, asker: Asker) -> list[dict[str, Any]]:
     """The log after an id, or its end. Where it is too much for one answer an item of the kind CUT stands for the rest,
     with the id of the event up to which the log was read."""
-    after, wanted = question.after, _wanted(core, question, asker)
+    after, wanted = question.after, _event_filter(core, question, asker)
     found = store.tail(after, question.limit, wanted)
     told = [event.as_dict() for event in found.events]
     if found.cut:
@@ -157,11 +157,11 @@ def _item(number: int, time: float, kind: str, reason: str) -> dict[str, Any]:
     return {"id": number, "time": time, "job": "", "generation": 0, "kind": kind, "reason": reason}
 
 
-def _wanted(core: Core, question: EventsQuestion, asker: Asker) -> Wanted:
+def _event_filter(core: Core, question: EventsQuestion, asker: Asker) -> EventFilter:
     """Return which part of the log is asked for. Raises Unanswerable."""
-    names = filters.checked(core, question, asker, _partitions(core))
+    names = filters.checked_nodes(core, question, asker, _partitions(core))
     kinds = filters.kinds(question.kinds)
-    return Wanted(
+    return EventFilter(
         jobs=_jobs_of_events(core, question, asker),
         kinds=kinds or (KINDS_WITH_NODES if names is not None else ()),
         without=question.without.split(),
@@ -222,7 +222,7 @@ def _job_id(core: Core, text: str, asker: Asker) -> str:
     raise Unanswerable(f"{'several jobs are' if living else 'no job is'} called {text[:100]!r}: jobs are {known}")
 
 
-def inject(core: Core, store: Store, order: InjectOrder, asker: Asker) -> schema.Injected:
+def inject(core: Core, store: Store, order: InjectOrder, asker: Asker) -> schema.Injection:
     """Breaks a rank on purpose."""
     state = core.state.jobs[_job_id(core, order.job, asker)]
     if not asker.may_order(state):
@@ -250,27 +250,27 @@ def health(core: Core, store: Store, report: readmission.Report, asker: Asker) -
     return {"taken": True}
 
 
-def pause(core: Core, store: Store, order: PauseOrder, asker: Asker) -> schema.Paused:
+def pause(core: Core, store: Store, order: PauseOrder, asker: Asker) -> schema.PauseState:
     """Changes nothing in Slurm for a while, though the configuration allows it."""
     _check_partition(core, order.partition, asker)
     until = core.now + order.seconds if order.seconds else 0.0
     # As a duration: the time of day would be that of the controller's zone, and the record has `until`.
     how_long = f"for {timedelta(seconds=round(order.seconds))}" if order.seconds else "until it is resumed"
     reason = f"{_whole(order.partition)} {how_long}: {asker} has asked for it"
-    record = records.Paused(partition=order.partition, until=until, reason=reason)
+    record = records.ActionsPaused(partition=order.partition, until=until, reason=reason)
     core.carry_out(Outcome(records=[("", 0, record)]))
-    return _paused(core)
+    return _pause_state(core)
 
 
-def resume(core: Core, store: Store, order: ResumeOrder, asker: Asker) -> schema.Paused:
+def resume(core: Core, store: Store, order: ResumeOrder, asker: Asker) -> schema.PauseState:
     """Acts again where the configuration allows it."""
     _check_partition(core, order.partition, asker)
     if core.state.is_paused("", core.now) and order.partition:
         raise Unanswerable(f"all partitions are paused, not {order.partition} alone: `unicronctl resume` ends it")
     reason = f"{_whole(order.partition)}: {asker} has asked for it"
-    record = records.Unpaused(partition=order.partition, reason=reason)
+    record = records.ActionsResumed(partition=order.partition, reason=reason)
     core.carry_out(Outcome(records=[("", 0, record)]))
-    return _paused(core)
+    return _pause_state(core)
 
 
 def _whole(partition: str) -> str:
@@ -283,10 +283,10 @@ def _check_partition(core: Core, name: str, asker: Asker) -> None:
     filters.check_partition(name, _partitions(core))
 
 
-def _paused(core: Core) -> schema.Paused:
+def _pause_state(core: Core) -> schema.PauseState:
     ends = core.state.paused
     until = {name: ends[name] for name in sorted(ends) if core.state.is_paused(name, core.now)}
-    return schema.Paused(time=core.now, until=until, modes=modes(core))
+    return schema.PauseState(time=core.now, until=until, modes=modes(core))
 
 
 def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Pong:
@@ -352,8 +352,8 @@ def report(core: Core, store: Store, question: ReportQuestion, asker: Asker) -> 
 
 
 def spared_seconds(config: ControllerConfig) -> float:
-    """What a failure costs a job that is requeued and begins from its last checkpoint: half the time between two of
-    them, and the start of the processes."""
+    """Return the cost of a failure to a job that is requeued and begins from its last checkpoint: half the time between
+    two of them, and the start of the processes."""
     return config.checkpoint_seconds / 2.0 + config.replacement_seconds
 
 
@@ -367,13 +367,13 @@ def observed_lines(core: Core, store: Store) -> list[str]:
 
 
 def observed_since(core: Core, store: Store) -> records.ObservedWeek | None:
-    """What acting would have saved since the last sum; None when nothing is only observed."""
+    """Return the sum of what acting would have saved since the last sum; None when nothing is only observed."""
     state = core.state
     if not state.observed_since:
         return None
     per_node = {name: job.settings.ranks_per_node for name, job in state.jobs.items()}
     events = store.of_kinds(savings.KINDS, state.observed_after)
-    return savings.saved(events, state.observed_since, core.now, per_node, state.observed_week)
+    return savings.observed_week(events, state.observed_since, core.now, per_node, state.observed_week)
 
 
 class WeeklySum:

@@ -97,7 +97,7 @@ def _waiting(core: Core) -> dict[str, dict[str, str]]:
 
 
 def _last_event(known: NodeState | None) -> schema.NodeEvent | None:
-    """What the node's kernel, memory cgroup or links said last."""
+    """Return the last event that the node's kernel, memory cgroup or links reported."""
     if known is None or not known.events:
         return None
     last = known.events[-1]

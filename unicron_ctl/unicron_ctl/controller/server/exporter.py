@@ -31,7 +31,7 @@ SCRAPE_SECONDS = 5.0  # for the loop to answer
 REQUEST_SECONDS = 10.0  # for a request to arrive, the wait for the loop, and the answer to be taken, in all
 FRESH_SECONDS = 0.5  # whoever asks sooner gets the same answer: the loop's time is not for those who ask often
 MOST_REQUESTS = 64  # at once
-MISDIRECTED = "ask by an address of this host, or by a name that stands in [controller] metrics or address\n"
+WRONG_NAME = "ask by an address of this host, or by a name that stands in [controller] metrics or address\n"
 BEHIND = f"the controller's loop has not answered for {SCRAPE_SECONDS:g} s"
 
 
@@ -40,7 +40,7 @@ class _Handler(WSGIRequestHandler):
     timeout = REQUEST_SECONDS
 
     def get_environ(self) -> dict[str, Any]:
-        """What WSGI is told of the request, which has come whole."""
+        """Return WSGI's description of the request, which has come whole."""
         self.server.note_asked(self.connection)
         return super().get_environ()
 
@@ -90,7 +90,7 @@ class Exporter:
     def _respond(self, environ: Any, start_response: Any) -> Iterable[bytes]:
         if not self._is_named(environ.get("HTTP_HOST", "")):
             start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
-            return [MISDIRECTED.encode()]
+            return [WRONG_NAME.encode()]
         try:
             pages: Iterable[bytes] = self._pages(environ, start_response)
             return pages
@@ -111,7 +111,7 @@ class Exporter:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """What is, as the loop says; called by the thread of a request. Raises TimeoutError where it does not."""
+        """Return the gauges, which the loop reads. The thread of a request calls this. Raises TimeoutError."""
         if not self._turn.acquire(timeout=SCRAPE_SECONDS):
             raise TimeoutError(BEHIND)
         try:
@@ -163,5 +163,5 @@ def metrics_place(place: str) -> tuple[str, int]:
 
 
 def cannot_serve(place: str, error: OSError) -> UserError:
-    """What is said where nothing can listen at `place`."""
+    """Return the error that says that nothing can listen at `place`."""
     return UserError(f"[controller] metrics = {place!r}: {error.strerror}: give another address")

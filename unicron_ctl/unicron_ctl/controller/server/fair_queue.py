@@ -44,7 +44,7 @@ class FairQueue(Generic[Item]):
         return self._root.count
 
     def waiting(self, *names: str) -> int:
-        """How many items there are below these names."""
+        """Return the number of items below these names."""
         branch: _Branch[Item] | None = self._root
         for name in names:
             branch = branch.children.get(name) if branch is not None else None

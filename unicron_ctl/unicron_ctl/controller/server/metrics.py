@@ -38,7 +38,7 @@ OUTCOMES: dict[type[records.Record], str] = {
     records.SlurmFailed: "refused",
     records.TakeWithheld: "withheld",
     records.IsolationWithheld: "withheld",
-    records.Observed: "observed",
+    records.ActionObserved: "observed",
 }
 SET_ASIDE = "set_aside"
 DROPS = ("message", "hint", "rate", "stranger", "send")
@@ -212,7 +212,7 @@ def gauges(core: Core, failed: Mapping[str, int], dropped: Mapping[str, int], lo
 
 
 def nodes(core: Core) -> Tally[str]:
-    """How many nodes there are of each state, of those that Slurm shows."""
+    """Return the number of nodes in each state, of those that Slurm shows."""
     view, found = core.view, Tally[str]({"good": 0, "asked": 0, "suspect": 0, "unhealthy": 0, "out_of_service": 0})
     asked = view.suspicions.nodes()
     for name, info in (view.slurm.seen.by_name if view.slurm.seen else {}).items():

@@ -179,11 +179,13 @@ class Server:
         self.core.now = self.now()
         return gauges(self.core, self.exporter.counts.failed, self.dropped, self.store.size)
 
-    def started(self) -> None:
+    def record_start(self) -> None:
         """Records the start, once the controller can be reached."""
         jobs = sum(1 for job in self.core.state.jobs.values() if not job.ended)
         reason = f"controller started with {counted(jobs, 'job')} from its log"
-        self.core.append("", 0, records.Started(pid=os.getpid(), address=self.address, jobs=jobs, reason=reason))
+        self.core.append(
+            "", 0, records.ControllerStarted(pid=os.getpid(), address=self.address, jobs=jobs, reason=reason)
+        )
 
     def stop(self) -> None:
         """Ends the loop. Any thread may call this."""
@@ -227,7 +229,7 @@ class Server:
         new, old = config.controller, self._began_with
         if late := [name for name in UNTIL_RESTART if getattr(new, name) != getattr(old, name)]:
             reason += f"; not applied until unicrond is restarted: {', '.join(late)}"
-        self.core.append("", 0, records.Configured(reason=reason))
+        self.core.append("", 0, records.ConfigReloaded(reason=reason))
 
     def keep_config(self, problem: str) -> None:
         """Records why a new configuration is not applied."""
@@ -318,7 +320,7 @@ class Server:
             return
         # Only a kind can tell who is there: unicronctl waits for an Answer, everyone else understands Refused.
         answer: msgspec.Struct = (
-            wire.Answer(ok=False, error=reason) if b"\xa3ask" in data[:200] else wire.Refused(reason=reason)
+            wire.Answer(ok=False, error=reason) if b"\xa3ask" in data[:200] else wire.Refusal(reason=reason)
         )
         self._send(route, answer)
 
@@ -354,7 +356,7 @@ class Server:
             reason = f"job {message.job}: {found.reason}"  # never final: munge may be away, on either side
             peer, said = f"{message.job} {message.element}", f"{message.node}: {reason}"
             self._complain(records.RegistrationRefused(peer=peer, node=message.node, reason=said))
-            self._send(route, wire.Refused(reason=reason))
+            self._send(route, wire.Refusal(reason=reason))
 
         self._verifying.add(known)
         if not self._verifier.verify(message.credential, claims.of_agent(message, key), key, address, then):

@@ -39,7 +39,7 @@ def status(data: Status, folded: bool = False, chosen: bool = False) -> list[Lis
 
 
 def tables(data: Status, folded: bool = False, chosen: bool = False) -> list[Listing | Text]:
-    """... and all else."""
+    """Return the status without what needs an admin."""
     there = [job for job in data.jobs if not job.ended]
     held = [*_doubts(data), *paused_lines(data.controller.paused)]
     parts: list[Listing | Text] = [Text(line, style="yellow") for line in held]
@@ -202,8 +202,8 @@ def _rank_notes(job: Job) -> Iterator[str]:
 
 
 def replicas(job: JobBase) -> str:
-    """How a job's ranks make replicas, who waits to complete one, and how else it could run; empty where a rank is a
-    replica and nothing else is possible."""
+    """Return how a job's ranks make replicas, who waits to complete one, and how else it could run; "" where a rank is
+    a replica and nothing else is possible."""
     others = [name for name in job.layouts if name != job.layout]
     if (job.replica == 1 and not others) or job.ended:
         return ""
@@ -217,7 +217,7 @@ def replicas(job: JobBase) -> str:
 
 
 def goodput(job: JobBase) -> str:
-    """What came of the job's time; empty while nothing was lost."""
+    """Return the share of the job's time that was not lost; empty while nothing was lost."""
     if job.goodput is None or not job.lost_seconds:
         return ""
     return f"goodput {100.0 * job.goodput:.1f} %, {duration(job.lost_seconds)} lost"
@@ -324,7 +324,7 @@ class Together:
 
     def __iter__(self) -> Iterator[tuple[list[str], tuple[str, ...]]]:
         for words, names in self._groups.items():
-            yield names, tuple(trouble.named(word, names) for word in words)
+            yield names, tuple(trouble.with_names(word, names) for word in words)
 
 
 def _states(node: Node) -> Text:
@@ -347,14 +347,14 @@ def _remarks(node: Node) -> str:
 
 
 def node_event(event: NodeEvent, timed: bool = True) -> str:
-    """What the node said last, and what became of it."""
+    """Return the node's last event, and what became of it."""
     times = f" ({event.count} times)" if event.count > 1 and timed else ""
     when = f"{short(event.time)} " if timed else ""
     return f"{when}{event.source}: {event.text[:70]}{times}: {event.cause}, {event.action}"
 
 
 def health(node: Node, aged: bool = True) -> Text:
-    """What the admission checks and the paired test say, how old that is, and whether the node is a suspect."""
+    """Return the words of the admission checks and the paired test, their age, and whether the node is a suspect."""
     words, style, now = [], "", time.time()
     for name, report in (("", node.health), ("pair test ", node.pair_test)):
         if report is None:
@@ -416,7 +416,7 @@ def standing(data: Explanation) -> list[str]:
 
 
 def obstacles(data: Explanation) -> list[str]:
-    """What limits the job, and its plan."""
+    """Return the limits of the job, and its plan."""
     lines = []
     if said := not_finite(data):
         lines.append(f"{said}: the training goes on, and its snapshots and checkpoints have the same loss")
@@ -462,7 +462,7 @@ def number(value: float | None, digits: int) -> str:
 
 
 def paused_lines(until: dict[str, float]) -> list[str]:
-    """What is paused, a line each. until: by partition; 0 for no end."""
+    """Return a line for each pause. until: by partition; 0 for no end."""
     found = []
     for name, end in until.items():
         what = f"partition {name}" if name else "everything"

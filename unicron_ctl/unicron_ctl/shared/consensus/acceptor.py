@@ -13,7 +13,7 @@ from unicron_ctl.shared.protocol.peer_messages import NO_BALLOT, Ballot, Proposa
 
 
 class AcceptorState(enum.StrEnum):
-    """Where the acceptor is."""
+    """A state of the acceptor."""
 
     IDLE = "idle"
     CHECKING = "checking"  # whether the controller lives, before a promise
@@ -21,7 +21,7 @@ class AcceptorState(enum.StrEnum):
 
 
 class AcceptorEvent(enum.StrEnum):
-    """What happens to the acceptor."""
+    """An event of the acceptor."""
 
     PREPARE = "prepare"  # of a ballot above all that it knows
     PREPARE_AGAIN = "prepare again"  # of the promised ballot
@@ -32,7 +32,7 @@ class AcceptorEvent(enum.StrEnum):
 
 
 class AcceptorAction(enum.StrEnum):
-    """What the acceptor does about an event."""
+    """The acceptor's answer to an event."""
 
     IGNORE = "ignore"
     ASK_CONTROLLER = "ask controller"

@@ -15,7 +15,7 @@ from unicron_ctl.shared.consensus.proposer import Proposer, ProposerState
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 from unicron_ctl.shared.protocol.peer_messages import (
     Accept,
-    Accepted,
+    Acceptance,
     AnyPeer,
     Ballot,
     Halt,
@@ -68,7 +68,7 @@ class Participant:
         self._store = ""
         self._next_proposer = 0
         self._requested_at = self._answered_at = float("-inf")  # a plan, by the proposers
-        self.agreed: wire.Agreed | None = None
+        self.agreed: wire.Agreement | None = None
         self.over = 0
         self.outbox: list[tuple[structs.Peer, AnyPeer]] = []
         self.orders: list[wire.Break | wire.Plan] = []
@@ -166,7 +166,7 @@ class Participant:
                 self._on_learn(instance, message, now)
             case Promise() if instance.proposer is not None:
                 instance.proposer.on_promise(message, now)
-            case Accepted() if instance.proposer is not None:
+            case Acceptance() if instance.proposer is not None:
                 instance.proposer.on_accepted(message, now)
             case Nack() if instance.proposer is not None:
                 instance.proposer.on_nack(message.ballot, now)
@@ -201,7 +201,7 @@ class Participant:
                     now,
                 )
             case Accept() if learned is not None and _prefix(message.proposal) == _prefix(learned):
-                self._send(instance, to, Accepted(**self._header(instance), ballot=message.ballot), now)
+                self._send(instance, to, Acceptance(**self._header(instance), ballot=message.ballot), now)
             case Accept() if learned is not None:  # a lower ballot's: another plan has followed
                 self._send(
                     instance,
@@ -221,8 +221,8 @@ class Participant:
                 self._send_promise(instance, message.element, now)
             case AcceptorAction.ACCEPTED:
                 assert isinstance(message, Accept)
-                self.agreed, self.status_due = _agreed(message.proposal, False), True
-                self._send(instance, message.element, Accepted(**self._header(instance), ballot=message.ballot), now)
+                self.agreed, self.status_due = _agreement(message.proposal, False), True
+                self._send(instance, message.element, Acceptance(**self._header(instance), ballot=message.ballot), now)
             case AcceptorAction.NACK:
                 self._send(
                     instance, message.element, Nack(**self._header(instance), ballot=instance.acceptor.highest), now
@@ -244,12 +244,12 @@ class Participant:
         if instance.learned is None and message.generation == self._current and plan.generation > self._obeyed:
             instance.learned = instance.acceptor.accepted = proposal
             self._seen = max(self._seen, plan.generation)
-            self.agreed, self.status_due = _agreed(proposal, True), True
+            self.agreed, self.status_due = _agreement(proposal, True), True
             lost = [one.slot for one in proposal.lost]
             over = wire.Break(generation=plan.generation - 1, lost=lost, reason=plan.reason)
             self.orders += [over, plan]  # the ranks of an agent that was left out still run
             self._enter_generation(self._membership(plan, shared_plans.proposers(proposal.share), proposal.share.peers))
-        self._send(instance, message.element, Accepted(**self._header(instance), ballot=proposal.ballot), now)
+        self._send(instance, message.element, Acceptance(**self._header(instance), ballot=proposal.ballot), now)
 
     # ------------------------------------------------------------ time
     def seconds_to_tick(self, now: float) -> float:
@@ -368,9 +368,9 @@ def _prefix(proposal: Proposal) -> str:
     return shared_plans.whole(proposal.share).prefix
 
 
-def _agreed(proposal: Proposal, chosen: bool) -> wire.Agreed:
+def _agreement(proposal: Proposal, chosen: bool) -> wire.Agreement:
     plan = shared_plans.whole(proposal.share)
-    return wire.Agreed(
+    return wire.Agreement(
         generation=plan.generation,
         since=proposal.since,
         plan=plan,

@@ -371,7 +371,7 @@ def test_images_of_two_trainings_are_no_whole_together():
         agent.has(cut, 0, mark="one")
         agent.has(cut, 1, mark="other")
     job = world.core.view.job(world.job())
-    assert cuts.newest_good(job, WHOLE_STATES.stored(job)) == -1
+    assert cuts.newest_good(job, WHOLE_STATES.stored_states(job)) == -1
 
 
 # ---------------------------------------------------------------- who takes nothing
@@ -669,7 +669,10 @@ def test_a_cut_that_only_some_ranks_kept_is_named_anew_but_not_before_the_slow_o
     world.run(cuts.PART_SECONDS - 1.0)
     assert len(agents[0].orders(wire.Cut)) == 1
     world.run(cuts.CUT_SECONDS + 2.0)
-    now, second = WHOLE_STATES.reached(world.core.view.job(world.job())), agents[0].orders(wire.Cut)[1].iteration
+    now, second = (
+        WHOLE_STATES.first_iteration(world.core.view.job(world.job())),
+        agents[0].orders(wire.Cut)[1].iteration,
+    )
     assert second - now == first, "nobody heard of it too late by the look of it: no further ahead"
 
 
@@ -679,7 +682,10 @@ def test_a_cut_of_which_ranks_heard_too_late_is_named_anew_soon_and_further_ahea
     for iteration in range(first + cuts.AHEAD + 1):
         world.iterate("1", iteration)
     world.run(cuts.CUT_SECONDS + 2.0)
-    now, second = WHOLE_STATES.reached(world.core.view.job(world.job())), agents[0].orders(wire.Cut)[1].iteration
+    now, second = (
+        WHOLE_STATES.first_iteration(world.core.view.job(world.job())),
+        agents[0].orders(wire.Cut)[1].iteration,
+    )
     assert second - now == 2 * first, "the first one was named in iteration 0"
 
 

@@ -103,7 +103,7 @@ def test_what_is_asked_of_slurm_is_counted_by_what_became_of_it() -> None:
     found = recorded(
         (1.0, records.SlurmAction(action="drain", element=-1, node="n1")),
         (2.0, records.SlurmDone(action="drain", node="n1")),
-        (3.0, records.Observed(would="down n2", action="down", node="n2", element=-1)),
+        (3.0, records.ActionObserved(would="down n2", action="down", node="n2", element=-1)),
         (4.0, records.TakeWithheld(action="requeue", element=1)),
         (5.0, records.IsolationWithheld(node="n1", slots=[])),
         (6.0, records.SlurmFailed(action="pin")),
@@ -217,7 +217,7 @@ def test_what_is_now_has_jobs_nodes_and_limits(monkeypatch: pytest.MonkeyPatch) 
 def test_what_was_taken_stands_beside_its_limit() -> None:
     world = training()
     world.core.append("1", 1, records.SlurmAction(action="requeue", element=0, node="n1"))
-    world.core.append("", 0, records.Isolated(node="n3"))
+    world.core.append("", 0, records.NodeIsolated(node="n3"))
     found = told(world)
     assert found["unicron_bound_used[('bound', 'max_requeues_per_minute')]"] == 1
     assert found["unicron_bound_used[('bound', 'max_isolated_nodes')]"] == 1
@@ -343,15 +343,15 @@ def families() -> list[Metric]:
     counted = Counts(registry)
     counted.slurm_took("list", 0.1)
     world = training()
-    for record in (step(1, 2), failure(), records.Paused(partition="main"), planned()):
+    for record in (step(1, 2), failure(), records.ActionsPaused(partition="main"), planned()):
         world.core.append("1", 1, record)
     counted.note(Event(1, 1.0, "1", 1, failure()))
     counted.note(Event(2, 1.0, "1", 1, records.FailureVerdict(failure=1, cause="gpu_lost")))
     return [*registry.collect(), *gauges(world.core, {}, {}, 0)]
 
 
-def planned() -> records.Replanned:
-    return records.Replanned(
+def planned() -> records.ClusterReplanned:
+    return records.ClusterReplanned(
         assignment={}, reasons={}, objective=1.0, waf=1.0, inputs="", trigger="", spares=0, looked_up=False
     )
 

@@ -47,7 +47,7 @@ class Desk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, deliver: Callable[[Message], None], **config: object) -> None:
         self.results: Mailbox[Callable[[], None]] = Mailbox()
         self.told: dict[str, int] = {}
-        self.records: list[records.Told] = []
+        self.records: list[records.NoticesSent] = []
         monkeypatch.setattr("unicron_ctl.controller.server.telling.targets", lambda *_: {"hook": deliver})
         self.config = NotifyConfig(**{"digest_seconds": 0.0} | config)  # type: ignore[arg-type]
         self.telling = self.begin([])
@@ -60,7 +60,7 @@ class Desk:
         return self.telling
 
     def _record(self, record: Record) -> None:
-        assert isinstance(record, records.Told)
+        assert isinstance(record, records.NoticesSent)
         self.records.append(record)
         self.told[record.target] = record.upto
 

@@ -323,7 +323,7 @@ def test_how_much_is_wrong_with_a_node(change: dict[str, Any], trouble_of: int) 
 
 def test_a_name_is_not_taken_for_a_part_of_another() -> None:
     said = "n1 hears n12, x-n1, n1-ib and n1.site no more: test n1,n12 (n1)"
-    assert trouble.named(trouble.nameless(said, "n1"), ["n1", "n2"]) == (
+    assert trouble.with_names(trouble.nameless(said, "n1"), ["n1", "n2"]) == (
         "n[1-2] hears n12, x-n1, n1-ib and n[1-2].site no more: test n[1-2],n12 (n[1-2])"
     )
 

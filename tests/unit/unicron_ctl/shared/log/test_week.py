@@ -22,8 +22,8 @@ def failure(cause: str, node: str, severity: int = 2) -> records.FailureDetected
     return records.FailureDetected(cause=cause, severity=severity, node=node, **usual)  # type: ignore[arg-type]
 
 
-def healed(seconds: float, nodes: int = 36) -> records.Healed:
-    return records.Healed(failures=[1], cause="oom", seconds=seconds, lost_seconds=seconds, nodes=nodes)
+def healed(seconds: float, nodes: int = 36) -> records.JobHealed:
+    return records.JobHealed(failures=[1], cause="oom", seconds=seconds, lost_seconds=seconds, nodes=nodes)
 
 
 LOG: list[tuple[float, str, Record]] = [
@@ -31,7 +31,7 @@ LOG: list[tuple[float, str, Record]] = [
     (10.0, "7", failure("unknown", "n1", 3)),
     (11.0, "7", records.FailureVerdict(failure=2, cause="gpu_lost", severity=1)),
     (12.0, "7", records.NodeLost(node="n1", element=0)),
-    (13.0, "", records.Isolated(node="n1")),
+    (13.0, "", records.NodeIsolated(node="n1")),
     (20.0, "7", healed(100.0)),
     (30.0, "8", failure("oom", "n2")),
     (31.0, "8", failure("oom", "n2")),
