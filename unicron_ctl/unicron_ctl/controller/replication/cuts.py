@@ -2,6 +2,11 @@
 
 A cut of which every part is in enough nodes is *good*: the job can go on from it whatever that many nodes fail at once.
 What agents say that they have tells which cuts are good, so a restarted controller knows it, too.
+
+Invariant: an order names the newest good state (`Cuts.good`; before there is one, the newest whole one), and agents
+keep that and the cut until a later order. So once a cut was good, some good state is in memory at each moment, also
+while the next cut is on its way or comes to nothing. Numbers of orders only rise, above all that agents have heard
+(`_renumber`), so a late order undoes nothing. Copies end (`none`) only after enough nodes have trained every place.
 """
 
 from __future__ import annotations

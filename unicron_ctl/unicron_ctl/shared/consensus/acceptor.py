@@ -2,7 +2,11 @@
 
 IDLE -> CHECKING -> PROMISED    a proposer prepares a ballot, and the controller does not answer
 CHECKING, PROMISED -> IDLE      the controller speaks: the promise is withdrawn
-A proposal that was accepted stays accepted in every state, because a quorum may have accepted it.
+
+Invariant: `promised` and `prepared` only rise, and a proposal is accepted only in PROMISED and only of the ballot
+`promised`. So whoever has promised a ballot accepts no lower one, whatever comes late, and a ballot that a quorum has
+promised shows its proposer everything that a lower one may have chosen. `accepted` stays in every state, also when the
+promise is withdrawn: a quorum may have accepted it, and each later promise tells of it.
 """
 
 from __future__ import annotations
