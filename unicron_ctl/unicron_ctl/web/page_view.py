@@ -12,7 +12,7 @@ from unicron_ctl.shared.slurm.host_lists import natural
 from unicron_ctl.shared.slurm.states import DRAINED
 from unicron_planner.solver.plan import Plan
 
-View = dict[str, Any]
+View = dict[str, object]
 
 
 def overview(status: Status, admin: bool) -> View:

@@ -138,7 +138,7 @@ def nodes(core: Core, store: Store, wanted: Filters, asker: Asker) -> list[schem
     return filters.nodes(visible_nodes(core, asker), wanted, names, visible_jobs(core, asker) if wanted.user else ())
 
 
-def events(core: Core, store: Store, question: EventsQuestion, asker: Asker) -> list[dict[str, Any]]:
+def events(core: Core, store: Store, question: EventsQuestion, asker: Asker) -> list[dict[str, object]]:
     """The log after an id, or its end. Where it is too much for one answer an item of the kind CUT stands for the rest,
     with the id of the event up to which the log was read."""
     after, wanted = question.after, _event_filter(core, question, asker)
@@ -153,7 +153,7 @@ def events(core: Core, store: Store, question: EventsQuestion, asker: Asker) -> 
     return told
 
 
-def _item(number: int, time: float, kind: str, reason: str) -> dict[str, Any]:
+def _item(number: int, time: float, kind: str, reason: str) -> dict[str, object]:
     return {"id": number, "time": time, "job": "", "generation": 0, "kind": kind, "reason": reason}
 
 

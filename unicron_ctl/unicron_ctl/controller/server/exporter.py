@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.types import StartResponse, WSGIEnvironment
 
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import Metric
@@ -39,7 +39,7 @@ class _Handler(WSGIRequestHandler):
     server: _Server
     timeout = REQUEST_SECONDS
 
-    def get_environ(self) -> dict[str, Any]:
+    def get_environ(self) -> WSGIEnvironment:
         """Return WSGI's description of the request, which has come whole."""
         self.server.note_asked(self.connection)
         return super().get_environ()
@@ -87,7 +87,7 @@ class Exporter:
         self._thread.start()
         log.info("metrics are at http://%s:%d/metrics", place.rpartition(":")[0] or LOOPBACK, self.port)
 
-    def _respond(self, environ: Any, start_response: Any) -> Iterable[bytes]:
+    def _respond(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if not self._is_named(environ.get("HTTP_HOST", "")):
             start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
             return [WRONG_NAME.encode()]

@@ -7,7 +7,7 @@ told to these only; others get its default. Keys may be added; none is renamed o
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -522,7 +522,7 @@ def without_fields(answer: Answer, *audiences: Meta) -> Answer:
 
 
 @functools.cache
-def _defaults(kind: type[msgspec.Struct], audiences: tuple[Meta, ...]) -> dict[str, Any]:
+def _defaults(kind: type[msgspec.Struct], audiences: tuple[Meta, ...]) -> dict[str, object]:
     return {
         field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
         for field in msgspec.structs.fields(kind)

@@ -1,125 +1,13 @@
 """All kinds of records, by subject; this package is the one name for all of them."""
 
-# ruff: isort: skip_file
+# ruff: noqa: F403 - each kind stands in its subject's file, and nowhere else
 
-from unicron_ctl.shared.log.records.base import (
-    REASON as REASON,
-    THIS_FAILURE as THIS_FAILURE,
-    Record as Record,
-    Event as Event,
-    with_reason as with_reason,
-    with_short_texts as with_short_texts,
-    encode as encode,
-    Unreadable as Unreadable,
-)
-from unicron_ctl.shared.log.records.codec import (
-    KINDS as KINDS,
-    decode as decode,
-)
-from unicron_ctl.shared.log.records.failure_records import (
-    EscalationFacts as EscalationFacts,
-    SeenExit as SeenExit,
-    FailureDetected as FailureDetected,
-    FailureVerdict as FailureVerdict,
-    FailureAction as FailureAction,
-    LeaveOut as LeaveOut,
-    JobHealed as JobHealed,
-    ActionFailed as ActionFailed,
-)
-from unicron_ctl.shared.log.records.generation_records import (
-    Crew as Crew,
-    LostProcess as LostProcess,
-    Break as Break,
-    PlanMade as PlanMade,
-    GenerationAdopted as GenerationAdopted,
-    NumberUsed as NumberUsed,
-    MembersReinstated as MembersReinstated,
-    StateAwaited as StateAwaited,
-    ElementCutOff as ElementCutOff,
-    ElementReconnected as ElementReconnected,
-    Offer as Offer,
-    OfferWithdrawn as OfferWithdrawn,
-    LastCopy as LastCopy,
-    GenerationEntered as GenerationEntered,
-    Reform as Reform,
-    LayoutWanted as LayoutWanted,
-    LayoutChosen as LayoutChosen,
-    Step as Step,
-    WorldProved as WorldProved,
-    LedgerViolation as LedgerViolation,
-    JobEnded as JobEnded,
-    Timing as Timing,
-)
-from unicron_ctl.shared.log.records.iteration_records import (
-    JobDegraded as JobDegraded,
-    JobDegradedOver as JobDegradedOver,
-    Overdue as Overdue,
-    HangCulprit as HangCulprit,
-    Hang as Hang,
-    Stacks as Stacks,
-    Anomaly as Anomaly,
-    AnomalyOver as AnomalyOver,
-    Spares as Spares,
-    NoCopies as NoCopies,
-    CopiesRefused as CopiesRefused,
-    NewcomersWait as NewcomersWait,
-)
-from unicron_ctl.shared.log.records.job_records import (
-    JobRegistered as JobRegistered,
-    JobReallocated as JobReallocated,
-    JobConfirmed as JobConfirmed,
-    AgentRegistered as AgentRegistered,
-    AgentConfirmed as AgentConfirmed,
-    EndNotice as EndNotice,
-    AgentGone as AgentGone,
-    AgentBack as AgentBack,
-    RanksReady as RanksReady,
-    RankStart as RankStart,
-    StartedCold as StartedCold,
-    ExitNoted as ExitNoted,
-    FaultInjected as FaultInjected,
-    InjectRefused as InjectRefused,
-)
-from unicron_ctl.shared.log.records.node_records import (
-    Silence as Silence,
-    Alone as Alone,
-    HeardAgain as HeardAgain,
-    MostSilent as MostSilent,
-    MostHeard as MostHeard,
-    TakeDeferred as TakeDeferred,
-    NodeLost as NodeLost,
-    SlurmdReached as SlurmdReached,
-    NodeResumed as NodeResumed,
-    NodeIsolated as NodeIsolated,
-    IsolationWithheld as IsolationWithheld,
-    NodeAvoided as NodeAvoided,
-    TakeWithheld as TakeWithheld,
-    NodeHealth as NodeHealth,
-    AdmissionWaits as AdmissionWaits,
-    NodeEvent as NodeEvent,
-    NodeVerdict as NodeVerdict,
-    NodeEventsDropped as NodeEventsDropped,
-)
-from unicron_ctl.shared.log.records.slurm_records import (
-    ActionsPaused as ActionsPaused,
-    ActionsResumed as ActionsResumed,
-    ControllerStarted as ControllerStarted,
-    LogRestored as LogRestored,
-    ConfigReloaded as ConfigReloaded,
-    ConfigRefused as ConfigRefused,
-    BadMessage as BadMessage,
-    RegistrationRefused as RegistrationRefused,
-    JobSetAside as JobSetAside,
-    ActionObserved as ActionObserved,
-    ObservedWeek as ObservedWeek,
-    SlurmAction as SlurmAction,
-    SlurmDone as SlurmDone,
-    SlurmFailed as SlurmFailed,
-    SlurmBack as SlurmBack,
-    NeedsAdmin as NeedsAdmin,
-    NoticesSent as NoticesSent,
-    HeldAgain as HeldAgain,
-    ElementUnpinned as ElementUnpinned,
-    ElementsAllotted as ElementsAllotted,
-    ClusterReplanned as ClusterReplanned,
-)
+from unicron_ctl.shared.log.records.base import *
+from unicron_ctl.shared.log.records.codec import KINDS as KINDS
+from unicron_ctl.shared.log.records.codec import decode as decode
+from unicron_ctl.shared.log.records.failure_records import *
+from unicron_ctl.shared.log.records.generation_records import *
+from unicron_ctl.shared.log.records.iteration_records import *
+from unicron_ctl.shared.log.records.job_records import *
+from unicron_ctl.shared.log.records.node_records import *
+from unicron_ctl.shared.log.records.slurm_records import *

@@ -8,7 +8,6 @@ it. `reason` is for people and is in every record that somebody may ask about. S
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import msgspec
 
@@ -49,13 +48,13 @@ class Event(msgspec.Struct, frozen=True, dict=True):
         """The record as JSON; made once, for the bounds on a job's records and for the log."""
         return encode(self.record)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """For `unicronctl events`: the envelope's keys and the record's."""
         where = {"id": self.id, "time": self.time, "job": self.job, "generation": self.generation}
         return where | {"kind": self.kind} | full(self.record)
 
 
-def full(record: Record) -> dict[str, Any]:
+def full(record: Record) -> dict[str, object]:
     """All fields of a record as plain data, those with their defaults included."""
     return {name: msgspec.to_builtins(getattr(record, name)) for name in record.__struct_fields__}
 
