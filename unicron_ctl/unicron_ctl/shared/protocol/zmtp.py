@@ -12,11 +12,10 @@ from __future__ import annotations
 import os
 import struct
 
-from nacl.exceptions import CryptoError
-from nacl.public import Box, PrivateKey, PublicKey
 from zmq.utils import z85
 
-KEY_BYTES, MAC_BYTES = 32, 16
+from unicron_ctl.shared.protocol.sodium import KEY_BYTES, MAC_BYTES, Box, key_pair
+
 MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame
 _SEALED_COMMAND = 2  # the flag of a command within CURVE's message
 _GREETING_BYTES = 64
@@ -60,8 +59,8 @@ class Session:
         "_keys",
         "_most",
         "_nonce",
+        "_pair",
         "_parts",
-        "_secret",
         "_step",
         "_theirs",
         "_wanted",
@@ -78,7 +77,7 @@ class Session:
         self._step = Session._greeting  # of the class: no circle that only the collector would free
         self._box: Box | None = None
         self._theirs, self._nonce = 0, 0  # the last number of each side
-        self._secret, self._cookie = b"", b""  # of this connection, until the handshake is done
+        self._pair, self._cookie = (b"", b""), b""
         self.key, self.ready = "", False
         mechanism = b"NULL" if keys is None else b"CURVE"
         self.reply = bytearray(b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32))
@@ -139,7 +138,7 @@ class Session:
         self._nonce += 1
         number = _SIZE.pack(self._nonce)
         flags = bytes((_SEALED_COMMAND,)) if command else b"\0"
-        return _frame_bytes(0, _MESSAGE + number + _seal(self._box, flags + data, b"CurveZMQMESSAGES" + number))
+        return _frame_bytes(0, _MESSAGE + number + self._box.seal(flags + data, b"CurveZMQMESSAGES" + number))
 
     # ------------------------------------------------------------ frames
     def _frame(self, most: int) -> tuple[int, bytes] | None:
@@ -214,10 +213,10 @@ class Session:
         theirs = body[80:112]
         box = self._box_of(theirs, self._keys.secret)
         self._open(box, body[120:], b"CurveZMQHELLO---" + body[112:120])
-        pair, nonce, self._cookie = PrivateKey.generate(), os.urandom(16), os.urandom(_COOKIE_BYTES)
-        self._secret = bytes(pair)
+        self._pair, self._cookie = key_pair(), os.urandom(_COOKIE_BYTES)
+        nonce = os.urandom(16)
         self.reply += _frame_bytes(
-            COMMAND, b"\x07WELCOME" + nonce + _seal(box, bytes(pair.public_key) + self._cookie, b"WELCOME-" + nonce)
+            COMMAND, b"\x07WELCOME" + nonce + box.seal(self._pair[0] + self._cookie, b"WELCOME-" + nonce)
         )
         self._cookie += theirs
         self._step = Session._initiate
@@ -231,37 +230,32 @@ class Session:
         cookie, theirs = self._cookie[:_COOKIE_BYTES], self._cookie[_COOKIE_BYTES:]
         if len(body) < _INITIATE_BYTES or body[9:105] != cookie:
             raise ProtocolError("an INITIATE that is none")
-        box = self._box_of(theirs, self._secret)
+        box = self._box_of(theirs, self._pair[1])
         found = self._open(box, body[113:], b"CurveZMQINITIATE" + body[105:113])
         key, vouch = found[:32], found[48 : 48 + _VOUCH_BYTES]
-        told = self._open(self._box_of(key, self._secret), vouch, b"VOUCH---" + found[32:48])
+        told = self._open(self._box_of(key, self._pair[1]), vouch, b"VOUCH---" + found[32:48])
         if told != theirs + self._keys.public:
             raise ProtocolError("its key is not proven")
         self._theirs, self._nonce = _SIZE.unpack_from(body, 105)[0], 1
         number = _SIZE.pack(self._nonce)
-        self.reply += _frame_bytes(COMMAND, b"\x05READY" + number + _seal(box, _METADATA, b"CurveZMQREADY---" + number))
-        self._box, self._secret, self._cookie = box, b"", b""
+        self.reply += _frame_bytes(COMMAND, b"\x05READY" + number + box.seal(_METADATA, b"CurveZMQREADY---" + number))
+        self._box, self._pair, self._cookie = box, (b"", b""), b""
         self.key, self.ready = z85.encode(key).decode(), True
         return NOTHING
 
     @staticmethod
     def _box_of(public: bytes, secret: bytes) -> Box:
         try:
-            return Box(PrivateKey(secret), PublicKey(public))
-        except CryptoError as error:
+            return Box(public, secret)
+        except ValueError as error:
             raise ProtocolError(str(error)) from None
 
     @staticmethod
     def _open(box: Box, sealed: bytes, nonce: bytes) -> bytes:
         try:
-            return box.decrypt(sealed, nonce)
-        except CryptoError as error:
+            return box.open(sealed, nonce)
+        except ValueError as error:
             raise ProtocolError(str(error)) from None
-
-
-def _seal(box: Box, data: bytes, nonce: bytes) -> bytes:
-    """Return the data encrypted, MAC_BYTES longer. A nonce of 24 bytes must be used once in each direction."""
-    return box.encrypt(data, nonce).ciphertext
 
 
 def _frame_bytes(flags: int, body: bytes) -> bytes:
