@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from unicron_ctl.cli.config_check import permissions, command, table
+from unicron_ctl.cli.config_check import command, permissions, table
 from unicron_ctl.shared.settings.config import Config, ControllerConfig
 from unicron_ctl.shared.settings.partitions import Claim, PartitionConfig
 from unicron_ctl.shared.slurm import PartitionInfo

@@ -12,10 +12,16 @@ from __future__ import annotations
 import os
 import struct
 
+from nacl.bindings import (
+    crypto_box_beforenm,
+    crypto_box_easy_afternm,
+    crypto_box_keypair,
+    crypto_box_open_easy_afternm,
+)
+from nacl.exceptions import CryptoError
 from zmq.utils import z85
 
-from unicron_ctl.shared.protocol.sodium import KEY_BYTES, MAC_BYTES, Box, key_pair
-
+KEY_BYTES, MAC_BYTES = 32, 16
 MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame
 _SEALED_COMMAND = 2  # the flag of a command within CURVE's message
 _GREETING_BYTES = 64
@@ -75,7 +81,7 @@ class Session:
         self._parts: list[bytearray] = []  # what belongs behind it; put together once it is worth it
         self._wanted = 0  # bytes that have to be here before there is more to understand
         self._step = Session._greeting  # of the class: no circle that only the collector would free
-        self._box: Box | None = None
+        self._box: bytes | None = None  # the key that both sides share
         self._theirs, self._nonce = 0, 0  # the last number of each side
         self._pair, self._cookie = (b"", b""), b""
         self.key, self.ready = "", False
@@ -138,7 +144,8 @@ class Session:
         self._nonce += 1
         number = _SIZE.pack(self._nonce)
         flags = bytes((_SEALED_COMMAND,)) if command else b"\0"
-        return _frame_bytes(0, _MESSAGE + number + self._box.seal(flags + data, b"CurveZMQMESSAGES" + number))
+        sealed = crypto_box_easy_afternm(flags + data, b"CurveZMQMESSAGES" + number, self._box)
+        return _frame_bytes(0, _MESSAGE + number + sealed)
 
     # ------------------------------------------------------------ frames
     def _frame(self, most: int) -> tuple[int, bytes] | None:
@@ -213,11 +220,10 @@ class Session:
         theirs = body[80:112]
         box = self._box_of(theirs, self._keys.secret)
         self._open(box, body[120:], b"CurveZMQHELLO---" + body[112:120])
-        self._pair, self._cookie = key_pair(), os.urandom(_COOKIE_BYTES)
+        self._pair, self._cookie = crypto_box_keypair(), os.urandom(_COOKIE_BYTES)
         nonce = os.urandom(16)
-        self.reply += _frame_bytes(
-            COMMAND, b"\x07WELCOME" + nonce + box.seal(self._pair[0] + self._cookie, b"WELCOME-" + nonce)
-        )
+        sealed = crypto_box_easy_afternm(self._pair[0] + self._cookie, b"WELCOME-" + nonce, box)
+        self.reply += _frame_bytes(COMMAND, b"\x07WELCOME" + nonce + sealed)
         self._cookie += theirs
         self._step = Session._initiate
         return NOTHING
@@ -238,24 +244,25 @@ class Session:
             raise ProtocolError("its key is not proven")
         self._theirs, self._nonce = _SIZE.unpack_from(body, 105)[0], 1
         number = _SIZE.pack(self._nonce)
-        self.reply += _frame_bytes(COMMAND, b"\x05READY" + number + box.seal(_METADATA, b"CurveZMQREADY---" + number))
+        sealed = crypto_box_easy_afternm(_METADATA, b"CurveZMQREADY---" + number, box)
+        self.reply += _frame_bytes(COMMAND, b"\x05READY" + number + sealed)
         self._box, self._pair, self._cookie = box, (b"", b""), b""
         self.key, self.ready = z85.encode(key).decode(), True
         return NOTHING
 
     @staticmethod
-    def _box_of(public: bytes, secret: bytes) -> Box:
+    def _box_of(public: bytes, secret: bytes) -> bytes:
         try:
-            return Box(public, secret)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from None
+            return crypto_box_beforenm(public, secret)
+        except CryptoError:
+            raise ProtocolError("no public key") from None
 
     @staticmethod
-    def _open(box: Box, sealed: bytes, nonce: bytes) -> bytes:
+    def _open(box: bytes, sealed: bytes, nonce: bytes) -> bytes:
         try:
-            return box.open(sealed, nonce)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from None
+            return crypto_box_open_easy_afternm(sealed, nonce, box)
+        except CryptoError:
+            raise ProtocolError("not sealed with this key") from None
 
 
 def _frame_bytes(flags: int, body: bytes) -> bytes:
