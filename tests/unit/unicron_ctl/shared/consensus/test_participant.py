@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.unicron_ctl.shared.consensus.test_tables import ME, company, plan, promise, share
+from tests.support.consensus import ME, company, plan, promise, share
 from unicron_ctl.shared.consensus.acceptor import AcceptorState
 from unicron_ctl.shared.consensus.controller_silence import ASK_SECONDS, AWAY_SECONDS, TELL_SECONDS
 from unicron_ctl.shared.consensus.participant import REPEAT_SECONDS, TICK_SECONDS, Participant

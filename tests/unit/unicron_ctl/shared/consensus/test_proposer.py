@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tests.unit.unicron_ctl.shared.consensus.test_tables import ME, company, pairs, promise
+from tests.support.consensus import ME, company, pairs, promise
 from unicron_ctl.shared.consensus.proposals import Membership, make_proposal, proposal_for
 from unicron_ctl.shared.consensus.proposer import (
     BALLOT_SECONDS,
