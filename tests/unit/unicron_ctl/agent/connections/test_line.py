@@ -197,7 +197,7 @@ def test_the_line_goes_to_whichever_controller_answers(monkeypatch: pytest.Monke
     monkeypatch.setattr(line._hello, "read", lambda: answers)
     monkeypatch.setattr(
         line._hello,
-        "believed",
+        "first_believed",
         lambda found: controller_discovery.ControllerKey(key, found[0].reached) if found else None,
     )
     line.learn(lambda: pytest.fail("the key is the same"))
