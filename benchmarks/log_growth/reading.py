@@ -47,7 +47,9 @@ def happened(count: int, now: float) -> Iterator[Event]:
         node = f"n{number * 7 % NODES:02}"
         record: records.Record = STEP if number % 10 == 0 else records.SlurmDone(action="drain", node=node)
         if number % 2:
-            record = records.Observed(would=f"drain {node}", action="drain", node=node, reason=f"{node} is a suspect")
+            record = records.ActionObserved(
+                would=f"drain {node}", action="drain", node=node, reason=f"{node} is a suspect"
+            )
         if number % 997 < 2:
             record = records.NodeLost(node=node, element=0, reason=f"{node} is lost")
         yield Event(number, now - count + number, "", 0, record)

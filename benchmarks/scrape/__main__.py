@@ -31,8 +31,7 @@ from benchmarks.scale.lines import Failed
 from benchmarks.scale.observing import observed_controller
 from benchmarks.scale.process import REPOSITORY, NotStarted, allow_descriptors, cores
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.server.metric_counts import Recorded
-from unicron_ctl.controller.server.metric_gauges import Kept, present
+from unicron_ctl.controller.server.metrics import Counts, gauges
 from unicron_ctl.lab.cluster import ports
 
 MOST_MS = 50.0
@@ -61,7 +60,7 @@ class Page:
     def __init__(self, world: World) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        counted = Recorded(self.registry)
+        counted = Counts(self.registry)
         for event in world.log:
             counted.note(event)
         self._world, self.found = world, list[Metric]()
@@ -75,7 +74,7 @@ class Page:
 
     def read(self) -> None:
         """The loop's part."""
-        self.found = list(present(self._world.core, Kept()))
+        self.found = list(gauges(self._world.core, {}, {}, 0))
 
     def text(self) -> bytes:
         """The thread's part."""

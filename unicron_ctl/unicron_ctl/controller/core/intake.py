@@ -70,12 +70,12 @@ class Intake:
                     job = self._view.state.jobs[message.job]
                     if self._view.config.metrics_seconds and not job.over:
                         self._runtime(job).sensors.peers.on_metrics(agent, message, self._view.now)
-            case wire.Reached():
+            case wire.ReachAnswer():
                 if (agent := self._of_agent(route, key, message)) is not None:
                     label = self._view.state.jobs[message.job].label(agent.element)
                     probes.on_reached(self._view.suspicions, agent, label, message)
                     network_partitions.on_reached(self._view.live.jobs[message.job].survey, agent, message)
-            case wire.Held():
+            case wire.RecallAnswer():
                 if (agent := self._of_agent(route, key, message)) is not None:
                     adoption.recalled(self._view.job(self._view.state.jobs[message.job]), agent, message)
             case wire.NodeEvent():
@@ -98,7 +98,10 @@ class Intake:
         return known is not None and known.key == key and getattr(message, "agent", known.agent) == known.agent
 
     def _of_agent(
-        self, route: Route, key: str, message: wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
+        self,
+        route: Route,
+        key: str,
+        message: wire.Steps | wire.Metrics | wire.ReachAnswer | wire.RecallAnswer | wire.NodeEvent,
     ) -> AgentView | None:
         """The agent that sent the message, if it is its own; its lease begins again."""
         agent = self._view.live.agent(message.job, message.element)
@@ -130,7 +133,7 @@ class Intake:
         whose = job.owner if job is not None else owner(asker.uid, message.settings.user)
         if not self._written.allows(message.job, whose, self._view.now):
             reason = f"job {message.job} or others of its user have made too many records: it has to wait"
-            self._carry_out(Outcome(sends=[Send(route, wire.Refused(reason=reason))]))
+            self._carry_out(Outcome(sends=[Send(route, wire.Refusal(reason=reason))]))
             return
         known = job.agents.get(message.element) if job is not None and not job.over else None
         if not self._view.slurm.used or (known is not None and known.agent == message.agent):
@@ -140,7 +143,7 @@ class Intake:
         first = self._waiting.get(name)
         if first is None and not self._room(asker):
             reason = f"too many agents of {asker} wait for Slurm's word: job {message.job} has to wait"
-            self._carry_out(Outcome(sends=[Send(route, wire.Refused(reason=reason))]))
+            self._carry_out(Outcome(sends=[Send(route, wire.Refusal(reason=reason))]))
             return
         since = first.since if first is not None else self._view.now
         if first is not None:
@@ -195,12 +198,12 @@ class Intake:
         if found is None and self._view.now - waiting.since < confirmation.CONFIRM_SECONDS:
             return
         self._forget(name)
-        if isinstance(found, wire.Refused):
+        if isinstance(found, wire.Refusal):
             self._carry_out(self._refusal(waiting, found))
         else:
             self._admit(route, message, key, asker, found, found is not None)
 
-    def _refusal(self, waiting: Waiting, refused: wire.Refused) -> Outcome:
+    def _refusal(self, waiting: Waiting, refused: wire.Refusal) -> Outcome:
         """Records a final refusal, the same one once."""
         out = Outcome(sends=[Send(waiting.route, refused)])
         peer = f"{waiting.message.job} {waiting.message.element}"
@@ -239,7 +242,9 @@ class Intake:
         if info is not None and seen is not None and info.restarts != job.nodes_of_restart and job.nodes:
             nodes, restarts = confirmation.nodes(seen, message.job)
             reason = f"Slurm has requeued job {job.job} on {counted(len(nodes), 'node')}"
-            self._carry_out(Outcome([(job.job, 0, records.Reallocated(nodes=nodes, restarts=restarts, reason=reason))]))
+            self._carry_out(
+                Outcome([(job.job, 0, records.JobReallocated(nodes=nodes, restarts=restarts, reason=reason))])
+            )
         known = job.agents.get(message.element)
         if known is None or known.agent != message.agent:
             self._view.live.remove(message.job, message.element)
@@ -266,7 +271,7 @@ class Intake:
         mine.changed.update(record.slots)
         self._carry_out(Outcome(sends=[Send(route, self._welcome(job))]))
 
-    def _admin_says(self, message: wire.Register) -> wire.Refused | None:
+    def _admin_says(self, message: wire.Register) -> wire.Refusal | None:
         """A job of a partition whose mode is "off" is to run unprotected; which partition it is in Slurm has to say."""
         view, config = self._view, self._view.config
         if message.job in view.state.jobs:
@@ -277,12 +282,12 @@ class Intake:
         if view.slurm.used and not (view.slurm.seen and view.slurm.seen.of(message.job)):
             self._carry_out(Outcome(hurry=True))
             if len(modes) > 1:
-                return wire.Refused(reason=f"Slurm does not show job {message.job} yet: its partition is not known")
+                return wire.Refusal(reason=f"Slurm does not show job {message.job} yet: its partition is not known")
         rules = permission.of_job(view, message.job)
         if rules.mode != OFF:
             return None
         reason = f'partition {rules.partition} is "off" in the configuration of unicrond'
-        return wire.Refused(reason=reason, final=True)
+        return wire.Refusal(reason=reason, final=True)
 
     def _welcome(self, job: JobState) -> wire.Welcome:
         config = self._view.config
@@ -343,7 +348,7 @@ class Intake:
         agent.noticed_at, agent.shown = self._view.now, "" if self._view.slurm.used else "unknown"
         reason = f"element {agent.element} on {agent.node} is to end: its ranks leave at the next boundary"
         told = Outcome(hurry=True)
-        told.record(job.state, records.Noticed(element=agent.element, agent=agent.agent, reason=reason))
+        told.record(job.state, records.EndNotice(element=agent.element, agent=agent.agent, reason=reason))
         self._carry_out(told)
 
     def _refusal_of(self, state: JobState | None, message: wire.Status, key: str) -> wire.Message | None:
@@ -356,7 +361,7 @@ class Intake:
             return ending(state.ended)
         if not registration.released(state):
             return None
-        return wire.Refused(reason=state.set_aside, final=True, alone=state.sweep)
+        return wire.Refusal(reason=state.set_aside, final=True, alone=state.sweep)
 
     def _revive_agent(self, job: JobView, agent: AgentView) -> None:
         """An agent whose lease had run out speaks again."""
@@ -384,12 +389,12 @@ class Intake:
                 if slot in live.awaited:
                     job.notice(slot, self._view.now)
 
-    def _unknown(self, job: JobState | None, message: wire.Status) -> wire.Refused:
+    def _unknown(self, job: JobState | None, message: wire.Status) -> wire.Refusal:
         replaced = job is not None and message.agent in job.superseded
         if replaced:
             reason = f"another agent has taken element {message.element} of job {message.job}"
-            return wire.Refused(reason=reason, final=True, replaced=True)
-        return wire.Refused(reason="register first")
+            return wire.Refusal(reason=reason, final=True, replaced=True)
+        return wire.Refusal(reason="register first")
 
     # ------------------------------------------------------------ ranks
     def _on_steps(self, route: Route, message: wire.Steps, key: str) -> None:

@@ -36,7 +36,7 @@ class Waiting:
     since: float
 
 
-def compare(view: View, message: wire.Register, asker: Asker, since: float) -> ElementInfo | wire.Refused | None:
+def compare(view: View, message: wire.Register, asker: Asker, since: float) -> ElementInfo | wire.Refusal | None:
     """The element as Slurm shows it; why the agent is refused; or None while Slurm has not said. Pure.
 
     Only a listing that was asked for after the agent came can refuse it, and finally only by showing another owner or
@@ -48,7 +48,7 @@ def compare(view: View, message: wire.Register, asker: Asker, since: float) -> E
     name, fresh = f"element {message.element} of job {message.job}", seen.asked_at >= since
     info = seen.of(message.job).get(message.element)
     if info is None:
-        return wire.Refused(reason=f"Slurm shows no {name}") if fresh else None
+        return wire.Refusal(reason=f"Slurm shows no {name}") if fresh else None
     mine = asker.admin or asker.uid == info.uid
     works = info.state in OCCUPIES and message.node in seen.nodes_of(info)
     if mine and works and view.now - seen.asked_at <= LISTING_SECONDS:
@@ -56,10 +56,10 @@ def compare(view: View, message: wire.Register, asker: Asker, since: float) -> E
     if not fresh:
         return None
     if not mine:
-        return wire.Refused(reason=f"job {message.job}: {asker} is not its owner {info.user}", final=True)
+        return wire.Refusal(reason=f"job {message.job}: {asker} is not its owner {info.user}", final=True)
     if info.state in OCCUPIES and not works:
-        return wire.Refused(reason=f"Slurm runs {name} on {info.node}, not on {message.node}", final=True)
-    return None if works else wire.Refused(reason=f"Slurm shows {name} as {info.state}, not at work")
+        return wire.Refusal(reason=f"Slurm runs {name} on {info.node}, not on {message.node}", final=True)
+    return None if works else wire.Refusal(reason=f"Slurm shows {name} as {info.state}, not at work")
 
 
 def nodes(seen: Listing, job: str) -> tuple[list[str], int]:

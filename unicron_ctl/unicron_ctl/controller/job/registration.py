@@ -50,23 +50,23 @@ def answer(
         return refused
     if job is not None and message.agent in job.superseded and not begins(view, message, info):
         reason = f"another agent has taken element {message.element} of job {message.job}"
-        return wire.Refused(reason=reason, final=True, replaced=True)
+        return wire.Refusal(reason=reason, final=True, replaced=True)
     if job is not None and job.set_aside and not job.ended and not begins(view, message, info):
         known = job.agents.get(message.element)
         if released(job) or known is None or known.agent != message.agent:
             apart = not released(job) and not job.sweep and _others(view, message)
-            return wire.Refused(reason=job.set_aside, final=True, alone=job.sweep, apart=apart)
+            return wire.Refusal(reason=job.set_aside, final=True, alone=job.sweep, apart=apart)
     other = None if begins(view, message, info) else job  # a next step may be in another mode
     if problem := _problem(message, other):
-        return wire.Refused(reason=problem, final=True, apart=_others(view, message))
+        return wire.Refusal(reason=problem, final=True, apart=_others(view, message))
     if problem := _other_command(message, other):
-        return wire.Refused(reason=problem, final=True, alone=True, apart=_others(view, message))
+        return wire.Refusal(reason=problem, final=True, alone=True, apart=_others(view, message))
     if job is not None and job.ended and message.step <= job.step and not requeued(job, message):
         known = job.agents.get(message.element)
         if view.slurm.used and info is None and (known is None or known.agent != message.agent):
             # Slurm uses numbers again: what is on record may be another job, and this one would end untrained with 0.
             reason = f"a job {message.job} has ended, and Slurm has not said yet whether this is another one: it waits"
-            return wire.Refused(reason=reason)
+            return wire.Refusal(reason=reason)
         return ending(job.ended)
     return _too_many(view, message, asker) if view.slurm.used and info is None else None
 
@@ -75,11 +75,11 @@ def turned_away(view: View, route: Route, message: wire.Register, answered: wire
     """Sends `answered` to an agent that is not taken in. An agent that does not fit the others of a job that nobody
     trains yet takes the protection from all: without each other neither part has a world."""
     out, job = Outcome(), view.state.jobs.get(message.job)
-    if isinstance(answered, wire.Refused) and answered.apart and job is not None and _unformed(job) and not job.over:
+    if isinstance(answered, wire.Refusal) and answered.apart and job is not None and _unformed(job) and not job.over:
         reason = f"element {message.element} on {message.node}: {answered.reason}. Until then nothing protects the job"
         what = f"the registration of agent {message.agent}"
         out.record(job, records.JobSetAside(input=what, reason=reason, sweep=answered.alone))
-        answered = wire.Refused(reason=reason, final=True, alone=answered.alone)
+        answered = wire.Refusal(reason=reason, final=True, alone=answered.alone)
     out.sends.append(Send(route, answered))
     return out
 
@@ -99,7 +99,7 @@ def _others(view: View, message: wire.Register) -> bool:
     return any(agent.alive for element, agent in agents.items() if element != message.element)
 
 
-def _not_the_owner(view: View, message: wire.Register, job: JobState | None, asker: Asker) -> wire.Refused | None:
+def _not_the_owner(view: View, message: wire.Register, job: JobState | None, asker: Asker) -> wire.Refusal | None:
     """An agent may speak for a job only with its owner's credential, or an admin's. Nothing is final while the name
     service is away, for nobody is an admin then but root; nor while Slurm has not said whose the job is: whoever began
     it may have named another's, even an admin's."""
@@ -111,10 +111,10 @@ def _not_the_owner(view: View, message: wire.Register, job: JobState | None, ask
     reason = f"job {message.job}: {asker} is not its owner {job.settings.user}"
     if not sure:
         reason = f"job {message.job} was begun by {job.settings.user}, and Slurm has not confirmed it: {asker} waits"
-    return wire.Refused(reason=reason, final=sure and bool(asker.user))
+    return wire.Refusal(reason=reason, final=sure and bool(asker.user))
 
 
-def _too_many(view: View, message: wire.Register, asker: Asker) -> wire.Refused | None:
+def _too_many(view: View, message: wire.Register, asker: Asker) -> wire.Refusal | None:
     """A new agent of a job that Slurm does not show: what may be made up meanwhile is bounded."""
     job = view.state.jobs.get(message.job)
     if job is not None and (known := job.agents.get(message.element)) and known.agent == message.agent:
@@ -129,11 +129,11 @@ def _too_many(view: View, message: wire.Register, asker: Asker) -> wire.Refused 
                 f"Slurm has not confirmed {counted(len(jobs), 'job')} with {counted(agents, 'agent')}: "
                 f"job {message.job} waits for its word"
             )
-            return wire.Refused(reason=reason)
+            return wire.Refusal(reason=reason)
     return None
 
 
-def _another_self(message: wire.Register, job: JobState | None, key: str) -> wire.Refused | None:
+def _another_self(message: wire.Register, job: JobState | None, key: str) -> wire.Refusal | None:
     """An agent keeps its key, its node and its slots for life: Slurm is asked about them once."""
     known = job.agents.get(message.element) if job else None
     if known is None or known.agent != message.agent:
@@ -145,11 +145,11 @@ def _another_self(message: wire.Register, job: JobState | None, key: str) -> wir
     ):
         if was != is_now:
             who = f"agent {message.agent} of job {message.job}"
-            return wire.Refused(reason=f"{who} has another {name} than before: each agent needs an id of its own")
+            return wire.Refusal(reason=f"{who} has another {name} than before: each agent needs an id of its own")
     return None
 
 
-def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | None:
+def _other_step(message: wire.Register, job: JobState | None) -> wire.Refusal | None:
     if job is None or message.step == job.step:
         return None
     beside = message.step < job.step and one_element(message.settings)
@@ -161,16 +161,16 @@ def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | 
         return None
     if not message.trains and job.trains:
         reason = f"{which} trains nothing, and step {at} is the job"
-        return wire.Refused(reason=reason, final=True, alone=True)
+        return wire.Refusal(reason=reason, final=True, alone=True)
     if message.step > job.step:
         reason = (
             f"{which} came while step {at} runs, and one step at a time is protected: if step {at} trains nothing, "
         )
-        return wire.Refused(reason=f"{reason}write `UNICRON=0 srun ...` for it")
+        return wire.Refusal(reason=f"{reason}write `UNICRON=0 srun ...` for it")
     reason = f"{which} is over for the other elements, which are at step {at}"
     if beside:
         reason = f"{which} came after step {at} had begun, and one step at a time is protected"
-    return wire.Refused(reason=reason, alone=True)
+    return wire.Refusal(reason=reason, alone=True)
 
 
 def one_element(settings: Settings) -> bool:

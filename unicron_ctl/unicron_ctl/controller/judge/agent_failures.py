@@ -167,7 +167,7 @@ def parted(view: View, job: JobView, finding: Finding) -> Outcome:
     lost = dict.fromkeys(slots, why)
     record = failure_of(job, "network", slots or list(finding.slots), finding, verdict, decision, leave_out=lost)
     out.record(state, record)
-    out.record(state, records.Parted(element=finding.element, reason=finding.evidence))
+    out.record(state, records.ElementCutOff(element=finding.element, reason=finding.evidence))
     return out
 
 

@@ -26,7 +26,7 @@ def escalate(
     uptime: float | None,
     apart: bool = False,
     own_words: bool = False,
-) -> tuple[Decision, records.Escalated]:
+) -> tuple[Decision, records.EscalationFacts]:
     """What is to be done about a verdict on a slot, by the escalation table; and its memory for the log. apart: the job
     trains without the slot. own_words: the verdict is on what the process said itself."""
     state = job.state
@@ -40,7 +40,7 @@ def escalate(
     known |= {"job_nodes": size, "apart": apart, "fresh": fresh, "stays": keeps_node(view, state, slot)}
     decision = escalation.decide(view.state.history, verdict, view.now, **where, **known)
     fault = as_fault(verdict, view.now, **where, uptime=uptime, worked=known["worked"])
-    memory = records.Escalated(
+    memory = records.EscalationFacts(
         slot=slot,
         node=fault.node,
         scope=fault.scope,

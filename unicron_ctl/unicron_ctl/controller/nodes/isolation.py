@@ -91,7 +91,9 @@ def leave_node(
     )
     text = f"the job goes on without {agent.node}" if allocated else text
     out.record(job, records.FailureAction(failure=failure, text=text))
-    avoided = records.Avoided(element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=said)
+    avoided = records.NodeAvoided(
+        element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=said
+    )
     out.record(job, avoided)
     if not allocated:
         out.requests.append(Run((action,), urgent=True))
@@ -173,12 +175,14 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {why}"))
         said = f"{node} stays in service although it is dead: {why}"
         out.record(job, records.IsolationWithheld(node=node, slots=[], reason=said))
-        out.record(job, records.Avoided(element=element, node=node, suspect=True, reason=f"{node} was lost: {text}"))
+        out.record(
+            job, records.NodeAvoided(element=element, node=node, suspect=True, reason=f"{node} was lost: {text}")
+        )
         return
     verb = f"drain {node}" if shared else f"set {node} down"
     done = f"{verb} in Slurm: {text}; once it is back, `{readmission.pair_test_command(node)}` tests it"
     out.record(job, records.FailureAction(failure=failure, text=done))
-    out.record(job, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
+    out.record(job, records.NodeIsolated(node=node, reason=f"{node} is taken out of service: {text}"))
     out.requests.append(Run((action,), urgent=True))
 
 
@@ -218,7 +222,7 @@ def _others(view: View, node: str, but: tuple[str, int] | None = None) -> list[s
 def _too_many(view: View, node: str, state: str, out: Outcome) -> str:
     count = len(view.slurm.seen.nodes) if view.slurm.seen else 0
     taken = {**view.state.isolated}
-    taken |= {r.node: Mark(view.now, job) for job, _, r in out.records if isinstance(r, records.Isolated)}
+    taken |= {r.node: Mark(view.now, job) for job, _, r in out.records if isinstance(r, records.NodeIsolated)}
     return bounds.too_many(node, taken, count, view.config, view.now, state)
 
 
@@ -237,7 +241,7 @@ def _drain(view: View, node: str, text: str, out: Outcome) -> None:
             said = f"{node} is not drained although {text}: {why}"
             out.record(None, records.IsolationWithheld(node=node, slots=[], reason=said))
         return
-    out.record(None, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
+    out.record(None, records.NodeIsolated(node=node, reason=f"{node} is taken out of service: {text}"))
     out.requests.append(Run((action,), urgent=True))
 
 
@@ -254,7 +258,7 @@ def proven_bad(view: View) -> Outcome:
             continue
         text = info.reason
         if info.states & TAKEN_OUT and drains.is_from_checks(text):
-            out.record(None, records.Isolated(node=name, reason=f"{name} has drained itself: {text}"))
+            out.record(None, records.NodeIsolated(node=name, reason=f"{name} has drained itself: {text}"))
             intent = records.SlurmAction(
                 action="drain", element=-1, node=name, slurm_reason=text, reason=f"{name} has drained itself"
             )

@@ -42,7 +42,7 @@ def replan(view: View, jobs: Sequence[JobState], aheads: Aheads) -> Outcome:
     trigger = f"was: {state.plan_inputs}; is: {key}" if state.plan_inputs else f"first plan: {key}"
     out.record(
         None,
-        records.Replanned(
+        records.ClusterReplanned(
             assignment=dict(plan.assignment),
             reasons=dict(plan.reasons),
             objective=plan.objective,

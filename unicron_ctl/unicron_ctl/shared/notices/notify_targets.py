@@ -25,7 +25,7 @@ from unicron_ctl.shared.notices.notices import Message
 from unicron_ctl.shared.settings.notify import NotifyConfig, Secrets, unfit
 from unicron_ctl.shared.system.addresses import split
 from unicron_ctl.shared.system.errors import one_line, shortened
-from unicron_ctl.shared.system.redaction import without_secrets
+from unicron_ctl.shared.system.redaction import without_values
 
 SUBMISSION = 587  # the port of mail that is submitted, always encrypted
 SAID = 300  # characters of what a target said
@@ -57,7 +57,7 @@ def _without_secrets(deliver: Deliver, words: list[str], message: Message) -> No
         deliver(message)
     except Exception as error:
         text = one_line(f"{error}" if isinstance(error, NotTold) else f"{type(error).__name__}: {error}")
-        raise NotTold(shortened(without_secrets(text, words, least=1), SAID)) from None
+        raise NotTold(shortened(without_values(text, words, 1), SAID)) from None
 
 
 class Hooks:

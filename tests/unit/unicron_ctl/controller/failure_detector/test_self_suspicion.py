@@ -236,7 +236,7 @@ def test_where_only_observing_is_allowed_nothing_is_said_of_what_would_not_be_do
     world = many(partitions={"default": PartitionConfig(mode="observe", max_weight=100.0)})
     cut_off_with_a_rack(world)
     world.run(20.0)
-    observed = [e.record for e in world.log if isinstance(e.record, records.Observed)]
+    observed = [e.record for e in world.log if isinstance(e.record, records.ActionObserved)]
     assert not [record for record in observed if record.action in ("down", "drain", "requeue")]
 
 
