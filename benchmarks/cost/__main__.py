@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.leaderboard.systems.unicron import Shipped
-from benchmarks.marks import print_figure
+from benchmarks.report import print_figure
 from tests.support import rank_harness
 from tests.support.processes import outside_slurm
 from tests.support.rank_harness import Ranks

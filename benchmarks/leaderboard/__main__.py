@@ -21,13 +21,13 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from benchmarks.commit import commit
 from benchmarks.leaderboard import notes, play, rows
 from benchmarks.leaderboard.failures import EVERY, FAILURES, Missed
 from benchmarks.leaderboard.play import BROKE_OFF, Limits, said
 from benchmarks.leaderboard.rows import Row, Share
 from benchmarks.leaderboard.systems import SYSTEMS, System
 from benchmarks.leaderboard.systems.base import Absent
+from benchmarks.report import commit
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError, one_line
 
 FULL, QUICK = Limits(120.0, 120.0), Limits(60.0, 45.0)

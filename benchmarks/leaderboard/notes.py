@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import msgspec
 
-from benchmarks.losses import relative_difference
+from benchmarks.report import relative_difference
 
 AGREES = 1e-12  # below it a relative difference is not told from rounding
 

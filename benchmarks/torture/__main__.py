@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commit import commit
+from benchmarks.report import commit
 from benchmarks.torture import leaks, picture, progress, proof, schedule
 from benchmarks.torture.deeds import refused
 from benchmarks.torture.progress import Progress

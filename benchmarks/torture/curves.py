@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.losses import relative_difference
+from benchmarks.report import relative_difference
 
 NAMED = 5  # iterations in one line
 Step = Mapping[str, Any]

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.losses import relative_difference
+from benchmarks.report import relative_difference
 from benchmarks.torture import curves
 from benchmarks.torture.picture import Curves
 from benchmarks.torture.progress import Leg, Progress

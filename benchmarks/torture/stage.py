@@ -52,7 +52,7 @@ class Training:
     settings: dict[str, str]
 
 
-# A task that can be learnt, at a low rate: on noise Adam makes 1e-3 of another order of sums (benchmarks/layouts).
+# A task that can be learnt, at a low rate: on noise Adam makes 1e-3 of another order of sums (docs/measurements.md).
 COMMON = {"TINY_RATE": "1e-3", "TINY_SAVE": "0", "TINY_MICRO_BATCHES": str(MICRO_BATCHES)}
 TRAININGS = (
     Training("large", 3, 2.0, COMMON | {"TINY_RULE": "0.6"}),
