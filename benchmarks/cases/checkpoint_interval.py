@@ -24,7 +24,7 @@ from unicron_transition.snapshot.save_interval import Risk
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     seeds: int = 40
     """Traces of each kind."""
@@ -39,7 +39,7 @@ TRACES: dict[str, tuple[int, Callable[[int], Trace]]] = {
     "rsc1": (256, lambda seed: rsc1(256, 30 * DAY, seed)),
 }
 SAVES = {"small": (0.05, 5.0), "large": (1.0, 120.0)}  # seconds: a save stops the training, is on disk
-FIXED = [30.0 * 2 ** (number / 4) for number in range(40)]  # intervals that are tried: 30 s to 7 h
+INTERVALS = [30.0 * 2 ** (number / 4) for number in range(40)]  # intervals that are tried: 30 s to 7 h
 
 
 def measure(sizes: Sizes, report: Report) -> None:
@@ -109,6 +109,6 @@ def compare(name: str, copies: bool, save: tuple[float, float], seeds: int) -> t
         return save_interval.interval(blocked, written, Risk(nodes, copies, seconds, losses))
 
     mine = statistics.mean(overhead(each, cost, auto) for each in traces)
-    fixed = {each: statistics.mean(overhead(one, cost, lambda *_, t=each: t) for one in traces) for each in FIXED}
+    fixed = {each: statistics.mean(overhead(one, cost, lambda *_, t=each: t) for one in traces) for each in INTERVALS}
     best = min(fixed, key=fixed.__getitem__)
     return mine, fixed[best], best, statistics.median(auto(each.until, len(each.losses)) for each in traces)

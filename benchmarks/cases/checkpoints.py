@@ -23,7 +23,7 @@ from unicron_transition.snapshot.formats import convert, opening
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     gigabytes: float = 1.0
     runs: int = 4

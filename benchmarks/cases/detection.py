@@ -21,7 +21,7 @@ from tests.support.jobs import FOREVER, World
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     rounds: int = 5
     """Faults of each kind, all in one job."""

@@ -27,7 +27,7 @@ from unicron_detector.iterations.peer_metrics import PeerWatch
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     iterations: int = 200_000
     """Healthy iterations of each distribution."""

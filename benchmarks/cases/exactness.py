@@ -20,7 +20,7 @@ from tests.support.moments import moments
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """What is measured."""
+    """Rows of a run."""
 
     only: str = ""
     """A kind of training; all of them where it is empty."""
@@ -43,7 +43,7 @@ ROWS = (  # layout, kind
     ("tp-pp", "sharded"),
 )
 MOMENTS = ("data", "reduce")  # of tests.support.moments; both strike iteration 1
-STRUCK = 1
+STRIKE_AT = 1
 
 
 def measure(sizes: Sizes, report: Report) -> None:
@@ -71,8 +71,8 @@ def differences(layout: str, kind: str, folder: Path) -> dict[str, tuple[float, 
         out.mkdir()
         train(out, layout, KINDS[kind], moments(size)[moment])
         found = proof.gradient_differences(out, reference, ITERATIONS, size, relative=True)
-        later = max(value for iteration, value in found.items() if iteration > STRUCK)
-        rows[moment] = found[STRUCK], later, loss_difference(out, reference)
+        later = max(value for iteration, value in found.items() if iteration > STRIKE_AT)
+        rows[moment] = found[STRIKE_AT], later, loss_difference(out, reference)
     return rows
 
 

@@ -22,7 +22,7 @@ from unicron_ctl.shared.protocol import shared_plans, structs, wire
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is sent."""
+    """Sizes of a run."""
 
     messages: int = 1000
     """To each of the two."""
@@ -40,7 +40,7 @@ PLACE = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the attack has changed."""
+    """State of both sides after the attack."""
 
     controller_alive: bool
     same_generation: bool

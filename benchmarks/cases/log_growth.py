@@ -31,7 +31,7 @@ from unicron_ctl.shared.protocol.wire import Plan
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     days: int = 30
     nodes: int = 2048

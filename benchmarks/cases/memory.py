@@ -36,7 +36,7 @@ from unicron_transition.snapshot.migrate import TrainingState
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured; 0 leaves a part out."""
+    """Sizes of a run; 0 leaves a part out."""
 
     megabytes: int = 800
     """The state that is copied."""

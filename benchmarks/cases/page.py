@@ -25,7 +25,7 @@ from unicron_ctl.web.page_source import EXPLAIN_SECONDS, SCENARIO_SECONDS, STATU
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     nodes: int = 2048
     ranks: int = 8

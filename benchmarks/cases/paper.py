@@ -22,7 +22,7 @@ from unicron_planner.solver.solve import solve
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     seeds: int = 10
     """Traces of each kind."""
@@ -32,7 +32,7 @@ SMALLEST = Sizes(1)
 REPAIRS = (24.0, 6.0)  # median hours: the default, and a shorter one, because the results depend on it
 OTHERS = ("megatron", "oobleck", "varuna", "bamboo", "torchelastic")
 # (trace, policy) -> recalled ratio of Unicron over it, and why ours may differ.
-RECALLED = {
+PAPER = {
     ("trace-a", "megatron"): ("1.2x", "a job waits for repair; the paper's repair times are not known to us"),
     ("trace-a", "oobleck"): ("3.7-4.8x", "healthy speed: no source of its own beside Megatron, so taken as equal"),
     ("trace-a", "varuna"): ("3.7-4.8x", "healthy speed 0.75 by its recomputation; the paper measured it far slower"),
@@ -84,7 +84,7 @@ def traces(seeds: int, report: Report) -> None:
         columns = [efficiencies(maker, hours, seeds) for hours in REPAIRS]
         for policy in ("unicron", *OTHERS):
             cells = [f"{100 * col[policy]:.1f} % {col['unicron'] / col[policy]:.2f}x" for col in columns]
-            recalled, why = RECALLED.get((name, policy), ("1x", ""))
+            recalled, why = PAPER.get((name, policy), ("1x", ""))
             worst = min(worst, *(column["unicron"] / column[policy] for column in columns))
             report.row(f"{name}, {policy}", *cells, recalled, f"   {why}", label=24, width=20)
     report.figure("unicron over the best policy of a trace, worst case", worst, "", least=1)

@@ -20,7 +20,7 @@ from unicron_planner.solver.solve import solve
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     jobs: int = 64
     nodes: int = 2048

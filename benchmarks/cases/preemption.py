@@ -24,7 +24,7 @@ from unicron_ctl.lab.cluster import LocalCluster
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     times: int = 10
     """Preemptions; the promised figure is of 100."""

@@ -23,7 +23,7 @@ from unicron_ctl.lab.cluster import LocalCluster
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     elements: int = 100_000
     """Waiting elements of others."""
@@ -54,15 +54,19 @@ def list_queue(cluster: LocalCluster, sizes: Sizes, report: Report) -> None:
     """Measure each listing."""
     environment, client = {**os.environ, **cluster.env()}, cluster.client()
 
-    def ask(*words: str) -> str:
+    def run_command(*words: str) -> str:
         done = subprocess.run(words, env=environment, cwd="/", capture_output=True, text=True, check=True, timeout=60)
         return done.stdout.strip()
 
     def submit(count: int) -> str:
-        return ask("sbatch", "--parsable", "--begin=now+10hours", f"--array=0-{count - 1}", "-N1", "--wrap", "sleep 1")
+        return run_command(
+            "sbatch", "--parsable", "--begin=now+10hours", f"--array=0-{count - 1}", "-N1", "--wrap", "sleep 1"
+        )
 
     def slurmctld_microseconds() -> int:
-        totals = {name: int(total) for name, _, total in reversed(RPC.findall(ask("sdiag")))}  # by kind, not by user
+        totals = {
+            name: int(total) for name, _, total in reversed(RPC.findall(run_command("sdiag")))
+        }  # by kind, not by user
         return sum(total for name, total in totals.items() if name != "REQUEST_STATS_INFO")
 
     for first in range(0, sizes.elements, OF_AN_ARRAY):
@@ -73,7 +77,7 @@ def list_queue(cluster: LocalCluster, sizes: Sizes, report: Report) -> None:
     works: dict[str, Callable[[], object]] = {
         "a usual listing": lambda: (client.nodes(), client.elements(mine)),
         "the whole queue": lambda: client.others(mine),
-        "squeue --me": lambda: ask("squeue", "--me", "--noheader"),
+        "squeue --me": lambda: run_command("squeue", "--me", "--noheader"),
         "a placement": lambda: place([Need(job, desired=8) for job in mine], listed, nodes),
     }
     for name, work in works.items():

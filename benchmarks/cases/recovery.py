@@ -29,7 +29,7 @@ from unicron_ctl.shared.protocol.wire import Plan
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     repeats: int = 5
     """Runs of each moment, layout and number of ranks."""

@@ -18,7 +18,7 @@ from unicron_ctl.controller.server.metric_gauges import Kept, present
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     nodes: int = 2048
     jobs: int = 64

@@ -20,7 +20,7 @@ from tests.support.jobs import FOREVER, World
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     repeats: int = 5
     """Losses of each kind."""

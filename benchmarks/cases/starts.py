@@ -26,7 +26,7 @@ from unicron_ctl.lab.cluster.health_program import PROLOG, wrapper
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     times: int = 5
     """Turns inside an allocation."""

@@ -23,7 +23,7 @@ ZYGOTE = b"unicron_detector/processes/zygote.py"
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """How much is measured."""
+    """Sizes of a run."""
 
     rounds: int = 2
     """Jobs of each kind."""
