@@ -1,4 +1,4 @@
-"""What Unicron costs while nothing fails: iteration time with a Session over plain Megatron-core, layout by layout.
+"""The cost of Unicron while nothing fails: iteration time with a Session over plain Megatron-core, layout by layout.
 
     python -m benchmarks.cost [--pairs 12] [--only "DP2 TP2, distributed optimizer"]... [--ranks 2]
 
@@ -191,7 +191,7 @@ def port() -> int:
 
 
 def plain_environment(common: dict[str, str], folder: Path, rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun gives a rank."""
+    """Return what torchrun gives a rank."""
     world = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     out = folder / f"out.{rank}"
     out.mkdir()

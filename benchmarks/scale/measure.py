@@ -249,7 +249,7 @@ def _mass_failure(simulation: Simulation, options: Options, figures: dict[str, A
 
 
 def _recovery(simulation: Simulation, victims: dict[int, list[int]]) -> dict[str, float]:
-    """How long the parts of one recovery took.
+    """Return how long the parts of one recovery took.
 
     break_ms: from the first report of a death until the last agent that trains has the Break. report_ms: the sending
     of all reports; plan_ms: from the last of them until the last member has the plan. rejoin_seconds: from the death

@@ -160,7 +160,7 @@ class _Small:
 
 
 def measure(agents: int = AGENTS) -> dict[str, float]:
-    """What each thing costs: in rounds of the calibration loop, one of which decodes a message of each agent."""
+    """Return what each thing costs: in rounds of the calibration loop, one of which decodes a message of each agent."""
     gc.collect()
     gc.disable()  # pauses depend on what else is in this process
     try:

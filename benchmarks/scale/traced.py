@@ -132,7 +132,7 @@ class Hosts:
 
 @dataclass
 class Moves:
-    """What Slurm did with elements after the first start: when which one got which node."""
+    """Starts and ends of elements by Slurm, after the first start."""
 
     started: list[tuple[float, int, str]] = field(default_factory=list)
     ended: list[tuple[float, int]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the controller made of each failure, by its own log, beside what was done to the agents."""
+"""Compare the controller's log with what was done to the agents, failure by failure."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class Torture:
             site.close()
 
     def _judge(self, site: Site, part: Run) -> None:
-        """What a leg has shown, however it ended: what grew, what the ranks have read, the account of micro-batches."""
+        """Add what a leg has shown, however it ended: what grew, what the ranks have read, the ledger."""
         run = self.progress
         grown = leaks.growth(part.samples)
         run.lives = {what: run.lives.get(what, 0) + grown.lives.get(what, 0) for what in leaks.WHAT}
@@ -166,7 +166,7 @@ class Torture:
                 run.wrong.append(f"{name}: {job.violations} violations of the ledger")
 
     def _leaks(self, site: Site, part: Run, before: leaks.Inventory) -> None:
-        """What the jobs have left, after the next one has passed by on each node."""
+        """Add what the jobs have left, after the next one has passed by on each node."""
         passed, deadline = False, time.monotonic() + TIDY_LIMIT
         while (found := leaks.leaked(before, site.inventory())) and time.monotonic() < deadline:
             part.turn()

@@ -15,7 +15,7 @@ Step = Mapping[str, Any]
 
 
 def not_once(steps: Iterable[Step], reduced: Iterable[Step], first: int, last: int, micro_batches: int) -> list[str]:
-    """What is not exactly once in iterations `first` to `last`; empty when each micro-batch is in one gradient.
+    """Return what is not exactly once in iterations `first` to `last`; empty when each micro-batch is in one gradient.
 
     reduced: what each rank noted when it began to reduce. Whoever is gone without a word after that has its part in the
     sum all the same, if it was in the generation that reduced last: in that one the others have stepped.
@@ -81,7 +81,7 @@ def spans(began: Sequence[int], last: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Apart:
-    """How far a curve is from another. largest: relative, at iteration `where`; infinite where one of the two is no
+    """The distance of a curve from another. largest: relative, at iteration `where`; infinite where one of the two is no
     number. missing: iterations of only one."""
 
     iterations: int

@@ -1,4 +1,4 @@
-"""What must not grow: processes, descriptors, files, shared memory. Looked at from outside, and judged."""
+"""Leaks: processes, descriptors, files and shared memory that must not grow, seen from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARE = 0.2  # nor is one below this part of what was there
 
 @dataclass(frozen=True)
 class Sample:
-    """What one process held at a time. what: one of WHAT. started: with the pid it names the process for good.
+    """A sample of one process. what: one of WHAT. started: with the pid it names the process for good.
     age: seconds since then."""
 
     time: float
@@ -53,7 +53,7 @@ class Growth:
 
 
 def growth(samples: Iterable[Sample]) -> Growth:
-    """What a process holds more and more of in its life, and what each life has more of than those before it had at
+    """Find what a process holds more and more of in its life, and each life more of than those before it had at
     the same age: daemons are killed every minute here, and what one of them leaves the next one may take up."""
     by_process: dict[tuple[int, int, str], list[Sample]] = defaultdict(list)
     for each in sorted(samples, key=lambda one: one.time):
@@ -93,7 +93,7 @@ def _rising(items: Sequence[T], held: Callable[[T, str], float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What is there while no job runs. processes: by kind. files: path -> bytes, of the folders that are looked at.
+    """An inventory while no job runs. processes: by kind. files: path -> bytes, of the folders that are looked at.
     nodes: out of service, with why. held: elements that Slurm still knows, with their state."""
 
     processes: Mapping[str, int]
@@ -117,7 +117,7 @@ def files(folders: Mapping[str, Path]) -> dict[str, int]:
 
 
 def leaked(before: Inventory, after: Inventory) -> list[str]:
-    """What is there afterwards and was not before, in one line each."""
+    """Return what is there afterwards and was not before, in one line each."""
     found = [
         f"{count - before.processes.get(kind, 0)} {kind} more than before"
         for kind, count in sorted(after.processes.items())

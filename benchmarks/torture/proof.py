@@ -92,7 +92,7 @@ def _drive(runs: Sequence[Undisturbed], look: Callable[[int], None]) -> None:
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks of a job of one leg have noted of their steps."""
+    """Return what the ranks of a job of one leg have noted of their steps."""
     return notes_of(folder, "losses")
 
 
@@ -105,7 +105,7 @@ def notes_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def read_again(leg: Leg, logs: Path, checkpoints: Path) -> int:
-    """How often a job's ranks have read a checkpoint since both jobs trained; 0 where they never did. Of a leg that
+    """Count how often a job's ranks have read a checkpoint since both jobs trained; 0 where they never did. Of a leg that
     ended with its machine the logs tell it, for nobody has counted."""
     name = logs.name
     if name not in leg.reads:

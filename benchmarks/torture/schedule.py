@@ -1,4 +1,4 @@
-"""What is broken, and in which order: drawn from a seed, the same however often a run is interrupted. Pure."""
+"""The schedule of faults: drawn from a seed, the same however often a run is interrupted. Pure."""
 
 from __future__ import annotations
 

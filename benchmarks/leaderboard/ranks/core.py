@@ -100,7 +100,7 @@ def loss_of(model: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor)
 
 
 class Notes:
-    """What the benchmark reads: a JSON object a line, each written at once, in a file of this process's own.
+    """Notes for the benchmark: a JSON object a line, each written at once, in a file of this process's own.
 
     {"what": "start", node, pid, rank}; {"what": "micro", iteration, index} when a micro-batch was computed; {"what":
     "step", iteration, loss, world, micro} when the optimizer has stepped: micro is what this rank had in it. All have

@@ -18,7 +18,7 @@ READ_BYTES = 1 << 16
 
 
 class JobInput:
-    """Input from the descriptor `source`; `most` bytes of it are kept for processes that start later."""
+    """Reads `source` and keeps up to `most` bytes for processes that start later."""
 
     def __init__(self, source: int, most: int = MOST_BYTES) -> None:
         self._source, self._most = source, most

@@ -1,4 +1,4 @@
-"""An upper bound that nobody can beat: the work that any plan gets out of a cluster whose future is known.
+"""An upper bound on the work that any plan gets out of a cluster whose future is known.
 
 Sizes change where the trace has an event, which is no worse than any other moment, for between two events nothing else
 changes. A change costs D_transition at the throughput of the new size, as it does for every policy of the simulator; a
