@@ -149,7 +149,7 @@ def run(layout: Layout, model: dict[str, str], pairs: int, each: int) -> dict[st
 
 
 def run_module(module: Module, pairs: int, size: int) -> dict[str, list[tuple[float, float]]]:
-    """The same of a plain module, in so many ranks."""
+    """Measure a plain module in so many ranks."""
     with tempfile.TemporaryDirectory(prefix="unicron-bench-") as name, shared_memory() as memory:
         folder = Path(name)
         turns = Turns(folder, pairs, size)

@@ -110,7 +110,7 @@ def note_aborts() -> None:
 
 
 def note_copies() -> None:
-    """Note how long a copy of the state to the node's memory takes, its checksum, and how long the training waits for it."""
+    """Note the seconds of a copy of the state to the node's memory, of its checksum, and that the training waits."""
 
     def timed(owner: Any, name: str, what: str) -> None:
         original = getattr(owner, name)

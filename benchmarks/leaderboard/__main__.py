@@ -54,7 +54,7 @@ class Board:
 
     @property
     def untrained(self) -> bool:
-        """Of this run's rows one says that the system did not train to begin with."""
+        """Whether a row of this run says that the system did not train to begin with."""
         return any(row.why.startswith(NO_TRAINING) for row in self.rows[self._before :])
 
     @property
@@ -67,7 +67,7 @@ class Board:
 
 
 def _content(path: Path) -> bytes:
-    """Of a file that can be written, and is made where there is none. Raises UserError."""
+    """Return the content of a file that can be written; it is made where there is none. Raises UserError."""
     try:
         with path.open("ab+") as file:
             file.seek(0)

@@ -39,7 +39,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct):
-    """Of one failure. losses: of the whole run, by iteration."""
+    """The outcome of one failure. losses: of the whole run, by iteration."""
 
     survived: bool
     figures: Figures
@@ -63,7 +63,7 @@ class Stream(msgspec.Struct):
     why: str = ""
 
     def share(self, undisturbed: float) -> float:
-        """Of what a job with that rate would have done in the same time."""
+        """Return the share of what a job with that rate would have done in the same time."""
         return self.micro_batches / self.seconds / undisturbed
 
 
@@ -96,7 +96,7 @@ def seen(kind: type[System], folder: Path, look: Callable[[System], Seen]) -> Se
 
 
 def _end(system: System) -> str:
-    """Of its job. What failed there, or nothing."""
+    """End its job. Return what failed there, or nothing."""
     try:
         system.close()
     except BROKE_OFF as error:

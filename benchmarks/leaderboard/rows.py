@@ -132,7 +132,7 @@ def taken(rows: Sequence[Row | Share]) -> str:
 
 
 def heads() -> list[str]:
-    """Of those lines."""
+    """Return the heads of those lines."""
     return ["failure", "system", "survived", *COLUMNS.values(), "remarks"]
 
 

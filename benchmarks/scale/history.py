@@ -42,7 +42,7 @@ class Failure:
 
 
 def failures(agents: int, ranks: int, days: float = DAYS, seed: int = 0) -> Iterator[Failure]:
-    """Yield the failures of the month, in order: exponential times between failures, as many as the nodes' MTBF gives."""
+    """Yield a month's failures in order: exponential times between failures, as many as the nodes' MTBF gives."""
     draw = random.Random(seed)
     rate = agents / (MTBF_NODE_HOURS * 3600.0)
     at = draw.expovariate(rate)

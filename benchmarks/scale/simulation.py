@@ -85,7 +85,7 @@ class Counts:
 
 
 def names(agents: int) -> list[str]:
-    """Of the lines: one for each agent, and the last one for questions."""
+    """Return the names of the lines: one for each agent, and the last one for questions."""
     return [f"{JOB}-{index}" for index in range(agents + 1)]
 
 

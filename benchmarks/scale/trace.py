@@ -47,8 +47,11 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Options:
-    """agents: with `ranks` ranks each, and `spares` nodes more. seconds: in which failures happen, `speed` times as
-    fast as in the trace."""
+    """Sizes of a run.
+
+    agents: with `ranks` ranks each, and `spares` nodes more. seconds: in which failures happen, `speed` times as fast
+    as in the trace.
+    """
 
     agents: int
     ranks: int

@@ -29,8 +29,11 @@ EXITS = 1  # status of a rank that ends by an exception
 
 @dataclass(frozen=True)
 class Look:
-    """kernel: a line of the node's kernel log. error: the last line of a rank whose process ends, or, with `stops`,
-    what ranks of two nodes say that stop in a collective. Neither: the node falls silent, with all that is on it."""
+    """The look of a failure.
+
+    kernel: a line of the node's kernel log. error: the last line of a rank whose process ends, or, with `stops`, what
+    ranks of two nodes say that stop in a collective. Neither: the node falls silent, with all that is on it.
+    """
 
     kernel: str = ""
     error: str = ""
@@ -122,7 +125,7 @@ class Hosts:
         blackhole.deafen(self._listening[node])
 
     def revive(self, node: str) -> None:
-        """It answers again."""
+        """Let it answer again."""
         blackhole.undeafen(self._listening[node])
 
     def close(self) -> None:

@@ -18,7 +18,10 @@ MOVE_SECONDS = 5.0  # an element leaves its node within it; one whose ranks go o
 
 @dataclass
 class Judged:
-    """detected: seconds from each failure that was found to its event. wrong: what does not fit, in words."""
+    """The verdict on a run.
+
+    detected: seconds from each failure that was found to its event. wrong: what does not fit, in words.
+    """
 
     detected: list[tuple[str, float]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)

@@ -76,7 +76,7 @@ class Storm:
         return time.time()
 
     def kill_some_rank(self, chance: random.Random) -> bool:
-        """The same of any rank; False when it does not run now."""
+        """Kill any rank; False when it does not run now."""
         try:
             self.kill_rank(chance.randrange(ELEMENTS))
         except (LookupError, ProcessLookupError):

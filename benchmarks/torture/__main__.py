@@ -94,7 +94,7 @@ class Torture:
         self.curves: list[picture.Curves] = []
 
     def stop(self, *_: object) -> None:
-        """As a signal handler; the second time at once."""
+        """Stop as a signal handler; the second time at once."""
         if self.wanted:
             raise KeyboardInterrupt
         self.wanted = True
@@ -176,7 +176,7 @@ class Torture:
         self.progress.wrong += [f"left: {what}" for what in found]
 
     def _undisturbed(self) -> float:
-        """The same trainings without a fault. Raises Stopped."""
+        """Run the same trainings without a fault. Raises Stopped."""
         last = {t.name: -1 for t in TRAININGS}
         for number in range(len(self.progress.legs)):
             for name in last:

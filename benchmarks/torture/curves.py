@@ -74,14 +74,14 @@ def curve(steps: Iterable[Step], first: int, last: int) -> tuple[dict[int, float
 
 
 def spans(began: Sequence[int], last: int) -> list[tuple[int, int]]:
-    """Of each leg the first and the last iteration that counts: what the next leg trains again does not."""
+    """Return the first and the last iteration of each leg that count: what the next leg trains again does not."""
     ends = [*(first - 1 for first in began[1:]), last]
     return [(first, end) for first, end in zip(began, ends, strict=True)]
 
 
 @dataclass(frozen=True)
 class Apart:
-    """The distance of a curve from another. largest: relative, at iteration `where`; infinite where one of the two is no
+    """The distance of two curves. largest: relative, at iteration `where`; infinite where one of the two is no
     number. missing: iterations of only one."""
 
     iterations: int

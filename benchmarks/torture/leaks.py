@@ -34,7 +34,7 @@ class Sample:
 
 
 def sample(now: float, what: str, pid: int) -> Sample | None:
-    """Of a living process; None when it is gone."""
+    """Return a sample of a living process; None when it is gone."""
     try:
         started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         age = float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")
@@ -46,7 +46,10 @@ def sample(now: float, what: str, pid: int) -> Sample | None:
 
 @dataclass(frozen=True)
 class Growth:
-    """lives: of each kind, how many were long enough to be judged. found: what grew, in one line each."""
+    """Growth of the processes.
+
+    lives: of each kind, how many were long enough to be judged. found: what grew, in one line each.
+    """
 
     lives: Mapping[str, int]
     found: tuple[str, ...]
@@ -81,7 +84,7 @@ def _early(life: Sequence[Sample], name: str) -> float:
 
 
 def _rising(items: Sequence[T], held: Callable[[T, str], float]) -> list[str]:
-    """Of what the last third has more than the middle one, and that one more than the first."""
+    """Return what the last third has more of than the middle one, and that one more than the first."""
     third, found = len(items) // 3, []
     parts = items[:third], items[third : 2 * third], items[2 * third :]
     for name, slack in SLACK.items():

@@ -33,7 +33,7 @@ def losses_of(folder: Path) -> dict[int, float]:
 
 
 class Undisturbed:
-    """The same training outside Slurm in `ranks` processes to which nothing happens."""
+    """An undisturbed training outside Slurm in `ranks` processes."""
 
     def __init__(self, folder: Path, training: Training, iterations: int, ranks: int = 1):
         self.folder, self.iterations, self.name = folder, iterations, training.name
@@ -105,7 +105,7 @@ def notes_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def read_again(leg: Leg, logs: Path, checkpoints: Path) -> int:
-    """Count how often a job's ranks have read a checkpoint since both jobs trained; 0 where they never did. Of a leg that
+    """Count how often ranks have read a checkpoint since both jobs trained; 0 where they never did. Of a leg that
     ended with its machine the logs tell it, for nobody has counted."""
     name = logs.name
     if name not in leg.reads:

@@ -160,7 +160,7 @@ class Run:
         time.sleep(POLL)
 
     def _hear(self, now: float) -> None:
-        """Of the controller and the ranks."""
+        """Hear the controller and the ranks."""
         self._fresh = 0.0
         if "unicrond" not in self.agenda.away:
             if not self.site.controller.alive:

@@ -228,7 +228,7 @@ class Site:
 
 
 def reads(logs: Path, checkpoints: Path) -> int:
-    """As `Site.reads`, of a job's logs in a folder, be the cluster up or not."""
+    """Count as `Site.reads`, in a job's logs in a folder, be the cluster up or not."""
     said = f"goes on from {checkpoints}"
     return sum(path.read_text(errors="replace").count(said) for path in logs.glob("*.log"))
 

@@ -72,7 +72,7 @@ class Model(nn.Module):
 
 
 def build() -> tuple[Model, torch.optim.Optimizer]:
-    """The same on every rank."""
+    """Build the same model and optimizer on every rank."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     model = Model()

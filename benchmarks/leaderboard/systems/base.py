@@ -160,7 +160,7 @@ class Launched(System):
         return PEERS / self.environment / "bin" / "python"
 
     def program(self, name: str) -> Path:
-        """Of its environment."""
+        """Return a program of its environment."""
         return self.python.with_name(name)
 
     def power_on(self, node: int) -> None:
