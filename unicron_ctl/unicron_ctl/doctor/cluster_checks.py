@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from unicron_ctl.doctor.facts import Case, Finding, advice, good, problem, unknown
 from unicron_ctl.doctor.slurm_lines import ADMINISTRATOR, WANTED, administrator
-from unicron_ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
 from unicron_ctl.shared.settings.limits import PLANNED_SECONDS, RULES, names, number
 from unicron_ctl.shared.settings.partitions import ACT, DEFAULT
 from unicron_ctl.shared.slurm.slurm_settings import NO_LIMIT, SlurmSettings

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, get_args
 import click
 import msgspec
 
-from unicron_ctl.doctor.facts import COMPUTE, HostFacts, Ports, Question, Role, SiteFacts
-from unicron_ctl.doctor.verdicts import GOOD, PROBLEM
+from unicron_ctl.doctor.facts import COMPUTE, GOOD, PROBLEM, HostFacts, Ports, Question, Role, SiteFacts
 from unicron_ctl.shared.commands.options import controller_option
 from unicron_ctl.shared.slurm.host_lists import folded
 from unicron_ctl.shared.system.errors import FOUND, UserError

@@ -1,9 +1,13 @@
-"""The facts that the checks judge: of one host, and of the cluster. A host's facts travel as JSON (`on_nodes`)."""
+"""The facts that the checks judge, of one host and of the cluster, and what a check is.
+
+A host's facts travel as JSON (`on_nodes`). `examination.CHECKS` names who collects and who judges each.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -195,3 +199,67 @@ class Ports:
     agents: dict[str, str] = field(default_factory=dict)
     slurmds: dict[str, str] = field(default_factory=dict)
     why_not: str = ""
+
+
+Verdict = Literal["problem", "advice", "unknown", "good"]
+PROBLEM: Verdict = "problem"  # Unicron does less than its documents say, or nothing
+ADVICE: Verdict = "advice"  # it works; this would be better
+UNKNOWN: Verdict = "unknown"  # it could not be checked
+GOOD: Verdict = "good"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One result. do: the command or the line that mends it, "" for what is good."""
+
+    verdict: Verdict
+    text: str
+    do: str = ""
+
+
+class Case(NamedTuple):
+    """What a check judges. host: the host in question. first: the host on which the doctor was started; the same host
+    when it judges only that one. ports: None unless the nodes were asked."""
+
+    host: HostFacts
+    first: HostFacts
+    site: SiteFacts
+    ports: Ports | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A host that looks at itself."""
+
+    question: Question
+    config: Config = field(default_factory=Config)
+    """Its unicron.toml, as far as that has a meaning."""
+    config_facts: ConfigFacts = field(default_factory=ConfigFacts)
+    plugin: PluginFacts = field(default_factory=PluginFacts)
+    agent: str = ""
+    """The path in the plugin's line, "" without one."""
+
+
+class Check(NamedTuple):
+    """One check. roles: hosts on which it makes sense; none for a check of the whole cluster, which is judged once.
+    judge: yields its findings, each worded with what to do. collect: fields of HostFacts -> what makes their values."""
+
+    name: str
+    roles: frozenset[str]
+    judge: Callable[[Case], Iterator[Finding]]
+    collect: dict[str, Callable[[Asked], Any]] = {}
+
+
+def good(text: str) -> Finding:
+    return Finding(GOOD, text)
+
+
+def problem(text: str, do: str) -> Finding:
+    return Finding(PROBLEM, text, do)
+
+
+def advice(text: str, do: str) -> Finding:
+    return Finding(ADVICE, text, do)
+
+
+def unknown(text: str, do: str = "") -> Finding:
+    return Finding(UNKNOWN, text, do)

@@ -90,8 +90,9 @@ def _site(
     client: CommandLineClient, settings: SlurmSettings, wish: Wish, user: str, path: str
 ) -> tuple[Site, list[str]]:
     """What lines and steps depend on, and what is wrong with the file that is there now."""
-    from unicron_ctl.doctor.host_facts import read_config, uid_of
+    from unicron_ctl.doctor.host_facts import read_config
     from unicron_ctl.doctor.plugstack import candidates, installed_agent, installed_plugin, plugin_facts
+    from unicron_ctl.doctor.reach_checks import uid_of
     from unicron_ctl.doctor.setting_up import Site
     from unicron_ctl.shared.slurm import SlurmError
 

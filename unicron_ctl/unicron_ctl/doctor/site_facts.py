@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from unicron_ctl.doctor.facts import COMPUTE, HEAD, LOGIN, HostFacts, Question, Role, SiteFacts
-from unicron_ctl.doctor.host_facts import processes, user_name
+from unicron_ctl.doctor.host_checks import processes
 from unicron_ctl.doctor.plugstack import candidates
+from unicron_ctl.doctor.reach_checks import user_name
 from unicron_ctl.shared.settings.config import Config
 from unicron_ctl.shared.settings.partitions import OFF
 from unicron_ctl.shared.settings.places import controller_address, is_guess
