@@ -204,8 +204,12 @@ def expand_indices(text: str) -> list[int]:
 
 
 def element_info(record: Any, element: int) -> ElementInfo:
-    """One element of a pyslurm Job as ours."""
-    reason = record.state_reason or ""
+    """Return one element of a pyslurm Job as ours. pyslurm has None for a text that Slurm leaves empty."""
+
+    def text(name: str) -> str:
+        return getattr(record, name) or ""
+
+    reason = text("state_reason")
     return ElementInfo(
         job=str(record.array_id or record.id),
         element=element,
@@ -213,25 +217,25 @@ def element_info(record: Any, element: int) -> ElementInfo:
         state=element_state(record.state),
         node=record.allocated_nodes or None,
         reason="" if reason == "None" else reason,
-        name=record.name or "",
-        user=record.user_name or "",
-        comment=record.comment or "",
+        name=text("name"),
+        user=text("user_name"),
+        comment=text("comment"),
         restarts=record.requeue_count or 0,
         exit_code=_exit_code(record),
         uid=record.user_id,
         submitted=float(record.submit_time or 0),
-        account=record.account or "",
-        qos=record.qos or "",
-        partition=record.partition or "",
+        account=text("account"),
+        qos=text("qos"),
+        partition=text("partition"),
         features=",".join(record.constraints or ()),
         gres=_gres(record.gres_per_node),
-        reservation=record.reservation or "",
-        excluded_nodes=frozenset(hosts(record.excluded_nodes or "")),
+        reservation=text("reservation"),
+        excluded_nodes=frozenset(hosts(text("excluded_nodes"))),
         time_limit=_limit(record.time_limit),
         priority=record.priority or 0,
-        admin_comment=record.admin_comment or "",
+        admin_comment=text("admin_comment"),
         starts=float(record.start_time) if record.start_time else None,
-        planned_nodes=frozenset(hosts(record.scheduled_nodes or "")),
+        planned_nodes=frozenset(hosts(text("scheduled_nodes"))),
         array=bool(record.array_id),
         on_hold=on_hold(record.state, record.priority or 0),
     )
