@@ -15,7 +15,7 @@ from unicron_ctl.shared.commands.options import controller_option
 from unicron_ctl.shared.protocol.answer_schema import Status
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
 from unicron_ctl.shared.system.columns import show, terminal_width
-from unicron_ctl.shared.system.errors import FOUND, WRONG_USE, UserError
+from unicron_ctl.shared.system.errors import PROBLEM_FOUND, WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 
 INTERVAL = 2.0  # seconds
@@ -44,4 +44,4 @@ def command(as_json: bool, watch: bool, filters: Filters, controller: str | None
         print_text(json.dumps(data, indent=2), lines=True)
     else:
         show(status_tables.status(as_struct(data, Status), terminal_width() is not None, bool(filters)))
-    return FOUND if data["attention"] else 0
+    return PROBLEM_FOUND if data["attention"] else 0

@@ -125,7 +125,7 @@ def by_weight(results: Iterable[Result]) -> list[Result]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """How many checks are good, and what the others are."""
+    """Return how many checks are good, and what the others are."""
     checks = {result.check for result in results}
     bad = {result.check for result in results if result.verdict == PROBLEM}
     open_ = {result.check for result in results if result.verdict == UNKNOWN} - bad

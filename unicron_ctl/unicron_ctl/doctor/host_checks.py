@@ -19,12 +19,12 @@ from unicron_ctl.doctor.facts import (
     COMPUTE,
     HEAD,
     NO_LIMIT,
-    Asked,
     Case,
     ConfigFacts,
     ContainerFacts,
     Finding,
     HealthFacts,
+    Inspection,
     KernelLogFacts,
     ScriptFacts,
     ShmFacts,
@@ -33,7 +33,7 @@ from unicron_ctl.doctor.facts import (
     problem,
     unknown,
 )
-from unicron_ctl.doctor.slurm_lines import HEALTH_PROGRAM, HOOK, HOOK_FOLDER, WANTED
+from unicron_ctl.doctor.slurm_lines import CONF_LINES, HEALTH_PROGRAM, HOOK, HOOK_FOLDER
 from unicron_ctl.shared.settings.places import PACKAGED_PYTHON
 from unicron_ctl.shared.system.descriptors import shortage
 from unicron_ctl.shared.system.errors import one_line
@@ -55,15 +55,15 @@ APPTAINER_CONF = "/etc/apptainer/apptainer.conf"
 ENROOT_MOUNTS = "/etc/enroot/mounts.d"
 
 
-def config_facts(asked: Asked) -> ConfigFacts:
+def config_facts(asked: Inspection) -> ConfigFacts:
     return asked.config_facts
 
 
-def torch(_: Asked) -> str:
+def torch(_: Inspection) -> str:
     return _release_of("torch")
 
 
-def megatron(_: Asked) -> str:
+def megatron(_: Inspection) -> str:
     return _release_of("megatron-core")
 
 
@@ -100,7 +100,7 @@ def config(case: Case) -> Iterator[Finding]:
         yield good(mine.path)
 
 
-def shm_facts(_: Asked) -> ShmFacts:
+def shm_facts(_: Inspection) -> ShmFacts:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         found = os.statvfs("/dev/shm")
@@ -133,7 +133,7 @@ def shared_memory(case: Case) -> Iterator[Finding]:
         yield good("/dev/shm is large enough")
 
 
-def step_limits(_: Asked) -> dict[str, int]:
+def step_limits(_: Inspection) -> dict[str, int]:
     """The limits of this process. Agents raise that of open files as far as they may, so there the hard one counts."""
     found = {name: resource.getrlimit(number)[name == "nofile"] for name, number in LIMITS.items()}
     return {name: NO_LIMIT if value == resource.RLIM_INFINITY else value for name, value in found.items()}
@@ -150,8 +150,8 @@ def processes(name: str) -> list[Path]:
     return found
 
 
-def unicrond_files(_: Asked) -> int | None:
-    """How many files the unicrond of this host may open; None where none runs here, or it is another user's."""
+def unicrond_files(_: Inspection) -> int | None:
+    """Return how many files the unicrond of this host may open; None where none runs here, or it is another user's."""
     for folder in processes("unicrond"):
         with contextlib.suppress(OSError, ValueError, StopIteration):
             line = next(one for one in (folder / "limits").read_text().splitlines() if one.startswith("Max open files"))
@@ -166,7 +166,7 @@ def limits(case: Case) -> Iterator[Finding]:
 
 
 def _step_limits(case: Case) -> Iterator[Finding]:
-    """What is wrong with the limits of steps on a node. A login's limits are other ones."""
+    """Judge the limits of steps on a node. A login's limits are other ones."""
     if case.host.role != COMPUTE:
         return
     found = case.host.limits
@@ -190,7 +190,7 @@ def _unicrond_limits(case: Case) -> Iterator[Finding]:
         yield problem(f"unicrond: {text.partition(':')[0]}", "LimitNOFILE=65536 in unicrond.service")
 
 
-def kernel_log_facts(asked: Asked) -> KernelLogFacts:
+def kernel_log_facts(asked: Inspection) -> KernelLogFacts:
     """Whether agents, which run as any user, can read the kernel log."""
     path = asked.config.agent.kmsg
     try:
@@ -228,15 +228,15 @@ def kernel_log(case: Case) -> Iterator[Finding]:
         yield good(f"{found.path} can be read")
 
 
-def prolog_scripts(asked: Asked) -> ScriptFacts:
+def prolog_scripts(asked: Inspection) -> ScriptFacts:
     return _scripts(asked.question.prolog)
 
 
-def epilog_scripts(asked: Asked) -> ScriptFacts:
+def epilog_scripts(asked: Inspection) -> ScriptFacts:
     return _scripts(asked.question.epilog)
 
 
-def health_program(asked: Asked) -> ScriptFacts:
+def health_program(asked: Inspection) -> ScriptFacts:
     return _scripts([asked.question.health_program] if asked.question.health_program else [])
 
 
@@ -271,7 +271,7 @@ def _hook(case: Case, name: str) -> Iterator[Finding]:
     if case.site.slurm_problem:
         yield unknown(f"Slurm did not say which {name} it starts")
     elif not case.site.settings.words(name):
-        line = next(wanted.line for wanted in WANTED if wanted.name == name)(case.site.settings)
+        line = next(wanted.line for wanted in CONF_LINES if wanted.name == name)(case.site.settings)
         yield problem(f"Slurm has no {name}", f"{line} in slurm.conf")
     elif found.blocked:
         yield problem(f"{found.blocked[0]} cannot be executed", f"chmod 755 {quote(found.blocked[0])}")
@@ -291,7 +291,7 @@ def _keys_of(path: str) -> dict[str, str] | None:
     return dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
 
 
-def health(asked: Asked) -> HealthFacts:
+def health(asked: Inspection) -> HealthFacts:
     """Return the settings of the health checks on a node, as prolog and HealthCheckProgram find them."""
     if asked.question.role != COMPUTE:
         return HealthFacts()
@@ -322,7 +322,7 @@ def health_check(case: Case) -> Iterator[Finding]:
     if case.site.slurm_problem:
         yield unknown("Slurm did not say which HealthCheckProgram it starts")
         return
-    lines = [line for wanted in WANTED if wanted.check == "health-check" and (line := wanted.line(settings))]
+    lines = [line for wanted in CONF_LINES if wanted.check == "health-check" and (line := wanted.line(settings))]
     program = settings.text("HealthCheckProgram")
     sound = not lines
     if not program:
@@ -385,7 +385,7 @@ def _packages(torch: str, megatron: str) -> str:
     return f"torch {torch or '-'}, megatron-core {megatron or '-'}"
 
 
-def container_facts(asked: Asked) -> ContainerFacts:
+def container_facts(asked: Inspection) -> ContainerFacts:
     """Return the container runtimes of this host and what they mount of Unicron's."""
     agent_folder = os.path.dirname(os.path.dirname(asked.agent))
     mounts = [path for path in sorted(glob.glob(f"{ENROOT_MOUNTS}/*.fstab")) if _is_ours(path)]

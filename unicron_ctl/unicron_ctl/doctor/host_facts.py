@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unicron_ctl.doctor.examination import CHECKS
-from unicron_ctl.doctor.facts import Asked, ConfigFacts, HostFacts, Question
+from unicron_ctl.doctor.facts import ConfigFacts, HostFacts, Inspection, Question
 from unicron_ctl.doctor.plugstack import plugin_facts
 from unicron_ctl.doctor.reach_checks import uid_of, user_name
 from unicron_ctl.shared.settings.config import Config
-from unicron_ctl.shared.settings.config_file import understood
+from unicron_ctl.shared.settings.config_file import load_valid_part
 from unicron_ctl.shared.system.errors import UserError
 from unicron_ctl.shared.system.release import release
 
@@ -33,7 +33,7 @@ def host_name() -> str:
 
 def collect(question: Question) -> HostFacts:
     """Collect all facts of this host. It takes as long as its programs, at most a minute."""
-    asked = Asked(question, *read_config(question.config), *plugin_facts(question.plugstack, question.plugin_dir))
+    asked = Inspection(question, *read_config(question.config), *plugin_facts(question.plugstack, question.plugin_dir))
     return HostFacts(
         name=host_name(),
         role=question.role,
@@ -49,7 +49,7 @@ def collect(question: Question) -> HostFacts:
 def read_config(path: str) -> tuple[Config, ConfigFacts]:
     """The host's configuration as far as it has a meaning, and what there is to say of the file."""
     try:
-        config, problems = understood(path or None)
+        config, problems = load_valid_part(path or None)
     except UserError as error:
         return Config(), ConfigFacts(path=path, problems=[str(error)])
     digest = ""

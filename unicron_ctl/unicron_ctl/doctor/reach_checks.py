@@ -17,10 +17,10 @@ from unicron_ctl.doctor.facts import (
     COMPUTE,
     HEAD,
     AgentFacts,
-    Asked,
     Case,
     ControllerFacts,
     Finding,
+    Inspection,
     PluginFacts,
     advice,
     good,
@@ -43,7 +43,7 @@ ASK_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
 
 
-def controller_facts(asked: Asked) -> ControllerFacts:
+def controller_facts(asked: Inspection) -> ControllerFacts:
     """Ask the controller for a sign of life, as agents and commands do."""
     address = controller_address(asked.question.controller or None, asked.config)
     facts = ControllerFacts(address=address)
@@ -89,7 +89,7 @@ def controller(case: Case) -> Iterator[Finding]:
 
 
 def _way_to_controller(case: Case) -> str:
-    """What to do where the controller does not answer."""
+    """Return what to do where the controller does not answer."""
     found, port = case.host.controller, case.host.controller.address.rpartition(":")[2]
     if whose := _BELONGS.search(found.problem):
         return f'controller_users = ["{whose[1]}"] in [agent] of {case.host.config.path or "unicron.toml"}'
@@ -143,7 +143,7 @@ def controller_user(case: Case) -> Iterator[Finding]:
         )
 
 
-def user_numbers(asked: Asked) -> dict[str, int | None]:
+def user_numbers(asked: Inspection) -> dict[str, int | None]:
     return {name: uid_of(name) for name in asked.question.users}
 
 
@@ -182,7 +182,7 @@ def users(case: Case) -> Iterator[Finding]:
         yield good(", ".join(f"{name} is uid {uid}" for name, uid in wanted.items()) or "no user is known")
 
 
-def munge_problem(asked: Asked) -> str:
+def munge_problem(asked: Inspection) -> str:
     """Return why munge, if it is used, does not work on this host, in one line, or nothing."""
     if asked.config_facts.auth != "munge":
         return ""
@@ -223,7 +223,7 @@ def clock(case: Case) -> Iterator[Finding]:
         yield good("the clock agrees with the controller's")
 
 
-def plugin_facts(asked: Asked) -> PluginFacts:
+def plugin_facts(asked: Inspection) -> PluginFacts:
     return asked.plugin
 
 
@@ -262,7 +262,7 @@ def plugin(case: Case) -> Iterator[Finding]:
 
 
 def _line_problems(case: Case) -> Iterator[tuple[str, str]]:
-    """What is wrong with the line itself, and what to do."""
+    """Yield what is wrong with the line itself, and what to do."""
     found, mine = case.host.plugin, case.host.config
     if found.required:
         yield "the plugin is required: if it is missing on a node, no job runs there", f"optional in {found.plugstack}"
@@ -282,7 +282,7 @@ def _line_problems(case: Case) -> Iterator[tuple[str, str]]:
         yield f"jobs read {found.config}, and commands {mine.path}", f"config={mine.path} in {found.plugstack}"
 
 
-def agent_facts(asked: Asked) -> AgentFacts:
+def agent_facts(asked: Inspection) -> AgentFacts:
     """Return the agent's release on a node, or why it cannot be executed."""
     path = asked.agent
     if not path or asked.question.role != COMPUTE:

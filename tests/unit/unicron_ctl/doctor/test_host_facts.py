@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from unicron_ctl.doctor import host_checks, host_facts, on_nodes, reach_checks
-from unicron_ctl.doctor.facts import COMPUTE, HEAD, LOGIN, Asked, HostFacts, PluginFacts, Question, SiteFacts
+from unicron_ctl.doctor.facts import COMPUTE, HEAD, LOGIN, HostFacts, Inspection, PluginFacts, Question, SiteFacts
 from unicron_ctl.doctor.on_nodes import (
     DOOR,
     FACTS,
@@ -34,7 +34,7 @@ from unicron_ctl.shared.settings.config_file import parse
 from unicron_ctl.shared.slurm import NodeInfo
 from unicron_ctl.shared.slurm.slurm_settings import SlurmSettings
 
-NODE = Asked(Question(role=COMPUTE))
+NODE = Inspection(Question(role=COMPUTE))
 BUILT = b"\x7fELF\0unicron 0.1.0, built for Slurm 24.11.5\0more"
 
 
@@ -107,7 +107,7 @@ def test_scripts_that_are_ours_or_call_ours_are_known(tmp_path: Path) -> None:
     (tmp_path / "50-unicron").write_text("#!/bin/sh\n# Unicron's\n")
     (tmp_path / "60-calls").write_text("#!/bin/sh\nexec /usr/local/sbin/unicron-health\n")
     (tmp_path / "60-calls").chmod(0o755)
-    found = host_checks.prolog_scripts(Asked(Question(role=COMPUTE, prolog=[f"{tmp_path}/*"])))
+    found = host_checks.prolog_scripts(Inspection(Question(role=COMPUTE, prolog=[f"{tmp_path}/*"])))
     assert [Path(path).name for path in found.found] == ["10-site", "50-unicron", "60-calls"]
     assert [Path(path).name for path in found.ours] == ["50-unicron", "60-calls"]
     assert [Path(path).name for path in found.blocked] == ["50-unicron"]
@@ -131,7 +131,7 @@ def test_health_conf_and_its_python(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_an_agent_is_asked_for_its_release(tmp_path: Path) -> None:
     agent = tmp_path / "unicron-agent"
-    asked = Asked(Question(role=COMPUTE), agent=str(agent))
+    asked = Inspection(Question(role=COMPUTE), agent=str(agent))
     assert reach_checks.agent_facts(asked).problem == "No such file or directory"
     agent.write_text("#!/bin/sh\necho unicron-agent 0.1.0\n")
     agent.chmod(0o755)
@@ -142,7 +142,7 @@ def test_an_agent_is_asked_for_its_release(tmp_path: Path) -> None:
 
 def test_a_kernel_log_that_a_user_may_not_read(tmp_path: Path) -> None:
     log = tmp_path / "kernel.log"
-    asked = Asked(Question(role=COMPUTE), parse({"agent": {"kmsg": str(log)}}))
+    asked = Inspection(Question(role=COMPUTE), parse({"agent": {"kmsg": str(log)}}))
     assert not host_checks.kernel_log_facts(asked).is_there
     log.write_text("")
     log.chmod(0o640)
@@ -155,7 +155,7 @@ def test_containers_mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(host_checks, "ENROOT_MOUNTS", str(tmp_path / "mounts.d"))
     monkeypatch.setattr(host_checks, "APPTAINER_CONF", str(tmp_path / "apptainer.conf"))
     (tmp_path / "mounts.d").mkdir()
-    asked = Asked(Question(role=COMPUTE), agent="/opt/unicron/bin/unicron-agent")
+    asked = Inspection(Question(role=COMPUTE), agent="/opt/unicron/bin/unicron-agent")
     (tmp_path / "apptainer.conf").write_text("# bind path = /opt/unicron\n")
     found = host_checks.container_facts(asked)
     assert found.enroot and not found.enroot_mounts and found.apptainer and not found.apptainer_binds
@@ -212,7 +212,7 @@ def test_a_little_that_unpacks_to_very_much_is_none() -> None:
     assert len(lines) < on_nodes.MOST_PIECES and [collector.add_line(line) for line in lines] == [None] * len(lines)
 
 
-def asked(printed: str) -> on_nodes.Gathered:
+def asked(printed: str) -> on_nodes.NodeAnswers:
     """What is gathered where the step on n1 and n2 prints this."""
     asking = on_nodes.Asking(Question(role=COMPUTE), on_nodes.Wish(), {}, {})
     with ThreadPoolExecutor(1) as doors:

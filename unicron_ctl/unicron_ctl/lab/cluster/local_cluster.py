@@ -264,7 +264,7 @@ class LocalCluster:
     def _start_fresh(self, programs: dict[str, str]) -> None:
         """Starts everything from nothing; again with other ports when somebody took one of them in between."""
         if self.spec.links:
-            for folder in network.abandoned():
+            for folder in network.abandoned_folders():
                 LocalCluster(folder)._clear()
         for attempt in range(1, _ATTEMPTS + 1):
             self._clear()

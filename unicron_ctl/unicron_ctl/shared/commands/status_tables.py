@@ -23,7 +23,7 @@ from unicron_ctl.shared.protocol.answer_schema import (
     NodeEvent,
     Status,
 )
-from unicron_ctl.shared.slurm.host_lists import folded as fold
+from unicron_ctl.shared.slurm.host_lists import fold as fold
 from unicron_ctl.shared.slurm.host_lists import natural
 from unicron_ctl.shared.system.columns import Listing
 from unicron_detector.words import counted

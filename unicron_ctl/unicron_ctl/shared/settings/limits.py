@@ -48,7 +48,7 @@ class Rule(NamedTuple):
     slurm: bool = False
 
 
-FIXED = {"PLANNED_SECONDS": PLANNED_SECONDS, "ORPHAN_SECONDS": ORPHAN_SECONDS}
+FIXED_LIMITS = {"PLANNED_SECONDS": PLANNED_SECONDS, "ORPHAN_SECONDS": ORPHAN_SECONDS}
 # Variables of jobs and their defaults. A site that sets one for all its jobs sets it for unicrond as well.
 VARIABLES = {
     "UNICRON_PLAN_TIMEOUT": time_limits.PLAN_TIMEOUT,
@@ -153,7 +153,7 @@ def number(value: float) -> str:
 
 def fixed_values(environment: Mapping[str, str]) -> tuple[dict[str, float], list[str]]:
     """Return the values of FIXED and VARIABLES by name, and what is wrong with those that the environment sets."""
-    values, found = {**FIXED, **VARIABLES}, []
+    values, found = {**FIXED_LIMITS, **VARIABLES}, []
     for name in VARIABLES:
         if text := environment.get(name):
             try:
@@ -208,7 +208,7 @@ def _applicable(rules: Iterable[Rule], values: Mapping[str, float], slurm: bool)
 
 
 def _settable(side: str) -> bool:
-    return any(name not in FIXED and name not in VARIABLES for name in names(side))
+    return any(name not in FIXED_LIMITS and name not in VARIABLES for name in names(side))
 
 
 def _text(side: str, value: float) -> str:

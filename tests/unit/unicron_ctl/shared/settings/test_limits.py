@@ -16,7 +16,7 @@ from unicron_ctl.shared.settings import limits
 from unicron_ctl.shared.settings.config import OTHER_TABLES, AgentConfig, ControllerConfig, rule_values
 from unicron_ctl.shared.settings.limits import (
     CONSTANT_RULES,
-    FIXED,
+    FIXED_LIMITS,
     OWNERS,
     RULES,
     SLURM_DEFAULTS,
@@ -57,7 +57,7 @@ def test_a_quiet_controller_is_not_an_absent_one() -> None:
 
 
 def test_every_name_in_a_rule_is_known() -> None:
-    known = {*FIXED, *VARIABLES, "lease", *ControllerConfig.__struct_fields__}
+    known = {*FIXED_LIMITS, *VARIABLES, "lease", *ControllerConfig.__struct_fields__}
     assert {name for rule in RULES for side in rule[:2] for name in names(side)} <= known
 
 

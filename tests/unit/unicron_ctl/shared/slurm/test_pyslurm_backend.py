@@ -20,7 +20,7 @@ from unicron_ctl.shared.slurm import (
     pyslurm_backend,
 )
 from unicron_ctl.shared.slurm.pyslurm_backend import NAMES, PyslurmClient, expand_indices, matching_pyslurm
-from unicron_ctl.shared.slurm.slurm_client import Reserved
+from unicron_ctl.shared.slurm.slurm_client import Reservation
 
 
 def _record(number: int, **fields: object) -> SimpleNamespace:
@@ -137,7 +137,7 @@ def test_nodes_are_read(fake: FakePyslurm) -> None:
     fake.Reservations = SimpleNamespace(load=lambda: {"night": night})
     states = frozenset({"DOWN", "DRAIN", "NOT_RESPONDING"})
     expected = NodeInfo("n1", states, "", "10.0.0.1", 6820, 1795245907.0, 6, ("main",), frozenset({"ib"}))
-    more = {"gres": "gpu:a100:4,gpu:2,shard:9", "reservations": (Reserved("night", 3600.0, 7200.0),)}
+    more = {"gres": "gpu:a100:4,gpu:2,shard:9", "reservations": (Reservation("night", 3600.0, 7200.0),)}
     assert PyslurmClient(fake).nodes() == [replace(expected, **more)]
 
 
