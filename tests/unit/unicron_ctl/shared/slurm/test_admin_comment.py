@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.unicron_ctl.shared.slurm.test_pyslurm_backend import FakePyslurm
+from tests.support.fake_pyslurm import FakePyslurm
 from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX, MOST, OWN_MOST, own_part, with_own
 from unicron_ctl.shared.slurm.command_line import CommandLineClient
 from unicron_ctl.shared.slurm.pyslurm_backend import PyslurmClient
