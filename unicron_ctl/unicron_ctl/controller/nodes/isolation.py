@@ -25,7 +25,7 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import bounds, readmission
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm import drains
-from unicron_ctl.shared.slurm.admin_comment import HELD
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.slurm.states import OCCUPIES, TAKEN_OUT
 from unicron_ctl.shared.system.errors import one_line
@@ -69,7 +69,7 @@ def leave_node(
         job.block_of(agent.element),
         agent.node,
         f"its job leaves {agent.node}: {reason}"[:400],
-        f"{HELD} until there is another node than {agent.node}",
+        f"{HOLD_PREFIX} until there is another node than {agent.node}",
     )
     if allocated:
         why = _needed(view, job, agent, suspect)
@@ -264,7 +264,7 @@ def proven_bad(view: View) -> Outcome:
             )
             out.record(None, intent)
             out.record(None, records.SlurmDone(action="drain", node=name, reason=text))
-        elif not drains.taken(info) and view.now - report.at >= DRAIN_SECONDS:
+        elif not drains.why_out_of_service(info) and view.now - report.at >= DRAIN_SECONDS:
             _drain(view, name, drains.drain_reason(drains.HEALTH, report.reason), out)
     return out
 
@@ -309,7 +309,7 @@ def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out
         if known.going_down and owed and not late and name not in waited_for:
             why = "Slurm refused it before" if known.refused else "it was not done before"
             drain = known.drained or bool(_others(view, name))  # since it was asked for they may have begun there
-            action = Action(_action(drain), known.refused_for, -1, name, why, known.reason or drains.LOST)
+            action = Action(_action(drain), known.refused_for, -1, name, why, known.reason or drains.LOST_NODE)
             if barred := permission.withheld(view, action, out):
                 said = f"{action.label}: not allowed: {barred}"
                 out.record(None, records.SlurmFailed(action=action.action, element=-1, node=name, reason=said))

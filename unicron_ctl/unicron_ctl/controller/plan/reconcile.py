@@ -38,7 +38,7 @@ from unicron_ctl.controller.plan.slurm_actions import Retries, request_actions
 from unicron_ctl.controller.sense.slurm_states import describe
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm import pending_reasons
-from unicron_ctl.shared.slurm.admin_comment import HELD, own_part
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX, own_part
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.squeue import names_of, nodes_of
 from unicron_ctl.shared.slurm.states import ENDED_BADLY, OCCUPIES, OVER, WORKS
@@ -199,7 +199,7 @@ def _held_again(view: View, listing: Listing, out: Outcome) -> None:
         job, e = view.state.jobs.get(key[0]), listing.rows_of(key[0]).get(key[1])
         if job is None or e is None or not e.held or key in view.state.held or key in busy or listing.asked_at <= at:
             continue
-        if own_part(e.admin_comment).startswith(HELD) and e.reason != "JobHeldUser":
+        if own_part(e.admin_comment).startswith(HOLD_PREFIX) and e.reason != "JobHeldUser":
             reason = f"Slurm shows it held by what was written here ({e.admin_comment}), and it is not to be by the log"
             out.record(job, records.HeldAgain(element=e.element, reason=reason))
 
