@@ -24,8 +24,8 @@ from unicron_ctl.controller.sense.slurm_states import describe
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm import drains
 from unicron_detector.failures import escalation, escalation_table
+from unicron_detector.failures.escalation import Decision
 from unicron_detector.failures.escalation_table import ISOLATE, MOVE, NOTHING, REATTEMPT, RESTART
-from unicron_detector.failures.fault_history import Decision
 from unicron_detector.failures.severity import Severity, Verdict
 
 

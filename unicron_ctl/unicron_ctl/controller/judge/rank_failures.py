@@ -14,8 +14,9 @@ from unicron_ctl.controller.nodes import isolation
 from unicron_ctl.controller.sense.members import taken_away
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.structs import Exit
+from unicron_detector.failures.escalation import Decision
 from unicron_detector.failures.escalation_table import END_JOB, ISOLATE, MOVE, REATTEMPT, RESTART
-from unicron_detector.failures.fault_history import WHOLE_JOB, Decision
+from unicron_detector.failures.fault_history import WHOLE_JOB
 from unicron_detector.failures.severity import REPORT, Severity, Verdict
 from unicron_detector.words import counted
 
