@@ -41,7 +41,7 @@ from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView,
 from unicron_ctl.controller.nodes import isolation, readmission
 from unicron_ctl.controller.plan import reconcile, slurm_actions
 from unicron_ctl.controller.sense import iterations, outliers
-from unicron_ctl.controller.sense.sensors import When
+from unicron_ctl.controller.sense.sensors import CLUSTER_SENSORS, ClusterSensor, When
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event, Record
 from unicron_ctl.shared.log.savings import PLAN
@@ -102,11 +102,13 @@ class Core:
         self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
         self.written = Written()
         self._containment = JobContainment(self.view, self.append, self.written)
-        self.intake = Intake(self.view, self.runtime, self.node_events, self.carry_out, self.written)
         self._dirty: set[str] = set()
         self._findings: deque[Finding] = deque()
         self._judging = False
-        self.turns = Turns(self.view, self.runtime, self.carry_out, self.judge, self._send)
+        self.turns = Turns(self.view, self.runtime, self.carry_out, self._send)
+        self.intake = Intake(
+            self.view, self.runtime, self.node_events, self.carry_out, self.turns.run_sensors, self.written
+        )
         self._listings = Listings(
             self.view, self.slurm, self.intake, self.turns, self.carry_out, self._containment, self._dirty
         )
@@ -182,6 +184,10 @@ class Core:
             number = self.append(job, generation, record).id
             failure = number if isinstance(record, records.FailureDetected) else failure
         self.outbox += outcome.sends
+        for agent in outcome.suspects:
+            if agent.alive and agent.suspect_since is None:
+                self.view.live.suspect(agent, self.now)
+                self._send(Send(agent.route, wire.Ping()))
         for request in outcome.requests:
             self._request(request)
         for finding in outcome.findings:
@@ -317,10 +323,9 @@ class Core:
         self.last_tick = now
         self._containment.attempt("", "agents that wait for Slurm's word", self.intake.overdue)
         self._containment.attempt("", "what nodes said", self._settle_node_events)
-        self._containment.attempt(
-            "", "slurmds that may be asked", lambda: self.carry_out(ending_nodes.greet_slurmds(self.view))
-        )
-        self._containment.attempt("", "silent agents", self._silence)
+        for sensor in CLUSTER_SENSORS:
+            self._containment.attempt("", sensor.name, self._sense_cluster, sensor)
+        self._containment.attempt("", "nodes that were not taken", self._take_deferred)
         self._containment.attempt("", "what needs an admin", self._look_for_admins, now)
         if self.view.alone:
             self._containment.attempt("", "Slurm's turn", self._ask_slurm)
@@ -372,14 +377,16 @@ class Core:
             self.view.live.renew(self.now)
             self.view.suspicions.renew_ending(self.now)
 
-    def _silence(self) -> None:
+    def _sense_cluster(self, sensor: ClusterSensor) -> None:
         for agent in leases.late_agents(self.view):
             if self.view.unread(agent.route):  # it is not silent: this controller is behind
                 self.view.live.heard(agent, self.now)
-        outcome = leases.check_leases(self.view)
+        outcome = sensor.sense(self.view)
         for finding in outcome.findings:
             self._fell_silent(finding)
         self.carry_out(outcome)
+
+    def _take_deferred(self) -> None:
         if self.state.deferred:
             self.carry_out(isolation.deferred(self.view))
 

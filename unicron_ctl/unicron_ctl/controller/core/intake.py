@@ -18,7 +18,7 @@ from unicron_ctl.controller.model.job_state import JobState, Phase, owner
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.quotas import OF_NODE_EVENTS, Written
 from unicron_ctl.controller.model.view import Outcome, Send, View
-from unicron_ctl.controller.sense import members
+from unicron_ctl.controller.sense.sensors import When
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import datagrams, structs, wire
 from unicron_ctl.shared.settings.partitions import OFF
@@ -38,7 +38,7 @@ LARGE_JOB = 64  # nodes; above, progress and steps are told with the heartbeats
 
 
 class Intake:
-    """One per core. runtime: what is known for now of a job. carry_out: the core's door."""
+    """The core's part that reads messages. carry_out: the core's door. run_sensors: those of a job, at an occasion."""
 
     def __init__(
         self,
@@ -46,10 +46,11 @@ class Intake:
         runtime: Callable[[JobState], JobRuntime],
         node_events: judge_nodes.NodeEventQueue,
         carry_out: Callable[[Outcome], bool],
+        run_sensors: Callable[[JobState, When], None],
         written: Written,
     ) -> None:
         self._view, self._runtime, self._node_events, self._carry_out = view, runtime, node_events, carry_out
-        self._written = written
+        self._run_sensors, self._written = run_sensors, written
         self._waiting: dict[tuple[str, int, str], Waiting] = {}
         self._of_user: Counter[int | None] = Counter()  # of those that wait
         self._refusals = Throttle(*REFUSALS)
@@ -245,8 +246,11 @@ class Intake:
             self._view.live.remove(message.job, message.element)
         self._carry_out(registration.join(job, message, key, confirmed, info))
         if known is not None and known.agent != message.agent:
-            found = adoption.replaced(self._view, self._view.job(job), message.element, known)
-            self._carry_out(Outcome(findings=list(found)))
+            self._runtime(job).sensors.before = known
+            self._run_sensors(job, When.REGISTERED)
+            missed = self._view.job(job).live.missed
+            for slot in [slot for slot in missed if job.element(slot) == message.element]:
+                del missed[slot]
         live, now = self._view.live, self._view.now
         agent = live.agent(message.job, message.element)
         record = job.agents[message.element]  # what it said when it was compared with Slurm counts
@@ -330,8 +334,8 @@ class Intake:
             self._note_notice(job, agent)
         if message.leaving:
             self._view.live.silenced(agent)
-            if (left := members.check_leaving(self._view, job, agent)) is not None:
-                self._carry_out(Outcome(findings=[left]))
+            self._runtime(state).sensors.speaker = agent
+            self._run_sensors(state, When.LEAVING)
         self._note_changes(job, agent, changed)
 
     def _note_notice(self, job: JobView, agent: AgentView) -> None:
@@ -459,7 +463,7 @@ class Intake:
         if now - agent.repeated.get("hint", -HINT_SECONDS) >= HINT_SECONDS and self._hints.allows("", now):
             agent.repeated["hint"] = now
             out.hurry = True
-            out.merge([self.suspect(agent)])
+            out.suspects.append(agent)
         return out
 
     def _agent_of(self, hint: datagrams.Hint) -> AgentView | None:
@@ -470,11 +474,3 @@ class Intake:
         numbers = range(job.settings.max_nodes) if job.settings.allocation else job.nodes_of_block(hint.element)
         agents = [agent for number in numbers if (agent := live.agent(hint.job, number)) is not None]
         return next((agent for agent in agents if len(numbers) == 1 or agent.node == hint.node), None)
-
-    def suspect(self, agent: AgentView) -> Outcome:
-        """Has an agent asked that somebody says has ended (`failure_detector.leases`)."""
-        out = Outcome()
-        if agent.alive and agent.suspect_since is None:
-            self._view.live.suspect(agent, self._view.now)
-            out.send(agent, wire.Ping())
-        return out

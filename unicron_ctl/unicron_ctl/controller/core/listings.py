@@ -14,7 +14,6 @@ from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.plan import reconcile
 from unicron_ctl.controller.plan.inputs import around, fixed, inputs, replan
 from unicron_ctl.controller.sense.sensors import When
-from unicron_ctl.controller.sense.slurm_states import ended_agents
 
 
 class Listings:
@@ -56,8 +55,6 @@ class Listings:
                 agent.restarts = info.restarts if info is not None else 0
                 agent.grace = self._view.slurm.grace.get(info.partition, 0.0) if info is not None else 0.0
                 self._view.job(job).live.touched.add(element)
-        for agent in list(ended_agents(self._view, listing, job)):
-            self._carry_out(self._intake.suspect(agent))
         self._turns.run_sensors(job, When.LISTING)
 
     def _plan(self, listing: Listing) -> None:

@@ -21,12 +21,13 @@ from unicron_ctl.controller.job.candidates import forming_slots, missing_places,
 from unicron_ctl.controller.job.deciding import decided
 from unicron_ctl.controller.job.runtime import JobRuntime
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, AgentRecord, JobState, Phase
+from unicron_ctl.controller.model.finding import Finding
+from unicron_ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication.cuts import behind
+from unicron_ctl.controller.sense import members
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import shared_plans, wire
 from unicron_ctl.shared.slurm.states import OCCUPIES
@@ -147,7 +148,7 @@ def _missed(view: View, job: JobView, chosen: list[wire.Agreed], plan: wire.Plan
     element, or none has come.
 
     All other agents show such an end themselves or are asked for it, unless another agent comes first
-    (:func:`replaced`).
+    (`members.check_missed`).
     """
     state = job.state
     gone = {slot: identity.agent for slot, identity in state.members.items() if slot not in plan.members}
@@ -164,28 +165,7 @@ def _missed(view: View, job: JobView, chosen: list[wire.Agreed], plan: wire.Plan
             found.setdefault(state.element(slot), []).append(slot)
     for element, slots in list(found.items())[:MISSED_SAID]:
         known = state.agents.get(element)
-        yield _miss(view, job, slots, known.node if known is not None else "")
-
-
-def replaced(view: View, job: JobView, element: int, before: AgentRecord | None) -> Iterator[Finding]:
-    """Another agent has come for the element: nobody will tell any more what became of the one before it."""
-    missed, state = job.live.missed, job.state
-    slots = [slot for slot in missed if state.element(slot) == element]
-    agents = dict(missed.pop(slot) for slot in slots)
-    if before is None or before.gone or before.agent not in agents:
-        return
-    later = (f for f in state.failures if f.detected_at >= agents[before.agent])
-    told = (f for f in later if not set(slots).isdisjoint(f.record.slots))
-    if not any(told):
-        yield _miss(view, job, slots, before.node)
-
-
-def _miss(view: View, job: JobView, slots: list[int], node: str) -> Finding:
-    evidence = f"the job's agents went on without slots {slots} while this controller was away"
-    element = job.state.element(slots[0])
-    return Finding(
-        What.MISSED, job.state.job, tuple(slots), view.now, Source.PEER, evidence, element, node, by="agreement"
-    )
+        yield members.missed_finding(view, job, slots, known.node if known is not None else "")
 
 
 def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:

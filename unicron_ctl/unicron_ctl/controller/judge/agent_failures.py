@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unicron_ctl.controller.failure_detector.verdict import CLOSED
+from unicron_ctl.controller.failure_detector.leases import CLOSED
 from unicron_ctl.controller.judge import evidence
 from unicron_ctl.controller.judge.remedies import escalate, failure_of, inside_of, keeps_node, leave_node, start_rank
 from unicron_ctl.controller.model.finding import Finding, What

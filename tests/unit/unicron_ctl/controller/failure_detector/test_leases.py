@@ -11,7 +11,7 @@ import pytest
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.failure_detector import quorum
-from unicron_ctl.controller.failure_detector.verdict import VERDICTS, Row
+from unicron_ctl.controller.failure_detector.leases import VERDICTS, Row
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.requests import Probe
 from unicron_ctl.controller.model.suspicion import OWN

@@ -44,7 +44,7 @@ def ending(company: Company, number: int = 7, refused: bool = False) -> EndingNo
 def asked(company: Company, suspicion: Suspicion) -> tuple[list[Probe], int]:
     """What is asked now: own tries, and the number of witnesses."""
     out = Outcome()
-    send_probes(company.view, company.tick(), suspicion, out)
+    send_probes(company.tick(), suspicion, out)
     assert all(isinstance(send.message, wire.Reach) for send in out.sends)
     return out.requests, len(out.sends)
 
@@ -121,7 +121,7 @@ def test_its_own_job_is_asked_first_and_of_the_others_those_that_are_heard(compa
     company.agent(0, "1").expired = True
 
     def witnesses() -> list[tuple[str, int]]:
-        return [(one.job, one.element) for one in probes.witnesses(company.view, company.tick(), suspicion)]
+        return [(one.job, one.element) for one in probes.witnesses(company.tick(), suspicion)]
 
     assert witnesses() == [("1", 3), ("1", 1), ("2", 0), ("2", 1)]
     suspicion.asked = {("1", 1): NOW, ("2", 0): NOW}
@@ -137,7 +137,7 @@ def test_as_many_witnesses_must_agree_as_there_are_up_to_two(company: Company, a
     keys = [key for key in company.view.live.leases if key not in suspicion.asked and key != suspicion.key]
     for job, element in keys[others:]:
         company.view.live.remove(job, element)
-    assert needed_witnesses(company.view, company.tick(), suspicion) == needed and WITNESSES == 2
+    assert needed_witnesses(company.tick(), suspicion) == needed and WITNESSES == 2
 
 
 def test_where_an_agent_and_its_nodes_slurmd_are_tried(company: Company):
@@ -255,5 +255,5 @@ def test_slurms_word_on_a_node_counts_while_it_hears_another_and_nobody_here_has
         view.state.out_of_service = {"n1"} if out_of_service else set()
         view.state.nodes["n1"] = NodeState(drained=drained)
         company.list_slurm(**{**dict.fromkeys(every, others), "n1": states})
-        assert slurm_calls_dead(view, company.tick(), "n1") == word, (states, others, out_of_service, drained)
-    assert slurm_calls_dead(view, company.tick(), "n77") == ""
+        assert slurm_calls_dead(company.tick(), "n1") == word, (states, others, out_of_service, drained)
+    assert slurm_calls_dead(company.tick(), "n77") == ""

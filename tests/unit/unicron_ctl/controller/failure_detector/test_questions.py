@@ -60,7 +60,7 @@ def question(company: Company, answers: str = SILENT, asked: float = 1.0, **chan
 
 def checked(company: Company) -> list[Finding]:
     out = Outcome()
-    check_ending_nodes(company.view, company.tick(), out)
+    check_ending_nodes(company.tick(), out)
     return out.findings
 
 
@@ -103,7 +103,7 @@ def test_the_log_tells_the_next_controller_where_the_slurmd_of_a_node_under_ques
     def recorded() -> list[str]:
         question(company)
         out = Outcome()
-        check_ending_nodes(company.view, company.tick(), out)
+        check_ending_nodes(company.tick(), out)
         return [record.address for _, _, record in out.records if record.kind == "slurmd_reached"]
 
     assert recorded() == ["n1:slurmd"]

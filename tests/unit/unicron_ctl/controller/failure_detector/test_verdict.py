@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.suspects import LEASE, NOW, STATE_WAIT, Company
+from unicron_ctl.controller.failure_detector.leases import Evidence
 from unicron_ctl.controller.failure_detector.probes import ANSWER_SECONDS
-from unicron_ctl.controller.failure_detector.verdict import Evidence, judge_silence
 from unicron_ctl.controller.model.suspicion import Suspicion
 
 
@@ -17,7 +17,7 @@ def company() -> Company:
 
 def judged(company: Company, suspicion: Suspicion) -> str:
     """What is found and who says so, with what else the finding states; empty while nothing is known."""
-    found = judge_silence(Evidence(company.view, company.tick(), suspicion))
+    found = Evidence(company.tick(), suspicion).judge()
     if found is None:
         return ""
     more = [name for name in ("dead", "answers", "spare") if getattr(found, name)]
@@ -68,7 +68,7 @@ def test_what_the_answers_come_to(company: Company):
 
 
 def test_the_failures_reason_names_all_who_were_asked(company: Company):
-    found = judge_silence(Evidence(company.view, company.tick(), company.suspect(answers="own=SS 2=SS 3=SS")))
+    found = Evidence(company.tick(), company.suspect(answers="own=SS 2=SS 3=SS")).judge()
     assert found is not None and found.by == "lease and witnesses"
     for who in ("2", "3", "own"):
         assert f"{who}: agent silent, slurmd silent" in found.evidence
@@ -139,7 +139,7 @@ def test_slurms_word_counts_as_two_against_strangers_who_reach_the_door(company:
     assert judged(company, company.suspect(answers="b0=RU b1=RU own=XU")) == "node lost, slurm"
     company.list_slurm(n1="IDLE")
     suspicion = company.suspect(answers="b0=RU")
-    assert Evidence(company.view, company.tick(), suspicion).reached, "nobody contradicts it"
+    assert Evidence(company.tick(), suspicion).reached, "nobody contradicts it"
 
 
 def test_what_shows_the_elements_end_needs_no_witness(company: Company):
