@@ -1,7 +1,7 @@
 """The one door: inputs come in, sensors and deciders are asked, and only here records are appended and folded, and
 messages and requests go out.
 
-    input -> what is known for now (`model.live`) -> sensors -> findings -> judge -> records
+    input -> what is known for now (`model.view.Live`) -> sensors -> findings -> judge -> records
           -> the job's next event -> its transition -> records -> orders to its agents
 
 Whoever drives it stores `events` before it sends `outbox` or starts `requests`, so that nothing is done that a restart
@@ -34,10 +34,9 @@ from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.fold import fold
 from unicron_ctl.controller.model.job_state import JobState, Phase
-from unicron_ctl.controller.model.live import Live
 from unicron_ctl.controller.model.quotas import Written
 from unicron_ctl.controller.model.requests import Action, Knock, Probe, Run
-from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
+from unicron_ctl.controller.model.view import Listing, Live, Outcome, Send, SlurmView, View
 from unicron_ctl.controller.nodes import isolation, readmission
 from unicron_ctl.controller.plan import reconcile, slurm_actions
 from unicron_ctl.controller.sense import iterations, outliers
@@ -159,9 +158,9 @@ class Core:
             self._phase_changed(job, record)
         elif isinstance(record, records.RankStart):
             state = self.state.jobs[job]
-            live, element = self.view.job(state).live, state.element(record.slot)
-            live.touched.add(element)
-            live.restarts.add(element)
+            view, element = self.view.job(state), state.element(record.slot)
+            view.touched.add(element)
+            view.restarts.add(element)
         elif isinstance(record, records.NodeEvent):
             self.node_events.note(event)
         return event
@@ -217,7 +216,7 @@ class Core:
         self._dirty.add(finding.job)
         if finding.what in (What.HANG, What.COLLECTIVE):
             known = self.view.job(job)
-            self.carry_out(network_partitions.start_survey(self.view, known, known.live.survey, finding.slots))
+            self.carry_out(network_partitions.start_survey(self.view, known, known.survey, finding.slots))
         if finding.what is What.HANG and not finding.seen:
             iterations.on_hang_recorded(self.runtime(job).sensors.iterations, finding, job.failures[-1].id)
 
@@ -250,7 +249,7 @@ class Core:
         elif isinstance(record, records.JobEnded):
             self.runtimes.pop(name, None)
             self._observed = {said for said in self._observed if said[0] != name}
-            for known in [known for known in self.view.views if known not in self.state.jobs]:
+            for known in [known for known in self.view.live.jobs if known not in self.state.jobs]:
                 self.forget(known)
         if not job.over:
             self.runtime(job).on_phase_changed(record)
@@ -260,7 +259,6 @@ class Core:
     def forget(self, job: str) -> None:
         """Drops what is known for now of a job that is over."""
         self.view.live.forget(job)
-        self.view.views.pop(job, None)
         self.view.slurm.expected.pop(job, None)
         self.runtimes.pop(job, None)
 
@@ -402,7 +400,7 @@ class Core:
 
     def _tick(self, state: JobState) -> None:
         job, runtime = self.view.job(state), self.runtime(state)
-        if job.live.ahead:
+        if job.ahead:
             self.turns.advance(state)
             return
         self.turns.run_sensors(state, When.TICK)

@@ -248,10 +248,10 @@ class Intake:
         if known is not None and known.agent != message.agent:
             self._runtime(job).sensors.before = known
             self._run_sensors(job, When.REGISTERED)
-            missed = self._view.job(job).live.missed
+            missed = self._view.job(job).missed
             for slot in [slot for slot in missed if job.element(slot) == message.element]:
                 del missed[slot]
-        live, now = self._view.live, self._view.now
+        live, mine, now = self._view.live, self._view.job(job), self._view.now
         agent = live.agent(message.job, message.element)
         record = job.agents[message.element]  # what it said when it was compared with Slurm counts
         if agent is None:
@@ -259,13 +259,12 @@ class Intake:
             agent = AgentView(message.job, message.element, message.agent, record.node, route, slots, now, key)
             agent.last_registered, agent.door = now, record.door
             live.add(agent)
-            live.jobs[message.job].last_arrival = now
+            mine.last_arrival = now
         agent.route, agent.expired = route, False
         agent.images_at, agent.token = message.images, message.token
         agent.number = 0  # whatever it sends from now on is newer
         agent.repeated.clear()
         live.heard(agent, now)
-        mine = live.jobs[message.job]
         mine.touched.add(message.element)
         mine.changed.update(record.slots)
         self._carry_out(Outcome(sends=[Send(route, self._welcome(job))]))
@@ -340,10 +339,10 @@ class Intake:
 
     def _note_notice(self, job: JobView, agent: AgentView) -> None:
         """The agent's element is to end: it leaves at the next boundary."""
-        job.live.touched.add(agent.element)
+        job.touched.add(agent.element)
         if job.state.over or job.state.noticed.get(agent.element) == agent.agent:
             return
-        job.live.touched.update(job.state.noticed)  # it may be the last one that others would have gone on with
+        job.touched.update(job.state.noticed)  # it may be the last one that others would have gone on with
         agent.noticed_at, agent.shown = self._view.now, "" if self._view.slurm.used else "unknown"
         reason = f"element {agent.element} on {agent.node} is to end: its ranks leave at the next boundary"
         told = Outcome(hurry=True)
@@ -372,20 +371,19 @@ class Intake:
 
     def _note_changes(self, job: JobView, agent: AgentView, changed: Sequence[int]) -> None:
         """Puts what a status has changed on the lists of what is looked at next."""
-        live = job.live
         if adoption.unknown(job.state, agent):
-            live.ahead.add(agent.element)
+            job.ahead.add(agent.element)
         if agent.status.agreed is not None:
-            live.touched.add(agent.element)
+            job.touched.add(agent.element)
         if changed:
-            live.changed.update(changed)
+            job.changed.update(changed)
             job.notice_agent(agent)
             if agent.fresh and not job.state.over:
-                live.shape(agent, changed)
+                job.note_shape(agent, changed)
                 self._carry_out(registration.ready_ranks(job.state, agent, list(changed)))
         elif job.state.phase is Phase.BREAKING:
             for slot in agent.slots:  # rest is also shown by having nothing new to say
-                if slot in live.awaited:
+                if slot in job.awaited:
                     job.notice(slot, self._view.now)
 
     def _unknown(self, job: JobState | None, message: wire.Status) -> wire.Refused:
@@ -412,7 +410,7 @@ class Intake:
                 runtime.unheard_until = max(runtime.unheard_until, report.iteration)
                 continue
             if state.plan is not None and report.generation == state.plan.generation:
-                job.live.stepped.note_iteration(report.iteration, now, held)
+                job.stepped.note_iteration(report.iteration, now, held)
             if report.ranks:
                 self._carry_out(runtime.on_steps(job, report, now, whole))
 

@@ -66,7 +66,7 @@ class JobContainment:
             "its ranks train on. Please report it with this record"
         )
         self._append(name, known.generation, records.JobSetAside(input=what[:2000], where=where, reason=reason))
-        self._view.job(known).live.changed.clear()
+        self._view.job(known).changed.clear()
 
     def bound(self, name: str) -> None:
         """Sets a job aside whose agents cause records without end: they would fill the disk of all."""
@@ -81,7 +81,7 @@ class JobContainment:
             "train on"
         )
         self._append(name, known.generation, records.JobSetAside(input="more than the log can hold", reason=reason))
-        self._view.job(known).live.changed.clear()
+        self._view.job(known).changed.clear()
 
     def _complain(self, what: str, error: Exception, where: str) -> None:
         """Logs that something broke that belongs to no job, and the same only after a while again."""

@@ -54,7 +54,7 @@ class Listings:
                 agent.shown = info.state if info is not None else "gone"
                 agent.restarts = info.restarts if info is not None else 0
                 agent.grace = self._view.slurm.grace.get(info.partition, 0.0) if info is not None else 0.0
-                self._view.job(job).live.touched.add(element)
+                self._view.job(job).touched.add(element)
         self._turns.run_sensors(job, When.LISTING)
 
     def _plan(self, listing: Listing) -> None:
@@ -76,8 +76,8 @@ class Listings:
             self._carry_out(replan(view, planned, desk.aheads))
             self._carry_out(reconcile.placing(view, desk, listing, planned))
         for job in planned:
-            live = view.job(job).live
-            live.touched.update(element for element in live.agents if job.gives_back(element))
+            known = view.job(job)
+            known.touched.update(element for element in known.agents if job.gives_back(element))
         watched = [job for job in jobs if job not in planned]
         self._carry_out(reconcile.watching(view, desk, listing, watched))
         self._dirty.update(job.job for job in (*jobs, *kept))

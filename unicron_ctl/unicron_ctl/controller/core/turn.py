@@ -52,7 +52,7 @@ class Turns:
     def advance(self, job: JobState) -> None:
         """Takes the job as far as it can go now."""
         view = self._view.job(job)
-        if not job.over and view.live.ahead and adoption.ahead(view):
+        if not job.over and view.ahead and adoption.ahead(view):
             self._carry_out(adoption.adopt_generation(self._view, view))
             if adoption.ahead(view):
                 return  # nothing is decided of what is not known
@@ -73,7 +73,7 @@ class Turns:
             self._revive_outsiders(job, view)
             self._carry_out(recoveries.report_healed(self._view, view))
             self._carry_out(spares.report_spares(self._view, view, self._runtime(job).spares))
-        if not job.set_aside and (view.live.touched or job.job in self.begun):
+        if not job.set_aside and (view.touched or job.job in self.begun):
             self._send_orders(job)
 
     # ------------------------------------------------------------ sense
@@ -98,27 +98,27 @@ class Turns:
                 break
         if job.over:
             return
-        progress = view.live.progress
+        progress = view.progress
         blocked = progress.blocked
         self.run_sensors(job, When.TURN)
         if progress.blocked is not blocked:
-            view.live.touched.update(job.elements(job.hit(progress.blocked)))
+            view.touched.update(job.elements(job.hit(progress.blocked)))
 
     def _sense_changes(self, job: JobState, view: JobView) -> bool:
         """Takes in the slots that changed. True when some needed a closer look."""
-        live, runtime = view.live, self._runtime(job)
-        if not live.changed:
+        runtime = self._runtime(job)
+        if not view.changed:
             return False
         if job.phase is Phase.OFFERING:
-            live.touched.update({job.element(slot) for slot in live.changed})
+            view.touched.update({job.element(slot) for slot in view.changed})
         memory = runtime.sensors
         memory.odd = members.take_in_changes(view, memory.iterations.standing)
-        live.changed.clear()
+        view.changed.clear()
         for slot in memory.odd:
             view.notice(slot, self._view.now)
             memory.iterations.standing.on_change(view, slot)
             runtime.on_change(view, slot)
-            live.touched.add(job.element(slot))
+            view.touched.add(job.element(slot))
         if memory.odd:
             self.run_sensors(job, When.CHANGE)
         return bool(memory.odd)
@@ -132,7 +132,7 @@ class Turns:
             for agent in view.alive():
                 self._recheck(view, agent.element, self._order(agent, letter.break_key, letter.broken))
         else:
-            view.live.touched.update(view.agents)
+            view.touched.update(view.agents)
             self._send_orders(job)
 
     def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:
@@ -170,7 +170,7 @@ class Turns:
         for agent, order in list(cut_orders(self._view, view, runtime.cuts, runtime.spares.ready)):
             self._order(agent, f"cut {order.iteration}", order)
         self._carry_out(report_gaps(view, runtime.cuts))
-        if view.live.touched:
+        if view.touched:
             self._send_orders(job)
 
     def _send_orders(self, job: JobState) -> None:
@@ -181,7 +181,7 @@ class Turns:
             self._begin_phase(job, view)
         letter, now = self._letter(view), self._view.now
         rest: list[tuple[AgentView, str, Order]] = []
-        for element in sorted(view.live.touched):
+        for element in sorted(view.touched):
             agent = view.agents.get(element)
             if agent is None:
                 continue
@@ -192,40 +192,40 @@ class Turns:
                     self._recheck(view, element, self._order(agent, key, message))
                 else:
                     rest.append((agent, key, message))
-            starts = next_start(view, agent, now) if element in view.live.restarts else None
+            starts = next_start(view, agent, now) if element in view.restarts else None
             if starts is not None:
                 self._recheck(view, element, starts)
             elif not told:
-                view.live.restarts.discard(element)
-        view.live.touched.clear()
+                view.restarts.discard(element)
+        view.touched.clear()
         for agent, key, message in rest:
             self._recheck(view, agent.element, self._order(agent, key, message))
 
     def _letter(self, view: JobView) -> Letter:
         """Kept as long as it says what is to be said."""
-        job, arrivals = view.state, view.live.last_arrival
+        job, arrivals = view.state, view.last_arrival
         if job.over:
             return Letter(job)
         runtime = self._runtime(job)
-        blocked = view.live.progress.blocked
+        blocked = view.progress.blocked
         if runtime.letter is None or not runtime.letter.holds(job, arrivals, blocked):
             runtime.letter = Letter(job, arrivals, blocked=blocked)
         return runtime.letter
 
     @staticmethod
     def _recheck(view: JobView, element: int, at: float) -> None:
-        if at < view.live.due.get(element, float("inf")):
-            view.live.due[element] = at
-            heapq.heappush(view.live.told, (at, element))
+        if at < view.due.get(element, float("inf")):
+            view.due[element] = at
+            heapq.heappush(view.told, (at, element))
 
     def _look_again(self, view: JobView) -> None:
         """Agents that were told something a while ago: have they obeyed?"""
-        told = view.live.told
+        told = view.told
         while told and told[0][0] <= self._view.now:
             at, element = heapq.heappop(told)
-            if view.live.due.get(element) == at:
-                del view.live.due[element]
-                view.live.touched.add(element)
+            if view.due.get(element) == at:
+                del view.due[element]
+                view.touched.add(element)
 
     def _order(self, agent: AgentView, key: str, order: Order) -> float:
         """Sends it, unless that was done a moment ago. Returns when it may be repeated."""

@@ -136,7 +136,7 @@ def sign_of_life(view: View, agent: AgentView) -> float:
     if job is None or job.phase not in (Phase.RUNNING, Phase.OFFERING):
         return agent.last_heard
     inside = any(slot in job.members and slot not in job.condemned for slot in agent.slots)
-    return max(agent.last_heard, view.job(job).live.stepped.before) if inside else agent.last_heard
+    return max(agent.last_heard, view.job(job).stepped.before) if inside else agent.last_heard
 
 
 def _still_silent(view: View, suspicion: Suspicion) -> bool:

@@ -47,12 +47,12 @@ def check_partitions(view: View, job: JobView, survey: Survey) -> Outcome:
         if not survey.asked or view.now - survey.begun > SURVEY_SECONDS:
             survey.number = 0
             _conclude(view, job, survey, out)
-    elif state.phase is Phase.ENTERING and job.live.awaited and job.waited(view.now) > ENTER_SECONDS:
+    elif state.phase is Phase.ENTERING and job.awaited and job.waited(view.now) > ENTER_SECONDS:
         if survey.generation != state.generation:
             survey.generation, survey.rounds_left = state.generation, _rounds(job)
         if survey.rounds_left and view.now - survey.begun > SURVEY_SECONDS:
             survey.rounds_left -= 1
-            out.merge([start_survey(view, job, survey, job.live.awaited)])
+            out.merge([start_survey(view, job, survey, job.awaited)])
     elif state.parted and view.now >= survey.retry_at:
         survey.retry_at, survey.last_unreachable, survey.left_out_answers = view.now + PARTED_SECONDS, None, set()
         _ask_about_parted(view, job, survey, out)

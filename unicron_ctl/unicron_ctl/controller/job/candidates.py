@@ -53,7 +53,7 @@ def _in_layout(job: JobView, status: RankStatus) -> bool:
 
 def waiting_elements(view: View, job: JobView, forming: bool = False) -> list[int]:
     """Elements of which every rank can enter now."""
-    found = (e for e in sorted(job.live.ready) if may_work(view, job, e) and _whole(job, job.agents[e], forming))
+    found = (e for e in sorted(job.ready) if may_work(view, job, e) and _whole(job, job.agents[e], forming))
     return in_whole_blocks(job.state, found)
 
 
@@ -75,7 +75,7 @@ def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
     a whole."""
     if job.replica == 1:
         return spares.formers(job, (slot for element in whole for slot in job.agents[element].slots))
-    ready = (element for element in sorted(job.live.ready) if may_work(view, job, element))
+    ready = (element for element in sorted(job.ready) if may_work(view, job, element))
     agents = (job.agents[element] for element in in_whole_blocks(job.state, ready))
     return spares.formers(job, (slot for agent in agents for slot in agent.slots if able(job, agent, slot, True)))
 
@@ -89,7 +89,7 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
     """
     state = job.state
     found, late = dict[int, list[int]](), dict[int, list[int]]()
-    for element in sorted(job.live.ready):
+    for element in sorted(job.ready):
         agent = job.agents[element]
         if element in state.leaving or not may_work(view, job, element):
             continue
@@ -147,7 +147,7 @@ def leavers(job: JobView) -> list[int]:
 def of_another_size(job: JobView) -> dict[int, int]:
     """Slots that would enter but can never train with the others, with the size of a replica as they say it. Those that
     are to start again do not count."""
-    ranks = ((slot, status) for element in job.live.ready for slot, status in job.agents[element].ranks.items())
+    ranks = ((slot, status) for element in job.ready for slot, status in job.agents[element].ranks.items())
     return {
         slot: status.replica
         for slot, status in ranks

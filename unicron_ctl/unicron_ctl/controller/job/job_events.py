@@ -49,7 +49,7 @@ def next_event(view: View, job: JobView) -> Happening | None:
 # ---------------------------------------------------------------- all phases with members
 def _finished(view: View, job: JobView) -> Happening | None:
     state = job.state
-    if state.members and not job.live.unfinished and len(state.lost) < len(state.members):
+    if state.members and not job.unfinished and len(state.lost) < len(state.members):
         if all(job.finished(slot) for slot in state.survivors()):
             return Happening(Event.FINISHED, "all members trained to the end")
     return None
@@ -84,7 +84,7 @@ def _relayout(view: View, job: JobView) -> Happening | None:
     """The plan wants another layout: those who train stop for it, and all start again. Not where some have trained to
     the end."""
     state = job.state
-    if not state.relayout or len(job.live.unfinished) < len(state.survivors()):
+    if not state.relayout or len(job.unfinished) < len(state.survivors()):
         return None
     if state.phase is Phase.RUNNING:
         return Happening(Event.FAULT, state.relayout_why)
@@ -109,10 +109,10 @@ def _alike(job: JobView) -> bool:
 
 def _strayed(view: View, job: JobView) -> Happening | None:
     """The members took an offer while it was being withdrawn."""
-    if not job.live.strayed:
+    if not job.strayed:
         return None
     return Happening(
-        Event.FAULT, f"{counted(len(job.live.strayed), 'member')} took an offer that was withdrawn: all try again"
+        Event.FAULT, f"{counted(len(job.strayed), 'member')} took an offer that was withdrawn: all try again"
     )
 
 
@@ -170,9 +170,9 @@ def _partial(view: View, job: JobView, slots: Iterable[int]) -> bool:
 
 def _look_now(view: View, job: JobView, count: int) -> bool:
     """Whether it is time to look through so many elements."""
-    if view.now < job.live.ready_look_at:
+    if view.now < job.ready_look_at:
         return False
-    job.live.ready_look_at = look_again(view.now, max(0, count - FEW))
+    job.ready_look_at = look_again(view.now, max(0, count - FEW))
     return True
 
 
@@ -186,15 +186,15 @@ def _change(view: View, job: JobView) -> Happening | None:
     """Newcomers that can be taken in, and elements that the plan takes away."""
     state = job.state
     departing = bool(state.leaving or state.noticed)
-    if not job.live.ready and not departing:
+    if not job.ready and not departing:
         return None
-    if not departing and not _look_now(view, job, len(job.live.ready)):
+    if not departing and not _look_now(view, job, len(job.ready)):
         return None
     if job.room <= 0 and not departing and job.complete:
         return None  # whoever waits is a spare
     mode = mode_of(state)
     joiners, gone = newcomers(view, job, mode.join_delay(view.config)), leavers(job)
-    if not (joiners or gone) or len(job.live.unfinished) < len(state.members):
+    if not (joiners or gone) or len(job.unfinished) < len(state.members):
         return None
     words = " and ".join(
         f"{len(group)} rank{f's {verb}' if len(group) > 1 else f' {verb}s'}"
@@ -208,7 +208,7 @@ def _change(view: View, job: JobView) -> Happening | None:
 # ---------------------------------------------------------------- entering and offering
 def _entered(view: View, job: JobView) -> Happening | None:
     plan = job.state.offer or job.state.plan
-    if plan is None or job.live.awaited:
+    if plan is None or job.awaited:
         return None
     return Happening(Event.ENTERED, f"{all_of(len(plan.members), 'member', 'run')} in generation {plan.generation}")
 
@@ -216,7 +216,7 @@ def _entered(view: View, job: JobView) -> Happening | None:
 def _enter_timeout(view: View, job: JobView) -> Happening | None:
     """Not all are in within the time: all try again. The last time out is a failure of those who never got in, unless
     nobody else has the training state."""
-    reason, last = job.live.progress.overdue, job.state.tries + 1 >= ENTER_TRIES
+    reason, last = job.progress.overdue, job.state.tries + 1 >= ENTER_TRIES
     return Happening(Event.TIMEOUT, reason) if reason and (not last or job.state.waits) else None
 
 
@@ -229,14 +229,14 @@ def _withdraw(view: View, job: JobView) -> Happening | None:
         if any(slot in state.members for slot in gone) or offer_taken(job, state.offer):
             return None
         return Happening(Event.WITHDRAW, _named(gone))
-    reason = offer_ignored(view, job, job.live.progress)
+    reason = offer_ignored(view, job, job.progress)
     return Happening(Event.WITHDRAW, reason) if reason else None
 
 
 # ---------------------------------------------------------------- breaking
 def _reported(view: View, job: JobView) -> Happening | None:
     """Every survivor is at rest, or nobody is left."""
-    if job.live.awaited:
+    if job.awaited:
         return None
     if len(job.state.lost) >= len(job.state.members):
         happening: Happening | None = Happening(Event.NOBODY, "no member is left that has the training state")
@@ -250,7 +250,7 @@ def _reported(view: View, job: JobView) -> Happening | None:
         relaid = None
     if nobody and relaid is None and may_come_back(view, job):
         return None
-    return None if quorum.waits_for_majority(view, job, job.live.progress) else relaid or happening
+    return None if quorum.waits_for_majority(view, job, job.progress) else relaid or happening
 
 
 _Look = Callable[[View, JobView], Happening | None]

@@ -79,12 +79,12 @@ class Session:
 
 def _nobody(view: View, job: JobView) -> str:
     """Why no survivor can go on; empty where some can."""
-    if view.now < job.live.nobody_until or not job.anybody_stopped():
+    if view.now < job.nobody_until or not job.anybody_stopped():
         return "no member is left that has the training state"
     reports = job.reports()
     if reports and (not any(keeps(status) for status in reports.values()) or decided(job) is not None):
         return ""
-    job.live.nobody_until = look_again(view.now, len(job.state.members))
+    job.nobody_until = look_again(view.now, len(job.state.members))
     return "the survivors make no replica with a training state that is whole"
 
 
@@ -101,7 +101,7 @@ class Restart:
     def settle_from(self, view: View, job: JobView, coming: Sequence[int], arrival: float) -> float:
         """Processes that start again are waited for: a world shrinks for lost nodes, not for a program's error."""
         starts = (job.state.slot(slot).not_before for element in coming for slot in job.agents[element].slots)
-        return max([arrival, job.live.last_arrival if coming else 0.0, *starts])
+        return max([arrival, job.last_arrival if coming else 0.0, *starts])
 
     def awaits_moved(self, view: View, job: JobState) -> bool:
         """Nothing is held against the node of an element that moves: the world does not shrink for it."""

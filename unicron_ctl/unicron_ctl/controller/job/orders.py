@@ -177,7 +177,7 @@ def due_orders(job: JobView, agent: AgentView, letter: Letter, now: float) -> It
         yield letter.plan_key, partial(letter.share, agent)
     elif agreed is not None and known is not None and agreed.generation <= known.generation:
         yield f"confirm {known.generation}", partial(letter.confirmed.share, agent)
-    if agent.element in job.live.restarts:
+    if agent.element in job.restarts:
         yield from _processes(job, agent, now)
 
 
@@ -250,14 +250,14 @@ def _processes(job: JobView, agent: AgentView, now: float) -> Iterator[tuple[str
 
 def _saving(job: JobView, now: float) -> bool:
     """A rank still writes its part of the state that all are to begin from."""
-    live, state = job.live, job.state
+    state = job.state
     if now >= state.saving_until:
         return False
-    if now >= live.saves_look_at:
+    if now >= job.saves_look_at:
         stopped = ((slot, status) for _, slot, status in job.all_ranks() if status.state == "stopped")
-        live.saves = any(status.incarnation < state.slot(slot).wanted for slot, status in stopped)
-        live.saves_look_at = look_again(now, len(live.agents), SAVING_LOOK_SECONDS)
-    return live.saves
+        job.saves = any(status.incarnation < state.slot(slot).wanted for slot, status in stopped)
+        job.saves_look_at = look_again(now, len(job.agents), SAVING_LOOK_SECONDS)
+    return job.saves
 
 
 def started(job: JobState, slot: int) -> wire.StartRank:
@@ -269,7 +269,7 @@ def started(job: JobState, slot: int) -> wire.StartRank:
 def next_start(job: JobView, agent: AgentView, now: float) -> float | None:
     """When the next process of this agent is to start, or may be; None when none is to start later."""
     state = job.state
-    first = job.live.saves_look_at if _saving(job, now) else now
+    first = job.saves_look_at if _saving(job, now) else now
     times = [
         max(known.not_before, first)
         for slot, status in agent.ranks.items()

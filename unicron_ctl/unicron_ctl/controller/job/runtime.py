@@ -13,7 +13,6 @@ from unicron_ctl.controller.job.spares import SparesSaid
 from unicron_ctl.controller.model.iteration_account import Account
 from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.live import LiveJob
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.replication.cuts import Cuts
 from unicron_ctl.controller.sense.sensors import SensorMemory
@@ -36,8 +35,6 @@ class JobRuntime:
     unheard_until: the last iteration of which an agent's report was lost on its way, or with the controller before.
     """
 
-    live: LiveJob
-    """What its agents say, and what has to be looked at because of it."""
     sensors: SensorMemory
     ledger: JobLedger | PlainSteps
     newcomers: NewcomersSaid = field(default_factory=NewcomersSaid)
@@ -61,9 +58,9 @@ class JobRuntime:
 
     @classmethod
     def for_job(cls, job: JobView, config: ControllerConfig) -> JobRuntime:
-        memory = SensorMemory(JobTimes.fresh(config), job.live.progress, job.live.survey)
+        memory = SensorMemory(JobTimes.fresh(config), job.progress, job.survey)
         ledger = JobLedger if job.state.mode.reports else PlainSteps
-        return cls(job.live, memory, ledger(closed=job.state.iteration))
+        return cls(memory, ledger(closed=job.state.iteration))
 
     def on_phase_changed(self, record: records.Record) -> None:
         """A record changed the job's phase or members."""

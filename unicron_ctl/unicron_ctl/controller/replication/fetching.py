@@ -46,14 +46,14 @@ def wanted_state(view: View, job: JobView, reports: Mapping[int, RankStatus], fo
 def fetch_orders(view: View, job: JobView, wanted: Wanted | None) -> Outcome | None:
     """Orders that bring the ranks a newer state, for which the job waits; None where there is none, or it does not
     come."""
-    fetching = job.live.fetching
+    fetching = job.fetching
     if wanted is None:
         fetching.began = None
         return None
     moved = sum(agent.status.moved for agent in job.alive())
     if fetching.began is None or fetching.state != wanted.state:
         longest = max((way.seconds for way in wanted.ways), default=0.0)
-        job.live.fetching = fetching = Fetching(wanted.state, view.now, moved, view.now, FETCH_SECONDS + FAR * longest)
+        job.fetching = fetching = Fetching(wanted.state, view.now, moved, view.now, FETCH_SECONDS + FAR * longest)
     elif moved != fetching.moved or len(wanted.ways) != fetching.left:
         fetching.moved, fetching.moved_at = moved, view.now
     fetching.left = len(wanted.ways)
@@ -83,7 +83,7 @@ def _note_ways(job: JobView, fetching: Fetching, ways: Iterable[nearest.Way]) ->
 def fetched_from(job: JobView, iteration: int) -> str:
     """For the plan's reason: where the state came from if some of it had to be got, or that a newer one did not come.
     Ends what is remembered of that."""
-    fetching, job.live.fetching = job.live.fetching, Fetching()
+    fetching, job.fetching = job.fetching, Fetching()
     if not fetching.words or fetching.state[0] < iteration:
         return ""
     late = f"iteration {fetching.state[0]} did not come: " if fetching.state[0] > iteration else ""

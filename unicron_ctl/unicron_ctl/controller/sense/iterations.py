@@ -189,7 +189,7 @@ def check_iteration(view: View, job: JobView, times: JobTimes, watch: IterationW
         watch.pulses, watch.moved_at, watch.overdue = watch.standing.pulses, view.now, None
         _drop_suspects(job, watch, out)
     if watch.suspects:
-        if not job.live.survey.open and (not watch.asked or view.now >= watch.act_at):
+        if not job.survey.open and (not watch.asked or view.now >= watch.act_at):
             _confirm(view, job, watch, out)
         return out
     waited = view.now - max(watch.since, watch.moved_at)

@@ -1,6 +1,6 @@
 """Processes and agents of one job that ended, were replaced, name their own fault, or have put something right.
 
-Only slots whose status changed (`LiveJob.changed`) are looked at, and closely only the few that do not just go on.
+Only slots whose status changed (`JobView.changed`) are looked at, and closely only the few that do not just go on.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from unicron_ctl.shared.protocol.structs import RankStatus
 def take_in_changes(job: JobView, standing: Standing) -> list[int]:
     """Take in what most changes are, a member's progress or its stop after a Break, and return the slots that need a
     closer look. This runs for every rank in every iteration, so it is one loop."""
-    state, live = job.state, job.live
-    members, lost, agents, awaited = state.members, state.lost, live.agents, live.awaited
+    state = job.state
+    members, lost, agents, awaited = state.members, state.lost, job.agents, job.awaited
     per_node = max(1, state.settings.ranks_per_node)
     breaking = state.phase is Phase.BREAKING
     plan = state.offer or state.plan
@@ -30,7 +30,7 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
     # While an offer is out, members run on in the plan before it.
     offered = state.plan.generation if state.offer is not None and state.plan is not None else generation
     odd, running = [], []
-    for slot in live.changed:
+    for slot in job.changed:
         agent, member = agents.get(slot // per_node), members.get(slot)
         status = agent.ranks.get(slot) if agent is not None else None
         if (
@@ -50,7 +50,7 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
         elif status.state == "running" and not breaking and status.generation in (generation, offered):
             if status.generation == generation:
                 awaited.discard(slot)
-            live.stopped.pop(slot, None)
+            job.stopped.pop(slot, None)
             running.append((slot, status))
         elif status.state == "stopped" and breaking and status.broken >= state.broken:
             awaited.discard(slot)
@@ -179,7 +179,7 @@ def check_missed(view: View, job: JobView, before: AgentRecord | None) -> Outcom
     out, state = Outcome(), job.state
     if before is None or before.gone:
         return out
-    missed = {slot: at for slot, (agent, at) in job.live.missed.items() if agent == before.agent}
+    missed = {slot: at for slot, (agent, at) in job.missed.items() if agent == before.agent}
     later = (f for f in state.failures if f.detected_at >= max(missed.values(), default=0.0))
     if missed and not any(not missed.keys().isdisjoint(f.record.slots) for f in later):
         out.findings.append(missed_finding(view, job, list(missed), before.node))

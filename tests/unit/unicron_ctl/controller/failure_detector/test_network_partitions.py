@@ -139,9 +139,9 @@ def test_a_large_job_asks_first_about_those_that_the_others_wait_for():
     far_cut(world)
     view = world.core.view
     job = view.job(world.job())
-    world.core.carry_out(network_partitions.start_survey(view, job, job.live.survey, [60]))
-    assert all(60 in others for element, others in job.live.survey.asked.items() if element != 60)
-    assert max(len(others) for others in job.live.survey.asked.values()) <= network_partitions.MOST_ASKED
+    world.core.carry_out(network_partitions.start_survey(view, job, job.survey, [60]))
+    assert all(60 in others for element, others in job.survey.asked.items() if element != 60)
+    assert max(len(others) for others in job.survey.asked.values()) <= network_partitions.MOST_ASKED
     world.deliver()
     world.run(2.0)
     assert [failure.record.kind_of_failure for failure in world.job().failures] == ["network"]
@@ -154,11 +154,11 @@ def test_a_survey_is_worked_out_once_for_all_findings_of_a_moment(monkeypatch):
     job = world.core.view.job(world.job())
     for agent in job.agents.values():
         agent.door = ""
-    made, survey, real = [], job.live.survey, network_partitions._round
+    made, survey, real = [], job.survey, network_partitions._round
     monkeypatch.setattr(network_partitions, "_round", lambda *args: made.append(args) or real(*args))
     for slot in range(60):
         world.core.carry_out(network_partitions.start_survey(world.core.view, job, survey, [slot]))
-    assert len(made) == 1 and not job.live.survey.open
+    assert len(made) == 1 and not job.survey.open
     world.run(1.0)
     world.core.carry_out(network_partitions.start_survey(world.core.view, job, survey, [60]))
     assert len(made) == 2
