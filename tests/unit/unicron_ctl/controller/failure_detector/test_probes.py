@@ -83,6 +83,13 @@ def test_the_controllers_own_sockets_try_once_in_a_round(company: Company):
     ((probe,), _) = asked(company, suspicion)
     assert probe.targets == (*suspicion.targets, "") and probe.number == suspicion.number and suspicion.probing == 2
     assert asked(company, suspicion)[0] == [], "that one has not ended"
+    company.view.suspicions.begin_round(suspicion, NOW)
+    assert asked(company, suspicion)[0] == [], "nor has it in the next round"
+    on_probe(company.view.suspicions, probe, 0, Reach.SILENT)
+    on_probe(company.view.suspicions, probe, 1, Reach.SILENT)
+    assert suspicion.answers[OWN].unreachable, "the answers came late, and count all the same"
+    company.view.suspicions.begin_round(suspicion, NOW)
+    assert len(asked(company, suspicion)[0]) == 1
     assert asked(company, company.suspect(answers="own=SS"))[0] == [], "it has answered"
     suspicion = company.suspect()
     suspicion.targets = ("", "")
@@ -145,9 +152,10 @@ def test_where_an_agent_and_its_nodes_slurmd_are_tried(company: Company):
     assert probes.targets(company.view, "n1", "elsewhere:9") == ("elsewhere:9", "n1:slurmd")
     assert probes.targets(company.view, "n77", "elsewhere:9") == ("elsewhere:9", "")
     assert probes.slurmd_address(company.view, "n77") == ""
-    company.slurm.node_facts["n1"] = {"address": "10.0.0.1"}
-    company.list_slurm()
-    assert probes.targets(company.view, "n1", "elsewhere:9") == ("10.0.0.1:9", "10.0.0.1:slurmd")
+    for address in ("10.0.0.1", "fd00::2"):
+        company.slurm.node_facts["n1"] = {"address": address}
+        company.list_slurm()
+        assert probes.targets(company.view, "n1", "elsewhere:9") == (f"{address}:9", f"{address}:slurmd")
 
 
 # ---------------------------------------------------------------- answers

@@ -103,8 +103,12 @@ def test_one_refusal_is_enough_where_nobody_else_can_be_asked():
     assert judged(company, company.suspect(answers="own=XU 1=UU 2=UU 3=UU 4=UU")) == "", "others were asked"
 
 
-def test_with_slurm_one_refusal_is_never_enough(company: Company):
-    assert judged(company, company.suspect(answers="own=XX", job="3")) == ""
+def test_with_slurm_a_jobs_only_node_is_lost_by_slurms_word_and_not_before(company: Company):
+    """One refusal is never enough, nor is the controller's own word, nor that of strangers."""
+    for states, verdict in (("IDLE", ""), ("IDLE,NOT_RESPONDING", "node lost, slurm")):
+        company.list_slurm(n9=states)
+        for answers in ("own=XX", "own=SS", "own=SS b0=XX b1=XX b2=XX"):
+            assert judged(company, company.suspect(answers=answers, job="3")) == verdict, (states, answers)
 
 
 def test_slurm_takes_a_node_that_it_alone_does_not_hear(company: Company):
