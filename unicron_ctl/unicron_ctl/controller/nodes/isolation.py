@@ -131,33 +131,20 @@ def _other_node(view: View, job: JobState, node: str) -> bool:
 
 # ---------------------------------------------------------------- dead nodes
 def take_out(view: View, job: JobState, element: int, node: str, failure: int, text: str, out: Outcome) -> None:
-    """Asks Slurm to set a node down that was shown dead, or to drain it where other jobs run there, unless it is out of
+    """Ask Slurm to set a node down that was shown dead, or to drain it where other jobs run there, unless it is out of
     service already or a limit forbids it. What was drained is set down once none of them is left."""
-    info = view.shown_node(job, element)
-    if info is None:
-        what = "Slurm has not shown this element there" if view.slurm.used else "runs without Slurm"
-        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {what}"))
-        return
-    if info.asleep:
-        said = f"{node} is left as it is: Slurm's power saving has it ({'+'.join(sorted(info.states))})"
-        out.record(job, records.FailureAction(failure=failure, text=said))
-        return
     if doubt := view.suspicions.doubt or view.suspicions.unsure:
-        said = f"{node} is not taken out of service now: {doubt}"
-        out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
-        return
-    others, known = _others(view, node, (job.job, element)), view.state.node(node)
+        info = view.shown_node(job, element)
+        if info is not None and not info.asleep:
+            said = f"{node} is not taken out of service now: {doubt}"
+            out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
+            return
+    others = _others(view, node, (job.job, element))
     shared = f"other jobs run there ({', '.join(others[:8])}{', ...' if len(others) > 8 else ''})" if others else ""
     if job.settings.allocation and not others:  # without --no-kill Slurm would end the whole job
         shared = f"job {job.job} has other nodes"
-    again = known.downed and known.drained and not known.proven_bad and "DOWN" not in info.states and not shared
-    if info.states & TAKEN_OUT and not again:
-        why = info.reason or "no reason given"
-        already = f"{node} is out of service already ({why}): left as it is"
-        out.record(job, records.FailureAction(failure=failure, text=already))
-        return
-    if view.unfit(node) and not again:
-        out.record(job, records.FailureAction(failure=failure, text=f"{node} is being taken out of service already"))
+    if settled := _needs_no_taking(view, job, element, node, shared):
+        out.record(job, records.FailureAction(failure=failure, text=settled))
         return
     why = "a dead node must get no work"
     if shared:
@@ -168,10 +155,9 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
     if barred := permission.withheld(view, action, out):
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {barred}"))
         return
-    why = _too_many(view, node, state, out)
-    if why:
-        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {why}"))
-        said = f"{node} stays in service although it is dead: {why}"
+    if many := _too_many(view, node, state, out):
+        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {many}"))
+        said = f"{node} stays in service although it is dead: {many}"
         out.record(job, records.IsolationWithheld(node=node, slots=[], reason=said))
         out.record(job, records.Avoided(element=element, node=node, suspect=True, reason=f"{node} was lost: {text}"))
         return
@@ -180,6 +166,22 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
     out.record(job, records.FailureAction(failure=failure, text=done))
     out.record(job, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
     out.requests.append(Run((action,), urgent=True))
+
+
+def _needs_no_taking(view: View, job: JobState, element: int, node: str, shared: str) -> str:
+    """Return why a dead node is left as it is; empty where Slurm has to take it out of service. shared: why it is
+    drained only; one that was drained before is set down once that is over."""
+    info, known = view.shown_node(job, element), view.state.node(node)
+    if info is None:
+        what = "Slurm has not shown this element there" if view.slurm.used else "runs without Slurm"
+        return f"{node} is not set down: {what}"
+    if info.asleep:
+        return f"{node} is left as it is: Slurm's power saving has it ({'+'.join(sorted(info.states))})"
+    if known.downed and known.drained and not known.proven_bad and "DOWN" not in info.states and not shared:
+        return ""
+    if info.states & TAKEN_OUT:
+        return f"{node} is out of service already ({info.reason or 'no reason given'}): left as it is"
+    return f"{node} is being taken out of service already" if view.unfit(node) else ""
 
 
 def deferred(view: View) -> Outcome:

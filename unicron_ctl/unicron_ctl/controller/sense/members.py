@@ -33,19 +33,7 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
     for slot in job.changed:
         agent, member = agents.get(slot // per_node), members.get(slot)
         status = agent.ranks.get(slot) if agent is not None else None
-        if (
-            agent is None
-            or status is None
-            or member is None
-            or slot in lost
-            or status.exit is not None
-            or status.fault is not None
-            or status.note is not None
-            or status.incarnation != member.incarnation
-            or agent.agent != member.agent
-            or agent.expired
-            or agent.status.leaving
-        ):
+        if status is None or member is None or slot in lost or not _goes_on(agents[slot // per_node], status, member):
             odd.append(slot)
         elif status.state == "running" and not breaking and status.generation in (generation, offered):
             if status.generation == generation:
@@ -58,6 +46,13 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
             odd.append(slot)
     standing.update_running(running)
     return odd
+
+
+def _goes_on(agent: AgentView, status: RankStatus, member: Identity) -> bool:
+    """The member is the same process, of a living agent, and has nothing to report."""
+    said = status.exit is not None or status.fault is not None or status.note is not None
+    same = status.incarnation == member.incarnation and agent.agent == member.agent
+    return same and not said and not agent.expired and not agent.status.leaving
 
 
 def check_members(view: View, job: JobView, slots: Iterable[int]) -> Outcome:
