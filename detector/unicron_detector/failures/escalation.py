@@ -132,7 +132,7 @@ class Case:
 
     @cached_property
     def seen(self) -> int:
-        """How often the slot failed so before, within the window."""
+        """The number of times that the slot failed so before, within the window."""
         return self.history.same_cause(self.fault.job, self.fault.slot, self.fault.cause, self.fault.time)
 
     @property

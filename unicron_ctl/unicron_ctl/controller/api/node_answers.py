@@ -34,7 +34,7 @@ def visible_nodes(core: Core, asker: Asker, brief: bool = False) -> list[schema.
     listed = []
     for name in sorted({*names, *agents}):
         info, view, known = names.get(name), agents.get(name), core.state.nodes.get(name)
-        checks = readmission.shown(core.view, core.slurm.gate, name) if asker.reads_all else schema.NodeChecks()
+        checks = readmission.node_checks(core.view, core.slurm.gate, name) if asker.reads_all else schema.NodeChecks()
         node = schema.Node(
             node=name,
             partitions=list(info.partitions) if info else [],

@@ -138,7 +138,7 @@ class Core:
                 runtime.sensors.peers = outliers.JobPeers()
 
     def runtime(self, job: JobState) -> JobRuntime:
-        """What is known about the job and lost with the process."""
+        """Return what is known about the job and lost with the process."""
         found = self.runtimes.get(job.job)
         if found is None:
             found = self.runtimes[job.job] = JobRuntime.for_job(self.view.job(job), self.config)
@@ -280,7 +280,7 @@ class Core:
         except Exception as error:
             self._containment.set_aside(name, repr(message), error)
         if self.state.last_event > recorded:
-            self._containment.bound(name)
+            self._containment.enforce_quota(name)
         if name in self.state.jobs:
             self._dirty.add(name)
 
@@ -302,7 +302,7 @@ class Core:
             job = self.state.jobs.get(name)
             if job is not None and name not in self.turns.later:
                 self._containment.attempt(name, f"its state ({job.phase})", self.turns.advance, job)
-                self._containment.bound(name)
+                self._containment.enforce_quota(name)
         self.budget.renew()
 
     def _read_for(self, job: str) -> None:
@@ -386,7 +386,7 @@ class Core:
 
     def _take_deferred(self) -> None:
         if self.state.deferred:
-            self.carry_out(isolation.deferred(self.view))
+            self.carry_out(isolation.take_deferred(self.view))
 
     def _fell_silent(self, finding: Finding) -> None:
         """Marks an agent as judged: nobody waits for its next word."""
@@ -410,7 +410,7 @@ class Core:
 
     # ------------------------------------------------------------ results of slow work
     def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:
-        """What came of trying one of the addresses; the next tick judges."""
+        """Take in the answer of one of the addresses; the next tick judges."""
         probes.on_probe(self.view.suspicions, probe, place, answer)
 
     def on_slurm_error(self, message: str) -> None:

@@ -26,7 +26,7 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.reach import Reach
 
 MISSING_SECONDS = 0.5  # between two looks for agents that have not come back to a restarted controller
-CLOSED = "its port is closed"
+PORT_CLOSED = "its port is closed"
 BY_LEASE = "lease and "  # begins `Finding.by` where silence is one of the two kinds of evidence
 
 
@@ -263,7 +263,7 @@ class Evidence:
         return self.no_majority_missing or (self.no_majority_runs and not self.view.slurm.used)
 
     # ------------------------------------------------------------ what follows
-    def found(
+    def conclude(
         self, what: What, source: Source, by: str, answers: Sequence[Answer], dead: bool = False, spare: bool = False
     ) -> Finding:
         """Return a finding, on the word of these answers. dead, spare: as in :class:`Finding`."""
@@ -284,16 +284,16 @@ class Evidence:
             spare=spare,
         )
 
-    def found_unreachable(self) -> Finding:
+    def conclude_unreachable(self) -> Finding:
         own = self.suspicion.answers.get(OWN)
         # Witnesses may lie, even about their own job's agent: a node is taken only where slurmd is silent here, too.
         spare = own is None or own.slurmd is not Reach.SILENT
         answers = self.witnesses if own is None else [*self.witnesses, own]
-        return self.found(What.NODE_LOST, Source.PEER, f"{BY_LEASE}witnesses", answers, spare=spare)
+        return self.conclude(What.NODE_LOST, Source.PEER, f"{BY_LEASE}witnesses", answers, spare=spare)
 
-    def found_dead(self) -> Finding:
+    def conclude_dead(self) -> Finding:
         what = What.NODE_LOST if quorum.slurm_hears_nothing(self.view, self.suspicion.node) else What.AGENT_DIED
-        return self.found(what, Source.SLURM, f"{BY_LEASE}Slurm ({self.shown_dead})", self.answers, dead=True)
+        return self.conclude(what, Source.SLURM, f"{BY_LEASE}Slurm ({self.shown_dead})", self.answers, dead=True)
 
 
 class Row(NamedTuple):
@@ -310,36 +310,36 @@ VERDICTS: tuple[Row, ...] = (
     Row(
         "the door refuses, and the task has ended",
         lambda e: e.task_ended and e.refused,
-        lambda e: e.found(What.AGENT_DIED, Source.PEER, CLOSED, e.refused),
+        lambda e: e.conclude(What.AGENT_DIED, Source.PEER, PORT_CLOSED, e.refused),
     ),
     Row("the lease is not over", lambda e: not e.lease_over),
     Row(
         "the door refuses",
         lambda e: e.refused,
-        lambda e: e.found(What.AGENT_DIED, Source.PEER, CLOSED, e.refused),
+        lambda e: e.conclude(What.AGENT_DIED, Source.PEER, PORT_CLOSED, e.refused),
     ),
-    Row("Slurm shows the element's end", lambda e: e.shown_dead, Evidence.found_dead),
+    Row("Slurm shows the element's end", lambda e: e.shown_dead, Evidence.conclude_dead),
     Row("somebody reaches the door", lambda e: e.reached),
     Row("nobody has answered yet", lambda e: not e.answers and e.first_answers_due),
     Row(
         "Slurm hears nothing of the node",
         lambda e: e.slurm and e.no_majority_runs,
-        lambda e: e.found(What.NODE_LOST, Source.SLURM, f"{BY_LEASE}Slurm ({e.slurm})", e.answers),
+        lambda e: e.conclude(What.NODE_LOST, Source.SLURM, f"{BY_LEASE}Slurm ({e.slurm})", e.answers),
     ),
     Row(
         "the controller's own probes still run",
         lambda e: e.unreachable and e.suspicion.probing and e.first_answers_due,
     ),
-    Row("nobody reaches door or slurmd", lambda e: e.unreachable, Evidence.found_unreachable),
+    Row("nobody reaches door or slurmd", lambda e: e.unreachable, Evidence.conclude_unreachable),
     Row(
         "slurmd is reached, and not the door",
         lambda e: e.door_silent,
-        lambda e: e.found(What.AGENT_DIED, Source.PEER, f"{BY_LEASE}witnesses", e.witnesses),
+        lambda e: e.conclude(What.AGENT_DIED, Source.PEER, f"{BY_LEASE}witnesses", e.witnesses),
     ),
     Row(
         "nothing is known for `state_wait_seconds`",
         lambda e: e.given_up,
-        lambda e: e.found(What.NODE_LOST, Source.CLOCK, "state_wait_seconds", e.answers, spare=True),
+        lambda e: e.conclude(What.NODE_LOST, Source.CLOCK, "state_wait_seconds", e.answers, spare=True),
     ),
 )
 """The first row that holds decides; each needs two independent kinds of evidence before a node is lost."""

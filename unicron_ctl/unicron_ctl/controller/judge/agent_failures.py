@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unicron_ctl.controller.failure_detector.leases import CLOSED
+from unicron_ctl.controller.failure_detector.leases import PORT_CLOSED
 from unicron_ctl.controller.judge import evidence
 from unicron_ctl.controller.judge.remedies import escalate, failure_of, inside_of, keeps_node, leave_node, start_rank
 from unicron_ctl.controller.model.finding import Finding, What
@@ -38,7 +38,7 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     verdict = view.classifier.cause("lost_connection", finding.evidence)
     lives = "" if finding.dead else fencing.fell_silent(view, job, element)
     decision = Decision(Severity.SEV1, ISOLATE, f"{agent.node} is lost ({finding.by}){lives}", verdict.cause)
-    out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone with its node {agent.node}"))
+    out.record(state, _element_failure(job, agent, finding, verdict, decision, f"is gone with its node {agent.node}"))
     reason = "dead" if finding.dead else "silent"
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=reason))
     if lives:
@@ -73,13 +73,15 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     told = f" (a datagram, which proves nothing, says of its task: {task.reason})" if task else ""
     verdict = view.classifier.cause("exited_abnormally", finding.evidence)
     node = "its node answers" if finding.answers else "as far as is known: nothing else of its node has answered"
-    lives = "" if finding.dead or finding.by == CLOSED else fencing.fell_silent(view, job, element)
+    lives = "" if finding.dead or finding.by == PORT_CLOSED else fencing.fell_silent(view, job, element)
     follows, action = "its element is started again in place", RESTART
     if state.settings.allocation:
         follows, action = "Slurm starts no task of an allocation again, so the job goes on without the node", NOTHING
     said = f"only the agent on {agent.node} died{told}, {node}; {follows}{lives}"
     decision = Decision(Severity.SEV2, action, said, verdict.cause)
-    out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone: its agent on {agent.node} died"))
+    out.record(
+        state, _element_failure(job, agent, finding, verdict, decision, f"is gone: its agent on {agent.node} died")
+    )
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=AGENT_DIED))
     if lives:
         out.note(job.agents, f"the agent on {agent.node} is lost{lives}")
@@ -141,7 +143,7 @@ def _quiet(view: View, job: JobView, agent: AgentRecord, element: int, out: Outc
     return quiet
 
 
-def _gone(
+def _element_failure(
     job: JobView, agent: AgentRecord, finding: Finding, verdict: Verdict, decision: Decision, why: str
 ) -> records.FailureDetected:
     """The failure of a whole element: its ranks are left out."""
@@ -154,7 +156,7 @@ def _gone(
     return failure_of(job, kind, inside or agent.slots, finding, verdict, decision, leave_out=lost, reason=reason)
 
 
-def parted(view: View, job: JobView, finding: Finding) -> Outcome:
+def node_parted(view: View, job: JobView, finding: Finding) -> Outcome:
     """A network that lets some of the job's nodes not reach each other: one is left out, for this job, and no node is
     blamed."""
     out, state = Outcome(), job.state

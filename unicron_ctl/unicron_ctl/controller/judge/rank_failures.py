@@ -34,17 +34,17 @@ def wanted_end(view: View, job: JobView, finding: Finding) -> Outcome:
     )
     agent = job.agents.get(finding.element)
     if (end.code or (agent is not None and agent.status.noticed)) and inside_of(job.state, finding.slots):
-        out.record(job.state, records.LeaveOut(failure=0, slots={slot: _ended(end, finding)}))
+        out.record(job.state, records.LeaveOut(failure=0, slots={slot: _end_words(end, finding)}))
     return out
 
 
-def _ended(end: Exit, finding: Finding) -> str:
+def _end_words(end: Exit, finding: Finding) -> str:
     if finding.by == "exception" and finding.fault is not None:
         return f"ends by an exception: {finding.fault.type}"
     return f"exited with {end.code}"
 
 
-def exited(view: View, job: JobView, finding: Finding) -> Outcome:
+def rank_exited(view: View, job: JobView, finding: Finding) -> Outcome:
     state, identity, end = job.state, finding.identity, finding.exit
     assert identity is not None and end is not None
     slot = finding.slots[0]
@@ -76,7 +76,7 @@ def exited(view: View, job: JobView, finding: Finding) -> Outcome:
         fault_at=finding.fault.at if finding.fault else None,
         escalation=memory,
         exits=[seen],
-        leave_out={s: _ended(end, finding) for s in inside_of(state, [slot])},
+        leave_out={s: _end_words(end, finding) for s in inside_of(state, [slot])},
     )
     how = f"exited with {end.code}" if finding.by == "process exit" else "ends by an exception"
     why = f"{how}: {verdict.cause}"
@@ -140,14 +140,14 @@ def _on_record(job: JobState, slot: int) -> bool:
     return any(slot in f.record.slots and f.record.member and f.planned_at is None for f in job.failures)
 
 
-def broken(view: View, job: JobView, finding: Finding) -> Outcome:
+def rank_broken(view: View, job: JobView, finding: Finding) -> Outcome:
     """A survivor at rest whose own fault, by a rule of the table, says that its process or node cannot go on."""
     if finding.fault is None or not evidence.needs_restart(view.classifier, finding.fault):
         return Outcome()
     return leave_out_member(view, job, finding)
 
 
-def stopped(view: View, job: JobView, finding: Finding) -> Outcome:
+def ranks_stopped(view: View, job: JobView, finding: Finding) -> Outcome:
     """Judge the first of members that stopped by themselves: it is tried again in place, unless a known fault says that
     it is no use. The others are judged after it."""
     if reason := _same_time_out(view, job, finding):
@@ -304,7 +304,7 @@ def to_restart(job: JobState) -> set[int]:
 
 # ---------------------------------------------------------------- notes, and actions that failed
 def record_note(view: View, job: JobView, finding: Finding) -> Outcome:
-    """What ranks have put right by themselves: it goes on record, nothing has to be done."""
+    """Record a fault that ranks have put right by themselves: nothing has to be done."""
     out, note = Outcome(), finding.fault
     assert note is not None
     verdict = view.classifier.text(f"{note.type}: {note.text}")

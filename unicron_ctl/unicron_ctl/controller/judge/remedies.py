@@ -1,4 +1,4 @@
-"""What all judges share: the escalation, the record of a failure, and its remedies."""
+"""The tools of all judges: the escalation, the record of a failure, and its remedies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is done about a node that is not fit for work, by who says so (docs/design/trust.md).
+"""Consequences for a node that is not fit for work, by who says so (docs/design/trust.md).
 
-- What a user's process, file or agent says moves that job off the node (`leave_node`), and makes the node a suspect
+- The word of a user's process, file or agent moves that job off the node (`leave_node`), and makes the node a suspect
   where it may be at fault. The node stays in service: other jobs on it are not ours to end.
 - A node that was shown dead is set down (`take_out`): nothing runs there any more. Where Slurm shows other jobs on it,
   which would be ended, it is drained: it may be cut off for seconds only.
@@ -72,7 +72,7 @@ def leave_node(
         f"{HELD} until there is another node than {agent.node}",
     )
     if allocated:
-        why = _needed(view, job, agent, suspect)
+        why = _why_needed(view, job, agent, suspect)
     else:
         why = (
             permission.withheld(view, action, out)
@@ -98,7 +98,7 @@ def leave_node(
     return True
 
 
-def _needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> str:
+def _why_needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> str:
     """Why a job must not go on without one of its allocation's nodes, which Slurm will not replace; empty when it
     may."""
     spare = any(other != agent.element and other not in job.inside for other in view.live.jobs[job.job].ready)
@@ -184,7 +184,7 @@ def _needs_no_taking(view: View, job: JobState, element: int, node: str, shared:
     return f"{node} is being taken out of service already" if view.unfit(node) else ""
 
 
-def deferred(view: View) -> Outcome:
+def take_deferred(view: View) -> Outcome:
     """Lost nodes that were not taken while silence was not to be believed, and that are still silent now that it is.
     After a start nobody knows who is until all had the time to come back."""
     out, settled = Outcome(), view.config.restart_grace + view.config.lease
@@ -268,7 +268,7 @@ def proven_bad(view: View) -> Outcome:
 
 
 # ---------------------------------------------------------------- what Slurm made of it
-def refused(view: View, action: Action, error: str) -> Outcome:
+def note_refusal(view: View, action: Action, error: str) -> Outcome:
     """Slurm does not take the node out of service: it gets no work of ours all the same, and Slurm is asked again."""
     out = Outcome()
     if view.state.node(action.node).refused:
@@ -296,8 +296,8 @@ def gone_down(view: View, out: Outcome) -> None:
 
 
 def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out: Outcome) -> list[Action]:
-    """What was asked of Slurm and is not done: refused, or lost with a controller that died before the answer. A node
-    that the admin does not allow to be taken any more is in service again."""
+    """Return what was asked of Slurm and is not done: refused, or lost with a controller that died before the answer. A
+    node that the admin does not allow to be taken any more is in service again."""
     found, waited_for = [], {key[3] for key in under_way}
     for name in sorted(view.state.out_of_service):
         known, info = view.state.node(name), view.slurm.node(name)

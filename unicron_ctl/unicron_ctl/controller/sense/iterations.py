@@ -17,7 +17,7 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Order, Outcome, View
 from unicron_ctl.controller.sense.findings import slot_finding
-from unicron_ctl.controller.sense.patience import STOPPED, Limit
+from unicron_ctl.controller.sense.patience import STOPPED_BY_SIGNAL, Limit
 from unicron_ctl.controller.sense.timing import JobTimes
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
@@ -33,7 +33,7 @@ MOST_STACKS = 8  # of one hang
 
 @dataclass
 class Standing:
-    """How far each member has come. `done`: iterations behind it; a job stands where the least is."""
+    """The point that each member has come to. `done`: iterations behind it; a job stands where the least is."""
 
     done: dict[int, int] = field(default_factory=dict)
     count: dict[int, int] = field(default_factory=dict)
@@ -235,7 +235,7 @@ def _outside(watch: IterationWatch) -> set[int]:
 def _limits(
     job: JobView, times: JobTimes, watch: IterationWatch, waited: float, config: ControllerConfig
 ) -> dict[int, Limit]:
-    """How long each rank may keep the others waiting; one that is outside the iteration may be saving something."""
+    """Return how long each rank may keep the others waiting; one that is outside may be saving something."""
     usual, outside = times.limit(job.state, config), _outside(watch)
     found: dict[int, Limit] = {}
     for slot in job.state.members:
@@ -245,7 +245,7 @@ def _limits(
         elif slot in outside and status is not None:
             found[slot] = times.patience.between(slot, status, waited, inside, config)
         else:
-            found[slot] = inside, _stopped(job, slot)
+            found[slot] = inside, _signal_stop(job, slot)
     return found
 
 
@@ -262,7 +262,7 @@ def _hung(
     assert watch.at is not None
     state, iteration, took = job.state, watch.at[1], view.now - watch.since
     waited = view.now - max(watch.since, watch.moved_at)
-    least = behind(job) or frozen(job)
+    least = behind(job) or suspended_members(job)
     culprits = _without_excuse(least, limits, waited)
     if least and not culprits:
         return  # whoever is behind may take longer than the others
@@ -270,7 +270,7 @@ def _hung(
     long = f"iteration {iteration} runs for {took:.2f} s{usual}"
     patience = MANY_PATIENCE * times.limit(state, view.config)
     many = 2 * len(culprits) > len(state.members) and waited < patience
-    suspended = all(_stopped(job, slot) for slot in state.members)  # somebody stopped the whole job on purpose
+    suspended = all(_signal_stop(job, slot) for slot in state.members)  # somebody stopped the whole job on purpose
     who = "; ".join(culprit.reason for culprit in culprits[:MOST_STACKS])
     if many or suspended or (not culprits and _some_compute(view, job, waited)):
         if not watch.said:
@@ -303,7 +303,7 @@ def _learn_outside(
 ) -> None:
     """Learn from a culprit in the script's own code: were it a long checkpoint, the next one is not to end so."""
     outside = _outside(watch) if job.state.mode.reports else job.state.members
-    if any(culprit.slot in outside and not _stopped(job, culprit.slot) for culprit in culprits):
+    if any(culprit.slot in outside and not _signal_stop(job, culprit.slot) for culprit in culprits):
         times.patience.longest_outside = max(times.patience.longest_outside, took)
         times.patience.longest_idle = max(times.patience.longest_idle, took)
 
@@ -369,7 +369,7 @@ def _confirm(view: View, job: JobView, watch: IterationWatch, out: Outcome) -> N
 
 # ---------------------------------------------------------------- who is behind
 def _collectives(job: JobView) -> dict[int, Groups]:
-    """How far each member's collectives are, of those of which that is known."""
+    """Return the point that each member's collectives have come to, where that is known."""
     members = ((slot, job.status(slot)) for slot in job.state.members)
     return {slot: status.collectives for slot, status in members if status is not None and status.collectives}
 
@@ -409,16 +409,16 @@ def _progress(job: JobView) -> dict[int, Progress]:
 def _held_up(job: JobView, last: set[int]) -> set[int]:
     """The ranks among the last that only wait for another rank of their replica, whose process is stopped by a
     signal."""
-    if job.replica == 1 or not any(_stopped(job, slot) for slot in last):
+    if job.replica == 1 or not any(_signal_stop(job, slot) for slot in last):
         return set()
     heads = heads_of(job.state.order, job.replica)
-    to_blame = {heads[slot] for slot in last if slot in heads and _stopped(job, slot)}
-    return {slot for slot in last if heads.get(slot) in to_blame and not _stopped(job, slot)}
+    to_blame = {heads[slot] for slot in last if slot in heads and _signal_stop(job, slot)}
+    return {slot for slot in last if heads.get(slot) in to_blame and not _signal_stop(job, slot)}
 
 
-def frozen(job: JobView) -> list[Laggard]:
+def suspended_members(job: JobView) -> list[Laggard]:
     """Return, where nobody is behind, the members whose processes are stopped by a signal, unless all are."""
-    stopped = [slot for slot in job.state.members if _stopped(job, slot)]
+    stopped = [slot for slot in job.state.members if _signal_stop(job, slot)]
     if len(stopped) == len(job.state.members):
         return []
     statuses = ((slot, job.status(slot)) for slot in sorted(stopped))
@@ -428,9 +428,9 @@ def frozen(job: JobView) -> list[Laggard]:
     ]
 
 
-def _stopped(job: JobView, slot: int) -> str:
+def _signal_stop(job: JobView, slot: int) -> str:
     status = job.status(slot)
-    return "its process is stopped by a signal" if status is not None and status.process == STOPPED else ""
+    return "its process is stopped by a signal" if status is not None and status.process == STOPPED_BY_SIGNAL else ""
 
 
 def _place(job: JobView, slot: int) -> str:
