@@ -84,7 +84,7 @@ def decide(history: History, verdict: Verdict, fault: Fault, around: Circumstanc
 
 
 def action_failed(
-    history: History, now: float, *, job: str, slot: int, why: str, moved: bool = False, stays: bool = False
+    history: History, now: float, job: str, slot: int, why: str, *, moved: bool = False, stays: bool = False
 ) -> Decision:
     """Return the next action after the one that ran for the slot failed or timed out. Take it into the history with
     ``History.set_state``.

@@ -149,7 +149,7 @@ def test_an_action_that_timed_out_escalates_step_by_step():
     run.fault("connection_reset")
     seen = []
     for _ in range(2):
-        decision = action_failed(run.history, run.now, job="7", slot=0, why="no regroup within 30 s")
+        decision = action_failed(run.history, run.now, "7", 0, "no regroup within 30 s")
         run.history.set_state("7", 0, decision.state, run.now)
         seen.append(decision.action)
     assert seen == ["restart", "move"]
@@ -165,7 +165,7 @@ def test_a_slot_that_was_moved_and_does_not_come_up_is_started_again_first():
     ):
         run = Run()
         run.history.set_state("7", 0, state, run.now)
-        found = action_failed(run.history, run.now, job="7", slot=0, why="no agent", moved=moved)
+        found = action_failed(run.history, run.now, "7", 0, "no agent", moved=moved)
         assert found.action == action, (moved, state)
 
 

@@ -1,17 +1,9 @@
-"""Nodes that end after an agent on them did.
+"""Nodes that end after an agent on them did (docs/design/silence.md, *A node that fails just after its agent*).
 
-A node that is shut down ends its processes before its network: for a moment its kernel refuses connections at the
-agent's door and at slurmd's port. That says that the agent died, and nothing about the node. So a node stays under
-question where nobody reached its slurmd in that moment, or where Slurm still runs an element whose agent died or left.
-The node is lost when nobody has reached its slurmd for UNREACHED_SECONDS: not the controller's own sockets, and no
-witness or, where nobody can be asked, not Slurm.
-
-- In doubt for the node, the question ends quietly (`_is_over`). An agent that claims to reach the node may lie, so it
-  only begins the count anew.
-- A door that refuses while slurmd is silent says nothing: the kernel lives, and something drops what comes for slurmd.
-- A refusal at slurmd's port counts only where this controller has reached slurmd before (`greet_slurmds`), and reaches
-  another node's now (the control): slurmd may listen elsewhere, and a firewall may refuse.
-- While the controller hears nobody or suspects itself, nothing counts.
+A node that is shut down ends its processes before its network: for a moment its kernel refuses connections. That says
+that the agent died, and nothing about the node. So a node stays under question where nobody reached its slurmd then, or
+where Slurm still runs an element whose agent died or left. It is lost when nobody has reached its slurmd for
+UNREACHED_SECONDS: not the controller's own sockets, and no witness or, where nobody can be asked, not Slurm.
 """
 
 from __future__ import annotations

@@ -251,15 +251,9 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
         decision = Decision(Severity.SEV2, MOVE, reason, "action_failed", state=after)
         cause = "exited_abnormally"
     else:
-        stays = keeps_node(view, state, slot)
+        history, stays = view.state.history, keeps_node(view, state, slot)
         decision = escalation.action_failed(
-            view.state.history,
-            view.now,
-            job=state.job,
-            slot=slot,
-            why=finding.evidence,
-            moved=finding.moved,
-            stays=stays,
+            history, view.now, state.job, slot, finding.evidence, moved=finding.moved, stays=stays
         )
         cause = faults[-1].cause if faults else "other_software_error"
     agent = job.agent(slot)
@@ -269,19 +263,17 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
     lost = {slot: decision.reason} if trains else {}
     record = failure_of(job, "action", [slot], finding, verdict, decision, leave_out=lost)
     out.record(state, record)
-    out.record(
-        state,
-        records.ActionFailed(
-            slot=slot,
-            node=state.node(slot),
-            failed=finding.action,
-            action=decision.action,
-            severity=int(decision.severity),
-            state=decision.state.value,
-            failure=records.THIS_FAILURE,
-            reason=decision.reason,
-        ),
+    failed = records.ActionFailed(
+        slot=slot,
+        node=state.node(slot),
+        failed=finding.action,
+        action=decision.action,
+        severity=int(decision.severity),
+        state=decision.state.value,
+        failure=records.THIS_FAILURE,
+        reason=decision.reason,
     )
+    out.record(state, failed)
     moves = leave_node(view, job, decision, record, out)
     if not moves and here and agent is not None:
         status = agent.ranks.get(slot)

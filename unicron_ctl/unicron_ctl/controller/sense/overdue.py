@@ -7,7 +7,7 @@ with it. The clock stands still while the action waits for somebody else (`LACKS
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
@@ -159,20 +159,8 @@ def _check_slot(view: View, job: JobView, clocks: ActionClocks, slot: int, state
     if clocks.elapsed_seconds(action, since, bool(lacks), view) < most:
         return
     clocks.excused[action] = view.now
-    out.findings.append(
-        Finding(
-            What.ACTION,
-            known.job,
-            (slot,),
-            view.now,
-            Source.CLOCK,
-            f"not done within {most:g} s: {lacks}",
-            node=known.node(slot),
-            by="time limit",
-            action=RUNNING[state],
-            moved=moved,
-        )
-    )
+    found = _overdue(view, known, slot, f"not done within {most:g} s: {lacks}", RUNNING[state])
+    out.findings.append(replace(found, node=known.node(slot), moved=moved))
 
 
 def _check_element(view: View, job: JobView, clocks: ActionClocks, element: int, out: Outcome) -> None:
@@ -184,17 +172,10 @@ def _check_element(view: View, job: JobView, clocks: ActionClocks, element: int,
     if clocks.elapsed_seconds(action, begun, waits, view) < most:
         return
     clocks.excused[action] = view.now
-    out.findings.append(
-        Finding(
-            What.ACTION,
-            state.job,
-            (record.slots[0],),
-            view.now,
-            Source.CLOCK,
-            f"no agent came back within {most:g} s; see `squeue -j {state.label(element)}`",
-            element=element,
-            node=record.node,
-            by="time limit",
-            action=RESTART,
-        )
-    )
+    said = f"no agent came back within {most:g} s; see `squeue -j {state.label(element)}`"
+    found = _overdue(view, state, record.slots[0], said, RESTART)
+    out.findings.append(replace(found, element=element, node=record.node))
+
+
+def _overdue(view: View, job: JobState, slot: int, said: str, action: str) -> Finding:
+    return Finding(What.ACTION, job.job, (slot,), view.now, Source.CLOCK, said, by="time limit", action=action)
