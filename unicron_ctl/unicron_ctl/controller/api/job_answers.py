@@ -14,7 +14,7 @@ from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import AgentRecord, Failure, JobState, Phase
 from unicron_ctl.controller.plan.inputs import bounds, fixed, waiting, weight
-from unicron_ctl.controller.plan.stranded import shortage
+from unicron_ctl.controller.plan.reconcile import shortage
 from unicron_ctl.shared.protocol import answer_schema as schema
 from unicron_detector.words import counted
 

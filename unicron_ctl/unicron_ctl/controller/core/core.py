@@ -38,7 +38,7 @@ from unicron_ctl.controller.model.quotas import Written
 from unicron_ctl.controller.model.requests import Action, Knock, Probe, Run
 from unicron_ctl.controller.model.view import Listing, Live, Outcome, Send, SlurmView, View
 from unicron_ctl.controller.nodes import isolation, readmission
-from unicron_ctl.controller.plan import reconcile, slurm_actions
+from unicron_ctl.controller.plan import slurm_actions
 from unicron_ctl.controller.sense import iterations, outliers
 from unicron_ctl.controller.sense.sensors import CLUSTER_SENSORS, ClusterSensor, When
 from unicron_ctl.shared.log import records
@@ -95,7 +95,7 @@ class Core:
             self.started_at,
         )
         self.runtimes: dict[str, JobRuntime] = {}
-        self.slurm = reconcile.Desk()
+        self.slurm = slurm_actions.Desk()
         self.node_events = judge_nodes.NodeEventQueue(waiting=judge_nodes.undecided_events(self.state.nodes))
         self._looked_at = self.started_at
         self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
@@ -319,7 +319,7 @@ class Core:
         """Does what time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
         self._notice_time(now)
         self.last_tick = now
-        self._containment.attempt("", "agents that wait for Slurm's word", self.intake.overdue)
+        self._containment.attempt("", "agents that wait for Slurm's word", self.intake.registrations.on_time)
         self._containment.attempt("", "what nodes said", self._settle_node_events)
         for sensor in CLUSTER_SENSORS:
             self._containment.attempt("", sensor.name, self._sense_cluster, sensor)
@@ -343,7 +343,7 @@ class Core:
             self.carry_out(isolation.admin_news(self.view))
 
     def _ask_slurm(self) -> None:
-        self.carry_out(self.slurm.tick(self.view, self.intake.waiting_jobs()))
+        self.carry_out(self.slurm.tick(self.view, self.intake.registrations.waiting_jobs()))
 
     def _settle_node_events(self) -> None:
         for outcome in judge_nodes.settle_node_events(self.view, self.node_events):

@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Callable
 
 from unicron_ctl.controller.job import adoption, job_events, recoveries, spares, transitions
-from unicron_ctl.controller.job.modes import Happening
-from unicron_ctl.controller.job.orders import Letter, Order, due_orders, next_start
+from unicron_ctl.controller.job.modes import Trigger
+from unicron_ctl.controller.job.orders import Order, StandingOrders, due_orders, next_start
 from unicron_ctl.controller.job.runtime import JobRuntime
 from unicron_ctl.controller.judge.rank_failures import revive
 from unicron_ctl.controller.model.agent_view import AgentView
@@ -61,8 +61,8 @@ class Turns:
             for _ in range(EVENTS_PER_TURN):
                 if job.over:
                     break
-                before, happening = job.phase, job_events.next_event(self._view, view)
-                if happening is None or not self._transit(job, view, happening):
+                before, trigger = job.phase, job_events.next_event(self._view, view)
+                if trigger is None or not self._transit(job, view, trigger):
                     break
                 if job.phase is not before and job.phase in (Phase.BREAKING, Phase.ENTERING):
                     self._send_first(job, view)
@@ -128,17 +128,17 @@ class Turns:
         """A Break, or a plan, is on its way before anything else is worked out."""
         self.later.add(job.job)
         if job.phase is Phase.BREAKING:
-            letter = self._letter(view)
+            orders = self._standing_orders(view)
             for agent in view.alive():
-                self._recheck(view, agent.element, self._order(agent, letter.break_key, letter.broken))
+                self._recheck(view, agent.element, self._order(agent, orders.break_key, orders.broken))
         else:
             view.touched.update(view.agents)
             self._send_orders(job)
 
-    def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:
+    def _transit(self, job: JobState, view: JobView, trigger: Trigger) -> bool:
         """One step of the job's state machine. False when the event changes nothing in this phase."""
-        action = ACTIONS[job.phase].get(happening.event)
-        return action is not None and self._carry_out(transitions.PERFORM[action](self._view, view, happening))
+        action = ACTIONS[job.phase].get(trigger.event)
+        return action is not None and self._carry_out(transitions.PERFORM[action](self._view, view, trigger))
 
     def _revive_outsiders(self, job: JobState, view: JobView) -> None:
         """Starts processes again that a plan went on without."""
@@ -165,7 +165,7 @@ class Turns:
     def repeat_orders(self, job: JobState) -> None:
         """Tells those again who have not obeyed. Called at every tick."""
         view = self._view.job(job)
-        self._look_again(view)
+        self._requeue_due_orders(view)
         runtime = self._runtime(job)
         for agent, order in list(cut_orders(self._view, view, runtime.cuts, runtime.spares.ready)):
             self._order(agent, f"cut {order.iteration}", order)
@@ -179,14 +179,14 @@ class Turns:
         view = self._view.job(job)
         if job.over:
             self._begin_phase(job, view)
-        letter, now = self._letter(view), self._view.now
+        orders, now = self._standing_orders(view), self._view.now
         rest: list[tuple[AgentView, str, Order]] = []
         for element in sorted(view.touched):
             agent = view.agents.get(element)
             if agent is None:
                 continue
             told = False
-            for key, message in due_orders(view, agent, letter, now):
+            for key, message in due_orders(view, agent, orders, now):
                 told = True
                 if isinstance(message, wire.Break):  # everybody hears of a Break before anything else happens
                     self._recheck(view, element, self._order(agent, key, message))
@@ -201,16 +201,16 @@ class Turns:
         for agent, key, message in rest:
             self._recheck(view, agent.element, self._order(agent, key, message))
 
-    def _letter(self, view: JobView) -> Letter:
+    def _standing_orders(self, view: JobView) -> StandingOrders:
         """Kept as long as it says what is to be said."""
         job, arrivals = view.state, view.last_arrival
         if job.over:
-            return Letter(job)
+            return StandingOrders(job)
         runtime = self._runtime(job)
         blocked = view.progress.blocked
-        if runtime.letter is None or not runtime.letter.holds(job, arrivals, blocked):
-            runtime.letter = Letter(job, arrivals, blocked=blocked)
-        return runtime.letter
+        if runtime.standing_orders is None or not runtime.standing_orders.holds(job, arrivals, blocked):
+            runtime.standing_orders = StandingOrders(job, arrivals, blocked=blocked)
+        return runtime.standing_orders
 
     @staticmethod
     def _recheck(view: JobView, element: int, at: float) -> None:
@@ -218,7 +218,7 @@ class Turns:
             view.due[element] = at
             heapq.heappush(view.told, (at, element))
 
-    def _look_again(self, view: JobView) -> None:
+    def _requeue_due_orders(self, view: JobView) -> None:
         """Agents that were told something a while ago: have they obeyed?"""
         told = view.told
         while told and told[0][0] <= self._view.now:

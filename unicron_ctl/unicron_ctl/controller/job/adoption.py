@@ -12,7 +12,7 @@ missing ones may be a majority that goes on by itself (`failure_detector.quorum`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -245,7 +245,7 @@ def _record_wait(job: JobState, slots: list[int], reason: str, out: Outcome) -> 
 
 def _crews(view: View, job: JobView, plan: wire.Plan, out: Outcome) -> tuple[list[records.Crew], list[int]] | None:
     """The plan's processes, and the slots that nobody is there for; None while somebody may still come."""
-    crews, missing, elements, unheard = [], [], _by_element(job, plan.members), []
+    crews, missing, elements, unheard = [], [], job.by_element(plan.members), []
     for element, slots in elements.items():
         crew = _crew(view, job, element, slots)
         if crew is not None:
@@ -257,13 +257,6 @@ def _crews(view: View, job: JobView, plan: wire.Plan, out: Outcome) -> tuple[lis
             unheard.append(element)
         missing += slots
     return None if _too_many(view, job, unheard, len(elements), out) else (crews, missing)
-
-
-def _by_element(job: JobView, slots: Iterable[int]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for slot in slots:
-        found.setdefault(slot // job.per_node, []).append(slot)
-    return found
 
 
 def _crew(view: View, job: JobView, element: int, slots: list[int]) -> records.Crew | None:

@@ -90,24 +90,27 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
     state = job.state
     found, late = dict[int, list[int]](), dict[int, list[int]]()
     for element in sorted(job.ready):
-        agent = job.agents[element]
         if element in state.leaving or not may_work(view, job, element):
             continue
-        outside = [slot for slot in agent.slots if slot not in state.members]
-        inside = state.mode.joins and len(outside) < len(agent.slots)
-        if inside or any(status.state == "standby" for status in agent.ranks.values()):
-            outside = [slot for slot in outside if able(job, agent, slot)]
-        elif not _whole(job, agent) or len(outside) < len(agent.slots):
-            continue
-        if outside:
-            waited = view.now - max(agent.came.get(slot, 0.0) for slot in outside)
-            (found if waited >= delay else late)[element] = outside
+        agent = job.agents[element]
+        if slots := _entering(job, agent):
+            waited = view.now - max(agent.came.get(slot, 0.0) for slot in slots)
+            (found if waited >= delay else late)[element] = slots
     if late and state.mode.joins and not _coming(view, job):
         found = dict(sorted((found | late).items()))
     found = {element: found[element] for element in in_whole_blocks(state, found, state.inside)}
     taken = spares.admitted(view, job, found) if found else ()
     chosen = [slot for element, slots in found.items() if element in taken for slot in slots]
     return layout.arranged(layout.compose(chosen, job.replica)[0])
+
+
+def _entering(job: JobView, agent: AgentView) -> list[int]:
+    """The slots of the agent that can come in: some of them where it is inside, or stands by; else all or none."""
+    outside = [slot for slot in agent.slots if slot not in job.state.members]
+    inside = job.state.mode.joins and len(outside) < len(agent.slots)
+    if inside or any(status.state == "standby" for status in agent.ranks.values()):
+        return [slot for slot in outside if able(job, agent, slot)]
+    return outside if len(outside) == len(agent.slots) and _whole(job, agent) else []
 
 
 def _coming(view: View, job: JobView) -> bool:

@@ -143,6 +143,13 @@ class JobView:
         """Living agents in order of their elements."""
         return [agent for _, agent in sorted(self.agents.items()) if agent.alive]
 
+    def by_element(self, slots: Iterable[int]) -> dict[int, list[int]]:
+        """The slots by their elements."""
+        found: dict[int, list[int]] = {}
+        for slot in slots:
+            found.setdefault(slot // self.per_node, []).append(slot)
+        return found
+
     @property
     def replica(self) -> int:
         """Ranks of a replica, as planned; before there is a plan, of the layout in which they are started, or as the

@@ -23,7 +23,7 @@ class Stepped:
             self.iteration, self.at, self.before = iteration, now, self.at - held
 
 
-class Told(NamedTuple):
+class ImageRoute(NamedTuple):
     """How an image comes to a rank: to which element, from which address, and the same for people."""
 
     receiver: int
@@ -44,7 +44,7 @@ class Fetching:
     most: float = 0.0
     again_at: float = 0.0
     left: int = 0
-    words: dict[tuple[str, int, int], Told] = field(default_factory=dict)
+    words: dict[tuple[str, int, int], ImageRoute] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

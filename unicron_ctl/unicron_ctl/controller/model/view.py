@@ -269,6 +269,10 @@ class View:
             found = self.live.jobs[state.job] = JobView(state)
         return found
 
+    def managed_jobs(self) -> list[JobState]:
+        """The jobs that are planned for, by id."""
+        return [job for _, job in sorted(self.state.jobs.items()) if not job.over]
+
     def shown_node(self, job: JobState, element: int) -> NodeInfo | None:
         """The node on which Slurm has shown this element of the job at work. Where it has not, or Slurm is not used,
         None: nothing may be done to a node on an agent's word alone."""

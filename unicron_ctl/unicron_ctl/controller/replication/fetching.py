@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.live import Fetching, Told
+from unicron_ctl.controller.model.live import Fetching, ImageRoute
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication import nearest
 from unicron_ctl.controller.replication.cuts import FAR, first_of
@@ -77,7 +77,7 @@ def _note_ways(job: JobView, fetching: Fetching, ways: Iterable[nearest.Way]) ->
         known = fetching.words.get(image)
         receiver = job.agents.get(known.receiver) if known is not None else None
         if known is None or receiver is None or known.source in receiver.status.failing:
-            fetching.words[image] = Told(way.receiver.element, way.source.images_at, way.words)
+            fetching.words[image] = ImageRoute(way.receiver.element, way.source.images_at, way.words)
 
 
 def fetched_from(job: JobView, iteration: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from unicron_ctl.controller.model.iteration_account import Account
+from unicron_ctl.controller.model.job_ledger import Account
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.sense.patience import AGAIN, Patience
 from unicron_ctl.shared.log import records

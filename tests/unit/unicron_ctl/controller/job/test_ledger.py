@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import World
-from unicron_ctl.controller.job.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger, OpenIteration
+from unicron_ctl.controller.model.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger, OpenIteration
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.structs import RankStep, StepReport
 from unicron_ctl.shared.protocol.wire import Status, Steps
