@@ -11,13 +11,33 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import islice
 
-from unicron_ctl.controller.model.iteration_account import Account
 from unicron_ctl.shared.protocol.structs import RankStep, StepReport
 
 OPEN_ITERATIONS = 8  # per job: what is still incomplete when so many newer ones are open is reported as it is
 MOST_TOTAL = 1 << 22  # micro-batches of an iteration
 PROBLEMS_KEPT = 1000
 NAMED = 100  # of the micro-batches that nobody reported
+
+
+@dataclass(frozen=True)
+class Account:
+    """The account of one iteration, over all ranks."""
+
+    iteration: int
+    generation: int
+    loss: float | None
+    """None where it is not known."""
+    seconds: float
+    """The ranks' median."""
+    ranks: int
+    total: int
+    computed: int
+    """Micro-batches; those computed again are counted again."""
+    unreported: list[int]
+    """Micro-batches in gradients of ranks that did not live to report; their reduce was complete, else nobody would
+    have stepped."""
+    problems: list[str]
+    """What breaks the exactly-once rule."""
 
 
 @dataclass
