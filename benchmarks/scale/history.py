@@ -42,7 +42,7 @@ class Failure:
 
 
 def failures(agents: int, ranks: int, days: float = DAYS, seed: int = 0) -> Iterator[Failure]:
-    """What fails in the month, in order: exponential times between failures, as many as the nodes' MTBF gives."""
+    """Yield a month's failures in order: exponential times between failures, as many as the nodes' MTBF gives."""
     draw = random.Random(seed)
     rate = agents / (MTBF_NODE_HOURS * 3600.0)
     at = draw.expovariate(rate)
@@ -146,7 +146,7 @@ class Month:
         return list(found.values())
 
     def _steps(self) -> list[records.Record]:
-        """What is left of a run of iterations when the log is thinned."""
+        """Return what is left of a run of iterations when the log is thinned."""
         assert self.job is not None
         steps = range(self.job.iteration + 1, self.job.iteration + 1 + KEPT_FIRST + KEPT_LAST)
         return [

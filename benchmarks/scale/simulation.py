@@ -51,7 +51,7 @@ class Round:
 
 @dataclass
 class Training:
-    """What the members do: `iteration` began at `began` in the generation of the layout."""
+    """The members' work: `iteration` began at `began` in the generation of the layout."""
 
     layout: Layout
     iteration: int
@@ -75,7 +75,7 @@ class StepReports:
 
 @dataclass
 class Counts:
-    """What was sent and seen since the window began."""
+    """Counts since the window began."""
 
     heartbeats: int = 0
     steps: int = 0
@@ -85,7 +85,7 @@ class Counts:
 
 
 def names(agents: int) -> list[str]:
-    """Of the lines: one for each agent, and the last one for questions."""
+    """Return the names of the lines: one for each agent, and the last one for questions."""
     return [f"{JOB}-{index}" for index in range(agents + 1)]
 
 
@@ -228,7 +228,7 @@ class Simulation:
             agent.deal(training.layout)
 
     def _finish_reports(self) -> None:
-        """Who has not reported the last iteration does so now."""
+        """Report the last iteration for those who have not done so."""
         while self._reports is not None and self._reports.left:
             self._report_steps(self._reports, self._reports.left.popleft(), self.lines.now())
 

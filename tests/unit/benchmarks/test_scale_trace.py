@@ -8,10 +8,9 @@ import re
 
 import pytest
 
-from benchmarks.scale.looks import LOOKS
 from benchmarks.scale.observed import compressed
 from benchmarks.scale.slurm import LiveSlurm, address_of
-from benchmarks.scale.traced import Injected, schedule
+from benchmarks.scale.traced import LOOKS, Injected, schedule
 from benchmarks.scale.verdict import judge
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event

@@ -7,7 +7,7 @@ from typing import Any
 
 from unicron_ctl.shared.commands.times import moment
 from unicron_ctl.shared.commands.trouble import nameless, with_names
-from unicron_ctl.shared.slurm.host_lists import folded
+from unicron_ctl.shared.slurm.host_lists import fold
 
 TOGETHER = 10.0  # seconds from the first of equal events to the last one of its line
 ABOUT = ("id", "time", "job", "generation", "kind")  # fields of every event
@@ -53,7 +53,7 @@ def line_of(group: Group) -> str:
         told = with_names(text, [name for name in names if name], _mark(mark))
         if mark == 0 and told == text:  # the text names no node
             nodes = {node for event in group for node in _nodes(event)}
-            where = f" on {folded(nodes)}" if nodes and folded(nodes) not in text else ""
+            where = f" on {fold(nodes)}" if nodes and fold(nodes) not in text else ""
         text = told
     times = f" ({len(group)} times)" if len(group) > 1 else ""
     return f"{moment(first['time'])} {first['kind']}{_job(first)}{_generations(group)}{where}: {text}{times}"
@@ -74,12 +74,12 @@ def _text_of(event: Event, folds: bool = False) -> str:
     if not told:
         rest = {key: value for key, value in event.items() if key not in ABOUT}
         if folds and _list_field(event, "nodes"):
-            rest["nodes"] = folded(event["nodes"])
+            rest["nodes"] = fold(event["nodes"])
         told = ", ".join(f"{key}={value}" for key, value in rest.items())
     told = " ".join(str(told).split())
     if folds and len(listed := _list_field(event, "nodes")) > 1:
         for between in (", ", ",", " "):
-            told = told.replace(between.join(listed), folded(listed))
+            told = told.replace(between.join(listed), fold(listed))
     return told
 
 

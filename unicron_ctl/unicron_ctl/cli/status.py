@@ -17,7 +17,7 @@ from unicron_ctl.shared.commands.options import controller_option
 from unicron_ctl.shared.protocol.answer_schema import Explanation, Job, Node, Status
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
 from unicron_ctl.shared.system.columns import Cell, Listing, show, terminal_width
-from unicron_ctl.shared.system.errors import FOUND, WRONG_USE, UserError
+from unicron_ctl.shared.system.errors import PROBLEM_FOUND, WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 
 INTERVAL = 2.0  # seconds
@@ -52,7 +52,7 @@ def command(as_json: bool, watch: bool, filters: Filters, controller: str | None
         return 0
     data = ask_controller({"kind": "status", **filters}, controller)
     _show(data, as_json, lambda folded: status_tables.status(as_struct(data, Status), folded, bool(filters)))
-    return FOUND if data["attention"] else 0
+    return PROBLEM_FOUND if data["attention"] else 0
 
 
 @click.command(name="jobs")

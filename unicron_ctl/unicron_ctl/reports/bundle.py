@@ -28,7 +28,7 @@ import msgspec
 from unicron_ctl.shared.log.records.codec import KINDS
 from unicron_ctl.shared.protocol import answer_schema
 from unicron_ctl.shared.protocol.client import ask_controller
-from unicron_ctl.shared.settings.config_file import understood
+from unicron_ctl.shared.settings.config_file import load_valid_part
 from unicron_ctl.shared.settings.notify import load_secrets
 from unicron_ctl.shared.settings.places import program
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
@@ -87,7 +87,7 @@ def without_users_words(data: Any, field: str = "") -> Any:
 def pack(job: str, output: Path | None, with_logs: bool, controller: str | None) -> tuple[Path, list[str]]:
     """Write the bundle, mode 0600. Return its path, and what is not in it and why. Raise UserError."""
     left_out: list[str] = []
-    members = dict(_collected(job, with_logs, controller, left_out))
+    members = dict(_collect(job, with_logs, controller, left_out))
     stamp = time.strftime("%Y%m%dT%H%M%S")
     name = f"unicron-{re.sub('[^A-Za-z0-9_.-]', '_', job)[:60]}-{stamp}"
     path = output or Path(f"{name}.tar.gz")
@@ -101,11 +101,11 @@ def pack(job: str, output: Path | None, with_logs: bool, controller: str | None)
         raise UserError(f"{path}: {error.strerror}: name another file with -o", WRONG_USE) from None
     with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
         for member, content in sorted(members.items()):
-            _add(archive, f"{name}/{member}", without_values(_written(member, content), secrets))
+            _add(archive, f"{name}/{member}", without_values(_serialize(member, content), secrets))
     return path, left_out
 
 
-def _written(member: str, content: Any) -> str:
+def _serialize(member: str, content: Any) -> str:
     """Return a text as it is, and plain data as JSON."""
     if isinstance(content, str):
         return content
@@ -141,13 +141,13 @@ def _known_secrets() -> list[str]:
     """Return the secrets whose values are known here, to take them out wherever they stand."""
     found = secret_values(os.environ)
     with contextlib.suppress(UserError):
-        config, _ = understood()
+        config, _ = load_valid_part()
         if config.notify.secrets and os.access(config.notify.secrets, os.R_OK):
             found += load_secrets(config.notify).words
     return found
 
 
-def _collected(job: str, with_logs: bool, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
+def _collect(job: str, with_logs: bool, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield (member, text or plain data) of all that there is. Raise UserError if the controller refuses it."""
     explained: dict[str, Any] = {}
     user = ""
@@ -160,7 +160,7 @@ def _collected(job: str, with_logs: bool, controller: str | None, left_out: list
         left_out.append(f"what the controller knows: {error}")
     if explained:
         yield "explain.json", allowed(explained)
-        for name, answer in _answered(explained["job"], controller, left_out):
+        for name, answer in _ask_about(explained["job"], controller, left_out):
             user = answer[0]["user"] if name == "job.json" and answer else user
             yield name, allowed(answer)
     number = str(explained.get("job", job))
@@ -185,7 +185,7 @@ def _answers(controller: str | None) -> bool:
     return True
 
 
-def _answered(job: str, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
+def _ask_about(job: str, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield what else the controller says of the job, to this asker."""
 
     def answer_to(kind: str, **more: Any) -> Any:
@@ -226,7 +226,9 @@ def _logs(explained: Mapping[str, Any], job: str, user: str, left_out: list[str]
     """Yield the ends of the ranks' files and of the job's own output that this user can read. user: the owner."""
     folder = Path(explained.get("log_dir") or "/nonexistent")
     failed = [slot for failure in explained.get("failures", []) for slot in failure["slots"]]
-    files = {int(found[1]): path for path in _listed(folder) if (found := re.fullmatch(r"rank-(\d+)\.log", path.name))}
+    files = {
+        int(found[1]): path for path in _list_folder(folder) if (found := re.fullmatch(r"rank-(\d+)\.log", path.name))
+    }
     order = dict.fromkeys([slot for slot in reversed(failed) if slot in files] + sorted(files))
     paths = {f"logs/rank-{rank}.log": files[rank] for rank in list(order)[:MOST_FILES]}
     said, _ = _output(["scontrol", "--local", "show", "job", job], SLURM_SECONDS) if job.isdecimal() else ("", "")
@@ -242,7 +244,7 @@ def _logs(explained: Mapping[str, Any], job: str, user: str, left_out: list[str]
         left_out.append(f"the output of {counted(len(order) - MOST_FILES, 'rank')}")
 
 
-def _listed(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -283,7 +285,7 @@ def _tail(path: Path, owner: int | None) -> str:
 def _configuration(left_out: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield the settings that have a meaning, those with their defaults included."""
     try:
-        config, _ = understood()
+        config, _ = load_valid_part()
     except UserError as error:
         left_out.append(f"configuration.json: {error}")
         return

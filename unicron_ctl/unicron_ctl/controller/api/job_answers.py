@@ -14,7 +14,7 @@ from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import AgentRecord, Failure, JobState, Phase
 from unicron_ctl.controller.plan.inputs import bounds, fixed, waiting, weight
-from unicron_ctl.controller.plan.stranded import shortage
+from unicron_ctl.controller.plan.reconcile import shortage
 from unicron_ctl.shared.protocol import answer_schema as schema
 from unicron_detector.words import counted
 
@@ -134,7 +134,7 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
         state=state.phase.value,
         generation=state.generation,
         planned_nodes=core.state.assignment.get(state.job),
-        layout=view.live.layout if not state.layout else state.layout,
+        layout=view.rank_layout if not state.layout else state.layout,
         layouts=list(state.settings.layouts),
         planned_layout=core.state.layouts.get(state.job, ""),
         replica=size,

@@ -56,7 +56,7 @@ def _node(core: Core, name: str, facts: _Facts, asker: Asker, brief: bool) -> sc
     agents_job = [f"{view.job}_{view.element}"] if view else []
     checks, metrics, last_event = schema.NodeChecks(), dict[str, float](), None
     if asker.reads_all:
-        checks, last_event = readmission.shown(core.view, core.slurm.gate, name), _last_event(known)
+        checks, last_event = readmission.node_checks(core.view, core.slurm.gate, name), _last_event(known)
         metrics = _metrics(core, view) if view and not brief else {}
     return schema.Node(
         node=name,

@@ -39,7 +39,7 @@ def _from_plain(kind: Any, value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _decoder = msgspec.msgpack.Decoder(ClusterState, dec_hook=_from_plain)
-DAMAGED = (ValueError, TypeError, NotImplementedError, msgspec.MsgspecError)  # what `thaw` raises for other bytes
+DAMAGE_ERRORS = (ValueError, TypeError, NotImplementedError, msgspec.MsgspecError)  # what `thaw` raises for other bytes
 
 
 def freeze(state: ClusterState) -> bytes:
@@ -48,7 +48,7 @@ def freeze(state: ClusterState) -> bytes:
 
 
 def thaw(data: bytes, event: int) -> ClusterState:
-    """The state after that event. Raises one of DAMAGED for bytes that are none."""
+    """The state after that event. Raises one of DAMAGE_ERRORS for bytes that are none."""
     state = _decoder.decode(data)
     if state.last_event != event:
         raise ValueError(f"it is of event {state.last_event}, not {event}")
@@ -68,7 +68,7 @@ def read_state(store: Store, progress: Progress = nothing) -> ClusterState:
         try:
             state = thaw(data, event)
             return replay(with_progress(store.replay(after=event), progress), state)
-        except DAMAGED as error:
+        except DAMAGE_ERRORS as error:
             why = str(error)
             log.warning("the state at event %d cannot be used; what is older is read: %s", event, why)
     if len(states) == STATES:  # the log may have lost its beginning

@@ -9,10 +9,9 @@ from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.job_state import AGENT_DIED, WITH_BLOCK, AgentRecord, JobState
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.plan import job_layouts, planning
-from unicron_ctl.controller.plan.ahead import Aheads
 from unicron_ctl.controller.plan.eligible_nodes import Ground, Reach
 from unicron_ctl.controller.plan.placement import REQUEUE_SECONDS, held_by_others, usable, whole
-from unicron_ctl.controller.plan.planning import JobInput
+from unicron_ctl.controller.plan.planning import Aheads, JobInput
 from unicron_ctl.controller.plan.pools import Pool, joined, pools
 from unicron_ctl.controller.plan.pools import plan as plan_pool
 from unicron_ctl.shared.log import records
@@ -416,6 +415,6 @@ def waiting(view: View, job: JobState) -> list[Waiting]:
     for e in listing.rows_of(job.job).values() if listing is not None and not job.over else ():
         if e.state == "PENDING":
             ours = e.held and not held_by_others(e, view.state.held)
-            words = "the plan has no node for it" if ours else pending_reasons.explained(e, view.now)
+            words = "the plan has no node for it" if ours else pending_reasons.explain_pending(e, view.now)
             found.setdefault((e.reason, words, ours or _startable(view, e)), []).append(e.element)
     return [Waiting(sorted(numbers), *why) for why, numbers in sorted(found.items())]

@@ -16,7 +16,7 @@ from itertools import islice
 from unicron_ctl.controller.model.cluster_state import Pin
 from unicron_ctl.controller.model.requests import RELEASED, Action
 from unicron_ctl.shared.slurm import pending_reasons
-from unicron_ctl.shared.slurm.admin_comment import HELD
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX
 from unicron_ctl.shared.slurm.pending_reasons import Bar
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo
 from unicron_ctl.shared.slurm.squeue import names_of, nodes_of
@@ -160,19 +160,26 @@ class _Place:
             elif e.state in WORKS:
                 groups["working" if whole(e, self.good, need.block) else "limbo"].append(number)
             elif e.state == "PENDING" and not held_by_others(e, self.held):
-                told = names_of(self.pins[need.job, number].node) if pinned else ()
-                refused = not need.refused.isdisjoint(told)
-                of_others = pinned and not pending_reasons.is_told(e, told)  # the reason is of nodes before these
-                bar = Bar.NOTHING if e.held or refused or of_others else pending_reasons.bar_of(e, self.now)
-                coming = pinned and not refused and bar is Bar.NOTHING and self._pin_holds(e)
-                groups["coming" if coming else "waiting" if bar is Bar.NOTHING else "barred"].append(number)
-                if bar is Bar.LIMIT:
-                    groups["limited"].append(number)
-                if pinned and not coming:
-                    self.loose.append((need.job, number))
+                for name in self._survey_pending(need, e):
+                    groups[name].append(number)
         for found in groups.values():
             found.sort()
         return groups
+
+    def _survey_pending(self, need: Need, e: ElementInfo) -> tuple[str, ...]:
+        """The groups of an element that waits."""
+        pin = self.pins.get((need.job, e.element))
+        told = names_of(pin.node) if pin is not None else ()
+        refused = not need.refused.isdisjoint(told)
+        of_others = pin is not None and not pending_reasons.is_told(e, told)  # the reason is of nodes before these
+        bar = Bar.NOTHING if e.held or refused or of_others else pending_reasons.bar_of(e, self.now)
+        if pin is not None and not refused and bar is Bar.NOTHING and self._pin_holds(e):
+            return ("coming",)
+        if pin is not None:
+            self.loose.append((need.job, e.element))
+        if bar is Bar.NOTHING:
+            return ("waiting",)
+        return ("barred", "limited") if bar is Bar.LIMIT else ("barred",)
 
     def _why_again(self, need: Need, e: ElementInfo) -> str:
         """Why the element is to be started again; empty where it is not."""
@@ -297,7 +304,7 @@ def _hold_limited(work: _Place, needs: Sequence[Need]) -> None:
 def _hold_some(work: _Place, need: Need, numbers: Iterable[int], why: str) -> None:
     job = work.by_job.get(need.job, {})
     for e in islice((job[number] for number in numbers if not job[number].held), MOST_HOLDS):
-        work.act("hold", e, "", why, f"{HELD}, the plan has no node for it")
+        work.act("hold", e, "", why, f"{HOLD_PREFIX}, the plan has no node for it")
 
 
 def _leavers(work: _Place, need: Need, needs: Sequence[Need]) -> list[int]:
@@ -471,6 +478,8 @@ def _hand_over(
             staying = ",".join(name for name in need.allocation if name not in names)
             work.act("shrink", replace(donor, element=0), node, why, staying)
             continue
-        work.act("requeue_hold", donor, node, why, f"{HELD}, the plan took {node}" + (f" for {jobs}" if jobs else ""))
+        work.act(
+            "requeue_hold", donor, node, why, f"{HOLD_PREFIX}, the plan took {node}" + (f" for {jobs}" if jobs else "")
+        )
     for taker, node in takers:
         work.act("start_now", taker, node, f"{node} is free for it now")

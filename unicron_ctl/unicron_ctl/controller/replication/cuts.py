@@ -220,7 +220,7 @@ def _redirect(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts, w
 
     Whoever takes the copies then goes on taking them, also once the word against the first one is over.
     """
-    if view.now < cuts.redirect_at or cuts.redirects.left("", view.now) < 1.0:
+    if view.now < cuts.redirect_at or cuts.redirects.rest("", view.now) < 1.0:
         return
     before, cuts.refusing = cuts.refusing, refusing(with_memory(job), cuts.refusing)
     new = {element: found.keys() - before.get(element, {}).keys() for element, found in cuts.refusing.items()}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.live import Fetching, Told
+from unicron_ctl.controller.model.live import Fetching, ImageRoute
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication import nearest
 from unicron_ctl.controller.replication.cuts import FAR, first_of
@@ -48,14 +48,14 @@ def wanted_state(
 def fetch_orders(view: View, job: JobView, wanted: FetchableState | None) -> Outcome | None:
     """Orders that bring the ranks a newer state, for which the job waits; None where there is none, or it does not
     come."""
-    fetching = job.live.fetching
+    fetching = job.fetching
     if wanted is None:
         fetching.began = None
         return None
     moved = sum(agent.status.moved for agent in job.alive())
     if fetching.began is None or fetching.state != wanted.state:
         longest = max((way.seconds for way in wanted.ways), default=0.0)
-        job.live.fetching = fetching = Fetching(wanted.state, view.now, moved, view.now, FETCH_SECONDS + FAR * longest)
+        job.fetching = fetching = Fetching(wanted.state, view.now, moved, view.now, FETCH_SECONDS + FAR * longest)
     elif moved != fetching.moved or len(wanted.ways) != fetching.left:
         fetching.moved, fetching.moved_at = moved, view.now
     fetching.left = len(wanted.ways)
@@ -79,13 +79,13 @@ def _note_ways(job: JobView, fetching: Fetching, ways: Iterable[nearest.Way]) ->
         known = fetching.words.get(image)
         receiver = job.agents.get(known.receiver) if known is not None else None
         if known is None or receiver is None or known.source in receiver.status.failing:
-            fetching.words[image] = Told(way.receiver.element, way.source.images_at, way.words)
+            fetching.words[image] = ImageRoute(way.receiver.element, way.source.images_at, way.words)
 
 
 def fetched_from(job: JobView, iteration: int) -> str:
     """For the plan's reason: where the state came from if some of it had to be got, or that a newer one did not come.
     Ends what is remembered of that."""
-    fetching, job.live.fetching = job.live.fetching, Fetching()
+    fetching, job.fetching = job.fetching, Fetching()
     if not fetching.words or fetching.state[0] < iteration:
         return ""
     late = f"iteration {fetching.state[0]} did not come: " if fetching.state[0] > iteration else ""

@@ -33,7 +33,7 @@ class SessionStates(ReplicationStrategy):
             for _, slot, status in job.all_ranks()
             if slot in job.state.members and plan is not None and status.generation == plan.generation
         ]
-        return max([0, job.live.stepped.iteration + 1, *found])
+        return max([0, job.stepped.iteration + 1, *found])
 
     def rate(self, view: View, job: JobView, pace: object) -> float:
         return 1.0 / max(job.state.seconds or 1.0, MIN_ITERATION_SECONDS)
@@ -99,7 +99,7 @@ def missing_copies(job: JobView) -> dict[int, int]:
     place needs copies all do, and a node that trains without a memory does not count then.
     """
     missing: dict[int, int] = {}
-    for kind in kinds_of(job.state) if job.live.remembers else ():
+    for kind in kinds_of(job.state) if job.remembers else ():
         able, wanted = {kind(agent) for agent in with_memory(job)}, 1 + job.state.settings.copies
         trained = {
             place: {kind(job.agents[e]) for e in found if e in job.agents} for place, found in trainers(job).items()

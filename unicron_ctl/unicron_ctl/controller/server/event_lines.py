@@ -10,7 +10,7 @@ from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.naming import nodes_of
 from unicron_ctl.shared.log.records import Event, Record
-from unicron_ctl.shared.slurm.host_lists import folded
+from unicron_ctl.shared.slurm.host_lists import fold
 
 log = logging.getLogger("unicron.controller.events")
 LEVELS: dict[type[Record], int] = {
@@ -84,4 +84,4 @@ def _about(event: Event, state: ClusterState) -> dict[str, object]:
     if not names and known is not None and isinstance(element := getattr(record, "element", None), int):
         agent = known.agents.get(element)
         names = [agent.node] if agent is not None else []
-    return {"job": job, "node": folded(names), "event": event.id}
+    return {"job": job, "node": fold(names), "event": event.id}

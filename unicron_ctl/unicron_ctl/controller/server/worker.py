@@ -26,7 +26,7 @@ from unicron_ctl.shared.log.term import Tenure
 from unicron_ctl.shared.protocol.reach import reach
 from unicron_ctl.shared.slurm import drains
 from unicron_ctl.shared.slurm.slurm_client import (
-    SAID,
+    MOST_CHARACTERS,
     SOMEBODY,
     UNSAID,
     ElementInfo,
@@ -39,7 +39,7 @@ from unicron_ctl.shared.slurm.slurm_client import (
 )
 from unicron_ctl.shared.slurm.squeue import nodes_of
 from unicron_ctl.shared.slurm.states import IN_USE
-from unicron_ctl.shared.system.errors import shortened
+from unicron_ctl.shared.system.errors import shorten
 from unicron_ctl.shared.system.mailbox import Mailbox
 
 Result = Callable[[], None]
@@ -254,7 +254,7 @@ class Worker:
         except (
             Exception
         ) as error:  # an answer that nobody foresaw must not end the thread: Slurm would never be asked again
-            text = shortened(f"could not read Slurm's answer: {type(error).__name__}: {error}", SAID)
+            text = shorten(f"could not read Slurm's answer: {type(error).__name__}: {error}", MOST_CHARACTERS)
             self.results.put(lambda: core.on_slurm_error(text))
         else:
             self.results.put(lambda: core.on_listing(nodes, elements, site, took))
@@ -297,7 +297,7 @@ class Worker:
         except SlurmError as error:
             return str(error), isinstance(error, SlurmTimeout)
         except Exception as error:
-            return shortened(f"{type(error).__name__}: {error}", SAID), False
+            return shorten(f"{type(error).__name__}: {error}", MOST_CHARACTERS), False
         finally:
             self.took(action.action, time.monotonic() - began)
             with self._changed:

@@ -40,7 +40,7 @@ _HELP = "\b\n" + "\n".join(f"{name:16} {line}" for name, (_, _, line) in FAULTS.
 _CLASSES = f"CLASS: {', '.join(EXCEPTIONS)}."
 
 
-def _checked(fault: str) -> str:
+def _check_fault(fault: str) -> str:
     try:
         parse(fault)
     except InjectError as error:
@@ -85,7 +85,7 @@ def command(
 ) -> None:
     """Break one rank of a job; refused unless the controller's configuration allows it."""
     job = job if job is not None else _only_job(controller, node)
-    order = InjectOrder(job=job, fault=_checked(fault), slot=slot, node=node, seconds=seconds, dry_run=dry_run)
+    order = InjectOrder(job=job, fault=_check_fault(fault), slot=slot, node=node, seconds=seconds, dry_run=dry_run)
     done = _order(replace(order, dry_run=True) if fault == LOST_NODE else order, controller)
     if fault == LOST_NODE and not dry_run:
         done = _lose_node(done, controller, state_dir)
@@ -156,7 +156,7 @@ def punish(
     controller: str | None,
 ) -> None:
     """Inject faults at random, at exponential intervals, until the time is up. Lost nodes are powered on again."""
-    kinds = [_checked(fault.strip()) for fault in faults.split(",") if fault.strip()]
+    kinds = [_check_fault(fault.strip()) for fault in faults.split(",") if fault.strip()]
     if not kinds:
         raise UserError("--faults is empty: name at least one, see `unicronctl inject --help`", WRONG_USE)
     rng = random.Random(seed)

@@ -16,8 +16,7 @@ from rich.text import Text
 from unicron_ctl.shared.commands import trouble
 from unicron_ctl.shared.commands.times import duration, short
 from unicron_ctl.shared.protocol.answer_schema import Explanation, Failure, Job, JobBase, Node, NodeEvent, Status
-from unicron_ctl.shared.slurm.host_lists import folded as fold
-from unicron_ctl.shared.slurm.host_lists import natural
+from unicron_ctl.shared.slurm.host_lists import fold, natural
 from unicron_ctl.shared.system.columns import Cell, Listing
 from unicron_detector.words import counted
 

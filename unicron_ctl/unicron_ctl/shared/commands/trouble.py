@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from unicron_ctl.shared.protocol.answer_schema import Attention, Job, Node
-from unicron_ctl.shared.slurm.host_lists import folded, natural
+from unicron_ctl.shared.slurm.host_lists import fold, natural
 
 WRONG, HURT, ODD, FINE, OVER = range(5)
 _MARK = "\0"
@@ -54,4 +54,4 @@ def nameless(text: str, node: str, mark: str = _MARK) -> str:
 
 def with_names(text: str, nodes: Sequence[str], mark: str = _MARK) -> str:
     """The text with these nodes' names, as a host list, where the mark is."""
-    return text.replace(mark, folded(nodes)) if mark in text else text
+    return text.replace(mark, fold(nodes)) if mark in text else text

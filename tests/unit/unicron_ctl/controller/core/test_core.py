@@ -13,7 +13,7 @@ from unicron_ctl.controller.job import transitions
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.model.state_machine import ACTIONS, PHASES, Action, Event
-from unicron_ctl.controller.plan.reconcile import EARLY, HURRY_SECONDS
+from unicron_ctl.controller.plan.slurm_actions import EARLY, HURRY_SECONDS
 from unicron_ctl.shared.log.thinning import redundant
 from unicron_ctl.shared.protocol import datagrams, structs, wire
 

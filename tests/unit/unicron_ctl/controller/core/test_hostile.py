@@ -218,10 +218,10 @@ def test_of_steps_count_those_that_stay():
     )
 
     def cost(*told: records.Record) -> float:
-        before = world.core.written._jobs.left(OWN, world.now)
+        before = world.core.written._jobs.rest(OWN, world.now)
         for record in told:
             world.core.append(OWN, 1, record)
-        return before - world.core.written._jobs.left(OWN, world.now)
+        return before - world.core.written._jobs.rest(OWN, world.now)
 
     alone, first = cost(records.WorldProved()), cost(step)
     assert cost(records.WorldProved(), *[step] * 1000) == alone + 12 * first and cost(*[step] * 1000) == 0.0

@@ -6,12 +6,11 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.core import intake
-from unicron_ctl.controller.job import confirmation, registration
-from unicron_ctl.controller.job.confirmation import CONFIRM_SECONDS
-from unicron_ctl.controller.job.registration import OF_A_USER
+from unicron_ctl.controller.core import registrations
+from unicron_ctl.controller.job import registration
+from unicron_ctl.controller.job.registration import CONFIRM_SECONDS, OF_A_USER
 from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.model.submission import AFTER_END_SECONDS
+from unicron_ctl.controller.model.job_state import AFTER_END_SECONDS
 from unicron_ctl.controller.plan.reconcile import GONE_SECONDS
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
@@ -303,7 +302,7 @@ def test_a_list_of_nodes_is_read_once_however_many_agents_wait(monkeypatch):
 
 
 def test_who_has_many_agents_waiting_keeps_nobody_else_out(monkeypatch):
-    monkeypatch.setattr(intake, "WAITING_KEPT", 10)
+    monkeypatch.setattr(registrations, "WAITING_KEPT", 10)
     world = cluster()
     world.slurm.refuse = "Slurm is away"
     mine = [obstinate(world, "9", element, "n4") for element in range(12)]
@@ -321,8 +320,8 @@ def test_who_has_many_agents_waiting_keeps_nobody_else_out(monkeypatch):
 
 def test_those_that_wait_are_compared_once_a_listing(monkeypatch):
     looked = []
-    compare = confirmation.compare
-    monkeypatch.setattr(confirmation, "compare", lambda *of: looked.append(of) or compare(*of))
+    compare = registrations.compare
+    monkeypatch.setattr(registrations, "compare", lambda *of: looked.append(of) or compare(*of))
     world = cluster()
     world.slurm.refuse = "Slurm is away"
     agents = [obstinate(world, "1", element, f"n{element + 1}") for element in range(2)]

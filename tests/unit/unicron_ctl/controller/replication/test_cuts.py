@@ -644,7 +644,7 @@ def test_a_second_loss_has_its_own_time_for_its_images():
     other.ready((40, "m"), (0, ""))
     world.run(0.2)
     assert world.job().plan.iteration == 40
-    live = world.core.view.job(world.job()).live
+    live = world.core.view.job(world.job())
     assert live.fetching.began is None and not live.fetching.words
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.log_growth.year import Year
+from benchmarks.cases.log_growth import Year
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.core.state_snapshot import read_state
 from unicron_ctl.controller.model.cluster_state import ClusterState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event, Record
-from unicron_ctl.shared.notices.notices import LISTED, Notice, Notices, compose
+from unicron_ctl.shared.notices.notices import MOST_LISTED, Notice, Notices, compose
 
 HEALED = records.JobHealed(failures=[3, 4], cause="gpu_lost", node="n7", seconds=4.2, lost_seconds=9.6, nodes=8)
 
@@ -61,10 +61,10 @@ def test_what_a_job_or_its_program_has_said_is_not_in_a_notice() -> None:
 
 
 def test_a_digest_names_the_most_urgent_first_lists_some_and_counts_the_rest() -> None:
-    healed = told(*((float(at), "7", HEALED) for at in range(LISTED + 5)))
+    healed = told(*((float(at), "7", HEALED) for at in range(MOST_LISTED + 5)))
     admin = Notice(99, 1.0, "admin", "", "n3", "n3 is a suspect", "admin suspect n3")
     message = compose([*healed, admin], 2, "tcp://head:7451")
-    assert message.subject == f"Unicron: needs an admin: n3 is a suspect (+{LISTED + 7})"
-    assert len(message.data["notices"]) == LISTED and message.data["left_out"] == 8
+    assert message.subject == f"Unicron: needs an admin: n3 is a suspect (+{MOST_LISTED + 7})"
+    assert len(message.data["notices"]) == MOST_LISTED and message.data["left_out"] == 8
     assert message.text.endswith("and 8 more: `unicronctl events`\n")
     assert message.data["notices"][0]["time"] == "1970-01-01T00:00:00+00:00"

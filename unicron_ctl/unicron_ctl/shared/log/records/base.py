@@ -12,7 +12,7 @@ from functools import cached_property
 import msgspec
 
 from unicron_ctl.shared.protocol.ranges import TEXT
-from unicron_ctl.shared.system.errors import shortened
+from unicron_ctl.shared.system.errors import shorten
 
 REASON = 4000  # characters of a reason; other texts have TEXT, as in messages
 THIS_FAILURE = -1
@@ -69,7 +69,7 @@ def with_short_texts(record: Record) -> Record:
     libraries."""
     texts = {name: getattr(record, name) for name in record.__struct_fields__}
     bounds = {name: REASON if name == "reason" else TEXT for name, text in texts.items() if isinstance(text, str)}
-    changed = {name: shortened(texts[name], most) for name, most in bounds.items() if len(texts[name]) > most}
+    changed = {name: shorten(texts[name], most) for name, most in bounds.items() if len(texts[name]) > most}
     return msgspec.structs.replace(record, **changed) if changed else record
 
 
