@@ -26,7 +26,7 @@ NODES = 16  # of the paper's evaluation, eight GPUs each
 MINUTE = 60.0
 DRAWS = 20_000  # failures of a generated trace, to compare shares
 READ, RECALLED = "[S]", "[R]"
-UNMEASURED = "not measured in this run"
+NOMINAL_RATE = "not measured in this run"
 BYTES_A_PARAMETER = 12  # fp32 parameters and Adam's moments (docs/design/memory.md)
 UNICRON, TRANSOM = "Unicron", "TRANSOM"
 Ratios = Mapping[tuple[str, str], Sequence[float]]  # (trace, policy) -> Unicron over it, long repairs and short ones
@@ -72,7 +72,7 @@ class Measured:
     def detection(self, name: str) -> str:
         """Median and largest."""
         if name not in self.faults:
-            return UNMEASURED
+            return NOMINAL_RATE
         return f"{statistics.median(self.faults[name]):.2g} s (at most {max(self.faults[name]):.2g})"
 
 
@@ -142,7 +142,7 @@ def _costs(measured: Measured) -> list[Row]:
     minutes = {part: value / MINUTE for part, value in cost_of_one("megatron").items()}
     by_part = f"{minutes['detection']:.0f} + {minutes['transition']:.0f} + {minutes['recompute']:.0f}"
     total, set_up = sum(minutes.values()), f"{REQUEUE / MINUTE:g} + {SETUP / MINUTE:g}"
-    ours = UNMEASURED
+    ours = NOMINAL_RATE
     if measured.scale and "process exit" in measured.faults:
         found = statistics.median(measured.faults["process exit"])
         ours = f"{found:.2g} s, next step in {measured.scale['entered_seconds']['median']:.2g} s, nothing recomputed"
@@ -288,7 +288,7 @@ def _rates(measured: Measured) -> list[Row]:
     whole = measured.scale.get("whole_seconds", {}).get("median") if measured.scale else None
     for name, (_, per_node_day, nodes) in RATES.items():
         slow, slow_exact = effective(per_node_day, nodes, 68 * MINUTE)
-        ours = UNMEASURED
+        ours = NOMINAL_RATE
         if whole is not None:
             ours = f"{100 * effective(per_node_day, nodes, whole)[1]:.2f} %"
         rows.append(
@@ -307,7 +307,7 @@ def _rates(measured: Measured) -> list[Row]:
 
 def _transom(measured: Measured) -> list[Row]:
     found = measured.copies
-    saved = loaded = save = load = UNMEASURED
+    saved = loaded = save = load = NOMINAL_RATE
     if found:
         written = found["copy"] + found["sum"]
         until = f"{found['save'] / written:.1f}x until the copy is whole"

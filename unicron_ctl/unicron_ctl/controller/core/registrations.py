@@ -20,7 +20,7 @@ from unicron_ctl.controller.job.registration import (
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import owner
-from unicron_ctl.controller.model.quotas import Written
+from unicron_ctl.controller.model.quotas import LogQuota
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
@@ -33,7 +33,7 @@ REFUSALS = 1 / 60, 100.0  # records of final refusals a minute, and at once, of 
 class Registrations:
     """Takes in registrations, each of which may wait for Slurm's word; one per core. carry_out: the core's door."""
 
-    def __init__(self, view: View, carry_out: Callable[[Outcome], bool], written: Written) -> None:
+    def __init__(self, view: View, carry_out: Callable[[Outcome], bool], written: LogQuota) -> None:
         self._view, self._carry_out, self._written = view, carry_out, written
         self._waiting: dict[tuple[str, int, str], Request] = {}
         self._of_user: Counter[int | None] = Counter()  # of those that wait
@@ -155,7 +155,7 @@ class Registrations:
         agent.images_at, agent.token = message.images, message.token
         agent.number = 0  # whatever it sends from now on is newer
         agent.repeated.clear()
-        live.heard(agent, view.now)
+        live.note_word(agent, view.now)
         job.touched.add(message.element)
         job.changed.update(record.slots)
         self._carry_out(Outcome(sends=[Send(route, welcome(view, job.state))]))

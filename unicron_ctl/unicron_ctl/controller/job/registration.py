@@ -207,7 +207,7 @@ def one_element(settings: Settings) -> bool:
     return settings.allocation or settings.max_nodes == settings.block
 
 
-def _replaced(case: Case) -> wire.Message | None:
+def _has_successor(case: Case) -> wire.Message | None:
     """Another agent has come for the element since."""
     if case.job is None or case.message.agent not in case.job.superseded or case.begins:
         return None
@@ -277,7 +277,7 @@ def _has_ended(case: Case) -> wire.Message | None:
 
 
 def _too_many(case: Case) -> wire.Message | None:
-    """What may be made up while Slurm does not show a job is bounded, for each user and for all."""
+    """Jobs and agents that Slurm does not show may be made up: they are bounded, for each user and for all."""
     job, asker = case.job, case.request.asker
     if not case.view.slurm.used or case.info is not None or case.is_back:
         return None
@@ -297,7 +297,7 @@ CHECKS: tuple[Check, ...] = (
     _not_the_owner,
     _another_self,
     _other_step,
-    _replaced,
+    _has_successor,
     _left_alone,
     _unlike_the_others,
     _has_ended,
@@ -346,7 +346,7 @@ def admission(case: Case, confirmed: bool) -> Outcome:
     elif known.gone:
         news.append(records.AgentBack(element=message.element, agent=message.agent, node=message.node))
     if known is not None and known.agent != message.agent and job is not None:
-        out.findings += adoption.replaced(case.view, case.view.job(job), message.element, known)
+        out.findings += adoption.find_replaced(case.view, case.view.job(job), message.element, known)
     out.records += [(message.job, 0, record) for record in news]
     return out
 

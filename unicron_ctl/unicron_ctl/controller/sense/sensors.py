@@ -6,7 +6,7 @@ every row. The job's turn (`core/turn.py`) runs the table and judges the finding
 
 What is no sensor of one job stands elsewhere: silence is watched for the whole cluster (`failure_detector/leases.py`),
 and what a message or a listing says of its agent is found where it arrives (`members.check_leaving`,
-`adoption.replaced`, `slurm_states.ended_agents`).
+`adoption.find_replaced`, `slurm_states.ended_agents`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.plain_agent import PlainAgent
+from tests.support.scenarios import follow
 from tests.support.world import FakeAgent, FakeSlurm, World
-from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.failure_detector import ending_nodes
 from unicron_ctl.controller.failure_detector.ending_nodes import AT_ONCE, UNREACHED_SECONDS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.scenarios import follow
 from tests.support.world import FakeAgent, FakeSlurm, World
-from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.failure_detector import self_suspicion
 from unicron_ctl.controller.model.asker import EVERYBODY

@@ -688,8 +688,10 @@ def test_where_the_ranks_have_all_of_the_newest_state_no_older_one_is_got():
     agents[0].has(40, 0, 1)
     agents[0].has(30, 0, 1)
     job = world.core.view.job(world.job())
-    reports = {slot: structs.RankStatus(state="waiting", kept=[(40, "m")]) for slot in (0, 1)}
-    assert fetching.wanted_state(world.core.view, job, reports, None) is None
+    for kept, wanted in (([], (40, "m")), ([(30, "m")], (40, "m")), ([(40, "m")], None)):
+        reports = {slot: structs.RankStatus(state="waiting", kept=kept) for slot in (0, 1)}
+        found = fetching.wanted_state(world.core.view, job, reports, None)
+        assert (found.state if found is not None else None) == wanted, kept
 
 
 @pytest.mark.parametrize("fourth", [Node, Bare])
