@@ -99,7 +99,7 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
     if late and state.mode.joins and not _coming(view, job):
         found = dict(sorted((found | late).items()))
     found = {element: found[element] for element in in_whole_blocks(state, found, state.inside)}
-    taken = spares.admitted(view, job, found) if found else ()
+    taken = spares.entrants(view, job, found) if found else ()
     chosen = [slot for element, slots in found.items() if element in taken for slot in slots]
     return layout.arranged(layout.compose(chosen, job.replica)[0])
 
