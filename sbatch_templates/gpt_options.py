@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 # Megatron's options that this script has no part for: option, words for it.
-REFUSED = (
+REFUSED_OPTIONS = (
     ("--expert-model-parallel-size", "every rank has all experts here; share their layers out by pipeline stages"),
     ("--expert-tensor-parallel-size", "experts need --tensor-model-parallel-size 1 here"),
     ("--fp8-format", "fp8 needs Transformer Engine's layers, and this script builds Megatron's own"),
@@ -61,7 +61,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     ):
         add(parser)
     _add_system(parser)
-    for name, reason in REFUSED:
+    for name, reason in REFUSED_OPTIONS:
         parser.add_argument(name, nargs="?", action=Refuse, const=reason, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
@@ -236,9 +236,9 @@ def take_layout(options: argparse.Namespace) -> None:
     command line. Raises ValueError (one line)."""
     if not (text := os.environ.get("UNICRON_LAYOUT")):
         return
-    from unicron_transition.generations.layout import stated
+    from unicron_transition.generations.layout import parse_layout
 
-    layout, virtual = stated(text)
+    layout, virtual = parse_layout(text)
     options.tensor_model_parallel_size, options.pipeline_model_parallel_size = layout.tensor, layout.pipeline
     options.num_layers_per_virtual_pipeline_stage = None
     options.num_virtual_stages_per_pipeline_rank = virtual if virtual > 1 else None

@@ -158,17 +158,17 @@ class GradientSaver:
         known, parameters = self._before
         if known == index and result.generation != self._generation:
             spans = [(part.parameter, slice(part.first, part.first + part.end - part.begin)) for part in held]
-            gradient = [_saved(parameter.main_grad.view(-1)[span]) for parameter, span in spans]
+            gradient = [_copy_to_cpu(parameter.main_grad.view(-1)[span]) for parameter, span in spans]
             path = self._folder / f"{result.iteration}.slot{self._slot}.pt"
             path.parent.mkdir(parents=True, exist_ok=True)
             data = {"index": index, "parameters": parameters, "gradient": gradient}
             torch.save(data, path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)  # readers never see half a file
         self._generation = result.generation
-        self._before = index, [_saved(part.tensors[parts.PARAMETER]) for part in held]
+        self._before = index, [_copy_to_cpu(part.tensors[parts.PARAMETER]) for part in held]
 
 
-def _saved(tensor: Any) -> Any:
+def _copy_to_cpu(tensor: Any) -> Any:
     import torch
 
     return tensor.detach().to("cpu", torch.float32, copy=True)

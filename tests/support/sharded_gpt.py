@@ -39,10 +39,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from tests.support.sharded_states import merged  # noqa: E402
 from unicron_detector.chaos.inject import injector  # noqa: E402
-from unicron_transition.generations import groups, preparing, sharding, unblock  # noqa: E402
+from unicron_transition.generations import groups, sharding, unblock  # noqa: E402
 from unicron_transition.generations.layout import Layout  # noqa: E402
 from unicron_transition.iteration.gradient_copies import Snapshots, Where  # noqa: E402
-from unicron_transition.megatron.gradient_slices import own_parts_only  # noqa: E402
+from unicron_transition.megatron.gradients import own_parts_only  # noqa: E402
 from unicron_transition.seams import elastic_buckets, megatron_core, process_groups  # noqa: E402
 from unicron_transition.seams.nccl import Aborter  # noqa: E402
 from unicron_transition.sharded import shards  # noqa: E402
@@ -75,7 +75,7 @@ class Training:
     def prepare(self) -> None:
         """The model is built in a world without peers."""
         os.environ["UNICRON_MAX_RANKS"] = str(self.settings["most"] * self.size)
-        preparing.prepare(self.layout, self.rank)
+        groups.init_without_peers(self.layout, self.rank)
         self.model_parallel()
         self.groups = groups.Groups(self.layout, self.unblocker, Aborter())
 
@@ -404,7 +404,7 @@ class Training:
                 chunk.start_param_sync(force_sync=True)
         names = self.names()
         pieces = []
-        for optimizer in elastic_buckets.distributed(self.optimizer):
+        for optimizer in elastic_buckets.distributed_optimizers(self.optimizer):
             for parameter in optimizer.model_param_gbuf_map:
                 where = optimizer._get_model_param_range_map(parameter)["param"]
                 tensors = optimizer._get_main_param_and_optimizer_states(parameter)
@@ -423,7 +423,7 @@ class Training:
         with torch.no_grad():
             for parameter, name in names.items():
                 parameter.copy_(parameters[name])
-            for optimizer in elastic_buckets.distributed(self.optimizer):
+            for optimizer in elastic_buckets.distributed_optimizers(self.optimizer):
                 optimizer._init_optimizer_states_with_dummy_values()
                 for parameter in optimizer.model_param_gbuf_map:
                     where = optimizer._get_model_param_range_map(parameter)["param"]

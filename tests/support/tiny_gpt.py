@@ -52,7 +52,7 @@ RATE, RULE = float(os.environ.get("TINY_RATE", "5e-3")), float(os.environ.get("T
 SEQUENCE, VOCABULARY, SIZE = int(os.environ.get("TINY_SEQUENCE", "32")), 128, int(os.environ.get("TINY_SIZE", "2"))
 TENSOR, PIPELINE, VIRTUAL = map(int, os.environ.get("TINY_LAYOUT", "1 1 1").split())
 if "UNICRON_LAYOUT" in os.environ:  # the job has stated several
-    TOLD, VIRTUAL = layout.stated(os.environ["UNICRON_LAYOUT"])
+    TOLD, VIRTUAL = layout.parse_layout(os.environ["UNICRON_LAYOUT"])
     TENSOR, PIPELINE = TOLD.tensor, TOLD.pipeline
 BEGIN = os.environ.get("TINY_BEGIN")
 DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))

@@ -20,7 +20,7 @@ import numpy as np
 
 from unicron_transition.data.files import OpenFiles, Shards
 
-UNPACKED = 4  # compressed shards that stay in memory
+UNPACKED_SHARDS = 4  # compressed shards that stay in memory
 NUMBERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32"}
 DTYPES |= {64: "uint64", 65: "int64", 66: "float64"}
@@ -78,7 +78,7 @@ class MDS:
             return self._open.read(str(shard.path), begin, size)
         if index not in self._unpacked:
             zstandard = import_module("zstandard")
-            if len(self._unpacked) >= UNPACKED:
+            if len(self._unpacked) >= UNPACKED_SHARDS:
                 self._unpacked.popitem(last=False)
             with shard.path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as reader:
                 self._unpacked[index] = reader.read()
@@ -105,9 +105,9 @@ class _Shard:
         free = sum(size is None for _, _, size in self._columns)
         sizes = iter(struct.unpack(f"<{free}I", data[: 4 * free]))
         found, begin = {}, 4 * free
-        for name, decoded, size in self._columns:
+        for name, decode, size in self._columns:
             end = begin + (next(sizes) if size is None else size)
-            found[name] = decoded(data[begin:end])
+            found[name] = decode(data[begin:end])
             begin = end
         return found
 
@@ -139,7 +139,7 @@ def _decoder(folder: Path, column: str, encoding: str) -> Callable[[bytes], Any]
 def _array_decoder(dtype: str = "", shape: str = "") -> Callable[[bytes], Any]:
     fixed = tuple(map(int, shape.split(","))) if shape else None
 
-    def decoded(data: bytes) -> Any:
+    def decode_array(data: bytes) -> Any:
         begin, kind, form = 0, dtype, fixed
         if not kind:
             kind, begin = DTYPES[data[0]], 1
@@ -150,4 +150,4 @@ def _array_decoder(dtype: str = "", shape: str = "") -> Callable[[bytes], Any]:
             begin += axes * width
         return np.frombuffer(data[begin:], kind).reshape(form).copy()
 
-    return decoded
+    return decode_array

@@ -47,7 +47,7 @@ class Tars:
         if not found:
             raise ValueError(f"no tar files: {paths}; check the path")
         self._paths, self._decode = found, decode
-        self._samples = [_indexed(Path(path), None if index is None else Path(index)) for path in found]
+        self._samples = [_read_index(Path(path), None if index is None else Path(index)) for path in found]
         self._shards, self._files = Shards(map(len, self._samples)), OpenFiles()
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class Tars:
         return sample if self._decode is None else self._decode(sample)
 
 
-def _indexed(path: Path, folder: Path | None) -> list[tuple[str, Parts]]:
+def _read_index(path: Path, folder: Path | None) -> list[tuple[str, Parts]]:
     """The samples of one file, from its index if that is of this very file."""
     kept = (folder or path.parent) / f"{path.name}{INDEX}"
     status = path.stat()
@@ -71,7 +71,7 @@ def _indexed(path: Path, folder: Path | None) -> list[tuple[str, Parts]]:
         found = msgpack.unpackb(kept.read_bytes(), strict_map_key=False)
         if found["mark"] == mark:
             return [(key, {name: (begin, size) for name, begin, size in parts}) for key, parts in found["samples"]]
-    samples = _scanned(path)
+    samples = _scan(path)
     said = [(key, [(name, *where) for name, where in parts.items()]) for key, parts in samples]
     new = kept.with_name(f"{kept.name}.{os.getpid()}.new")
     with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ def _indexed(path: Path, folder: Path | None) -> list[tuple[str, Parts]]:
     return samples
 
 
-def _scanned(path: Path) -> list[tuple[str, Parts]]:
+def _scan(path: Path) -> list[tuple[str, Parts]]:
     samples: list[tuple[str, Parts]] = []
     try:
         with tarfile.open(path, "r:") as tar:

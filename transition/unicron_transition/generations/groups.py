@@ -87,7 +87,7 @@ class Role:
 class Groups:
     """The groups of one rank, from generation to generation.
 
-    Make it in the world in which the rank prepared itself (:mod:`generations.preparing`), when Megatron has made its
+    Make it in the world in which the rank prepared itself (:func:`init_without_peers`), when Megatron has made its
     groups. Raises :class:`UnsupportedLayout` for a group that is part of the replicas only.
     """
 
@@ -212,3 +212,17 @@ class Groups:
                 )
             self._pointers.append((container, key, roles[id(group)]))
         return len(self._pointers)
+
+
+# ---------------------------------------------------------------- the world without peers
+def init_without_peers(layout: Layout, slot: int) -> None:
+    """Initialize torch.distributed as the rank of this slot in a world with all the job's coordinates, and no peers.
+
+    It is as large as the job can be: UNICRON_MAX_RANKS. The collectives of torch's `fake` backend return at once. So
+    Megatron builds the part of the model that belongs to this rank's place while nobody else is there yet, and the
+    optimizer's smallest shard.
+    """
+    ranks = int(os.environ.get("UNICRON_MAX_RANKS", "0"))
+    most = max(ranks // layout.size, slot // layout.size + 1)  # replicas
+    rank = layout.megatron_rank(slot // layout.size, slot % layout.size, most)
+    process_groups.init_without_peers(rank, most * layout.size)

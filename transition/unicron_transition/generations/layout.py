@@ -71,7 +71,7 @@ class Layout:
         return replica, self.place(tensor, context, pipeline)
 
 
-class Stated(NamedTuple):
+class StatedLayout(NamedTuple):
     """A layout as a job states it. virtual: pipeline stages of each rank."""
 
     layout: Layout
@@ -79,12 +79,12 @@ class Stated(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The layout in the words that :func:`stated` reads: "TP2 PP2 VPP2"; "TP1" where a rank is a replica."""
+        """The layout in the words that :func:`parse_layout` reads: "TP2 PP2 VPP2"; "TP1" where a rank is a replica."""
         virtual = f" VPP{self.virtual}" if self.virtual > 1 else ""
         return (self.layout.text or "TP1") + virtual
 
 
-def stated(text: str) -> Stated:
+def parse_layout(text: str) -> StatedLayout:
     """The layout in words as "TP2 PP2" or "PP4 VPP2". Raises ValueError, one line."""
     sizes: dict[str, int] = {}
     for word in text.split():
@@ -97,7 +97,7 @@ def stated(text: str) -> Stated:
         sizes[match[1]] = int(match[2])
     if not sizes:
         raise ValueError('a layout is missing: write it like "TP2 PP2"')
-    found = Stated(Layout(sizes.get("TP", 1), 1, sizes.get("PP", 1)), sizes.get("VPP", 1))
+    found = StatedLayout(Layout(sizes.get("TP", 1), 1, sizes.get("PP", 1)), sizes.get("VPP", 1))
     if found.virtual > 1 and found.layout.pipeline == 1:
         raise ValueError(f"{text}: VPP needs PP2 or more")
     return found
@@ -144,6 +144,6 @@ def compose(slots: Iterable[int], size: int) -> tuple[list[list[int]], list[int]
     return complete + mixed, sorted(chain.from_iterable(place[count:] for place in places))
 
 
-def arranged(found: Iterable[list[int]]) -> list[int]:
+def arrange(found: Iterable[list[int]]) -> list[int]:
     """The members of a generation with these replicas: in the order of their heads."""
     return list(chain.from_iterable(sorted(found)))

@@ -35,7 +35,7 @@ class PlanTimeout(RuntimeError):
     """No plan came in time: the job cannot be healed now."""
 
 
-class Dismissed(SystemExit):
+class RankDismissed(SystemExit):
     """The rank ends so that the job can go on in another layout. The exit status is EX_TEMPFAIL of sysexits(3): its
     process is started again."""
 
@@ -184,7 +184,7 @@ class Watch:
             if self._plan is not None and self._plan.generation <= plan.generation:
                 self._plan = None
 
-    def entered(self) -> None:
+    def note_entered(self) -> None:
         """The main thread is in its generation with all others."""
         with self._changed:
             self._joining = False
@@ -211,13 +211,13 @@ class Watch:
         or an image into the node's memory.
 
         Raises :class:`PlanTimeout` after `timeout` seconds; None waits as long as the agent lives. Raises
-        :class:`Dismissed` when the rank is to end.
+        :class:`RankDismissed` when the rank is to end.
         """
         with self._changed:
             if not self._changed.wait_for(self._news, timeout):
                 raise PlanTimeout(f"no plan within {timeout:.0f} s: is unicrond running?")
             if self._dismissed:
-                raise Dismissed
+                raise RankDismissed
             plan, self._plan, self._came = self._plan, None, False
             return plan
 

@@ -17,7 +17,6 @@ from unicron_detector.chaos.inject import injector
 from unicron_detector.processes.rank_channel import name_micro_batch
 from unicron_transition.generations.layout import Layout
 from unicron_transition.iteration import randomness
-from unicron_transition.iteration.deferred_changes import DeferredChanges
 from unicron_transition.iteration.gradient_copies import Snapshots, Where
 from unicron_transition.iteration.ledger import Ledger, LedgerError
 
@@ -56,11 +55,14 @@ def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum under way. work: None in a world of one."""
+    """A sum under way."""
 
     tensor: torch.Tensor
+    """It is summed in place."""
     work: Any
+    """None in a world of one."""
     check: Callable[[], None]
+    """Raises PeerLost where the sum may be garbage. To be called when the device is done with it."""
 
     def finish(self) -> torch.Tensor:
         """The sum, once it is there. Raises RuntimeError, or PeerLost, when a peer is gone."""
@@ -68,9 +70,47 @@ class Sum:
             self.work.wait()
         return self.tensor
 
-    def checked(self) -> None:
-        """Raise PeerLost where the sum may be garbage. Call it when the device is done with it."""
-        self.check()
+
+class DeferredChanges:
+    """Changes of an iteration beside the parameters, which are made only when it is committed.
+
+    Megatron updates the loss scale of fp16, and the biases of experts, before all that communicates is over. Should the
+    iteration be reduced once more after that, its micro-batches would be computed with other values than those that are
+    in the gradient. So these changes wait for the commit.
+    """
+
+    def __init__(self) -> None:
+        self._changes: list[Callable[[], None]] = []
+
+    def add(self, change: Callable[[], None]) -> None:
+        """Make this change at the commit."""
+        self._changes.append(change)
+
+    def apply(self) -> None:
+        """Make the changes: the iteration is committed."""
+        changes, self._changes = self._changes, []
+        for change in changes:
+            change()
+
+    def forget(self) -> None:
+        """Drop the changes: the iteration is reduced once more, or the state after it has come from elsewhere."""
+        self._changes.clear()
+
+
+def scalers(optimizer: Any) -> list[Any]:
+    """Megatron's gradient scalers in what the script calls its optimizer."""
+    found = (getattr(each, "grad_scaler", None) for each in getattr(optimizer, "chained_optimizers", [optimizer]))
+    return [scaler for scaler in found if scaler is not None]
+
+
+def hold_scalers(optimizer: Any, pending: DeferredChanges) -> None:
+    """Make every scaler's update wait in `pending`."""
+
+    def later(update: Callable[[bool], None]) -> Callable[[bool], None]:
+        return lambda found_inf: pending.add(lambda: update(found_inf))
+
+    for scaler in scalers(optimizer):
+        scaler.update = later(scaler.update)
 
 
 @dataclass(frozen=True)
@@ -187,10 +227,10 @@ class Accumulation(ABC):
     @property
     def snapshot_bytes(self) -> int:
         """That the copies take which undo a reduce."""
-        return self._snapshots.size(self._reduced())
+        return self._snapshots.size(self._tensors_to_reduce())
 
     @abstractmethod
-    def _reduced(self) -> Iterator[torch.Tensor]:
+    def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
         """What reduces overwrite."""
 
     def adopt_groups(self) -> None:  # noqa: B027
@@ -216,7 +256,7 @@ class Accumulation(ABC):
             raise PeerLost("a member of the generation is gone")
         randomness.seed(self.seed, iteration, index, **coordinate)
 
-    def _fetched(self, iteration: int, index: int) -> Any:
+    def _fetch(self, iteration: int, index: int) -> Any:
         began = time.perf_counter()
         self._at_hand = iteration, index
         micro_batch = self._work.fetch(iteration, index)
@@ -248,7 +288,7 @@ class Accumulation(ABC):
             self.seconds["backward"] += time.perf_counter() - self._backward_since
             self._backward_since = None
 
-    def _finished(self, ledger: Ledger, indices: Sequence[int]) -> None:
+    def _finish(self, ledger: Ledger, indices: Sequence[int]) -> None:
         self._whole, self._at_hand = True, None
         for index in indices:
             ledger.finish(index)

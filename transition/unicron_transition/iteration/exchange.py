@@ -25,7 +25,7 @@ FIRST_TAG = 1 << 20  # of these messages; pipelines send with tag 0
 
 
 @dataclass(frozen=True)
-class Said:
+class CommitResult:
     """The result of the members' commit. offer: the plan that all of them hold. first: some rank does not know yet in
     which order its gradients are made. save: some rank wants a checkpoint of the state after this step. busy: some
     rank's last checkpoint is still being written."""
@@ -83,7 +83,7 @@ class Exchange:
         told, bad = self.inside([loss if knows and math.isfinite(loss) else -math.inf, float(not math.isfinite(loss))])
         return math.nan if bad else told
 
-    def commit(self, offer: Plan | None, first: bool, save: bool = False, busy: bool = False) -> Said:
+    def commit(self, offer: Plan | None, first: bool, save: bool = False, busy: bool = False) -> CommitResult:
         """Commit the step with all members: each says what holds for itself."""
         held = float(offer.generation if offer else 0)
         said = torch.tensor([held, -held, float(first), float(save), float(busy)], dtype=torch.float64)
@@ -91,7 +91,7 @@ class Exchange:
         same = offer is not None and most == -least == held
         if same:
             self.wait_until_sent()  # the groups end with this iteration
-        return Said(offer if same else None, *(number > 0 for number in anybody))
+        return CommitResult(offer if same else None, *(number > 0 for number in anybody))
 
     def furthest(self, state: tuple[int, int]) -> tuple[int, int]:
         """The (base, version) of the members; a newcomer has none, or an older one."""
@@ -200,8 +200,8 @@ def at_commit(optimizer: Any, commit: Callable[[], None]) -> None:
     name = "step_with_ready_grads" if hasattr(optimizer, "step_with_ready_grads") else "step"
     original = getattr(optimizer, name)
 
-    def committed(*arguments: Any, **keywords: Any) -> Any:
+    def commit_first(*arguments: Any, **keywords: Any) -> Any:
         commit()
         return original(*arguments, **keywords)
 
-    setattr(optimizer, name, committed)
+    setattr(optimizer, name, commit_first)

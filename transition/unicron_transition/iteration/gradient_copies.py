@@ -32,7 +32,7 @@ class Where(enum.StrEnum):
     NONE = "none"
 
 
-def chosen(environment: Mapping[str, str] = os.environ) -> Where:
+def chosen_place(environment: Mapping[str, str] = os.environ) -> Where:
     """What the setting says. Raises ValueError for a word that it does not know."""
     text = environment.get(SETTING) or Where.CARD.value
     try:

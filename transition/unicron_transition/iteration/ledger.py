@@ -77,3 +77,16 @@ class Ledger:
         wrong = {index: count for index, count in enumerate(counts) if count != 1}
         if wrong:
             raise LedgerError(f"iteration {iteration}: micro-batches not counted exactly once (index: count): {wrong}")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. `loss` is the mean over all micro-batches of the iteration, the same number on every rank."""
+
+    iteration: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    seconds: float
+    generation: int
+    world_size: int

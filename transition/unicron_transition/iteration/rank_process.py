@@ -10,8 +10,8 @@ import torch.distributed as dist
 from unicron_detector.chaos.inject import injector
 from unicron_detector.processes.rank_channel import RankChannel
 from unicron_detector.processes.rank_messages import Moved
-from unicron_transition.generations import groups, preparing
-from unicron_transition.generations.layout import Layout, Stated, stated
+from unicron_transition.generations import groups
+from unicron_transition.generations.layout import Layout, StatedLayout, parse_layout
 from unicron_transition.generations.pulse import Pulse
 from unicron_transition.generations.unblock import Unblocker
 from unicron_transition.generations.watch import Watch
@@ -65,9 +65,9 @@ def current() -> Process:
 
 def _compare(layout: Layout) -> None:
     wanted = os.environ.get("UNICRON_LAYOUT", "")
-    if wanted and stated(wanted).layout != layout:
+    if wanted and parse_layout(wanted).layout != layout:
         raise UnsupportedLayout(
-            f"the job runs as {wanted} now, and the script gives {Stated(layout).text}: take the layout from "
+            f"the job runs as {wanted} now, and the script gives {StatedLayout(layout).text}: take the layout from "
             "UNICRON_LAYOUT, or submit without UNICRON_LAYOUTS"
         )
 
@@ -97,4 +97,4 @@ def init_process_group(backend: str, layout: Layout | None = None) -> None:
         else:
             dist.init_process_group(backend, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        preparing.prepare(_process.layout, _process.slot)
+        groups.init_without_peers(_process.layout, _process.slot)

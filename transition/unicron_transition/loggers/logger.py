@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from unicron_transition.iteration.ledger import StepResult
 from unicron_transition.iteration.rank_log import warn
-from unicron_transition.iteration.result import StepResult
 
-KEPT = 64  # iterations that each rank can still write
+KEPT_ITERATIONS = 64  # iterations that each rank can still write
 
 
 class Logger(ABC):
@@ -27,7 +27,7 @@ class Logger(ABC):
     call tries again, with what was left out."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT)
+        self._kept: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT_ITERATIONS)
         self._open = False
         self._last = -1  # the step written last
         self._before = -1  # the step of the last call
@@ -55,7 +55,7 @@ class Logger(ABC):
         if not self._open or step <= self._before:
             self._stop_writing()
             first = self._kept[0][0]
-            self._last = self._opened(first)
+            self._last = self._open_run(first)
             self._open = True
         for at, scalars in self._kept:
             if at > self._last:
@@ -71,7 +71,7 @@ class Logger(ABC):
     def _stop_writing(self) -> None:
         if self._open:
             self._open = False
-            self._closed()
+            self._close_run()
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +80,7 @@ class Logger(ABC):
         self.close()
 
     @abstractmethod
-    def _opened(self, first: int) -> int:
+    def _open_run(self, first: int) -> int:
         """Begin to write. first: the first step that this rank can write. Returns the last step that is not to be
         written again."""
 
@@ -92,7 +92,7 @@ class Logger(ABC):
         """Everything is to outlive this process."""
 
     @abstractmethod
-    def _closed(self) -> None:
+    def _close_run(self) -> None:
         """Another rank writes from now on."""
 
 
@@ -116,7 +116,7 @@ def job_name() -> str:
     raise ValueError("outside of Slurm a logger needs the name of its run: give it the argument `run`")
 
 
-def needed(module: str, package: str) -> Any:
+def import_optional(module: str, package: str) -> Any:
     """The module of an optional package. Raises ValueError, one line, where it is not installed."""
     try:
         found: ModuleType = import_module(module)

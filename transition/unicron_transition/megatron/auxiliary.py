@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unicron_transition.iteration.deferred_changes import DeferredChanges
+from unicron_transition.iteration.accumulation import DeferredChanges
 
 _SCALERS = (  # (module, class) of what adds an auxiliary loss's gradient, and the setting that has the model use it
     ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "num_moe_experts"),
@@ -77,7 +77,7 @@ class Auxiliary:
 
         output.register_hook(set_scale)
 
-    def computed(self) -> None:
+    def end_schedule(self) -> None:
         """The schedule is over."""
         for chunk, counts in self._frozen.items():
             _set_counts(self._routers[chunk], counts)

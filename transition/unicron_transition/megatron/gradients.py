@@ -20,7 +20,6 @@ import torch
 from unicron_transition.iteration.accumulation import Accumulation, PeerLost, Work, evaluating, wait_out
 from unicron_transition.iteration.ledger import Ledger
 from unicron_transition.megatron.auxiliary import Auxiliary
-from unicron_transition.megatron.gradient_slices import own_parts_only
 from unicron_transition.seams import elastic_buckets, megatron_core
 from unicron_transition.seams.table import UnsupportedLayout
 
@@ -107,7 +106,7 @@ class Gradients(Accumulation):
             return
         for group in self._bucket_groups():
             group.per_param_grad_ready_counts = {}
-        count = self._padded(len(owed))
+        count = self._pad(len(owed))
         iterators = [self._data(ledger.iteration, owed, count) for _ in self.model]
         with self._schedule_configuration():
             self._in_backward = True
@@ -122,8 +121,8 @@ class Gradients(Accumulation):
             finally:
                 self._in_backward = False
                 self._end_backward(time.perf_counter())
-        self._auxiliary.computed()
-        self._finished(ledger, owed if self.layout.size > 1 else owed[-1:])
+        self._auxiliary.end_schedule()
+        self._finish(ledger, owed if self.layout.size > 1 else owed[-1:])
 
     def evaluate(
         self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
@@ -134,7 +133,7 @@ class Gradients(Accumulation):
         if not indices:
             return {}
         found: dict[int, tuple[torch.Tensor, Any]] = {}
-        count = self._padded(len(indices))
+        count = self._pad(len(indices))
         padded = [indices[min(number, len(indices) - 1)] for number in range(count)]
         iterators = [(fetch(iteration, index) for index in padded) for _ in self.model]
         with evaluating(self.model), self._schedule_configuration():
@@ -160,12 +159,12 @@ class Gradients(Accumulation):
             with self._auxiliary.forward(chunk, real=False):
                 output, loss_function = self.forward_step(data_iterator, model, *rest)
 
-            def noted(*arguments: Any, **keywords: Any) -> Any:
+            def note_loss(*arguments: Any, **keywords: Any) -> Any:
                 told = loss_function(*arguments, **keywords)
                 found[index] = told[0].detach().clone(), told[1].detach().clone() if len(told) == 3 else 1
                 return told
 
-            return output, noted
+            return output, note_loss
 
         return forward_step
 
@@ -174,7 +173,7 @@ class Gradients(Accumulation):
         if self._sharded and self.model[0].ddp_config.overlap_param_gather:
             elastic_buckets.gather_without_forward(self.model)
 
-    def _padded(self, count: int) -> int:
+    def _pad(self, count: int) -> int:
         """The interleaved schedule takes whole groups of micro-batches only: what is missing is computed once more,
         with the weight 0."""
         if len(self.model) == 1:
@@ -198,7 +197,7 @@ class Gradients(Accumulation):
 
     def _data(self, iteration: int, indices: Sequence[int], count: int) -> Iterator[Any]:
         for number in range(count):
-            yield self._fetched(iteration, indices[min(number, len(indices) - 1)])
+            yield self._fetch(iteration, indices[min(number, len(indices) - 1)])
 
     def _forward(self, ledger: Ledger, owed: Sequence[int], count: int) -> Callable[..., Any]:
         passed = [0] * len(self.model)  # forward passes so far, by chunk
@@ -209,7 +208,7 @@ class Gradients(Accumulation):
             chunk = next(number for number, one in enumerate(self.model) if one is model)
             number, passed[chunk] = passed[chunk], passed[chunk] + 1
             if alone and number:  # the schedule asks for the next forward when the backward before it is over
-                self._finished(ledger, [owed[number - 1]])
+                self._finish(ledger, [owed[number - 1]])
             real = number < len(owed)
             index = owed[min(number, len(owed) - 1)]
             self._begin_forward(ledger, index, chunk=chunk, **self._coordinate)
@@ -218,16 +217,16 @@ class Gradients(Accumulation):
                 output, loss_function = self.forward_step(data_iterator, model, *rest)
             self._auxiliary.weigh(output, chunk, real)
 
-            def weighted(*arguments: Any, **keywords: Any) -> Any:
+            def weigh_loss(*arguments: Any, **keywords: Any) -> Any:
                 loss, *others = loss_function(*arguments, **keywords)
                 self._begin_backward()
-                return self._weighted(ledger, index, loss, others, count, real)
+                return self._weigh(ledger, index, loss, others, count, real)
 
-            return output, weighted
+            return output, weigh_loss
 
         return forward_step
 
-    def _weighted(
+    def _weigh(
         self, ledger: Ledger, index: int, loss: torch.Tensor, others: list[Any], count: int, real: bool
     ) -> tuple[Any, ...]:
         """What Megatron gets of the script's (loss, log) or (sum of losses, tokens, log); the ledger notes it."""
@@ -260,7 +259,7 @@ class Gradients(Accumulation):
             (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
         proven = self._work.begin_sum(proof.to(self._device()))
         told = proven.finish().cpu()
-        proven.checked()
+        proven.check()
         return told
 
     def proven(self, tokens: float) -> float:
@@ -318,7 +317,7 @@ class Gradients(Accumulation):
         sums."""
         return elastic_buckets.own_part(bucket, group) if self._sharded else bucket.grad_data
 
-    def _reduced(self) -> Iterator[torch.Tensor]:
+    def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
         return (self._overwritten(bucket, group) for group in self._bucket_groups() for bucket in group.buckets)
 
     # ------------------------------------------------------------ recovering
@@ -354,3 +353,54 @@ class Gradients(Accumulation):
             group.is_last_microbatch = True
             group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
             group.cached_param_buffer_shard_list = [None] * len(group.buckets)
+
+
+# ---------------------------------------------------------------- a distributed optimizer's own parts
+# A reduce-scatter in place writes this rank's own part of each bucket and nothing else, whether it succeeds or fails
+# (seen with gloo; NCCL's interface has the buffer that it sends from as constant). The rest of the buffer stays this
+# rank's unreduced sum until it is zeroed, so a copy of the own part, one data-parallel size'th of a gradient, undoes
+# the reduce. What Megatron does to gradients after the reduce is kept to the own part as well: the rest has no meaning
+# to the optimizer.
+@contextlib.contextmanager
+def own_parts_only(model: Sequence[Any]) -> Iterator[None]:
+    """Wraps Megatron's `finalize_model_grads`: what it does to gradients after the reduce, it does to the own parts.
+
+    That is the sum over stages that share an embedding, the sum over tensor-parallel ranks for sequence parallelism
+    and norms, and the division by the number of tokens. All of these are between ranks that have the same part of the
+    same bucket. Megatron itself sends the whole gradients, of which all but the own part is unreduced.
+    """
+    with contextlib.ExitStack() as stack:
+        for chunk in model:
+            for buffer in megatron_core.buffers(chunk):
+                stack.enter_context(_own_parts_of(buffer))
+        yield
+
+
+@contextlib.contextmanager
+def _own_parts_of(buffer: Any) -> Iterator[None]:
+    whole = {}
+    ranges = list(_own_ranges(buffer))
+    for parameter, (start, end, number) in buffer.param_index_map.items():
+        lower, upper = max(start, ranges[number][0]), min(end, ranges[number][1])
+        whole[parameter] = parameter.main_grad
+        parameter.main_grad = buffer.grad_data[lower : max(lower, upper)]
+
+    def scale_gradients(factor: float) -> None:
+        for lower, upper in ranges:
+            buffer.grad_data[lower:upper].mul_(factor)
+
+    buffer.scale_gradients = scale_gradients
+    try:
+        yield
+    finally:
+        del buffer.scale_gradients
+        for parameter, gradient in whole.items():
+            parameter.main_grad = gradient
+
+
+def _own_ranges(buffer: Any) -> Iterator[tuple[int, int]]:
+    """This rank's part of each bucket, in the buffer."""
+    rank = buffer.data_parallel_group.rank()
+    for bucket in buffer.buckets:
+        size = bucket.grad_data.numel() // buffer.data_parallel_world_size
+        yield bucket.offset + rank * size, bucket.offset + (rank + 1) * size

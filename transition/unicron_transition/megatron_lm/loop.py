@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 
+from unicron_transition.iteration.ledger import StepResult
 from unicron_transition.iteration.rank_log import inform
-from unicron_transition.iteration.result import StepResult
 from unicron_transition.megatron_lm import data
-from unicron_transition.megatron_lm.batches import Batches
 from unicron_transition.megatron_lm.save_load import checkpoints
 from unicron_transition.megatron_lm.validation import IN_LOOP, Evaluation, GivenUp
 from unicron_transition.megatron_lm.world import World
 from unicron_transition.megatron_lm.writers import Writers
-from unicron_transition.seams.megatron_lm import Refused, end_was_signalled, replace
-from unicron_transition.seams.table import TRAINING, UnsupportedLayout
+from unicron_transition.seams.megatron_lm import CannotHeal, end_was_signalled, known_timers, replace
+from unicron_transition.seams.table import TIMERS, TRAINING, UnsupportedLayout
 from unicron_transition.session.session import Session
 from unicron_transition.snapshot.checkpoint import CheckpointError
 from unicron_transition.snapshot.model_facts import of_megatron_lm
@@ -44,13 +43,19 @@ class Loop:
         self._over = False  # the others have come to the end
         self._key = "lm loss"
         self._began = time.time()
-        self._batches: Batches | None = None
+        self._batches: data.Batches | None = None
         self._writers = Writers(self._next_step, lambda: world.folders.save if world.folders else None)
         self._evaluation: Evaluation | None = None
 
     def install(self) -> None:
         """Replace the loop's step, what decides on its end, and who writes."""
         self._writers.install()
+        replace(TIMERS, "Timer.start", _start)
+        replace(TIMERS, "Timer.stop", _stop)
+        replace(TIMERS, "Timers._get_elapsed_time_all_ranks", lambda _: _own_times)
+        replace(TRAINING, "print_datetime", _print_datetime)
+        replace(TRAINING, "training_log", _training_log)
+        replace(TRAINING, "reduce_max_stat_across_model_parallel_group", lambda _: lambda stat, group=None: stat)
         replace(TRAINING, "train", self._train)
         replace(TRAINING, "train_step", lambda _: self._train_step)
         replace(TRAINING, "evaluate", lambda _: self._evaluate)
@@ -91,7 +96,7 @@ class Loop:
             try:
                 session.join()
             except CheckpointError as error:
-                raise Refused(str(error)) from None
+                raise CannotHeal(str(error)) from None
             ended = to_the_end()
             self._evaluation.in_loop = False
             return ended
@@ -139,7 +144,7 @@ class Loop:
 
     def _make(self, args: Any, forward_step: Any, model: Any, optimizer: Any, scheduler: Any, samples: Any) -> Session:
         self._note_steps(optimizer)
-        batches = self._batches = Batches(args)
+        batches = self._batches = data.Batches(args)
         try:
             self._session = Session(
                 model=model,
@@ -155,7 +160,7 @@ class Loop:
                 seed=args.seed,
             )
         except (UnsupportedLayout, CheckpointError) as error:
-            raise Refused(str(error).removeprefix("unicron ")) from None
+            raise CannotHeal(str(error).removeprefix("unicron ")) from None
         session = self._session
         session.note_arguments(of_megatron_lm(args))
         session.finishes = False  # evaluations follow
@@ -256,3 +261,52 @@ class Loop:
         for result in self._results:
             raise RuntimeError(f"the session went on with iteration {result.iteration} after the loop's end")
         self._session.finish()
+
+
+# ---------------------------------------------------------------- between two iterations
+# Nothing there waits for another rank: outside of the session nothing would heal it. The learning rate and the norm are
+# the same in all ranks. Times in the log are those of the rank that writes it.
+def _start(original: Callable[..., None]) -> Callable[..., None]:
+    def start(self: Any, barrier: bool = False) -> None:
+        self._started = False  # a schedule that a loss has ended has left it running
+        original(self)
+
+    return start
+
+
+def _stop(original: Callable[..., None]) -> Callable[..., None]:
+    def stop(self: Any, barrier: bool = False) -> None:
+        if self._started:
+            original(self)
+
+    return stop
+
+
+def _own_times(timers: Any, names: list[str], reset: bool, barrier: bool) -> torch.Tensor | None:
+    if not names:
+        return None
+    known = known_timers(timers)
+    times = [known[name].elapsed(reset=reset) if name in known else 0.0 for name in names]
+    return torch.tensor([times], dtype=torch.float, device="cpu")
+
+
+def _print_datetime(original: Callable[..., None]) -> Callable[..., None]:
+    def print_datetime(string: str, override_timestamp: float | None = None) -> None:
+        barrier, torch.distributed.barrier = torch.distributed.barrier, lambda *_, **__: None
+        try:
+            original(string, override_timestamp)
+        finally:
+            torch.distributed.barrier = barrier
+
+    return print_datetime
+
+
+def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The loop logs its first iteration at once, and once more in the mean of the next line. Where a rank joins is no
+    such place."""
+
+    def training_log(losses: Any, totals: Any, rate: Any, iteration: int, *rest: Any, **keywords: Any) -> Any:
+        keywords["is_first_iteration"] = bool(keywords.get("is_first_iteration")) and iteration == 1
+        return original(losses, totals, rate, iteration, *rest, **keywords)
+
+    return training_log

@@ -2,7 +2,7 @@
 
 It counts as one replica that computes all micro-batches of an iteration: so the number of micro-batches, the samples
 consumed and the learning rate do not change when replicas come and go. Its groups are made in the world in which the
-rank prepares itself (:mod:`generations.preparing`), and belong to the job's generations from then on.
+rank prepares itself (:func:`groups.init_without_peers`), and belong to the job's generations from then on.
 """
 
 from __future__ import annotations

@@ -96,10 +96,10 @@ class Writers:
         self._was_last = False
 
     def _flushing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def logged(*arguments: Any, **keywords: Any) -> Any:
+        def log_and_flush(*arguments: Any, **keywords: Any) -> Any:
             outcome = original(*arguments, **keywords)
             if self._was_last and (writer := self._found.get("tensorboard")) is not None:
                 writer.flush()
             return outcome
 
-        return logged
+        return log_and_flush

@@ -60,7 +60,7 @@ class Plain:
     def gradients(self, forward_step: Any, work: Work) -> PlainGradients:
         """The gradients of this rank."""
         scale = self._scaler.scale if self._scaler is not None else lambda loss: loss
-        return PlainGradients(self._model, self.optimizer.trained(), scale, forward_step, work)
+        return PlainGradients(self._model, self.optimizer.trained_parameters(), scale, forward_step, work)
 
     def begin_alone(self, state: TrainingState, device: torch.device) -> None:
         """Give every rank the first one's parameters, as torch's DistributedDataParallel does; without an agent."""
@@ -93,7 +93,7 @@ class PlainOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
-    def trained(self) -> dict[str, torch.nn.Parameter]:
+    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that it trains, by name."""
         mine = {id(parameter) for parameters in self._groups() for parameter in parameters}
         named = self._module.named_parameters()
@@ -119,7 +119,7 @@ class PlainOptimizer:
             self._scaler.unscale_(self.optimizer)
         norm = None
         if self._clip is not None:
-            norm = float(torch.nn.utils.clip_grad_norm_(self.trained().values(), self._clip))
+            norm = float(torch.nn.utils.clip_grad_norm_(self.trained_parameters().values(), self._clip))
         succeeded = self._stepped_by_scaler() if self._scaler is not None else self._step()
         if not self._stepped and succeeded:
             self._stepped = True

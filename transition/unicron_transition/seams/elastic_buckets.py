@@ -24,9 +24,10 @@ from typing import Any
 import torch
 
 from unicron_transition.seams import megatron_core, table
-from unicron_transition.seams.bucket_cut import NCCL_QUANTUM, QUANTUM, capacity, padded
 from unicron_transition.seams.table import CORE, OPTIMIZER, UnsupportedLayout
 
+QUANTUM = 128  # Megatron starts buckets at 256-byte boundaries for parameters of two bytes
+NCCL_QUANTUM = 2**16  # with `pad_buckets_for_high_nccl_busbw`
 _PARAMETERS = "unicron_parameters"  # of a distributed optimizer: the model's parameters in each of its groups
 _ROOMY = "unicron_roomy"
 LAYS_OUT = "_compute_per_buffer_param_layout"  # of the optimizer; before 0.18 the buffer lays itself out
@@ -172,21 +173,37 @@ class _Divisor(int):
     pad: Callable[[int], int]
 
     def __rtruediv__(self, end: float) -> Any:
-        return _Padded(self.pad(int(end)))
+        return _PaddedEnd(self.pad(int(end)))
 
 
-class _Padded(int):
+class _PaddedEnd(int):
     """An end that was divided by a :class:`_Divisor`, and will be multiplied by it."""
 
-    def __ceil__(self) -> _Padded:
+    def __ceil__(self) -> _PaddedEnd:
         return self
 
     def __mul__(self, divisor: int) -> int:
         return int(self)
 
 
+# ---------------------------------------------------------------- sizes, in elements
+def padded_size(elements: int, count: int, quantum: int = QUANTUM) -> int:
+    """The size of a bucket that is cut into `count` parts: Megatron's own rule, whatever the bucket's place."""
+    divisor = math.lcm(count, quantum)
+    return -(-elements // divisor) * divisor
+
+
+def capacity(elements: int, most: int, quantum: int = QUANTUM) -> int:
+    """The room that a bucket needs so that it can be cut into any number of parts up to `most`.
+
+    At most 2 * `most` * `quantum` elements more than there are. Always a multiple of what Megatron asks of a bucket
+    that is cut into `most`.
+    """
+    return padded_size(max(padded_size(elements, count, quantum) for count in range(1, most + 1)), most, quantum)
+
+
 # ---------------------------------------------------------------- looking
-def distributed(optimizer: Any) -> list[Any]:
+def distributed_optimizers(optimizer: Any) -> list[Any]:
     """Megatron's distributed optimizers in what the script calls its optimizer, less those that have no parameter."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -210,7 +227,7 @@ def check(model: Sequence[Any], optimizer: Any) -> None:
         ):
             if wrong:
                 raise UnsupportedLayout(f"unicron can't heal a distributed optimizer with {what}: unset it")
-    for each in distributed(optimizer):
+    for each in distributed_optimizers(optimizer):
         for wrong, what in (
             (each.config.use_precision_aware_optimizer, "use_precision_aware_optimizer"),
             (each.config.optimizer_cpu_offload, "optimizer_cpu_offload"),
@@ -252,7 +269,7 @@ def own_part(bucket: Any, group: Any) -> torch.Tensor:
 
 def optimizer_buckets(optimizer: Any) -> Iterator[tuple[Any, int, Any, Any]]:
     """(optimizer, number of the buffer, buffer, bucket) of all buckets of sharded optimizers, in a fixed order."""
-    for each in distributed(optimizer):
+    for each in distributed_optimizers(optimizer):
         for number, buffer in enumerate(each.buffers):
             for bucket in buffer.buckets:
                 yield each, number, buffer, bucket
@@ -307,7 +324,7 @@ def resize(model: Sequence[Any], optimizer: Any) -> None:
             _resize_buffer(buffer)
         for group in megatron_core.bucket_groups(chunk):
             _resize_bucket_group(group)
-    for each in distributed(optimizer):
+    for each in distributed_optimizers(optimizer):
         if _shard(each) != getattr(each, "unicron_shard", None):
             _resize_optimizer(each)
             each.unicron_shard = _shard(each)
@@ -323,7 +340,7 @@ def _resize_buffer(buffer: Any) -> None:
         buffer.num_optimizer_shards = size
     starts = [bucket.offset for bucket in buffer.buckets]
     for number, (bucket, room) in enumerate(zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True)):
-        end = bucket.offset + padded(bucket.numel_unpadded, size, quantum(buffer.ddp_config))
+        end = bucket.offset + padded_size(bucket.numel_unpadded, size, quantum(buffer.ddp_config))
         if end > room:
             raise UnsupportedLayout(f"{size} replicas are more than the job's buffers were built for")
         buffer.bucket_indices[number] = (bucket.offset, end)
@@ -371,7 +388,7 @@ def _resize_optimizer(optimizer: Any) -> None:
         group["params"] = shards["params"]
         ranges["orig_group"] = ranges["orig_group_idx"] = group
         for parameter in group["params"]:
-            inner.state[parameter] = _unmoved(inner, group, parameter)
+            inner.state[parameter] = _initial_state(inner, group, parameter)
 
 
 def _let_go(optimizer: Any, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -387,7 +404,7 @@ def _let_go(optimizer: Any, parameters: Sequence[Sequence[torch.Tensor]]) -> Non
                 parameter.main_param = None
 
 
-def _unmoved(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+def _initial_state(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Adam's state before the first step, there from the start so that it can be copied and moved like any other."""
     state = {"exp_avg": torch.zeros_like(parameter.data), "exp_avg_sq": torch.zeros_like(parameter.data)}
     if isinstance(inner, torch.optim.Adam):  # Apex and Transformer Engine count steps in the group
@@ -402,7 +419,7 @@ def rebuild_parameters(model: Sequence[Any], optimizer: Any) -> None:
 
     Synchronous, also with `overlap_param_gather`: the next forward pass then gathers nothing.
     """
-    for each in distributed(optimizer):
+    for each in distributed_optimizers(optimizer):
         each._copy_main_params_to_model_params()
     for chunk in model:
         chunk.start_param_sync(force_sync=True)

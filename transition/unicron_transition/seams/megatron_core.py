@@ -146,7 +146,7 @@ def send_back_over(way: Any) -> None:
     (`p2p_communication._p2p_ops`), whose connections the loss of any member breaks."""
     from megatron.core.pipeline_parallel import p2p_communication
 
-    class Distributed:
+    class OtherWorld:
         """`torch.distributed` with another world."""
 
         group = SimpleNamespace(WORLD=way)
@@ -155,7 +155,7 @@ def send_back_over(way: Any) -> None:
             return getattr(dist, name)
 
     original = getattr(p2p_communication._p2p_ops, "unicron_original", p2p_communication._p2p_ops)
-    scope = {**vars(p2p_communication), "torch": SimpleNamespace(distributed=Distributed(), Tensor=torch.Tensor)}
+    scope = {**vars(p2p_communication), "torch": SimpleNamespace(distributed=OtherWorld(), Tensor=torch.Tensor)}
     patched = FunctionType(original.__code__, scope, original.__name__, original.__defaults__, original.__closure__)
     patched.__kwdefaults__ = original.__kwdefaults__
     patched.unicron_original = original  # type: ignore[attr-defined]

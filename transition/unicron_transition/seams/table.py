@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 # The releases that were tested, the oldest first; setup.cfg's ranges hold them.
-KNOWN = {
+KNOWN_RELEASES = {
     "torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0"),
     "megatron-core": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
 }
@@ -36,7 +36,7 @@ GLOBALS = "megatron.training.global_vars"
 TIMERS = "megatron.core.timers"
 CALCULATORS = "megatron.core.num_microbatches_calculator"
 RAMP = "RampupBatchsizeNumMicroBatchesCalculator"
-GONE = "(gone)"  # in the place of parameters: this release does not have it, or what has it is not used
+NOT_THERE = "(gone)"  # in the place of parameters: this release does not have it, or what has it is not used
 
 
 class Seam(NamedTuple):
@@ -52,7 +52,7 @@ class Seam(NamedTuple):
     since: Mapping[str, str | None] = MappingProxyType({})
 
     def at(self, release: str) -> str | None:
-        """Its parameters in this release; :data:`GONE` where that has none of the name."""
+        """Its parameters in this release; :data:`NOT_THERE` where that has none of the name."""
         columns = [found for first, found in self.since.items() if numbers(first) <= numbers(release)]
         return columns[-1] if columns else self.parameters
 
@@ -138,18 +138,18 @@ MEGATRON_CORE = (
             "param_to_name gradient_scaling_factor param_indices nccl_ub pg_collection param_layout",
         },
     ),
-    Seam(BUFFERS, "math.lcm", None, "replaced while a buffer is laid out", {"0.18": GONE}),
+    Seam(BUFFERS, "math.lcm", None, "replaced while a buffer is laid out", {"0.18": NOT_THERE}),
     Seam(
         OPTIMIZER,
         "DistributedOptimizer._compute_per_buffer_param_layout",
-        GONE,
+        NOT_THERE,
         "wrapped: buckets get room for every number of replicas",
         {"0.18": "params bucket_size data_parallel_world_size ddp_config param_indices"},
     ),
     Seam(
         OPTIMIZER,
         "pad_bucket_end",
-        GONE,
+        NOT_THERE,
         "replaced while a buffer is laid out",
         {"0.18": "bucket_end_index data_parallel_world_size pad_for_high_nccl_busbw"},
     ),
@@ -191,14 +191,14 @@ MEGATRON_CORE = (
     Seam(
         OPTIMIZERS,
         "MegatronOptimizer.has_grad_norm_group.~_has_grad_norm_group_cache",
-        GONE,
+        NOT_THERE,
         "all ranks ask again when one has joined",
         {"0.19": None},
     ),
     Seam(
         OPTIMIZERS,
         "ChainedOptimizer.has_grad_norm_group.~_has_grad_norm_group_cache",
-        GONE,
+        NOT_THERE,
         "all ranks ask again when one has joined",
         {"0.19": None},
     ),
@@ -222,11 +222,21 @@ MEGATRON_CORE = (
 )
 MEGATRON_LM = (
     Seam(
-        INITIALIZE, "parse_args", "extra_args_provider ignore_unknown_args", "the world it is told of", {"0.18": GONE}
+        INITIALIZE,
+        "parse_args",
+        "extra_args_provider ignore_unknown_args",
+        "the world it is told of",
+        {"0.18": NOT_THERE},
     ),
-    Seam(INITIALIZE, "validate_args", "args defaults", "options that cannot be healed", {"0.18": GONE}),
-    Seam(ARGUMENTS, "parse_args", GONE, "the world it is told of", {"0.18": "extra_args_provider ignore_unknown_args"}),
-    Seam(ARGUMENTS, "validate_args", GONE, "options that cannot be healed", {"0.18": "args defaults"}),
+    Seam(INITIALIZE, "validate_args", "args defaults", "options that cannot be healed", {"0.18": NOT_THERE}),
+    Seam(
+        ARGUMENTS,
+        "parse_args",
+        NOT_THERE,
+        "the world it is told of",
+        {"0.18": "extra_args_provider ignore_unknown_args"},
+    ),
+    Seam(ARGUMENTS, "validate_args", NOT_THERE, "options that cannot be healed", {"0.18": "args defaults"}),
     Seam(
         INITIALIZE,
         "_initialize_distributed",
@@ -332,7 +342,7 @@ MEGATRON_LM = (
         "global_batch_size micro_batch_size data_parallel_size decrease_batch_size_if_needed rank "
         "start_global_batch_size batch_size_increment ramup_samples",
         "how the batch grows with the samples; from 0.18 on the option is ignored",
-        {"0.18": GONE},
+        {"0.18": NOT_THERE},
     ),
     Seam(TIMERS, "Timers.~_timers", None, "no collective between iterations"),
     Seam(TIMERS, "Timer.start", "self barrier", "no barrier"),
@@ -357,28 +367,29 @@ def check(package: str, seams: Iterable[Seam], needed: Collection[str] = ()) -> 
     rows = [seam for seam in seams if seam.module in sys.modules or seam.module in needed]
     if not rows:
         return
-    release = installed(package)
+    release = installed_release(package)
     if not known(package, release) and os.environ.get(TRUST) != "1":
         refuse_release(package, f"{TRUST}=1 tries it all the same, untested")
     if (found := difference(rows, release)) is not None:
         refuse_release(package, found)
 
 
-def installed(package: str) -> str:
+def installed_release(package: str) -> str:
     """The release of an imported package; empty where it does not say."""
     return str(getattr(sys.modules.get(package.replace("-", ".")), "__version__", ""))
 
 
 def known(package: str, release: str) -> bool:
     """Whether a release of the same two first numbers was tested."""
-    return any(numbers(each)[:2] == numbers(release)[:2] for each in KNOWN[package])
+    return any(numbers(each)[:2] == numbers(release)[:2] for each in KNOWN_RELEASES[package])
 
 
 def refuse_release(package: str, found: str) -> NoReturn:
     """Raises :class:`UnsupportedLayout` for a release in which this was found."""
+    release, releases = installed_release(package) or "of no known release", ", ".join(KNOWN_RELEASES[package])
     raise UnsupportedLayout(
-        f"unicron does not know this {package} ({installed(package) or 'of no known release'}): {found}; install one "
-        f"of {', '.join(KNOWN[package])}, or run the job with --unicron-mode=restart"
+        f"unicron does not know this {package} ({release}): {found}; install one of {releases}, or run the job with "
+        "--unicron-mode=restart"
     )
 
 
@@ -386,7 +397,7 @@ def difference(seams: Iterable[Seam], release: str) -> str | None:
     """The first row that differs from what is installed, in words; None where all are as expected."""
     for seam in seams:
         parameters, expected = None, seam.at(release)
-        if expected == GONE:
+        if expected == NOT_THERE:
             continue
         try:
             found = find(seam)

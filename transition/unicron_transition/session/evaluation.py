@@ -73,7 +73,7 @@ class Evaluations:
                 losses[index], weights[index] = loss.double().cpu(), float(weight)
         told = self._exchange.begin_sum(proof.to(self._device))
         losses, weights, counts = told.finish().cpu()
-        told.checked()
+        told.check()
         Ledger.check_counts(self._at_hand // MOST, counts.round().long().tolist())
         mean = float(losses.sum()) / max(float(weights.sum()), 1.0)
         value = self._exchange.from_last_stage(mean)

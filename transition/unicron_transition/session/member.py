@@ -15,7 +15,7 @@ from unicron_detector.processes.rank_messages import Fault, Plan, Status
 from unicron_transition.generations import groups
 from unicron_transition.generations.layout import replica_of
 from unicron_transition.generations.time_limits import PLAN_TIMEOUT
-from unicron_transition.generations.watch import Dismissed, PlanTimeout
+from unicron_transition.generations.watch import PlanTimeout, RankDismissed
 from unicron_transition.iteration.accumulation import PeerLost
 from unicron_transition.iteration.rank_process import Process
 from unicron_transition.snapshot import migrate
@@ -74,11 +74,11 @@ class Member:
         """The slots of this rank's replica, by place."""
         return slots_of(self.members, self.layout.size, self.slot)
 
-    def assigned(self, plan: Plan) -> list[int] | None:
+    def assignment_of(self, plan: Plan) -> list[int] | None:
         """What the plan gives this rank's replica to compute; None where it says nothing of it."""
         return plan.assignment.get(slots_of(plan.members, self.layout.size, self.slot)[0])
 
-    def reached(self, what: str) -> None:
+    def note_moment(self, what: str) -> None:
         """The recovery at hand, if there is one, has come so far."""
         if self.moments:
             self.moments[what] = time.monotonic()
@@ -117,7 +117,7 @@ class Member:
                 if self.inside and not self.half_received:
                     self.rescue("no plan came")
                 raise
-            except Dismissed:
+            except RankDismissed:
                 if self.inside and not self.half_received:
                     self.rescue(RELAID)
                 raise
@@ -202,7 +202,7 @@ class Member:
         self.take(plan, newcomer)
         self._check_alive()
         self.generation, self.inside = plan.generation, True
-        self.watch.entered()
+        self.watch.note_entered()
         self.watch.shelter(True)
         self.moments["entered"] = time.monotonic()
 

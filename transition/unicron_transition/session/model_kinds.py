@@ -16,7 +16,7 @@ from unicron_transition.seams import elastic_buckets, megatron_core
 from unicron_transition.snapshot.migrate import TrainingState
 
 
-class Trained(Protocol):
+class ModelKind(Protocol):
     """What a session trains. chunks: parts of the model, each in `module`. optimizer, scheduler: with the methods of
     Megatron's; scheduler may be None. varies: the number of micro-batches may differ between iterations."""
 
@@ -51,7 +51,7 @@ class Megatron:
         self.optimizer, self.scheduler = optimizer, scheduler
 
     def check(self, layout: Layout) -> None:
-        megatron_core.check(self.chunks, elastic_buckets.distributed(self.optimizer))
+        megatron_core.check(self.chunks, elastic_buckets.distributed_optimizers(self.optimizer))
         supported.check(self.chunks, self.optimizer, layout)
 
     def holders(self) -> list[Any]:
@@ -67,7 +67,7 @@ class Megatron:
         """One seed has given one model in all ranks."""
 
 
-def kind_of(model: Any, optimizer: Any, scheduler: Any, *, clip_grad: float | None, scaler: Any) -> Trained:
+def kind_of(model: Any, optimizer: Any, scheduler: Any, *, clip_grad: float | None, scaler: Any) -> ModelKind:
     """The kind of model that the script gave. Raises ValueError, one line, for anything else."""
     if isinstance(model, torch.nn.Module) and not hasattr(model, "ddp_config"):
         return Plain(model, optimizer, scheduler, clip_grad, scaler)

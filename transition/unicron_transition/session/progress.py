@@ -11,7 +11,7 @@ from typing import Any
 from unicron_detector.processes.rank_messages import Status, Step, Timing
 from unicron_transition.iteration import notice
 from unicron_transition.iteration.accumulation import Accumulation
-from unicron_transition.iteration.gradient_copies import SETTING, chosen
+from unicron_transition.iteration.gradient_copies import SETTING, chosen_place
 from unicron_transition.iteration.ledger import Ledger
 from unicron_transition.session.member import Member
 from unicron_transition.session.persistence import Persistence
@@ -62,7 +62,7 @@ class RankReporter:
         """What healing takes of this rank's memory, for people; empty where nobody heals."""
         if self._channel is None:
             return ""
-        undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen()})"
+        undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen_place()})"
         return f"healing takes, in bytes a parameter: {undo}{self._local.memory_text(self._parameters)}"
 
     @property
@@ -120,7 +120,7 @@ class RankReporter:
             return []
         return self._local.told(self.next_one, self._persistence.writer())
 
-    def stepped(self, phases: dict[str, float]) -> None:
+    def report_step(self, phases: dict[str, float]) -> None:
         """The iteration at hand is stepped: one message has the proof and the rank's status. phases: seconds of its
         parts, beside those that the gradients know."""
         if self._channel is None:

@@ -21,17 +21,15 @@ from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.generations import groups
 from unicron_transition.generations.watch import PlanTimeout
 from unicron_transition.iteration import rank_process
-from unicron_transition.iteration.accumulation import PeerLost, Work
-from unicron_transition.iteration.deferred_changes import DeferredChanges, hold_scalers
+from unicron_transition.iteration.accumulation import DeferredChanges, PeerLost, Work, hold_scalers
 from unicron_transition.iteration.exchange import Exchange, at_commit
-from unicron_transition.iteration.gradient_copies import Where, chosen
-from unicron_transition.iteration.ledger import Ledger, LedgerError, deal
-from unicron_transition.iteration.result import StepResult
+from unicron_transition.iteration.gradient_copies import Where, chosen_place
+from unicron_transition.iteration.ledger import Ledger, LedgerError, StepResult, deal
 from unicron_transition.seams.table import UnsupportedLayout
 from unicron_transition.session.evaluation import Evaluations
 from unicron_transition.session.handover import Handover
 from unicron_transition.session.member import Member
-from unicron_transition.session.model_kinds import Trained, kind_of
+from unicron_transition.session.model_kinds import ModelKind, kind_of
 from unicron_transition.session.persistence import Persistence
 from unicron_transition.session.progress import RankReporter, SessionPosition
 from unicron_transition.sharded.sharded_state import ShardedState
@@ -50,10 +48,14 @@ FATAL = (  # never answered by another try
 )
 # How often an iteration may fail in this rank without any Break before the error is taken as the script's own.
 SELF_STOPS = 3
-BROKEN = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)  # a collective's ways to say that a peer is gone
+PEER_ERRORS = (
+    RuntimeError,
+    dist.DistBackendError,
+    dist.DistNetworkError,
+)  # a collective's ways to say that a peer is gone
 
 
-class _Rejoined(Exception):
+class _RankRejoined(Exception):
     """This rank had been left out and came back as a newcomer, or the job was formed anew: the iteration that it was in
     is not its own any more."""
 
@@ -118,7 +120,7 @@ class Session:
         self._member = self._join(current, trained)
         self._exchange = Exchange(current)
         self._pending = DeferredChanges()
-        where = chosen()
+        where = chosen_place()
         self._local = self._local_state(current, where)
         work = Work(
             fetch=fetch,
@@ -170,7 +172,7 @@ class Session:
             return ShardedState(current, self._state, self._exchange, where)
         return WholeState(self._state, self.slot)
 
-    def _join(self, current: rank_process.Process, trained: Trained) -> Member:
+    def _join(self, current: rank_process.Process, trained: ModelKind) -> Member:
         """This rank's part in the generations; without an agent, in the one world that there is."""
         member = Member(current, FATAL)
         if self._channel is None:
@@ -233,7 +235,7 @@ class Session:
         while self._at.iteration < self._at.train_iterations and not self._stopping:
             try:
                 result = self._train_iteration()
-            except _Rejoined:
+            except _RankRejoined:
                 self.evaluations.catch_up()
                 continue
             left = time.perf_counter()
@@ -254,7 +256,7 @@ class Session:
         self._local.note_has_state()
         self._member.publish("running")
         if not plan.boundary:
-            self._next_assignment = self._assigned(plan)
+            self._next_assignment = self._assignment_of(plan)
 
     # ------------------------------------------------------------ between two iterations
     def evaluate(self, fetch: Callable[[int, int], Any], micro_batches: int, part: int = 0) -> float | None:
@@ -284,15 +286,15 @@ class Session:
         """A loss between two iterations is one at the begin of the next, of which nothing is computed."""
         self._gradients.drop()
         self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
-        with contextlib.suppress(_Rejoined):
+        with contextlib.suppress(_RankRejoined):
             if self._recover(error):
                 raise LedgerError("a plan steps an iteration that has not begun") from error
             self._next_assignment = list(self._at.ledger.assigned)
 
-    def _assigned(self, plan: Plan) -> list[int] | None:
+    def _assignment_of(self, plan: Plan) -> list[int] | None:
         """What the plan gives this replica of its iteration. Ranks that are about to step report the number of
         micro-batches of the next one, which may be larger."""
-        assigned = self._member.assigned(plan)
+        assigned = self._member.assignment_of(plan)
         total = self.micro_batches_of(self._at.iteration if plan.iteration is None else plan.iteration)
         return None if assigned is None else [index for index in assigned if index < total]
 
@@ -315,7 +317,7 @@ class Session:
         while True:
             try:
                 self._gradients.compute(self._at.ledger)
-                self._member.reached("computed")
+                self._member.note_moment("computed")
                 self._leave_schedule()
                 self._set_phase("reducing")
                 reducing = time.perf_counter()
@@ -355,7 +357,7 @@ class Session:
         # a forward pass may wait for peers, too: of its replica, or for gathered parameters
         waits = not alone or self._local.sharded or self._at.phase in ("reducing", "synced")
         waits = waits or self.evaluations.running
-        in_collective = waits and type(error) in BROKEN
+        in_collective = waits and type(error) in PEER_ERRORS
         return (in_collective or isinstance(error, PeerLost)) and self._self_stops <= SELF_STOPS
 
     def _reduce(self) -> float:
@@ -454,7 +456,7 @@ class Session:
             len(self._member.members),
         )
         self._set_phase("stepped")
-        self._reporter.stepped(
+        self._reporter.report_step(
             {"reduce": self._reduce_seconds, "step": now - stepping, "outside": self._outside_seconds}
         )
         self._at.iteration = self._at.ledger.iteration + 1
@@ -482,10 +484,10 @@ class Session:
         if member.came_new or not steps:
             self._pending.forget()
         if member.came_new:
-            self._next_assignment = self._assigned(plan)
-            raise _Rejoined
+            self._next_assignment = self._assignment_of(plan)
+            raise _RankRejoined
         if steps or (plan.state is not None and plan.iteration == self._at.ledger.iteration + 1):
-            self._next_assignment = self._assigned(plan)
+            self._next_assignment = self._assignment_of(plan)
             self._watch.shelter(False)
             return True
         self._committed = False
@@ -493,7 +495,7 @@ class Session:
         if not self._gradients.restore():
             self._at.ledger.drop()
         self._set_phase("computing")  # a further loss must not find it reduced
-        assigned = self._assigned(plan)
+        assigned = self._assignment_of(plan)
         if assigned is None or plan.iteration not in (None, self._at.ledger.iteration):
             raise LedgerError(
                 f"the plan for iteration {self._at.ledger.iteration} gives this replica nothing to compute"
@@ -538,7 +540,7 @@ class Session:
         self._gradients.seed = self._state.seed
         if self._member.came_new:
             self._stopping = False
-            self._next_assignment = self._assigned(plan)
+            self._next_assignment = self._assignment_of(plan)
             self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
         if not plan.boundary:
             self.evaluations.agree(self._at.iteration, self._member.came_new)

@@ -47,7 +47,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Claimed:
+class ClaimedImage:
     """The sound image of an earlier process."""
 
     key: Key
@@ -223,7 +223,7 @@ class BufferPool:
         size: int,
         usable: Callable[[Found], str],
         lacks: Callable[[Key], bool] | None = None,
-    ) -> list[Claimed]:
+    ) -> list[ClaimedImage]:
         """The sound images that earlier processes have left and that are this rank's to use, the newest first.
 
         here: the slots of this node at this `place` of `size` (:func:`claimant`). usable(found): why an image is of no
@@ -252,7 +252,7 @@ class BufferPool:
         for about in sorted(found, key=lambda each: each.key.iteration, reverse=True):
             try:
                 head, data = contents.read(about)
-                claimed.append(Claimed(about.key, head, Buffer(data.view(torch.float32), path=about.path)))
+                claimed.append(ClaimedImage(about.key, head, Buffer(data.view(torch.float32), path=about.path)))
             except (BadImage, OSError) as error:
                 self._pass_over(about.path, error)
                 if about.path.name.startswith(LASTING):  # else the agent would go on saying that it is here

@@ -3,17 +3,91 @@ with their checksums."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from unicron_detector.chaos.inject import injector
+from unicron_transition.seams.elastic_buckets import QUANTUM, padded_size
 from unicron_transition.snapshot import tensor_transfer
 from unicron_transition.snapshot.tensor_transfer import broadcast_bytes
 
 TRIES = 3  # to move what a change of size takes, before the generation is given up
+
+
+class MissingShard(RuntimeError):
+    """Nobody here holds some shard of the state that is asked for."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One run of elements on its way from an old shard to a new one.
+
+    The old shard is `old`, read at `read` by the rank `source`; the new shard is that of the rank `target`, which
+    writes at `write`. A rank that has what it needs moves it to itself.
+    """
+
+    source: int
+    target: int
+    old: int
+    read: int
+    write: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The sizes of all buckets of one rank's place in a replica, in elements without padding."""
+
+    elements: tuple[int, ...]
+    quantum: int = QUANTUM
+
+    def parts(self, count: int) -> list[int]:
+        """The size of one part of each bucket when there are `count` shards."""
+        return [padded_size(elements, count, self.quantum) // count for elements in self.elements]
+
+    def length(self, count: int) -> int:
+        """The size of one of `count` shards."""
+        return sum(self.parts(count))
+
+    def moves(self, held: Sequence[Collection[int]], count: int) -> list[Move]:
+        """What brings the state from `count` shards to as many as there are ranks.
+
+        held: for each rank of the new group, in order, the old shards of which it has a copy. What a rank has itself it
+        takes from there; everything else comes from the holder that has least to send so far. Deterministic: all ranks
+        compute the same. Raises :class:`MissingShard` when a shard has no holder.
+        """
+        holders: list[list[int]] = [[] for _ in range(count)]
+        for rank, has in enumerate(held):
+            for shard in has:
+                holders[shard].append(rank)
+        if missing := [shard for shard, ranks in enumerate(holders) if not ranks]:
+            raise MissingShard(f"no copy is left of shard {', '.join(map(str, missing))} of {count}")
+        sent: Counter[int] = Counter()
+        found = []
+        for old, target, read, write, size in self._pieces(count, len(held)):
+            ranks = holders[old]
+            source = target if target in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
+            sent[source] += size if source != target else 0
+            found.append(Move(source, target, old, read, write, size))
+        return found
+
+    def _pieces(self, before: int, after: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """(old shard, new shard, place in the old one, place in the new one, size) of all elements, in order."""
+        read_base = write_base = 0
+        for elements, old_part, new_part in zip(self.elements, self.parts(before), self.parts(after), strict=True):
+            position = 0
+            while position < elements:
+                old, new = position // old_part, position // new_part
+                stop = min((old + 1) * old_part, (new + 1) * new_part, elements)
+                read, write = position - old * old_part, position - new * new_part
+                yield old, new, read_base + read, write_base + write, stop - position
+                position = stop
+            read_base, write_base = read_base + old_part, write_base + new_part
 
 
 class CopyFailed(RuntimeError):

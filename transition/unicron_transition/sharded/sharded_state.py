@@ -15,7 +15,7 @@ import torch
 from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.generations import sharding
 from unicron_transition.generations.layout import replicas
-from unicron_transition.generations.sharding import MARK_BITS, named
+from unicron_transition.generations.sharding import MARK_BITS, state_base
 from unicron_transition.iteration.exchange import Exchange
 from unicron_transition.iteration.gradient_copies import Where
 from unicron_transition.iteration.rank_log import warn
@@ -82,7 +82,7 @@ class ShardedState(LocalState):
     def _check_untouched(self) -> None:
         """Raises :class:`UnsupportedLayout` where the script has loaded a state of the optimizer by itself: it
         is of a shard that this rank will not have."""
-        if any(each.optimizer.state for each in elastic_buckets.distributed(self._state.optimizer)):
+        if any(each.optimizer.state for each in elastic_buckets.distributed_optimizers(self._state.optimizer)):
             raise UnsupportedLayout(
                 "unicron can't go on from an optimizer state that the script loaded: let unicron.Checkpoints do it"
             )
@@ -103,7 +103,7 @@ class ShardedState(LocalState):
         before = self.shards.base, self._version
         self._version_before = self._version
         self.wait_whole()
-        self.shards.enter_generation(named(plan.generation, self._exchange.largest(secrets.randbits(MARK_BITS))))
+        self.shards.enter_generation(state_base(plan.generation, self._exchange.largest(secrets.randbits(MARK_BITS))))
         place = self._slot % self._size
         slots = [replica[place] for replica in replicas(plan.members, self._size)]
         nodes, blocks = ([str(slot // ranks) for slot in slots] for ranks in (self._per_node, self._per_block))

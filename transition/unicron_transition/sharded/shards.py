@@ -1,7 +1,7 @@
 """The state of a sharded optimizer in the ranks' memory: snapshots by version, copies of other ranks', and resharding.
 
 A rank's shard is one flat tensor of three rows, [main parameters, exp_avg, exp_avg_sq], laid out by
-:class:`sharding.Buckets`. A **set** is all shards of one state of the training: it is named by the
+:class:`shard_exchange.Buckets`. A **set** is all shards of one state of the training: it is named by the
 generation in which the state was made (`base`: another generation may repeat a step and differ in the last bit) and its
 `version`, the number of finished steps. Each rank keeps its own shard of the last two versions, and those of the ranks
 whose partner it is: 24 bytes for each element of a shard, and as many for each copy. Older ones are written over. They
@@ -23,11 +23,11 @@ from typing import Any
 import msgpack
 import torch
 
-from unicron_transition.generations.sharding import MARK_BITS, Buckets, Uncovered, named
+from unicron_transition.generations.sharding import MARK_BITS, state_base
 from unicron_transition.seams import elastic_buckets
 from unicron_transition.seams.modules import copy_all
-from unicron_transition.sharded.buffer_pool import Buffer, BufferPool, Claimed
-from unicron_transition.sharded.shard_exchange import CopyFailed, ShardExchange
+from unicron_transition.sharded.buffer_pool import Buffer, BufferPool, ClaimedImage
+from unicron_transition.sharded.shard_exchange import Buckets, CopyFailed, MissingShard, ShardExchange
 from unicron_transition.snapshot import parts
 from unicron_transition.snapshot.checkpoint_file import behind, set_mark
 from unicron_transition.snapshot.image_format import SHARD, STEP, Found, Key
@@ -106,7 +106,7 @@ class Shards:
             self._take_back(claimed)
 
     def _lacks(self, key: Key) -> bool:
-        found = self._sets.get((named(key.base, int(key.mark, 16)), key.iteration))
+        found = self._sets.get((state_base(key.base, int(key.mark, 16)), key.iteration))
         return found is None or key.shard not in found.shards
 
     def _misfit(self, found: Found) -> str:
@@ -117,9 +117,9 @@ class Shards:
         length = len(STATES) * self.buckets.length(key.count) * torch.float32.itemsize
         return "" if length == found.data_bytes else "of another model"
 
-    def _take_back(self, claimed: Claimed) -> None:
+    def _take_back(self, claimed: ClaimedImage) -> None:
         key = claimed.key
-        name = named(key.base, int(key.mark, 16)), key.iteration
+        name = state_base(key.base, int(key.mark, 16)), key.iteration
         try:
             model, step, header, _ = msgpack.unpackb(claimed.head)
         except ValueError:
@@ -220,7 +220,7 @@ class Shards:
         Only what a rank does not hold itself moves. Afterwards this rank's shard is kept as `version` of the present
         generation (copies are to be sent), the optimizer has it, and all parameters of the model are made from it.
         What was held of the state before stays until a copy is confirmed, so that this may be done again, with other
-        members. Returns `extra` of :meth:`export`. Raises :class:`Uncovered` when a part has no holder.
+        members. Returns `extra` of :meth:`export`. Raises :class:`MissingShard` when a part has no holder.
 
         whole(extra): the same in all members; where it is not, the set is dropped before anything has changed.
         """
@@ -229,7 +229,7 @@ class Shards:
         own = (old.count, old.step, sorted(old.shards)) if old is not None else (0, 0.0, [])
         count, step, held = self._exchange.who_holds(*own)
         if not any(held):
-            raise Uncovered(f"nobody holds state {version} of generation {base}")
+            raise MissingShard(f"nobody holds state {version} of generation {base}")
         header = self._exchange.header(old.header if old else b"", next(rank for rank, has in enumerate(held) if has))
         if not whole(bytes(msgpack.unpackb(header, strict_map_key=False)["extra"])):
             self._pass_over((base, version))
@@ -370,7 +370,7 @@ class Shards:
             if "step" in tensors:
                 tensors["step"].fill_(step)
         copy_all(into, values)
-        optimizers = elastic_buckets.distributed(self.optimizer)
+        optimizers = elastic_buckets.distributed_optimizers(self.optimizer)
         if len(optimizers) != len(data["optimizers"]):
             raise StateMismatch("the peers have another number of optimizers: start the same script on all nodes")
         for optimizer, (groups, scaler) in zip(optimizers, data["optimizers"], strict=True):
@@ -390,7 +390,7 @@ class Shards:
                 plain(optimizer.optimizer.param_groups),
                 {} if optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict(),
             )
-            for optimizer in elastic_buckets.distributed(self.optimizer)
+            for optimizer in elastic_buckets.distributed_optimizers(self.optimizer)
         ]
         packed: bytes = msgpack.packb({"optimizers": optimizers, "extra": extra}, default=torch.Tensor.tolist)
         return packed

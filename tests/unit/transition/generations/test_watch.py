@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unicron_detector.processes.rank_messages import Break, Plan, StopRank, Withdraw
-from unicron_transition.generations.watch import Dismissed, PlanTimeout, Watch
+from unicron_transition.generations.watch import PlanTimeout, RankDismissed, Watch
 
 
 def plan(generation: int, boundary: bool = False, **more) -> Plan:
@@ -152,7 +152,7 @@ def test_for_a_newcomer_that_waits_it_is_over_and_the_next_offer_is_its_way_in(w
 
 def test_who_is_in_with_all_others_stays_in(watch):
     newcomer(watch, 2)
-    watch.entered()
+    watch.note_entered()
     watch.on_message(withdrawn(2))
     assert not watch.lost()
     inside(watch, 3)
@@ -203,7 +203,7 @@ def test_a_rank_that_is_to_end_does_so_where_it_waits_for_a_plan():
     watch = Watch(0, lambda inside: None)
     watch.on_message(plan(3))
     watch.on_message(StopRank())
-    with pytest.raises(Dismissed) as ended:
+    with pytest.raises(RankDismissed) as ended:
         watch.wait_plan(5.0)
     assert ended.value.code == 75
 

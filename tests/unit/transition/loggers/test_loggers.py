@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from unicron import loggers
-from unicron_transition.iteration.result import StepResult
+from unicron_transition.iteration.ledger import StepResult
 
 
 def result(iteration: int) -> StepResult:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from unicron_transition.generations.layout import Layout
-from unicron_transition.megatron_lm import arguments, batches, data, loop, save_load, world
-from unicron_transition.seams.megatron_lm import Refused, growing_batches
+from unicron_transition.megatron_lm import arguments, data, loop, save_load, world
+from unicron_transition.seams.megatron_lm import CannotHeal, growing_batches
 from unicron_transition.session.session import StepResult
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
 from unicron_transition.snapshot.formats import opening, write_dcp
@@ -54,13 +54,13 @@ def test_batches_grow_where_megatron_has_them_grow():
     if growing_batches() is not None:
         arguments.check(growing)
     else:
-        with pytest.raises(Refused, match="--rampup-batch-size, which this Megatron-LM ignores"):
+        with pytest.raises(CannotHeal, match="--rampup-batch-size, which this Megatron-LM ignores"):
             arguments.check(growing)
 
 
-@pytest.mark.parametrize("name", sorted(arguments.REFUSED))
+@pytest.mark.parametrize("name", sorted(arguments.REFUSED_OPTIONS))
 def test_each_of_the_others_is_refused_by_its_name(name):
-    with pytest.raises(Refused) as found:
+    with pytest.raises(CannotHeal) as found:
         arguments.check(args(**{name: 3}))
     option = "--use-nccl-ub" if name == "nccl_ub" else "--" + name.replace("_", "-")
     assert str(found.value).startswith(f"can't heal {option}")
@@ -81,7 +81,7 @@ def test_each_of_the_others_is_refused_by_its_name(name):
     ],
 )
 def test_values_that_are_refused(more, words):
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(CannotHeal, match=words):
         arguments.check(args(**more))
 
 
@@ -94,7 +94,7 @@ def test_the_layout_and_the_folders_are_taken_from_the_arguments():
 
 @pytest.mark.parametrize("more", [{}, {"save": "/s"}, {"load": "/s", "save": "/s"}])
 def test_a_fine_tuning_has_a_folder_to_begin_from(more):
-    with pytest.raises(Refused, match="give --finetune a --load that is another folder than --save"):
+    with pytest.raises(CannotHeal, match="give --finetune a --load that is another folder than --save"):
         arguments.take_folders(args(finetune=True, **more))
     given = args(finetune=True, load="/l", save="/s")
     assert not arguments.take_folders(given).iteration and not given.finetune
@@ -179,7 +179,7 @@ def test_batches_are_those_of_megatrons_own_calculator(ramp):
     # Releases since 0.18 have no ramp: with them each case is that of batches which do not grow.
     ramp = ramp if growing_batches() is not None else None
     told = {"rampup_batch_size": ramp} if growing_batches() is not None else {}
-    mine = batches.Batches(args(rampup_batch_size=ramp and list(map(str, ramp))))
+    mine = data.Batches(args(rampup_batch_size=ramp and list(map(str, ramp))))
     calculator.unset_num_microbatches_calculator()
     calculator.init_num_microbatches_calculator(
         rank=1, global_batch_size=16, micro_batch_size=2, data_parallel_size=1, **told

@@ -10,7 +10,7 @@ from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView
 from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
 from unicron_ctl.controller.model.live import LiveJob, Stepped
 from unicron_ctl.shared.protocol.structs import RankStatus
-from unicron_transition.generations.layout import stated
+from unicron_transition.generations.layout import parse_layout
 
 AT_REST = ("stopped", "waiting", "standby")
 PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then has not got in
@@ -84,7 +84,7 @@ class JobView:
         ranks say it."""
         if self.state.plan is not None:
             return self.state.plan.replica
-        return stated(self.state.layout).layout.size if self.state.layout else self.live.replica
+        return parse_layout(self.state.layout).layout.size if self.state.layout else self.live.replica
 
     @property
     def wanted(self) -> int:

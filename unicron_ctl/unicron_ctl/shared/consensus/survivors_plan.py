@@ -96,7 +96,7 @@ def decide(
     if not usable:
         return None
     healthy, composed, standbys = _replicas(usable, size, former)
-    members = layout.arranged([*healthy, *composed])
+    members = layout.arrange([*healthy, *composed])
     if not members:
         return None
     way = _newest(survivors, members, healthy, size) if sharded else _step_rule(usable, top, members, healthy)
