@@ -29,7 +29,7 @@ TRAINING_NICENESS = 15
 
 # ------------------------------------------------------------ data
 class DatasetTokens:
-    """What Megatron's dataset asks of a tokenizer, for a dataset that holds tokens already."""
+    """A tokenizer for Megatron's dataset where that holds tokens already."""
 
     def __init__(self, vocab_size: int, eod: int):
         self.vocab_size, self.eod = vocab_size, eod

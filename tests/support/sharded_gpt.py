@@ -357,7 +357,7 @@ class Training:
         self.commit("ack")
         self.shards.confirm(version)
         kept = [room for found in self.shards._sets.values() for room in found.shards.values()]
-        assert len(self.shards.held()[-1][3]) == 1 + min(self.copies(), self.replicas() - 1)
+        assert len(self.shards.held_shards()[-1][3]) == 1 + min(self.copies(), self.replicas() - 1)
         assert len(kept) + self.shards.pool.free <= 2 * (1 + self.copies())  # memory is used again
 
     def copies(self) -> int:
@@ -371,7 +371,7 @@ class Training:
     def recover(self) -> None:
         """What the controller and the session do, in small: report, decide, enter, adopt, go on."""
         wait_for(*(self.folder / f"lost.{rank}" for rank in self.kill()["ranks"]))
-        report = {"iteration": self.iteration, "done": self.done, "held": self.shards.held()}
+        report = {"iteration": self.iteration, "done": self.done, "held": self.shards.held_shards()}
         with appears(self.folder / f"report.{self.generation}.{self.rank}") as part:
             part.write_text(json.dumps(report))
         members = [rank for rank in self.members if rank not in self.kill()["ranks"]]

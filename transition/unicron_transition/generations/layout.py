@@ -26,11 +26,26 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks share a replica's tensors, its sequences, and its layers."""
+    """The parallel layout of a replica.
+
+    Raises
+    ------
+    ValueError
+        For a number below 1.
+
+    Examples
+    --------
+    >>> layout = unicron.Layout(tensor=2, pipeline=4)
+    >>> layout.size, layout.text
+    (8, 'TP2 PP4')
+    """
 
     tensor: int = 1
+    """Ranks that share a replica's tensors."""
     context: int = 1
+    """Ranks that share its sequences."""
     pipeline: int = 1
+    """Ranks that share its layers."""
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.context, self.pipeline) < 1:
@@ -48,7 +63,7 @@ class Layout:
         return " ".join(f"{name}{count}" for name, count in named if count > 1)
 
     def place(self, tensor: int = 0, context: int = 0, pipeline: int = 0) -> int:
-        """0..size-1, of the rank with these parallel ranks."""
+        """Return the place, 0 to size - 1, of the rank with these parallel ranks."""
         return tensor + self.tensor * (context + self.context * pipeline)
 
     def coordinate(self, place: int) -> Coordinate:
@@ -58,7 +73,7 @@ class Layout:
         return Coordinate(tensor, context, pipeline)
 
     def megatron_rank(self, replica: int, place: int, replicas: int) -> int:
-        """The rank that Megatron-core gives it, in its order "tp-cp-ep-dp-pp"
+        """Return the rank that Megatron-core gives it, in its order "tp-cp-ep-dp-pp"
         (`megatron.core.parallel_state.RankGenerator`)."""
         tensor, context, pipeline = self.coordinate(place)
         return tensor + self.tensor * (context + self.context * (replica + replicas * pipeline))
@@ -72,10 +87,11 @@ class Layout:
 
 
 class StatedLayout(NamedTuple):
-    """A layout as a job states it. virtual: pipeline stages of each rank."""
+    """A layout as a job states it."""
 
     layout: Layout
     virtual: int = 1
+    """Pipeline stages of each rank."""
 
     @property
     def text(self) -> str:
@@ -85,7 +101,7 @@ class StatedLayout(NamedTuple):
 
 
 def parse_layout(text: str) -> StatedLayout:
-    """The layout in words as "TP2 PP2" or "PP4 VPP2". Raises ValueError, one line."""
+    """Parse a layout such as "TP2 PP2" or "PP4 VPP2". Raises ValueError, one line."""
     sizes: dict[str, int] = {}
     for word in text.split():
         match = re.fullmatch(r"(TP|PP|VPP)([1-9]\d{0,4})", word)
@@ -104,29 +120,30 @@ def parse_layout(text: str) -> StatedLayout:
 
 
 def replicas(members: Sequence[int], size: int) -> list[list[int]]:
-    """The slots of each replica, in the order of their places. Raises ValueError for members that are no whole ones."""
+    """Return the slots of each replica, in the order of their places. Raises ValueError for members that are no whole
+    ones."""
     if len(members) % size:
         raise ValueError(f"{len(members)} members are no multiple of a replica's {size} ranks")
     return [list(members[first : first + size]) for first in range(0, len(members), size)]
 
 
 def heads(members: Sequence[int], size: int) -> list[int]:
-    """The head's slot of each replica."""
+    """Return the head's slot of each replica."""
     return list(members[::size])
 
 
 def heads_of(members: Sequence[int], size: int) -> dict[int, int]:
-    """The head's slot by member."""
+    """Return the head's slot by member."""
     return {slot: members[index - index % size] for index, slot in enumerate(members)}
 
 
 def replica_of(members: Sequence[int], size: int, slot: int) -> int:
-    """The data-parallel rank of a member. Raises ValueError for a slot that is none."""
+    """Return the data-parallel rank of a member. Raises ValueError for a slot that is none."""
     return members.index(slot) // size
 
 
 def compose(slots: Iterable[int], size: int) -> tuple[list[list[int]], list[int]]:
-    """(complete replicas, slots that complete none): home replicas first, then any slots that make one.
+    """Compose (complete replicas, slots that complete none): home replicas first, then any slots that make one.
 
     Those that are mixed take from the fullest homes first, so that as many as possible of a replica's ranks stay
     beside each other.
@@ -145,5 +162,5 @@ def compose(slots: Iterable[int], size: int) -> tuple[list[list[int]], list[int]
 
 
 def arrange(found: Iterable[list[int]]) -> list[int]:
-    """The members of a generation with these replicas: in the order of their heads."""
+    """Return the members of a generation with these replicas, in the order of their heads."""
     return list(chain.from_iterable(sorted(found)))

@@ -1,9 +1,5 @@
-"""The shards of a sharded optimizer: their sizes, their partners, and what moves when their number changes. Pure.
-
-A bucket is a run of parameters whose gradients are reduced together. Megatron cuts each bucket into one equal part for
-each data-parallel rank; a rank's **shard** is its parts of all buckets, one after the other. The cut follows from the
-buckets' sizes and the number of shards alone, so shards of a generation that is gone can still be read.
-"""
+"""The shards of a distributed optimizer's states: their names, and the partners that keep copies of them. Pure, and
+without torch: the controller uses it too."""
 
 from __future__ import annotations
 
@@ -14,13 +10,14 @@ MARK_BITS = 20  # of a base that are chosen at random; above them is the number 
 
 
 def state_base(generation: int, mark: int) -> int:
-    """The name of the states that a generation makes: its number, and what tells it from another of that number. A
-    controller that has lost its log begins to count anew."""
+    """Return the name of the states that a generation makes: its number, and a mark that tells it from another of that
+    number. A controller that has lost its log begins to count anew."""
     return generation << MARK_BITS | mark % (1 << MARK_BITS)
 
 
 def partner_shifts(nodes: Sequence[str], copies: int, blocks: Sequence[str] = ()) -> list[int]:
-    """How far from each shard's own rank its copies are: the partners of shard d are the ranks (d + shift) % count.
+    """Choose how far from each shard's own rank its copies are: the partners of shard d are the ranks (d + shift) %
+    count.
 
     nodes: the node of each data-parallel rank; blocks: the block that comes and goes as a whole, where nodes do so
     together. One shift for all, so that each rank sends and receives the same. The shifts are those for which most

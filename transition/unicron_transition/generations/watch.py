@@ -1,7 +1,16 @@
-"""What a rank knows of its generation: fed by the channel's thread, asked by the main thread.
+"""A rank's knowledge of its generation: fed by the channel's thread, asked by the main thread
+(docs/design/generations.md).
 
-A message about an older generation is ignored, a repeated one does no harm, and a Break ends every generation up to its
-number, those that are offered or being entered included (docs/design/generations.md).
+Invariants, in whatever order messages come, and however often:
+
+- The numbers of broken, withdrawn and acknowledged generations never fall. A message about an older generation is
+  ignored, a repeated one does no harm.
+- A Break ends every generation up to its number, those that are offered or being entered included. No plan or offer of
+  such a generation is held.
+- A member holds a boundary plan as an offer, and enters it at a boundary; any other plan it enters at once.
+- The unblocking thread breaks connections only while the generation is over, the main thread has not acknowledged that,
+  and it does not change the parameters. Inside a replica that is in its schedule nothing is broken unless one of its
+  own ranks is lost.
 """
 
 from __future__ import annotations
@@ -32,7 +41,7 @@ def _newer(plan: Plan, held: Plan | None) -> Plan:
 
 
 class PlanTimeout(RuntimeError):
-    """No plan came in time: the job cannot be healed now."""
+    """Raised when no plan came in time: the job cannot be healed now."""
 
 
 class RankDismissed(SystemExit):
@@ -44,8 +53,11 @@ class RankDismissed(SystemExit):
 
 
 class Watch:
-    """Thread-safe. `unblock(inside)` is called from a thread of its own, again and again, while the main thread has not
-    acknowledged a Break. inside: the connections inside its replica, too."""
+    """The knowledge of one rank. Thread-safe.
+
+    `unblock(inside)` is called from a thread of its own, again and again, while the main thread has not acknowledged a
+    Break. inside: the connections inside its replica, too.
+    """
 
     def __init__(self, slot: int, unblock: Callable[[bool], Any]):
         self.slot = slot
@@ -207,8 +219,8 @@ class Watch:
             self._member = False
 
     def wait_plan(self, timeout: float | None) -> Plan | None:
-        """The next plan to enter, or None when the rank has to say anew where it stands: one more Break came meanwhile,
-        or an image into the node's memory.
+        """Wait for the next plan to enter. None when the rank has to say anew where it stands: one more Break came
+        meanwhile, or an image into the node's memory.
 
         Raises :class:`PlanTimeout` after `timeout` seconds; None waits as long as the agent lives. Raises
         :class:`RankDismissed` when the rank is to end.

@@ -1,5 +1,5 @@
-"""What a rank does for each micro-batch, whatever it trains: its data, its random numbers, its times; and what the
-session asks of the gradients in which micro-batches add up.
+"""The work of a rank for each micro-batch, whatever it trains: its data, its random numbers, its times; and the
+interface of the gradients in which micro-batches add up.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Sum:
     """Raises PeerLost where the sum may be garbage. To be called when the device is done with it."""
 
     def finish(self) -> torch.Tensor:
-        """The sum, once it is there. Raises RuntimeError, or PeerLost, when a peer is gone."""
+        """Wait for the sum, and return it. Raises RuntimeError, or PeerLost, when a peer is gone."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
@@ -115,31 +115,35 @@ def hold_scalers(optimizer: Any, pending: DeferredChanges) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """A rank's part in the training, as its session has it.
-
-    fetch: `fetch(iteration, index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of
-    them. total: micro-batches of an iteration. over() tells whether the generation is over, lost() whether the rank
-    cannot go on computing either: in a replica of several ranks only when one of them is gone. place: of this rank in
-    its replica. seed: of the job's random numbers. sharded: by a distributed optimizer, whose reduces overwrite this
-    rank's own part only. healed: a reduce may have to be undone; where: the copies for that. begin_sum(tensor)
-    begins its sum over all replicas. pending: what waits for the commit. sequence, size: of a micro-batch, in tokens
-    and samples.
-    """
+    """A rank's part in the training, as its session has it."""
 
     fetch: Callable[[int, int], Any]
+    """`fetch(iteration, index)` -> one micro-batch, a function of nothing else: any rank can compute any of them."""
     total: int
+    """Micro-batches of an iteration."""
     lost: Callable[[], bool]
+    """Whether the rank cannot go on computing: in a replica of several ranks only when one of them is gone."""
     over: Callable[[], bool]
+    """Whether the generation is over."""
     layout: Layout
     place: int
+    """The rank's place in its replica."""
     seed: int
+    """Seed of the job's random numbers."""
     sharded: bool
+    """By a distributed optimizer, whose reduces overwrite this rank's own part only."""
     healed: bool
+    """A reduce may have to be undone."""
     where: Where
+    """The place of the copies for that."""
     begin_sum: Callable[[torch.Tensor], Sum]
+    """Begins the sum of a tensor over all replicas."""
     pending: DeferredChanges
+    """The changes that wait for the commit."""
     sequence: int
+    """Tokens of a sample."""
     size: int
+    """Samples of a micro-batch."""
 
 
 class Accumulation(ABC):
@@ -226,18 +230,18 @@ class Accumulation(ABC):
 
     @property
     def snapshot_bytes(self) -> int:
-        """That the copies take which undo a reduce."""
+        """Bytes of the copies that undo a reduce."""
         return self._snapshots.size(self._tensors_to_reduce())
 
     @abstractmethod
     def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
-        """What reduces overwrite."""
+        """Return the tensors that reduces overwrite."""
 
     def adopt_groups(self) -> None:  # noqa: B027
         """The groups of another generation are in use."""
 
     def spoilt(self) -> None:
-        """What is in the gradient is not to be trusted."""
+        """Note that the gradient is not to be trusted."""
         self._whole = False
 
     @property

@@ -25,7 +25,7 @@ SETTING = "UNICRON_SNAPSHOT"
 
 
 class Where(enum.StrEnum):
-    """Where the copies are."""
+    """The place of the copies."""
 
     CARD = "card"
     HOST = "host"
@@ -33,7 +33,7 @@ class Where(enum.StrEnum):
 
 
 def chosen_place(environment: Mapping[str, str] = os.environ) -> Where:
-    """What the setting says. Raises ValueError for a word that it does not know."""
+    """Read the setting. Raises ValueError for a word that it does not know."""
     text = environment.get(SETTING) or Where.CARD.value
     try:
         return Where(text)
@@ -66,7 +66,7 @@ class Snapshots:
 
     @property
     def undoable(self) -> bool:
-        """What has been reduced since :meth:`forget` can be put back."""
+        """Whether all that was reduced since :meth:`forget` can be put back."""
         return self.where is not Where.NONE or not self._places
 
     def restore(self) -> None:

@@ -52,7 +52,7 @@ def _hash(name: str, tensor: int, place: tuple[int, ...]) -> int:
 
 
 def _state(old: Any, generator: torch.Generator, value: int) -> Any:
-    """What the tracker is to hold in place of `old`. Never the same tensor: activation checkpoints hold that."""
+    """Return the tracker's new state in place of `old`. Never the same tensor: activation checkpoints hold that."""
     if isinstance(old, torch.Generator):  # a CUDA graph knows its generators by identity
         return old.manual_seed(value)
     return generator.manual_seed(value).get_state()

@@ -1,4 +1,4 @@
-"""What all loggers have in common: the first rank of the present world writes, whichever process that is.
+"""The base of all loggers: the first rank of the present world writes, whichever process that is.
 
 Every rank calls the logger after every iteration, and keeps the last few. So a rank that becomes the first one writes
 what the one before it may not have got to disk. What is there already is not written twice.
@@ -97,7 +97,7 @@ class Logger(ABC):
 
 
 def scalars_of(result: StepResult) -> dict[str, float]:
-    """What is logged of each iteration."""
+    """Return the scalars that are logged of each iteration."""
     found = {"loss": result.loss, "learning-rate": result.learning_rate, "seconds": result.seconds}
     if result.grad_norm is not None:
         found["grad-norm"] = result.grad_norm
@@ -109,7 +109,7 @@ def _first_rank() -> bool:
 
 
 def job_name() -> str:
-    """A name that all processes of this job share, also after a requeue, and no other job has."""
+    """Return a name that all processes of this job share, also after a requeue, and no other job has."""
     for name in ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID"):
         if os.environ.get(name):
             return f"unicron-{os.environ[name]}"
@@ -117,7 +117,7 @@ def job_name() -> str:
 
 
 def import_optional(module: str, package: str) -> Any:
-    """The module of an optional package. Raises ValueError, one line, where it is not installed."""
+    """Import the module of an optional package. Raises ValueError, one line, where it is not installed."""
     try:
         found: ModuleType = import_module(module)
     except ImportError:

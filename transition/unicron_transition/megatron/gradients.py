@@ -169,7 +169,7 @@ class Gradients(Accumulation):
         return forward_step
 
     def _gather_parameters(self) -> None:
-        """What the forward pass would have begun with, where gathers are overlapped with it."""
+        """Gather the parameters as the forward pass would have, where gathers are overlapped with it."""
         if self._sharded and self.model[0].ddp_config.overlap_param_gather:
             elastic_buckets.gather_without_forward(self.model)
 
@@ -229,7 +229,7 @@ class Gradients(Accumulation):
     def _weigh(
         self, ledger: Ledger, index: int, loss: torch.Tensor, others: list[Any], count: int, real: bool
     ) -> tuple[Any, ...]:
-        """What Megatron gets of the script's (loss, log) or (sum of losses, tokens, log); the ledger notes it."""
+        """Weigh the script's (loss, log) or (sum of losses, tokens, log) for Megatron; the ledger notes it."""
         tokens = others[0] if len(others) == 2 else None
         if self.per_token and tokens is None:
             raise UnsupportedLayout(
@@ -266,7 +266,7 @@ class Gradients(Accumulation):
         return tokens if self.per_token else float(self.total)
 
     def _tokens(self, ledger: Ledger) -> torch.Tensor | None:
-        """The tokens of the micro-batches in this rank's gradient, as the schedule would count them."""
+        """Return the tokens of the micro-batches in this rank's gradient, as the schedule would count them."""
         if not self.per_token:
             return None
         total = torch.zeros((), dtype=torch.int, device=self._device())

@@ -90,7 +90,7 @@ class Folders:
 
 
 def layout_of(args: Any) -> Layout:
-    """How Megatron-LM's arguments cut a replica."""
+    """Return the layout of a replica that Megatron-LM's arguments state."""
     return Layout(args.tensor_model_parallel_size, args.context_parallel_size, args.pipeline_model_parallel_size)
 
 

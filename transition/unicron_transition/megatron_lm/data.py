@@ -160,7 +160,7 @@ def _what(args: Any) -> str:
 
 @contextlib.contextmanager
 def as_if_alone() -> Iterator[None]:
-    """What is done inside waits for nobody, and leaves nothing to rank 0."""
+    """Nothing that is done inside waits for another rank, or is left to rank 0."""
     before = dist.is_initialized, dist.get_rank
     dist.is_initialized, dist.get_rank = lambda: False, lambda group=None: 0 if group is None else before[1](group)
     try:

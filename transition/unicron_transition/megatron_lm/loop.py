@@ -124,7 +124,7 @@ class Loop:
     def _making_up(
         self, forward_step: Any, model: Any, config: Any, valid: Any, process: Any, *rest: Any, **_: Any
     ) -> Callable[[int], None]:
-        """What a rank that comes in does where the others are in an evaluation of the loop."""
+        """Return a function for a rank that comes in while the others are in an evaluation of the loop."""
 
         def make_up(part: int) -> None:
             from megatron.training import training
@@ -172,11 +172,11 @@ class Loop:
         """The log tells how many gradients were zero, and whether a step was skipped."""
         step = optimizer.step
 
-        def noted() -> Any:
+        def note_step() -> Any:
             self._stepped = step()
             return self._stepped
 
-        optimizer.step = noted
+        optimizer.step = note_step
 
     def _noting_names(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """The script's forward step; what it calls its loss is what the log calls it."""
@@ -184,12 +184,12 @@ class Loop:
         def step(*arguments: Any, **keywords: Any) -> Any:
             output, loss_function = forward_step(*arguments, **keywords)
 
-            def noted(*values: Any, **more: Any) -> Any:
+            def note_name(*values: Any, **more: Any) -> Any:
                 found = loss_function(*values, **more)
                 self._key = next(iter(found[-1]), self._key)
                 return found
 
-            return output, noted
+            return output, note_name
 
         return step
 

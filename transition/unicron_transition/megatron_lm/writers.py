@@ -85,7 +85,8 @@ class Writers:
         return last
 
     def _begin_file(self) -> None:
-        """What TensorBoard has of this step and later ones, of another rank or of before the job went back, is void."""
+        """Begin a file that makes void what TensorBoard has of this step and later ones, of another rank or of before
+        the job went back."""
         writer, step = self._found.get("tensorboard"), self._step()
         if writer is not None and step is not None:
             writer.close()

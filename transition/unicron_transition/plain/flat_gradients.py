@@ -216,7 +216,7 @@ class PlainGradients(Accumulation):
 
     @staticmethod
     def _parse_result(told: Any) -> tuple[torch.Tensor, Any]:
-        """What a forward step returned: (loss, tokens or None)."""
+        """Parse the result of a forward step as (loss, tokens or None)."""
         loss, tokens = told if isinstance(told, tuple) and len(told) == 2 else (told, None)
         if not isinstance(loss, torch.Tensor) or loss.dim() or (tokens is not None and not _is_number(tokens)):
             raise TypeError(f"{LOSS}, 0-d tensors: this one returned {_describe(told)}")
@@ -303,5 +303,5 @@ def _describe(value: Any) -> str:
 
 
 def _versions(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """What changes whenever a buffer does."""
+    """Return numbers that change whenever a buffer does."""
     return {name: (id(buffer), modules.version(buffer)) for name, buffer in modules.persistent_buffers(model)}

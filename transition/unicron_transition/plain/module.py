@@ -27,7 +27,7 @@ class Plain:
     scheduler: one of `torch.optim.lr_scheduler`, stepped after each iteration, or None. clip_grad: the largest norm
     of all gradients together. scaler: a `torch.amp.GradScaler`, for fp16."""
 
-    varies = False  # the proof of the ledger has its place behind the gradients
+    varies = False  # all iterations have as many micro-batches: their proof has its place behind the gradients
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class Plain:
         check(self._module, self.optimizer.optimizer, self.scheduler)
 
     def holders(self) -> list[Any]:
-        """What may have a process group."""
+        """Return every object that may have a process group."""
         return [*self._module.modules(), self.optimizer.optimizer]
 
     def state(self, seed: int) -> TrainingState:
-        """What a newcomer needs."""
+        """Return the state that a newcomer needs."""
         return PlainState(self.chunks, self.optimizer, self.scheduler, seed)
 
     def gradients(self, forward_step: Any, work: Work) -> PlainGradients:
-        """The gradients of this rank."""
+        """Return the gradients of this rank."""
         scale = self._scaler.scale if self._scaler is not None else lambda loss: loss
         return PlainGradients(self._model, self.optimizer.trained_parameters(), scale, forward_step, work)
 

@@ -256,7 +256,7 @@ def _check_room(buffer: Any) -> None:
 
 
 def quantum(ddp_config: Any) -> int:
-    """What the sizes of buckets are multiples of, in elements."""
+    """Return the number of which bucket sizes are multiples, in elements."""
     return NCCL_QUANTUM if ddp_config.pad_buckets_for_high_nccl_busbw else QUANTUM
 
 
@@ -360,9 +360,9 @@ def _resize_bucket_group(group: Any) -> None:
 
 @torch.enable_grad()
 def _resize_optimizer(optimizer: Any) -> None:
-    """What Megatron's constructor does, for the objects that are there. As there gradients are on: its shards of fp32
-    parameters are views of these, and torch 2.15 lets no view that was made without gradients take one once its base
-    has changed."""
+    """Do what Megatron's constructor does, for the objects that are there. As there gradients are on: its shards of
+    fp32 parameters are views of these, and torch 2.15 lets no view that was made without gradients take one once its
+    base has changed."""
     inner, parameters = optimizer.optimizer, getattr(optimizer, _PARAMETERS)
     _let_go(optimizer, parameters)
     optimizer.per_bucket_numel = [

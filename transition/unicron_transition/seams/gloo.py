@@ -103,8 +103,8 @@ _idle: list[_Worker] = []
 
 
 def run_until(work: Callable[[], Any], lost: Callable[[], bool], error: Exception) -> Any:
-    """What `work()` returns or raises, in a thread of its own. Raises `error` as soon as `lost()`; what becomes of the
-    work then is dropped."""
+    """Do `work()` in a thread of its own: returns or raises what it does. Raises `error` as soon as `lost()`; the
+    outcome of the work is dropped then."""
     outcome: dict[str, Any] = {}
     over = threading.Event()
 

@@ -41,5 +41,5 @@ def steps_in_backward(parameter: torch.nn.Parameter) -> bool:
 
 
 def original_module(model: Any) -> Any:
-    """What `torch.compile` has wrapped; the model itself where nothing was compiled."""
+    """Return the module that `torch.compile` has wrapped; the model itself where nothing was compiled."""
     return getattr(model, "_orig_mod", model)

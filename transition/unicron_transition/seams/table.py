@@ -40,16 +40,18 @@ NOT_THERE = "(gone)"  # in the place of parameters: this release does not have i
 
 
 class Seam(NamedTuple):
-    """One name. parameters: None where only its presence is checked (it is written in C++, or is no function). In
-    `name`, `()` calls what is before it, for attributes that only instances have; `~` looks the name up in its source,
-    for attributes of what cannot be made here. since: the first release with other parameters -> these, the oldest
-    first."""
+    """One name."""
 
     module: str
     name: str
+    """`()` calls what is before it, for attributes that only instances have. `~` looks the name up in the source, for
+    attributes of objects that cannot be made here."""
     parameters: str | None
+    """None where only its presence is checked: it is written in C++, or is no function."""
     use: str
     since: Mapping[str, str | None] = MappingProxyType({})
+    """The first release with other parameters -> these, the oldest first. With `+` in front they follow those
+    before."""
 
     def at(self, release: str) -> str | None:
         """Its parameters in this release; :data:`NOT_THERE` where that has none of the name."""
@@ -422,7 +424,8 @@ ABSENT = object()  # a class that this build of torch does not have
 
 
 def find(seam: Seam) -> Any:
-    """What the row names. Raises AttributeError where it is missing; :data:`ABSENT` for a part that ends with `?`."""
+    """Find the object that the row names. Raises AttributeError where it is missing; :data:`ABSENT` for a part that
+    ends with `?`."""
     found: Any = importlib.import_module(seam.module)
     for part in seam.name.split("."):
         if part.startswith("~"):

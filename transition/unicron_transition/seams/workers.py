@@ -45,9 +45,9 @@ def _end(*_: object) -> None:
 
 
 def keep_handler(handler: Callable[..., None], settle: Callable[[bool], None]) -> None:
-    """What multiprocessing starts while this is the handler of SIGTERM gets it, too. It blocks the signal until it
-    calls :func:`unblock_signals`: a fork first of all, any other process (`spawn`, `forkserver`) in `settle`, before
-    it does anything else. `terminate` ends them all the same."""
+    """Give this handler of SIGTERM to each process that multiprocessing starts while it is this one's. It blocks the
+    signal until it calls :func:`unblock_signals`: a fork first of all, any other process (`spawn`, `forkserver`) in
+    `settle`, before it does anything else. `terminate` ends them all the same."""
     global _handler
     _handler = handler
     _keep_in_torch()

@@ -49,7 +49,8 @@ class Handover:
             self._state.optimizer.reload_model_params()
 
     def _skips(self, plan: Plan) -> Callable[[torch.Tensor], bool]:
-        """What a newcomer has made of the optimizer's shards by now: the model, but for what is not trained."""
+        """Return whether a newcomer has made a tensor of the optimizer's shards: the model, but for what is not
+        trained."""
         if not (self._local.sharded and plan.boundary):
             return lambda tensor: False
         trained = {each.data_ptr() for each in self._state.trained()}

@@ -25,11 +25,11 @@ NEVER_KEPT = -1  # of the groups inside the replica: they are broken, or were ne
 
 
 class Member:
-    """What the session is for the generations. Set by whoever owns it:
+    """The session as the generations see it. Its owner sets three functions:
 
-    report(state): a status with what the session knows. take(plan, newcomer): the groups of `plan`
-    are there, so take them into use and, where ranks join, move the training state. rescue(why): the rank ends
-    before its time. fatal: errors that another try does not answer.
+    report(state): returns a status with what the session knows. take(plan, newcomer): takes the groups of `plan`,
+    which are there, into use and, where ranks join, moves the training state. rescue(why): the rank ends before its
+    time. fatal: errors that another try does not answer.
     """
 
     def __init__(self, process: Process, fatal: tuple[type[Exception], ...]):
@@ -75,11 +75,11 @@ class Member:
         return slots_of(self.members, self.layout.size, self.slot)
 
     def assignment_of(self, plan: Plan) -> list[int] | None:
-        """What the plan gives this rank's replica to compute; None where it says nothing of it."""
+        """Return the micro-batches that the plan gives this rank's replica; None where it says nothing of it."""
         return plan.assignment.get(slots_of(plan.members, self.layout.size, self.slot)[0])
 
     def note_moment(self, what: str) -> None:
-        """The recovery at hand, if there is one, has come so far."""
+        """Note how far the recovery at hand has come, if there is one."""
         if self.moments:
             self.moments[what] = time.monotonic()
 
@@ -96,8 +96,8 @@ class Member:
         self.rest("stopped", fault)
 
     def _fault(self, error: Exception) -> Fault | None:
-        """What the controller is told of an error. None where a peer is gone, and where NCCL says that a communicator
-        was aborted, which this process itself has done since a peer is gone."""
+        """Return the fault for the controller of an error. None where a peer is gone, and where NCCL says that a
+        communicator was aborted, which this process itself has done since a peer is gone."""
         of_abort = self.process.aborter.begun and isinstance(error, dist.DistBackendError)
         return None if of_abort or isinstance(error, PeerLost) else fault_of(error)
 
@@ -107,7 +107,7 @@ class Member:
         self.publish(state, fault=fault)
 
     def wait_plan(self) -> Plan:
-        """The next plan that has this rank as a member."""
+        """Wait for the next plan that has this rank as a member."""
         limit = float(os.environ.get("UNICRON_PLAN_TIMEOUT", PLAN_TIMEOUT))
         while True:
             left = self._resting[0] in ("left", "standby")

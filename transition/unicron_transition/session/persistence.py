@@ -1,4 +1,8 @@
-"""What of the training outlives this process: the state in the node's memory and in files."""
+"""The state that outlives this process, in the node's memory and in files, and the schedule of checkpoints.
+
+All ranks have to write the same iteration. So they tell each other in the commit, a collective of all, who wants a
+checkpoint and who has not finished the last one.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ class SaveSchedule:
             self._filing_since = None
 
     def _note(self, blocked: float = 0.0, written: float = 0.0) -> None:
-        """What this rank's part of a checkpoint has cost."""
+        """Note the cost of this rank's part of a checkpoint."""
         clock = self._checkpoints.clock if self._checkpoints is not None else None
         if clock is not None and blocked:
             clock.note_blocked(blocked)
@@ -65,7 +69,7 @@ class SaveSchedule:
             clock.note_written(written)
 
     def on_commit(self, said: CommitResult) -> None:
-        """What the commit of this iteration came to. A rank that steps by a plan has not heard it, which costs at most
+        """Note the result of this iteration's commit. A rank that steps by a plan has not heard it, which costs at most
         the checkpoint of that iteration."""
         self._said = said
 
@@ -116,8 +120,8 @@ class Persistence:
         member.watch.on_memory = local.on_message
 
     def _risk(self) -> Risk:
-        """What the job may lose, as far as this rank knows. A loss of a node is covered by replicas on others, and by
-        the copies that agents and the ranks of a distributed optimizer keep."""
+        """Return what the job may lose, as far as this rank knows. A loss of a node is covered by replicas on others,
+        and by the copies that agents and the ranks of a distributed optimizer keep."""
         member, copied = self._member, int(os.environ.get(COPIES) or 1) > 0
         covers = copied if self._state.sharded else member.replicas > 1 or (copied and self.local.reports)
         copies = covers and member.channel is not None and member.nodes > 1
@@ -140,14 +144,15 @@ class Persistence:
         return self._member.members[:1] == [self._member.slot]
 
     def writer(self) -> Writer:
-        """What this rank's part is to the whole."""
+        """Return the place of this rank's part in a checkpoint."""
         member = self._member
         shard, shards = (member.replica, member.replicas) if self._state.sharded else (0, 1)
         layout = member.layout
         return Writer(member.slot % layout.size, layout.size, shard, shards, layout=layout.text, loss=self._state.loss)
 
     def find_start(self, start: int) -> int:
-        """The iteration at which this rank stands before it is in a generation. start: at which the script begins.
+        """Return the iteration at which this rank stands before it is in a generation. start: at which the script
+        begins.
 
         Raises :class:`checkpoint.CheckpointError` where there are checkpoints and none can be used.
         """
@@ -164,7 +169,7 @@ class Persistence:
         self.local.keep_boundary(iteration, *here)
 
     def rescue(self, iteration: int, why: str) -> None:
-        """What this rank knows goes to disk, for it ends before its time."""
+        """Write this rank's state to disk, for it ends before its time."""
         if self.checkpoints is not None:
             turn = 0 if self._state.sharded else self._member.replica
             apart = TURN_SECONDS if why == RELAID else None

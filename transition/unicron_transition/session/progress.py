@@ -1,4 +1,4 @@
-"""How far a session is in its training, and its reports: the rank's status, its steps, the memory that healing
+"""The position of a session in its training, and its reports: the rank's status, its steps, the memory that healing
 takes."""
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from unicron_transition.session.persistence import Persistence
 
 @dataclass
 class SessionPosition:
-    """How far the session is. iteration: the one at hand; between two of them the next one. moment: ledger and phase
-    of the one at hand or the last one, set together, because another thread reads them; the phase is computing,
-    reducing, synced or stepped. loss: of the last one that was reduced. seconds: of the last one that was stepped."""
+    """The position of a session in its training."""
 
     iteration: int
+    """The iteration at hand; between two of them the next one."""
     train_iterations: int
     moment: tuple[Ledger, str]
+    """Ledger and phase of the one at hand or the last one, set together, because another thread reads them. The phase
+    is computing, reducing, synced or stepped."""
     loss: float | None = None
+    """Of the last one that was reduced."""
     seconds: float = 0.0
+    """Of the last one that was stepped."""
 
     @property
     def ledger(self) -> Ledger:
@@ -59,7 +62,7 @@ class RankReporter:
 
     @property
     def memory(self) -> str:
-        """What healing takes of this rank's memory, for people; empty where nobody heals."""
+        """The memory that healing takes of this rank, in words; empty where nobody heals."""
         if self._channel is None:
             return ""
         undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen_place()})"

@@ -30,15 +30,17 @@ LASTING = (CUT_PREFIX, COPY_PREFIX)  # how the names of images begin that nobody
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory for one shard. image: what it is part of. path: the file of an earlier process that it reads. digest: of
-    its content, when its image is whole. aside: is over when it has the name under which the agent makes a file of
-    it."""
+    """Memory for one shard."""
 
     flat: torch.Tensor
     image: Image | None = None
+    """The image that it is part of."""
     path: Path | None = None
+    """The file of an earlier process that it reads."""
     digest: Future[bytes] | None = None
+    """Of its content, when its image is whole."""
     aside: Future[None] | None = None
+    """Is over when the image has the name under which the agent makes a file of it."""
 
     @property
     def file(self) -> Path | None:
@@ -164,7 +166,7 @@ class BufferPool:
 
     @property
     def free(self) -> int:
-        """How many buffers wait to be used again."""
+        """The number of buffers that wait to be used again."""
         return len(self._free)
 
     # ------------------------------------------------------------ images
@@ -177,7 +179,7 @@ class BufferPool:
             self._pending.append(buffer.digest)
 
     def remove_unwanted_cuts(self) -> None:
-        """Where the controller wants no cut, the thread removes them."""
+        """Have the thread remove cuts that the controller does not want."""
         if self._cuts.unwanted:
             self._pending.append(self._worker.submit_or_run(self._cuts.remove_unwanted))
 
@@ -194,7 +196,7 @@ class BufferPool:
         return True
 
     def forget_missed(self) -> None:
-        """What could not be set aside comes in another way; it is said why."""
+        """Forget images that could not be set aside, with a line that says why: they come in another way."""
         if self.aside.error is not None:
             self._tell(f"the training state could not be set aside for the agent: {self.aside.error}")
             self._aside_failed = True
@@ -262,7 +264,7 @@ class BufferPool:
     def _examine(
         self, path: Path, here: Sequence[int], place: int, size: int, usable: Callable[[Found], str]
     ) -> Found | None:
-        """What an image says of itself, if it is this rank's to use. Raises BadImage for one that is of no use to
+        """Read what an image says of itself, if it is this rank's to use. Raises BadImage for one that is of no use to
         anybody, OSError."""
         if not path.name.endswith(SUFFIX):
             raise BadImage(f"{path}: its writer ended before it was made")

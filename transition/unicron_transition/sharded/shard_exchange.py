@@ -1,5 +1,10 @@
-"""What goes between the ranks that have a distributed optimizer's shards: who holds which, headers, and flat pieces
-with their checksums."""
+"""The traffic between the ranks that have a distributed optimizer's shards: which elements move, who holds which shard,
+headers, and flat pieces with their checksums.
+
+A bucket is a run of parameters whose gradients are reduced together. Megatron cuts each bucket into one equal part for
+each data-parallel rank; a rank's **shard** is its parts of all buckets, one after the other. The cut follows from the
+buckets' sizes and the number of shards alone, so shards of a generation that is gone can still be read.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +60,7 @@ class Buckets:
         return sum(self.parts(count))
 
     def moves(self, held: Sequence[Collection[int]], count: int) -> list[Move]:
-        """What brings the state from `count` shards to as many as there are ranks.
+        """Return the moves that bring the state from `count` shards to as many as there are ranks.
 
         held: for each rank of the new group, in order, the old shards of which it has a copy. What a rank has itself it
         takes from there; everything else comes from the holder that has least to send so far. Deterministic: all ranks
@@ -106,8 +111,8 @@ class ShardExchange:
         self._group, self._wire, self._lost = group, wire, lost
 
     def who_holds(self, count: int, step: float, shards: Sequence[int]) -> tuple[int, float, list[set[int]]]:
-        """How many shards a set has, Adam's step, and which shards each rank of the group holds, from what this rank
-        knows of it: 0, 0 and none where it has no part."""
+        """Return how many shards a set has, Adam's step, and which shards each rank of the group holds, from what this
+        rank knows of it: 0, 0 and none where it has no part."""
         group = self._group()
         told = torch.tensor([count, step, len(shards)], dtype=torch.float64, device=self._wire)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
@@ -148,8 +153,8 @@ class ShardExchange:
         raise CopyFailed(f"parts of the optimizer's state were spoiled on their way {TRIES} times")
 
     def check_alive(self) -> None:
-        """What was received is believed only now: an aborted NCCL collective returns garbage and raises nothing. Raises
-        :class:`CopyFailed` where the generation is over."""
+        """Raise :class:`CopyFailed` where the generation is over. Nothing that was received is believed before: an
+        aborted NCCL collective returns garbage and raises nothing."""
         if self._wire.type == "cuda":
             torch.cuda.current_stream().synchronize()
         if self._lost():

@@ -96,7 +96,7 @@ class ShardedState(LocalState):
         if self._came:
             self._came = False
             self.shards.claim(self._here, again=True)
-        return self.shards.held()
+        return self.shards.held_shards()
 
     # ------------------------------------------------------------ into a generation
     def enter_generation(self, plan: Plan, iteration: int) -> None:

@@ -205,9 +205,9 @@ class Shards:
         self.pool.trim(self._elements)
         self._confirmed = self._before = now
 
-    def held(self) -> list[tuple[int, int, int, list[int]]]:
-        """What this rank could give: (base, version, count of shards, which of them) of each set, the newest last.
-        Where there are images, they are whole."""
+    def held_shards(self) -> list[tuple[int, int, int, list[int]]]:
+        """Return what this rank could give: (base, version, count of shards, which of them) of each set, the newest
+        last. Where there are images, they are whole."""
         self.pool.wait_whole()
         return [(*key, found.count, sorted(found.shards)) for key, found in sorted(self._sets.items())]
 
@@ -282,7 +282,7 @@ class Shards:
                 self.pool.discard(buffer)
 
     def _drop_spoiled(self, old: _Set | None) -> None:
-        """What memory has spoiled since it was summed is not given to anybody."""
+        """Drop shards that memory has spoiled since they were summed: nobody gets them."""
         if old is None:
             return
         for shard, buffer in list(old.shards.items()):
@@ -315,7 +315,7 @@ class Shards:
         return next((float(each["step"]) for each in tensors if "step" in each), 0.0)
 
     def about(self, untrained: Mapping[int, int] | None = None) -> bytes:
-        """Where in this rank's shard the parts of the parameters are, as :mod:`snapshot.contents` has it; the
+        """Return where in this rank's shard the parts of the parameters are, as :mod:`snapshot.contents` has it; the
         same for all states of a generation.
 
         untrained: where in the image that stands behind the shard's data in a file each tensor lies that is not
@@ -384,7 +384,7 @@ class Shards:
         return bytes(data["extra"])
 
     def _header(self, extra: bytes) -> bytes:
-        """What is no big tensor: learning rates and the like, the loss scaler's state, and `extra`."""
+        """Return all that is no big tensor: learning rates and the like, the loss scaler's state, and `extra`."""
         optimizers = [
             (
                 plain(optimizer.optimizer.param_groups),
