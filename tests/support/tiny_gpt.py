@@ -387,4 +387,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "ENTERED_FILES" in os.environ:
+        from tests.support import entered
+
+        entered.watch("rank" if INCARNATION == 0 else "newcomer")
     main()

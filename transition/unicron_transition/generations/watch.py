@@ -112,11 +112,15 @@ class Watch:
             if not self.lost():
                 self.broken_at = time.monotonic()
             self._broken = generation
-            if self._offer is not None and self._offer.generation <= generation:
-                self._offer = None
-            if self._plan is not None and self._plan.generation <= generation:
-                self._plan = None
+            self._forget_plans(generation)
             self._changed.notify_all()
+
+    def _forget_plans(self, generation: int) -> None:
+        """Forget what is offered or planned up to this generation: it is over, or entered."""
+        if self._offer is not None and self._offer.generation <= generation:
+            self._offer = None
+        if self._plan is not None and self._plan.generation <= generation:
+            self._plan = None
 
     def _on_withdraw(self, generation: int) -> None:
         """An offer does not come about. A rank that trains forgets it; a newcomer that waits to enter gives up. A
@@ -191,10 +195,7 @@ class Watch:
             self._sheltered = self._held_off = False
             self._active, self._member = plan.generation, True
             self._joining = plan.boundary and self.slot in plan.joiners
-            if self._offer is not None and self._offer.generation <= plan.generation:
-                self._offer = None
-            if self._plan is not None and self._plan.generation <= plan.generation:
-                self._plan = None
+            self._forget_plans(plan.generation)
 
     def note_entered(self) -> None:
         """The main thread is in its generation with all others."""

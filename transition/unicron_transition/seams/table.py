@@ -55,8 +55,11 @@ class Seam(NamedTuple):
 
     def at(self, release: str) -> str | None:
         """Its parameters in this release; :data:`NOT_THERE` where that has none of the name."""
-        columns = [found for first, found in self.since.items() if numbers(first) <= numbers(release)]
-        return columns[-1] if columns else self.parameters
+        found = self.parameters
+        for first, since in self.since.items():
+            if numbers(first) <= numbers(release):
+                found = f"{found}{since[1:]}" if since is not None and since.startswith("+ ") else since
+        return found
 
 
 def numbers(release: str) -> tuple[int, ...]:
@@ -65,10 +68,10 @@ def numbers(release: str) -> tuple[int, ...]:
 
 
 TORCH = (
-    Seam(C10D, "_world.pg_map", None, "groups that outlive their world are registered again"),
-    Seam(C10D, "_world.pg_names", None, "groups that outlive their world are registered again"),
-    Seam(C10D, "_world.pg_group_ranks", None, "groups that outlive their world are registered again"),
-    Seam(C10D, "_world.pg_backend_config", None, "groups that outlive their world are registered again"),
+    *(
+        Seam(C10D, f"_world.{registry}", None, "groups that outlive their world are registered again")
+        for registry in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config")
+    ),
     Seam(C10D, "_world.group_count", None, "reset, or a world that failed to connect shifts the keys of the next"),
     Seam(C10D, "_get_default_group", "", "the world's store, from which groups are built"),
     Seam(C10D, "GroupName", None, "names of groups"),
@@ -80,10 +83,7 @@ TORCH = (
         "group_size group_rank global_ranks_in_group backend store group_name backend_options timeout pg_tag device_id "
         "group_desc",
         "builds a group by its own ranks alone",
-        {
-            "2.14": "group_size group_rank global_ranks_in_group backend store group_name backend_options timeout "
-            "pg_tag device_id group_desc enable_reconfigure"
-        },
+        {"2.14": "+ enable_reconfigure"},
     ),
     Seam(C10D, "_set_pg_timeout", "timeout group", "a group's time-out after it has connected"),
     Seam(C10D, "ProcessGroupGloo?", None, "replaced while groups connect, so that the connection can be given up"),
@@ -91,9 +91,10 @@ TORCH = (
     Seam("torch.distributed", "ProcessGroup._get_backend", None, "the backend whose communicators are aborted"),
     Seam("torch.distributed", "Work.wait", None, "replaced, so that a wait for a lost message can be given up"),
     Seam("torch.distributed", "Work._get_op_type", None, "tells waits for messages from others"),
-    Seam("torch._C._distributed_c10d", "OpType.SEND", None, "tells waits for messages from others"),
-    Seam("torch._C._distributed_c10d", "OpType.RECV", None, "tells waits for messages from others"),
-    Seam("torch._C._distributed_c10d", "OpType.RECVANYSOURCE", None, "tells waits for messages from others"),
+    *(
+        Seam("torch._C._distributed_c10d", f"OpType.{kind}", None, "tells waits for messages from others")
+        for kind in ("SEND", "RECV", "RECVANYSOURCE")
+    ),
     Seam(WORKERS, "_set_worker_signal_handlers", None, "replaced, so that a worker goes on as long as its rank"),
     *(
         Seam(f"multiprocessing.popen_{how}", "Popen._launch", "self process_obj", "SIGTERM is blocked until it can act")
@@ -136,8 +137,7 @@ MEGATRON_CORE = (
         {
             "0.17": "self ddp_config param_dtype grad_dtype params_with_names data_parallel_group bucket_size "
             "param_to_name gradient_scaling_factor param_indices nccl_ub pg_collection",
-            "0.18": "self ddp_config param_dtype grad_dtype params_with_names data_parallel_group bucket_size "
-            "param_to_name gradient_scaling_factor param_indices nccl_ub pg_collection param_layout",
+            "0.18": "+ param_layout",
         },
     ),
     Seam(BUFFERS, "math.lcm", None, "replaced while a buffer is laid out", {"0.18": NOT_THERE}),
@@ -187,22 +187,19 @@ MEGATRON_CORE = (
         "self model_param",
         "the optimizer's state of a parameter",
     ),
-    Seam(OPTIMIZERS, "MixedPrecisionOptimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
-    Seam(OPTIMIZERS, "FP32Optimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
-    Seam(OPTIMIZERS, "ChainedOptimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
-    Seam(
-        OPTIMIZERS,
-        "MegatronOptimizer.has_grad_norm_group.~_has_grad_norm_group_cache",
-        NOT_THERE,
-        "all ranks ask again when one has joined",
-        {"0.19": None},
+    *(
+        Seam(OPTIMIZERS, f"{kind}Optimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it")
+        for kind in ("MixedPrecision", "FP32", "Chained")
     ),
-    Seam(
-        OPTIMIZERS,
-        "ChainedOptimizer.has_grad_norm_group.~_has_grad_norm_group_cache",
-        NOT_THERE,
-        "all ranks ask again when one has joined",
-        {"0.19": None},
+    *(
+        Seam(
+            OPTIMIZERS,
+            f"{kind}Optimizer.has_grad_norm_group.~_has_grad_norm_group_cache",
+            NOT_THERE,
+            "all ranks ask again when one has joined",
+            {"0.19": None},
+        )
+        for kind in ("Megatron", "Chained")
     ),
     Seam(
         "megatron.core.pipeline_parallel.p2p_communication",
@@ -244,12 +241,13 @@ MEGATRON_LM = (
         "_initialize_distributed",
         "get_embedding_ranks get_position_embedding_ranks store",
         "the job's groups",
-        {"0.19": "get_embedding_ranks get_position_embedding_ranks store skip_model_parallel_init"},
+        {"0.19": "+ skip_model_parallel_init"},
     ),
     Seam(INITIALIZE, "_compile_dependencies", "", "no wait for rank 0"),
-    Seam(GLOBALS, "_set_tensorboard_writer", "args", "one rank writes"),
-    Seam(GLOBALS, "_set_wandb_writer", "args", "one rank writes"),
-    Seam(GLOBALS, "_set_one_logger", "args", "one rank writes"),
+    *(
+        Seam(GLOBALS, f"_set_{kind}", "args", "one rank writes")
+        for kind in ("tensorboard_writer", "wandb_writer", "one_logger")
+    ),
     Seam(TRAINING, "get_tensorboard_writer", "", "one rank writes"),
     Seam(TRAINING, "get_wandb_writer", "", "one rank writes"),
     Seam(
@@ -258,21 +256,14 @@ MEGATRON_LM = (
         "forward_step_func model optimizer opt_param_scheduler train_data_iterator valid_data_iterator "
         "process_non_loss_data_func config checkpointing_context non_loss_data_func inference_model",
         "the loop begins where the others are",
-        {
-            "0.19": "forward_step_func model optimizer opt_param_scheduler train_data_iterator valid_data_iterator "
-            "process_non_loss_data_func config checkpointing_context non_loss_data_func inference_model "
-            "p2p_communicator pg_collection"
-        },
+        {"0.19": "+ p2p_communicator pg_collection"},
     ),
     Seam(
         TRAINING,
         "train_step",
         "forward_step_func data_iterator model optimizer opt_param_scheduler config forward_backward_func iteration",
         "a step is the session's",
-        {
-            "0.19": "forward_step_func data_iterator model optimizer opt_param_scheduler config forward_backward_func "
-            "iteration pg_collection p2p_communicator"
-        },
+        {"0.19": "+ pg_collection p2p_communicator"},
     ),
     Seam(
         TRAINING,
@@ -286,10 +277,7 @@ MEGATRON_LM = (
         "evaluate",
         "forward_step_func data_iterator model process_non_loss_data_func config verbose non_loss_data_func eval_iters",
         "the sums are the session's",
-        {
-            "0.19": "forward_step_func data_iterator model process_non_loss_data_func config verbose "
-            "non_loss_data_func eval_iters pg_collection p2p_communicator"
-        },
+        {"0.19": "+ pg_collection p2p_communicator"},
     ),
     Seam(
         TRAINING,
@@ -297,10 +285,7 @@ MEGATRON_LM = (
         "prefix forward_step_func data_iterator model iteration process_non_loss_data_func config verbose "
         "write_to_tensorboard non_loss_data_func",
         "a rank that comes in takes part in the evaluation at hand",
-        {
-            "0.19": "prefix forward_step_func data_iterator model iteration process_non_loss_data_func config verbose "
-            "write_to_tensorboard non_loss_data_func pg_collection p2p_communicator"
-        },
+        {"0.19": "+ pg_collection p2p_communicator"},
     ),
     Seam(
         TRAINING,
@@ -308,11 +293,7 @@ MEGATRON_LM = (
         "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter grad_norm "
         "params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration",
         "the first iteration is logged once",
-        {
-            "0.18": "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter "
-            "grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration "
-            "seqlen_squared_sum_in_batch total_real_tokens_in_batch"
-        },
+        {"0.18": "+ seqlen_squared_sum_in_batch total_real_tokens_in_batch"},
     ),
     Seam(
         TRAINING,
@@ -333,7 +314,7 @@ MEGATRON_LM = (
         "reduce_max_stat_across_model_parallel_group",
         "stat",
         "no collective between iterations",
-        {"0.19": "stat group"},
+        {"0.19": "+ group"},
     ),
     Seam(
         "megatron.training.dist_signal_handler", "DistributedSignalHandler.~_signal_received", None, "all end at once"

@@ -67,7 +67,7 @@ def test_what_is_required_is_the_oldest_known_release_or_newer():
     ("release", "parameters"), [("0.16.1", "a"), ("0.17.0", "a b"), ("0.17.9+cpu", "a b"), ("0.18.2", table.NOT_THERE)]
 )
 def test_a_row_has_a_column_for_each_release(release, parameters):
-    row = Seam("megatron.core", "name", "a", "", {"0.17": "a b", "0.18": table.NOT_THERE})
+    row = Seam("megatron.core", "name", "a", "", {"0.17": "+ b", "0.18": table.NOT_THERE})
     assert row.at(release) == parameters
 
 
