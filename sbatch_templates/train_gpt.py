@@ -119,7 +119,7 @@ def log_line(options: argparse.Namespace, result: Any) -> str:
     )
 
 
-def metrics_record(result: Any) -> dict[str, Any]:
+def metrics_record(result: Any) -> dict[str, object]:
     """The line of the metrics file; `iteration` counts from 0, `time` is in seconds since the epoch."""
     return {
         "iteration": result.iteration,

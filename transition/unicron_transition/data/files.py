@@ -7,7 +7,9 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import accumulate
+from typing import Any
 
+Sample = dict[str, Any]  # column, or part of a name -> value
 OPEN = 64  # files at once
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from unicron_transition.data.files import OpenFiles, Shards
+from unicron_transition.data.files import OpenFiles, Sample, Shards
 
 UNPACKED_SHARDS = 4  # compressed shards that stay in memory
 NUMBERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -52,7 +52,7 @@ class MDS:
     package zstandard, those that are compressed otherwise are refused.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, decode: Callable[[dict[str, Any]], Any] | None = None):
+    def __init__(self, folder: str | os.PathLike[str], *, decode: Callable[[Sample], Any] | None = None):
         self._folder, self._decode = Path(folder), decode
         try:
             listed = json.loads((self._folder / "index.json").read_text())["shards"]
@@ -88,7 +88,7 @@ class MDS:
 class _Shard:
     """One shard, as the index describes it."""
 
-    def __init__(self, folder: Path, said: dict[str, Any]):
+    def __init__(self, folder: Path, said: Mapping[str, Any]):
         compression = said.get("compression")
         if said.get("format") != "mds":
             raise ValueError(f"{folder} has a shard of format {said.get('format')}: only mds can be read")
@@ -100,7 +100,7 @@ class _Shard:
         columns = zip(said["column_names"], said["column_encodings"], said["column_sizes"], strict=True)
         self._columns = [(name, _decoder(folder, name, encoding), size) for name, encoding, size in columns]
 
-    def sample(self, data: bytes) -> dict[str, Any]:
+    def sample(self, data: bytes) -> Sample:
         """The values of a sample, by column: first come the sizes of those that have no fixed one."""
         free = sum(size is None for _, _, size in self._columns)
         sizes = iter(struct.unpack(f"<{free}I", data[: 4 * free]))

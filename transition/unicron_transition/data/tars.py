@@ -18,7 +18,7 @@ from typing import Any
 
 import msgpack
 
-from unicron_transition.data.files import OpenFiles, Shards
+from unicron_transition.data.files import OpenFiles, Sample, Shards
 
 INDEX = ".unicron-index"
 VERSION = 2
@@ -40,7 +40,7 @@ class Tars:
         paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         *,
         index: str | os.PathLike[str] | None = None,
-        decode: Callable[[dict[str, Any]], Any] | None = None,
+        decode: Callable[[Sample], Any] | None = None,
     ):
         pattern = isinstance(paths, str | os.PathLike)
         found = sorted(glob.glob(os.fspath(paths))) if pattern else sorted(map(os.fspath, paths))  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ class Tars:
         shard, place = self._shards.find(number)
         key, parts = self._samples[shard][place]
         path = self._paths[shard]
-        sample: dict[str, Any] = {"__key__": key}
+        sample: Sample = {"__key__": key}
         sample |= {name: self._files.read(path, begin, size) for name, (begin, size) in parts.items()}
         return sample if self._decode is None else self._decode(sample)
 

@@ -130,7 +130,7 @@ class Groups:
 
     def _connect_roles(self, backend: str, members: Sequence[int], me: int, replica: int, count: int) -> None:
         made: dict[tuple[Any, ...], Any] = {}
-        roles: dict[str, Any] = {}
+        roles: dict[str, dist.ProcessGroup] = {}
         ranks_of = cache(
             lambda whole, places: Role(whole, places).ranks(self.layout, replica, count)
         )  # many have the same

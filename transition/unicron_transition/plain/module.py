@@ -5,7 +5,7 @@ The optimizer and the schedule have the faces of Megatron's here, so that the se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,10 +158,10 @@ class PlainSchedule:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {name: as_plain(part.state_dict()) for name, part in self._parts.items() if part is not None}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Mapping[str, object]]) -> None:
         for name, part in self._parts.items():
             if part is not None and name in saved:
                 mine = part.state_dict()

@@ -17,7 +17,7 @@ import functools
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from typing import Any
 
@@ -404,7 +404,7 @@ def _let_go(optimizer: Any, parameters: Sequence[Sequence[torch.Tensor]]) -> Non
                 parameter.main_param = None
 
 
-def _initial_state(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+def _initial_state(inner: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Adam's state before the first step, there from the start so that it can be copied and moved like any other."""
     state = {"exp_avg": torch.zeros_like(parameter.data), "exp_avg_sq": torch.zeros_like(parameter.data)}
     if isinstance(inner, torch.optim.Adam):  # Apex and Transformer Engine count steps in the group

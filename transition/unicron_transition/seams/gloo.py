@@ -105,14 +105,15 @@ _idle: list[_Worker] = []
 def run_until(work: Callable[[], Any], lost: Callable[[], bool], error: Exception) -> Any:
     """Do `work()` in a thread of its own: returns or raises what it does. Raises `error` as soon as `lost()`; the
     outcome of the work is dropped then."""
-    outcome: dict[str, Any] = {}
+    value, failure = None, None
     over = threading.Event()
 
     def target() -> None:
+        nonlocal value, failure
         try:
-            outcome["value"] = work()
+            value = work()
         except BaseException as failed:
-            outcome["error"] = failed
+            failure = failed
         over.set()
 
     worker = _idle.pop() if _idle else _Worker()
@@ -121,6 +122,6 @@ def run_until(work: Callable[[], Any], lost: Callable[[], bool], error: Exceptio
         if lost():
             raise error
     _idle.append(worker)
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
+    if failure is not None:
+        raise failure
+    return value

@@ -80,7 +80,7 @@ def module(name: str) -> Any:
     return sys.modules.get(f"megatron.core.{name}") or SimpleNamespace()
 
 
-def parallel_groups() -> dict[str, Any]:
+def parallel_groups() -> dict[str, dist.ProcessGroup]:
     """The process groups of `parallel_state`, by its names for them."""
     state = vars(module("parallel_state")).items()
     return {name: value for name, value in state if name.startswith("_") and isinstance(value, dist.ProcessGroup)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from unicron_transition.iteration import rank_process
@@ -236,7 +236,7 @@ class Session(Training):
         """
         self._stop_wanted = True
 
-    def note_arguments(self, arguments: dict[str, Any]) -> None:
+    def note_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Note what Megatron-LM's arguments say of the model: checkpoints hold it, for whoever exports one."""
         self._state.facts.setdefault("arguments", {}).update(arguments)
 
