@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from unicron_ctl.shared.consensus import acceptor, proposer
-from unicron_ctl.shared.consensus.controller_silence import ASK_SECONDS, ControllerSilence
-from unicron_ctl.shared.consensus.participant import Participant
+from unicron_ctl.shared.consensus.participant import ASK_SECONDS, ControllerSilence, Participant
 from unicron_ctl.shared.consensus.proposals import (
     PROPOSERS,
     Membership,
