@@ -17,6 +17,12 @@ class Permutation:
     A Feistel network of ROUNDS rounds over the smallest even number of bits that holds the size, and cycle walking: a
     result that is no sample is put in again, until it is one. See J. Black and P. Rogaway, "Ciphers with arbitrary
     finite domains", CT-RSA 2002. It shuffles; it keeps nothing secret. Raises ValueError for a size below 1.
+
+    Examples
+    --------
+    >>> shuffled = unicron.data.Permutation(10**12, 42)
+    >>> shuffled(7) == unicron.data.Permutation(10**12, 42)(7), shuffled(7) == shuffled(8)
+    (True, False)
     """
 
     def __init__(self, size: int, *key: int):
@@ -64,11 +70,34 @@ class MapStyle(Protocol):
 class Fetch:
     """A session's `fetch`: any micro-batch, by iteration and index, on any rank and as often as asked.
 
-    micro_batch_size: samples. micro_batches: of an iteration, as the session has it. seed: the samples of each epoch
-    come in another order, which follows from the seed; with None they come in their own order. repeat: begin the
-    dataset anew at its end; else a sample after it raises IndexError. collate(samples) -> micro-batch; by default
-    torch's `default_collate`. Samples follow each other without a gap, so a micro-batch may have the last ones of an
-    epoch and the first ones of the next. Raises ValueError, one line, for what makes no sense.
+    Samples follow each other without a gap, so a micro-batch may have the last ones of an epoch and the first ones of
+    the next.
+
+    Parameters
+    ----------
+    dataset
+        Anything that has a length and gives a sample by its number.
+    micro_batch_size
+        Samples of a micro-batch.
+    micro_batches
+        Micro-batches of an iteration, as the session has them.
+    seed
+        The samples of each epoch come in another order, which follows from it. None: they come in their own order.
+    repeat
+        Begin the dataset anew at its end; else a sample after it raises IndexError.
+    collate
+        `collate(samples)` returns a micro-batch; by default torch's `default_collate`.
+
+    Raises
+    ------
+    ValueError
+        For sizes below 1, or a dataset without samples.
+
+    Examples
+    --------
+    >>> fetch = unicron.data.Fetch("abcdefg", micro_batch_size=2, micro_batches=2, collate="".join)
+    >>> fetch(0, 0), fetch(0, 1), fetch(1, 1)
+    ('ab', 'cd', 'ga')
     """
 
     def __init__(

@@ -47,9 +47,19 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 class MDS:
     """A map-style dataset of the samples in a folder of MDS shards, in their order.
 
-    decode(sample) -> what a sample is to be; by default the sample itself: a dictionary of values by column. Raises
-    ValueError, one line, for a folder or a column that cannot be read; shards that are compressed with zstd need the
-    package zstandard, those that are compressed otherwise are refused.
+    Shards that are compressed with zstd need the package zstandard, those that are compressed otherwise are refused.
+
+    Parameters
+    ----------
+    folder
+        The folder that has `index.json`.
+    decode
+        `decode(sample)` returns what a sample is to be; by default it is a dictionary of values by column.
+
+    Raises
+    ------
+    ValueError
+        For a folder or a column that cannot be read.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, decode: Callable[[Sample], Any] | None = None):

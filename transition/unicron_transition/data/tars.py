@@ -29,10 +29,32 @@ Parts = dict[str, tuple[int, int]]  # name -> (first byte, bytes)
 class Tars:
     """A map-style dataset of the samples in tar files, in the order of the files' names.
 
-    paths: the files, or a pattern such as "/data/train-*.tar". index: a folder for the indices, by default that of each
-    tar file; where nothing can be written they are made anew by each process. decode(sample) -> what a sample is to be;
-    by default the sample itself: a dictionary of bytes by part, with its name in "__key__". Raises ValueError, one
-    line, for files that are none, or compressed.
+    Parameters
+    ----------
+    paths
+        The files, or a pattern such as "/data/train-*.tar".
+    index
+        A folder for the indices, by default that of each tar file. Where nothing can be written each process makes
+        them anew.
+    decode
+        `decode(sample)` returns what a sample is to be; by default it is a dictionary of bytes by part, with its name
+        in "__key__".
+
+    Raises
+    ------
+    ValueError
+        Where there are no files, or one is compressed or no tar file.
+
+    Examples
+    --------
+    >>> import tarfile
+    >>> folder.mkdir()
+    >>> (folder / "0001.txt").write_text("a sample")
+    8
+    >>> with tarfile.open(folder / "train-0.tar", "w") as tar:
+    ...     tar.add(folder / "0001.txt", "0001.txt")
+    >>> unicron.data.Tars(folder / "train-*.tar", decode=lambda sample: sample["txt"])[0]
+    b'a sample'
     """
 
     def __init__(

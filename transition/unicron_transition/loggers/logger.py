@@ -22,9 +22,11 @@ KEPT_ITERATIONS = 64  # iterations that each rank can still write
 
 
 class Logger(ABC):
-    """Call it with the result of each iteration, in all ranks: `log(result, perplexity=...)`. The step is
-    `result.iteration`. What goes wrong in it is said in one line, and costs no iteration of the training; the next
-    call tries again, with what was left out."""
+    """A logger of committed iterations. Call it with the result of each, in all ranks: `log(result, perplexity=...)`.
+
+    The step is `result.iteration`. An error in it is one line in the job's log, and costs no iteration of the training;
+    the next call tries again, with what was left out.
+    """
 
     def __init__(self) -> None:
         self._kept: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT_ITERATIONS)

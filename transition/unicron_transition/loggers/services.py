@@ -15,9 +15,20 @@ TAG = "unicron.run"  # of the run in MLflow
 
 
 class TensorBoard(Logger):
-    """Writes event files into `folder`, which all nodes share; one file for each rank that was the first one. A file
-    begins with the step from which on TensorBoard passes over what is in earlier files, so no step shows twice. Raises
-    ValueError where tensorboard is not installed."""
+    """TensorBoard's event files: one for each rank that was the first one.
+
+    A file begins with the step from which on TensorBoard passes over what is in earlier files, so no step shows twice.
+
+    Parameters
+    ----------
+    folder
+        A folder that all nodes share.
+
+    Raises
+    ------
+    ValueError
+        Where tensorboard is not installed.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]):
         super().__init__()
@@ -42,9 +53,21 @@ class TensorBoard(Logger):
 
 
 class WandB(Logger):
-    """Writes a run of Weights & Biases. run: its id, by default from the job's number; every rank that becomes the
-    first one resumes it. settings: for `wandb.init`, such as `project`. Offline, each such rank has a folder of its
-    own, and `wandb sync` joins them. Raises ValueError where wandb is not installed."""
+    """A run of Weights & Biases. Offline, each rank that becomes the first one has a folder of its own, and `wandb
+    sync` joins them.
+
+    Parameters
+    ----------
+    run
+        Its id, by default from the job's number; every rank that becomes the first one resumes it.
+    settings
+        For `wandb.init`, such as `project`.
+
+    Raises
+    ------
+    ValueError
+        Where wandb is not installed, or the run has no name.
+    """
 
     def __init__(self, run: str | None = None, **settings: Any):
         super().__init__()
@@ -65,10 +88,23 @@ class WandB(Logger):
 
 
 class MLflow(Logger):
-    """Writes a run of MLflow, where MLFLOW_TRACKING_URI or `tracking_uri` says. run: its name, by default from the
-    job's number; it is found again by a tag. experiment: its experiment's name. The run ends with the process that
-    writes it, as FAILED after an exception that nobody caught, and goes on when another writes. Raises ValueError where
-    mlflow is not installed."""
+    """A run of MLflow. It ends with the process that writes it, as FAILED after an exception that nobody caught, and
+    goes on when another writes.
+
+    Parameters
+    ----------
+    run
+        Its name, by default from the job's number; it is found again by a tag.
+    experiment
+        Its experiment's name.
+    tracking_uri
+        The server; by default MLFLOW_TRACKING_URI.
+
+    Raises
+    ------
+    ValueError
+        Where mlflow is not installed, or the run has no name.
+    """
 
     def __init__(self, run: str | None = None, experiment: str = "Default", tracking_uri: str | None = None):
         super().__init__()
