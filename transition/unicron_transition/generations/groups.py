@@ -141,9 +141,11 @@ class Groups:
             if role.whole and kind == backend and len(ranks) == len(members):
                 made[key] = dist.group.WORLD
             elif key not in made:
-                inside = not role.whole
-                connect = self._connect_inside if inside else self._connect
-                made[key] = connect(name, kind, ranks, me, members)
+                made[key] = (
+                    process_groups.connect(name, kind, ranks, me, ENTERING)
+                    if role.whole
+                    else self._connect_inside(name, kind, ranks, me, members)
+                )
             roles[name] = made[key]
         lists = {name: list(ranks_of(role.whole, role.places)) for name, role in self._lists.items()}
         megatron_core.set_parallel_state({name: group for name, group in roles.items() if name != WORLD} | lists)
@@ -155,10 +157,6 @@ class Groups:
             container[key] = roles[name]
         megatron_core.ask_anew(self._asking)
 
-    @staticmethod
-    def _connect(name: str, kind: str, ranks: list[int], me: int, members: Sequence[int]) -> Any:
-        return process_groups.connect(name, kind, ranks, me, ENTERING)
-
     def _connect_inside(
         self, name: str, kind: str, ranks: list[int], me: int, members: Sequence[int], own: str = ""
     ) -> Any:
@@ -169,7 +167,7 @@ class Groups:
         slots = tuple(members[replica * size + place] for replica, place in found)
         if (kind, slots, own) not in self._kept:
             with self._unblocker.inside():
-                self._kept[kind, slots, own] = group = self._connect(name, kind, ranks, me, members)
+                self._kept[kind, slots, own] = group = process_groups.connect(name, kind, ranks, me, ENTERING)
             self._aborter.inside.add(group)
         return self._kept[kind, slots, own]
 

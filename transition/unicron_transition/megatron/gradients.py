@@ -98,54 +98,56 @@ class Gradients(Accumulation):
     def _compute(self, ledger: Ledger) -> None:
         """Forward and backward of everything that `ledger` still owes, in one schedule. Raises :class:`PeerLost`
         between two micro-batches; in a replica of several ranks only when one of them is lost."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         owed = ledger.todo()
         if not owed:
             self._gather_parameters()
             return
         for group in self._bucket_groups():
             group.per_param_grad_ready_counts = {}
-        count = self._pad(len(owed))
-        iterators = [self._data(ledger.iteration, owed, count) for _ in self.model]
-        with self._schedule_configuration():
-            self._in_backward = True
-            try:
-                get_forward_backward_func()(
-                    forward_step_func=self._forward(ledger, owed, count),
-                    data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                    model=self.model,
-                    num_microbatches=count,
-                    **self.schedule_arguments,
-                )
-            finally:
-                self._in_backward = False
-                self._end_backward(time.perf_counter())
+        padded = self._pad(owed)
+        self._in_backward = True
+        try:
+            self._run_schedule(self._forward(ledger, len(owed), padded), self._fetch, ledger.iteration, padded)
+        finally:
+            self._in_backward = False
+            self._end_backward(time.perf_counter())
         self._auxiliary.end_schedule()
         self._finish(ledger, owed if self.layout.size > 1 else owed[-1:])
 
     def evaluate(
         self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
     ) -> dict[int, tuple[torch.Tensor, Any]]:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         self._gather_parameters()  # all ranks do, those without a share, too
         if not indices:
             return {}
         found: dict[int, tuple[torch.Tensor, Any]] = {}
-        count = self._pad(len(indices))
-        padded = [indices[min(number, len(indices) - 1)] for number in range(count)]
-        iterators = [(fetch(iteration, index) for index in padded) for _ in self.model]
-        with evaluating(self.model), self._schedule_configuration():
+        padded = self._pad(indices)
+        with evaluating(self.model):
+            step = self._evaluation_step(iteration, padded, found)
+            self._run_schedule(step, fetch, iteration, padded, forward_only=True)
+        return found
+
+    def _run_schedule(
+        self,
+        forward_step: Callable[..., Any],
+        fetch: Callable[[int, int], Any],
+        iteration: int,
+        indices: Sequence[int],
+        **more: Any,
+    ) -> None:
+        """Run Megatron's schedule over these micro-batches of an iteration. more: for the schedule."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        iterators = [(fetch(iteration, index) for index in indices) for _ in self.model]
+        with self._schedule_configuration():
             get_forward_backward_func()(
-                forward_step_func=self._evaluation_step(iteration, padded, found),
+                forward_step_func=forward_step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.model,
-                num_microbatches=count,
-                forward_only=True,
+                num_microbatches=len(indices),
                 **self.schedule_arguments,
+                **more,
             )
-        return found
 
     def _evaluation_step(
         self, iteration: int, indices: Sequence[int], found: dict[int, tuple[torch.Tensor, Any]]
@@ -173,13 +175,13 @@ class Gradients(Accumulation):
         if self._sharded and self.model[0].ddp_config.overlap_param_gather:
             elastic_buckets.gather_without_forward(self.model)
 
-    def _pad(self, count: int) -> int:
-        """The interleaved schedule takes whole groups of micro-batches only: what is missing is computed once more,
+    def _pad(self, indices: Sequence[int]) -> list[int]:
+        """Return these micro-batches in whole groups, as the interleaved schedule takes them: the last one fills up,
         with the weight 0."""
         if len(self.model) == 1:
-            return count
+            return list(indices)
         group = self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline
-        return -(-count // group) * group
+        return [*indices, *[indices[-1]] * (-len(indices) % group)]
 
     @contextlib.contextmanager
     def _schedule_configuration(self) -> Iterator[None]:
@@ -195,11 +197,8 @@ class Gradients(Accumulation):
             for name, function in before.items():
                 setattr(self.config, name, function)
 
-    def _data(self, iteration: int, indices: Sequence[int], count: int) -> Iterator[Any]:
-        for number in range(count):
-            yield self._fetch(iteration, indices[min(number, len(indices) - 1)])
-
-    def _forward(self, ledger: Ledger, owed: Sequence[int], count: int) -> Callable[..., Any]:
+    def _forward(self, ledger: Ledger, owed: int, padded: Sequence[int]) -> Callable[..., Any]:
+        """Return the forward step of these micro-batches, of which the first `owed` count."""
         passed = [0] * len(self.model)  # forward passes so far, by chunk
         alone = self.layout.size == 1
 
@@ -208,9 +207,8 @@ class Gradients(Accumulation):
             chunk = next(number for number, one in enumerate(self.model) if one is model)
             number, passed[chunk] = passed[chunk], passed[chunk] + 1
             if alone and number:  # the schedule asks for the next forward when the backward before it is over
-                self._finish(ledger, [owed[number - 1]])
-            real = number < len(owed)
-            index = owed[min(number, len(owed) - 1)]
+                self._finish(ledger, [padded[number - 1]])
+            real, index = number < owed, padded[number]
             self._begin_forward(ledger, index, chunk=chunk, **self._coordinate)
             self._whole = self._whole and alone
             with self._auxiliary.forward(chunk, real):
@@ -220,7 +218,7 @@ class Gradients(Accumulation):
             def weigh_loss(*arguments: Any, **keywords: Any) -> Any:
                 loss, *others = loss_function(*arguments, **keywords)
                 self._begin_backward()
-                return self._weigh(ledger, index, loss, others, count, real)
+                return self._weigh(ledger, index, loss, others, len(padded), real)
 
             return output, weigh_loss
 

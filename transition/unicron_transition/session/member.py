@@ -1,5 +1,13 @@
 """One rank as a member of the job's generations: it stops and reports, waits for a plan, enters it, and leaves
-(docs/design/generations.md)."""
+(docs/design/generations.md).
+
+Invariants:
+
+- A rank has left all collectives of its generation before it reports that it has stopped.
+- A rank that has received half of a training state enters a generation as a joiner only, and rescues nothing.
+- Groups inside the replica live on only where all of its ranks built them in the same generation, and none has broken
+  them since.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,13 @@ generation in which the state was made (`base`: another generation may repeat a 
 whose partner it is: 24 bytes for each element of a shard, and as many for each copy. Older ones are written over. They
 lie in the memory of the node's agent where there is one (:mod:`sharded.buffer_pool`): the next process of
 the slot has them again.
+
+Invariants:
+
+- The last set that was confirmed stays until the next one is; so does what it was made from, until that buffer is
+  needed.
+- A shard goes to another rank only if it has the digest that it was sealed with.
+- A set that was found to be incomplete everywhere is never reported again.
 """
 
 from __future__ import annotations
