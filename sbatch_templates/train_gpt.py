@@ -12,11 +12,13 @@ Without an agent the same lines train plainly.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +65,16 @@ def build_dataset(options: argparse.Namespace) -> Any:
         return BlendedMegatronDatasetBuilder(GPTDataset, [samples, 0, 0], lambda: True, config).build()[0]
 
 
-class _locked:
-    """Holds a lock file in `folder`, so that one process writes the cache and the others read it; nothing for None."""
-
-    def __init__(self, folder: str | None):
-        self._folder, self._file = folder, None
-
-    def __enter__(self) -> None:
-        if self._folder:
-            import fcntl
-
-            os.makedirs(self._folder, exist_ok=True)
-            self._file = open(os.path.join(self._folder, "lock"), "w")
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-
-    def __exit__(self, *error: object) -> None:
-        if self._file:
-            self._file.close()
+@contextlib.contextmanager
+def _locked(folder: str | None) -> Iterator[None]:
+    """Hold a lock file in `folder`, so that one process writes the cache and the others read it; nothing for None."""
+    if not folder:
+        yield
+        return
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def make_fetch(dataset: Any, options: argparse.Namespace) -> Callable[[int, int], dict[str, Any]]:

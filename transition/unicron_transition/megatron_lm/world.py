@@ -7,11 +7,12 @@ rank prepares itself (:func:`groups.init_without_peers`), and belong to the job'
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -142,30 +143,24 @@ def _compile(original: Callable[[], None]) -> Callable[[], None]:
     return compile_dependencies
 
 
-class lock:
-    """Holds a lock file in `folder`. Where there can be none it is done without: nothing can be written there, the file
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold a lock file in `folder`. Where there can be none it is done without: nothing can be written there, the file
     system has no locks, or LOCK_SECONDS have passed; a rank that reads what another has half written starts again."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path = folder / f".unicron-{os.getuid()}.lock"
+            file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, file)
+            _wait_for_lock(file)
+        yield
 
-    def __init__(self, folder: Path):
-        self._path, self._file = folder / f".unicron-{os.getuid()}.lock", -1
 
-    def __enter__(self) -> None:
+def _wait_for_lock(file: int) -> None:
+    deadline = time.monotonic() + LOCK_SECONDS
+    while time.monotonic() < deadline:
         try:
-            self._file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            self._wait_for_lock()
-        except OSError:
-            pass
-
-    def _wait_for_lock(self) -> None:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                time.sleep(LOOK_SECONDS)
-
-    def __exit__(self, *error: object) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(LOOK_SECONDS)
