@@ -61,10 +61,10 @@ class MapStyle(Protocol):
     """A dataset with random access, such as a `torch.utils.data.Dataset` that has a length."""
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, number: int) -> Any:
-        """One sample."""
+        """Return one sample."""
 
 
 class Fetch:
@@ -122,7 +122,7 @@ class Fetch:
         self._orders: dict[int, Permutation] = {}  # of the last epochs that were asked for
 
     def __call__(self, iteration: int, index: int) -> Any:
-        """Micro-batch `index` of `iteration`. Raises IndexError where there is none."""
+        """Return micro-batch `index` of `iteration`. Raises IndexError where there is none."""
         samples = [self._dataset[number] for number in self.numbers(iteration, index)]
         if self._collate is not None:
             return self._collate(samples)
@@ -131,7 +131,7 @@ class Fetch:
         return default_collate(samples)
 
     def numbers(self, iteration: int, index: int) -> Sequence[int]:
-        """The numbers of its samples."""
+        """Return the numbers of its samples."""
         if iteration < 0 or not 0 <= index < self._micro_batches:
             raise IndexError(f"iteration {iteration} has no micro-batch {index} of {self._micro_batches}")
         first = (iteration * self._micro_batches + index) * self._size
@@ -154,6 +154,6 @@ class Fetch:
 
 
 def megatron(dataset: MapStyle, *, micro_batch_size: int, micro_batches: int) -> Fetch:
-    """For Megatron's GPTDataset and what blends such: it is shuffled, and as long as the training. The micro-batches
-    are those that Megatron-LM's own sampler deals with `--dataloader-type single`."""
+    """Make a `fetch` for Megatron's GPTDataset or a blend of such: it is shuffled, and as long as the training. The
+    micro-batches are those that Megatron-LM's own sampler deals with `--dataloader-type single`."""
     return Fetch(dataset, micro_batch_size=micro_batch_size, micro_batches=micro_batches, repeat=False)

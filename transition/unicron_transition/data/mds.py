@@ -111,7 +111,7 @@ class _Shard:
         self._columns = [(name, _decoder(folder, name, encoding), size) for name, encoding, size in columns]
 
     def sample(self, data: bytes) -> Sample:
-        """The values of a sample, by column: first come the sizes of those that have no fixed one."""
+        """Return the values of a sample, by column: first come the sizes of those that have no fixed one."""
         free = sum(size is None for _, _, size in self._columns)
         sizes = iter(struct.unpack(f"<{free}I", data[: 4 * free]))
         found, begin = {}, 4 * free

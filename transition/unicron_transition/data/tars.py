@@ -85,7 +85,7 @@ class Tars:
 
 
 def _read_index(path: Path, folder: Path | None) -> list[tuple[str, Parts]]:
-    """The samples of one file, from its index if that is of this very file."""
+    """Return the samples of one file, from its index if that is of this very file."""
     kept = (folder or path.parent) / f"{path.name}{INDEX}"
     status = path.stat()
     mark = [VERSION, status.st_size, status.st_mtime_ns]

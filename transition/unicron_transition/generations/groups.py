@@ -34,12 +34,12 @@ WORLD = "WORLD"
 
 
 def collective_timeout() -> datetime.timedelta:
-    """UNICRON_COLLECTIVE_TIMEOUT in seconds, default 30 minutes."""
+    """Return UNICRON_COLLECTIVE_TIMEOUT, which is in seconds; by default 30 minutes."""
     return datetime.timedelta(seconds=float(os.environ.get("UNICRON_COLLECTIVE_TIMEOUT", COLLECTIVE_TIMEOUT)))
 
 
 def connect_store(address: str, prefix: str, lost: Callable[[], bool]) -> Any:
-    """The rendezvous store of one generation: keys under `prefix`, at `address` (host:port).
+    """Connect to the rendezvous store of one generation: keys under `prefix`, at `address` (host:port).
 
     The port is tried first, since torch's own retries cannot be interrupted. Raises ConnectionError once `lost()`, or
     after ENTER_TIMEOUT.
@@ -79,7 +79,7 @@ class Role:
     backend: str | None = None
 
     def ranks(self, layout: Layout, replica: int, replicas: int) -> list[int]:
-        """The ranks of this group, seen from a rank of `replica` in a world of `replicas`."""
+        """Return the ranks of this group, seen from a rank of `replica` in a world of `replicas`."""
         within = range(replicas) if self.whole else (replica,)
         return sorted(layout.megatron_rank(one, place, replicas) for one in within for place in self.places)
 
@@ -160,8 +160,8 @@ class Groups:
     def _connect_inside(
         self, name: str, kind: str, ranks: list[int], me: int, members: Sequence[int], own: str = ""
     ) -> Any:
-        """A group inside the replica, kept from the last generation or new. own: a name for a group that is not to be
-        shared with others of the same ranks."""
+        """Return a group inside the replica, kept from the last generation or new. own: a name for a group that is not
+        to be shared with others of the same ranks."""
         size = self.layout.size
         found = (self.layout.from_megatron_rank(rank, len(members) // size) for rank in ranks)
         slots = tuple(members[replica * size + place] for replica, place in found)
@@ -194,7 +194,7 @@ class Groups:
 
     # ------------------------------------------------------------ who holds groups
     def note_holders(self, holders: Iterable[Any]) -> int:
-        """Finds every attribute of the holders that has one of Megatron's groups, in the world in which the rank
+        """Find every attribute of the holders that has one of Megatron's groups, in the world in which the rank
         prepared itself, where each role has a group of its own; returns how many there are.
 
         Raises :class:`UnsupportedLayout` for a group that has no role, since a collective on it would hang.

@@ -67,7 +67,7 @@ class Layout:
         return tensor + self.tensor * (context + self.context * pipeline)
 
     def coordinate(self, place: int) -> Coordinate:
-        """The inverse of :meth:`place`."""
+        """Return the inverse of :meth:`place`."""
         rest, tensor = divmod(place, self.tensor)
         pipeline, context = divmod(rest, self.context)
         return Coordinate(tensor, context, pipeline)
@@ -79,7 +79,7 @@ class Layout:
         return tensor + self.tensor * (context + self.context * (replica + replicas * pipeline))
 
     def from_megatron_rank(self, rank: int, replicas: int) -> tuple[int, int]:
-        """(replica, place): the inverse of :meth:`megatron_rank`."""
+        """Return (replica, place): the inverse of :meth:`megatron_rank`."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, replica = divmod(rest, replicas)

@@ -45,8 +45,8 @@ class PlanTimeout(RuntimeError):
 
 
 class RankDismissed(SystemExit):
-    """The rank ends so that the job can go on in another layout. The exit status is EX_TEMPFAIL of sysexits(3): its
-    process is started again."""
+    """Raised in a rank that ends so that the job can go on in another layout. The exit status is EX_TEMPFAIL of
+    sysexits(3): its process is started again."""
 
     def __init__(self) -> None:
         super().__init__(75)
@@ -123,8 +123,8 @@ class Watch:
             self._plan = None
 
     def _on_withdraw(self, generation: int) -> None:
-        """An offer does not come about. A rank that trains forgets it; a newcomer that waits to enter gives up. A
-        member that is entering already does so with all others, until the Break that follows."""
+        """Forget an offer that does not come about. A rank that trains forgets it; a newcomer that waits to enter gives
+        up. A member that is entering already does so with all others, until the Break that follows."""
         with self._changed:
             self._withdrawn = max(self._withdrawn, generation)
             if self._offer is not None and self._offer.generation <= generation:
@@ -158,11 +158,12 @@ class Watch:
         return self._offer
 
     def lost(self) -> bool:
-        """The generation that this rank is in, or is entering, is over."""
+        """Whether the generation that this rank is in, or is entering, is over."""
         return bool(self._active) and self._broken >= self._active
 
     def hit(self) -> bool:
-        """The generation is over, and a rank of this replica is lost, or what connects this one with it is broken."""
+        """Whether the generation is over, and a rank of this replica is lost, or its connections to this one are
+        broken."""
         return (self._hit or self._cut) and self.lost()
 
     def disturbed(self, inside: bool) -> bool:
@@ -171,14 +172,14 @@ class Watch:
         return self.lost() and (not inside or self._ends_inside())
 
     def shelter(self, sheltered: bool) -> None:
-        """The main thread enters its replica's schedule, or has left it: meanwhile only the loss of a rank of its own
-        replica breaks the connections inside."""
+        """Note that the main thread enters its replica's schedule, or has left it: meanwhile only the loss of a rank of
+        its own replica breaks the connections inside."""
         with self._changed:
             self._sheltered = sheltered
             self._wake_kicker()
 
     def hold_off(self, hold: bool) -> None:
-        """While the main thread changes the parameters nothing is broken: what it does then waits for nobody."""
+        """Break nothing while the main thread changes the parameters: it waits for nobody then."""
         with self._changed:
             self._held_off = hold
             self._wake_kicker()
@@ -189,7 +190,7 @@ class Watch:
             self._changed.notify_all()
 
     def enter_generation(self, plan: Plan, replica: Iterable[int] = ()) -> None:
-        """The main thread starts to enter `plan`; `replica` are the slots of its own."""
+        """Note that the main thread starts to enter `plan`; `replica` are the slots of its own."""
         with self._changed:
             self._replica, self._hit, self._cut = frozenset(replica), False, False
             self._sheltered = self._held_off = False
@@ -198,13 +199,13 @@ class Watch:
             self._forget_plans(plan.generation)
 
     def note_entered(self) -> None:
-        """The main thread is in its generation with all others."""
+        """Note that the main thread is in its generation with all others."""
         with self._changed:
             self._joining = False
 
     def give_up(self) -> int:
-        """The main thread has left all collectives of its generation: it is over for this rank. Returns the broken
-        number."""
+        """Note that the main thread has left all collectives of its generation: it is over for this rank. Returns the
+        broken number."""
         with self._changed:
             if not self.lost():
                 self.broken_at = time.monotonic()

@@ -24,7 +24,7 @@ DRAIN_SECONDS = 10.0
 
 
 class PeerLost(RuntimeError):
-    """The generation is over: a member is gone, or its groups are broken."""
+    """Raised when the generation is over: a member is gone, or its groups are broken."""
 
 
 def wait_out(works: Iterable[Any], unblock: Callable[[], Any]) -> None:
@@ -41,7 +41,7 @@ def wait_out(works: Iterable[Any], unblock: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside, all of the modules are in evaluation mode, without gradients; then each is in its own mode again."""
+    """Put all of the modules into evaluation mode, without gradients; afterwards each is in its own mode again."""
     found = [(module, module.training) for each in modules for module in each.modules()]
     try:
         for module, _ in found:
@@ -98,7 +98,7 @@ class DeferredChanges:
 
 
 def scalers(optimizer: Any) -> list[Any]:
-    """Megatron's gradient scalers in what the script calls its optimizer."""
+    """Return Megatron's gradient scalers in what the script calls its optimizer."""
     found = (getattr(each, "grad_scaler", None) for each in getattr(optimizer, "chained_optimizers", [optimizer]))
     return [scaler for scaler in found if scaler is not None]
 
@@ -161,7 +161,7 @@ class Accumulation(ABC):
 
     # ------------------------------------------------------------ what the session asks
     def begin_iteration(self, ordered: bool, total: int) -> None:
-        """A new iteration of `total` micro-batches: zero the gradients, forget how to undo a reduce. ordered:
+        """Begin an iteration of `total` micro-batches: zero the gradients, forget how to undo a reduce. ordered:
         overlapped reduces must not start from the backward pass, since not all ranks have one, or know its order
         yet."""
         self.drop()
@@ -173,7 +173,7 @@ class Accumulation(ABC):
         """Drop what is in the gradient."""
 
     def compute(self, ledger: Ledger) -> None:
-        """Forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two
+        """Compute forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two
         micro-batches once :attr:`lost`. Any other error names its micro-batch: if that fails on other ranks as well,
         no rank is at fault."""
         self._at_hand = None
@@ -194,7 +194,7 @@ class Accumulation(ABC):
     def evaluate(
         self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
     ) -> dict[int, tuple[torch.Tensor, Any]]:
-        """Forward passes alone, in evaluation mode, over `fetch(iteration, index)` of each index: (sum of losses, what
+        """Evaluate `fetch(iteration, index)` of each index, by forward passes in evaluation mode: (sum of losses, what
         it is to be divided by) by index. Empty in stages that have no loss. Raises :class:`PeerLost` between two of
         them once the generation is over."""
 
@@ -206,7 +206,7 @@ class Accumulation(ABC):
 
     @abstractmethod
     def proven(self, tokens: float) -> float:
-        """The ledger's proof is there, so what the reduce delivered is to be believed. tokens: of all micro-batches.
+        """Believe the result of the reduce: the ledger's proof is there. tokens: of all micro-batches.
         Returns what the sum of the losses is to be divided by."""
 
     def drain(self, unblock: Callable[[], Any]) -> None:  # noqa: B027
@@ -238,7 +238,7 @@ class Accumulation(ABC):
         """Return the tensors that reduces overwrite."""
 
     def adopt_groups(self) -> None:  # noqa: B027
-        """The groups of another generation are in use."""
+        """Take the groups of another generation into use."""
 
     def spoilt(self) -> None:
         """Note that the gradient is not to be trusted."""
@@ -268,7 +268,7 @@ class Accumulation(ABC):
         return micro_batch
 
     def _next(self) -> None:
-        """The micro-batch before is over, another one begins."""
+        """End the micro-batch before, and begin another one."""
         self._end_backward(time.perf_counter())
         injector.point()
         self._began, self._data_before = time.perf_counter(), self.seconds["data"]
@@ -280,13 +280,13 @@ class Accumulation(ABC):
         randomness.seed(self.seed, ledger.iteration, index, **coordinate)
 
     def _begin_backward(self) -> None:
-        """The loss is there."""
+        """Note that the loss is there."""
         self._whole = False
         self._backward_since = time.perf_counter()
         self.seconds["forward"] += self._backward_since - self._began - (self.seconds["data"] - self._data_before)
 
     def _end_backward(self, now: float) -> None:
-        """The backward pass that began when the last loss was there is over."""
+        """Note that the backward pass that began with the last loss is over."""
         if self._backward_since is not None:
             injector.slow_down(now - self._began)
             self.seconds["backward"] += time.perf_counter() - self._backward_since

@@ -86,7 +86,7 @@ class Exchange:
         return math.nan if bad else told
 
     def commit(self, offer: Plan | None, first: bool, save: bool = False, busy: bool = False) -> CommitResult:
-        """Commit the step with all members: each says what holds for itself."""
+        """Commit the step with all members: each gives what holds for itself."""
         held = float(offer.generation if offer else 0)
         said = torch.tensor([held, -held, float(first), float(save), float(busy)], dtype=torch.float64)
         most, least, *anybody = self._largest(said, None).tolist()
@@ -115,7 +115,7 @@ class Exchange:
         self._largest(torch.zeros(1), None)
 
     def wait_until_sent(self) -> None:
-        """Waits until the peers have taken what the last exchange sent, before the connections to them end. gloo sends
+        """Wait until the peers have taken what the last exchange sent, before the connections to them end. gloo sends
         only what its receiver asks for, and a slow one asks after this rank knows the outcome. Raises RuntimeError when
         a peer is gone, or takes nothing for SENT_SECONDS."""
         for _, work in self._sending:
@@ -178,8 +178,8 @@ def _has_error(work: Any) -> bool:
 
 
 def largest_of_all(tensor: torch.Tensor, group: Any) -> tuple[torch.Tensor, list[Any]]:
-    """The largest of each number over the ranks of a gloo group, known when all of them have come here; and what was
-    sent for that, to be kept until another such exchange is over.
+    """Return the largest of each number over the ranks of a gloo group, known when all of them have come here; and what
+    was sent for that, to be kept until another such exchange is over.
 
     Each rank tells the one 1, 2, 4, ... places further what it knows, so a thousand ranks need ten messages one after
     the other. gloo's all-reduce goes round a ring, twice: four ranks on two cores took 3.9 ms for it, and 1.3 ms for

@@ -81,9 +81,9 @@ class Snapshots:
         self._places.clear()
 
     def forget(self) -> None:
-        """The gradients are zeroed: the copies are of no use any more."""
+        """Forget the copies: the gradients are zeroed."""
         self._places.clear()
 
     def size(self, places: Iterable[torch.Tensor]) -> int:
-        """Bytes that the copies of these take."""
+        """Return the bytes that copies of these tensors take."""
         return 0 if self.where is Where.NONE else sum(place.numel() * place.element_size() for place in places)

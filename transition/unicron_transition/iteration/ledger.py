@@ -14,7 +14,7 @@ from typing import Any
 
 
 class LedgerError(RuntimeError):
-    """A micro-batch would be counted twice, or not at all: the optimizer must not step."""
+    """Raised where a micro-batch would be counted twice, or not at all: the optimizer must not step."""
 
 
 def deal(total: int, replicas: int, replica: int) -> list[int]:
@@ -46,7 +46,7 @@ class Ledger:
         return [index for index in self.assigned if index not in finished]
 
     def finish(self, index: int) -> None:
-        """The backward pass of `index` is over. Raises :class:`LedgerError` for an index that is not owed."""
+        """Note that the backward pass of `index` is over. Raises :class:`LedgerError` for an index that is not owed."""
         if index in self.done or index not in self.assigned:
             raise LedgerError(
                 f"micro-batch {index} of iteration {self.iteration} is not owed by this rank: owed "

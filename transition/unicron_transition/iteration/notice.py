@@ -27,7 +27,7 @@ def _outlive(number: int, frame: FrameType | None) -> None:
 
 
 def outlive_notice() -> None:
-    """SIGTERM and SIGUSR2 end this process no more, unless the script has handlers of its own."""
+    """Let SIGTERM and SIGUSR2 not end this process any more, unless the script has handlers of its own."""
     global _rank
     if threading.current_thread() is not threading.main_thread():
         return

@@ -67,7 +67,7 @@ class Logger(ABC):
         self._warned = False
 
     def close(self) -> None:
-        """This rank writes no more, unless it is called as the first one again."""
+        """Stop writing, unless this rank is called as the first one again."""
         self._stop_writing()
 
     def _stop_writing(self) -> None:
@@ -91,11 +91,11 @@ class Logger(ABC):
         """Write the scalars of one step."""
 
     def _flush(self) -> None:  # noqa: B027
-        """Everything is to outlive this process."""
+        """Write out everything, so that it outlives this process."""
 
     @abstractmethod
     def _close_run(self) -> None:
-        """Another rank writes from now on."""
+        """Close what is open: another rank writes from now on."""
 
 
 def scalars_of(result: StepResult) -> dict[str, float]:

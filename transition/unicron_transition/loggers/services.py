@@ -133,10 +133,10 @@ class MLflow(Logger):
         self._client.log_batch(self._run, [metric(name, value, now, step) for name, value in scalars.items()])
 
     def _close_run(self) -> None:
-        """Nothing is held: each call is written at once. Another rank goes on with the run."""
+        """Do nothing: each call is written at once, and another rank goes on with the run."""
 
     def close(self) -> None:
-        """The run has ended, if this rank writes it; the next call goes on with it."""
+        """End the run, if this rank writes it; the next call goes on with it."""
         if not self._open:
             return
         super().close()
@@ -150,7 +150,7 @@ class MLflow(Logger):
         self.close()
 
     def _watch(self) -> None:
-        """The run ends when this process does, whatever ends it but a signal."""
+        """End the run when this process ends, whatever ends it but a signal."""
         if self._watches:
             return
         self._watches, before = True, sys.excepthook

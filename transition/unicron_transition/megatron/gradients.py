@@ -28,7 +28,8 @@ UNBLOCK_SECONDS = 0.02  # between two tries to free what is waited for
 
 @contextlib.contextmanager
 def again_and_again(unblock: Callable[[], Any]) -> Iterator[None]:
-    """Inside, a thread goes on freeing what waits: what was not there to be freed before."""
+    """Free what waits again and again while the body runs, in a thread: it may not have been there to be freed
+    before."""
     over = threading.Event()
 
     def repeat() -> None:
@@ -96,8 +97,8 @@ class Gradients(Accumulation):
         return any(group.is_first_batch for group in overlapped)
 
     def _compute(self, ledger: Ledger) -> None:
-        """Forward and backward of everything that `ledger` still owes, in one schedule. Raises :class:`PeerLost`
-        between two micro-batches; in a replica of several ranks only when one of them is lost."""
+        """Compute forward and backward of everything that `ledger` still owes, in one schedule. Raises
+        :class:`PeerLost` between two micro-batches; in a replica of several ranks only when one of them is lost."""
         owed = ledger.todo()
         if not owed:
             self._gather_parameters()
@@ -185,7 +186,7 @@ class Gradients(Accumulation):
 
     @contextlib.contextmanager
     def _schedule_configuration(self) -> Iterator[None]:
-        """The schedule only accumulates."""
+        """Let the schedule accumulate and nothing else."""
         # A rank without work would take no part in param_sync_func's gathers; the forward passes gather, too.
         taken = ["finalize_model_grads_func", "param_sync_func", *(["grad_sync_func"] if self._ordered else [])]
         before = {name: getattr(self.config, name) for name in taken}
@@ -311,7 +312,7 @@ class Gradients(Accumulation):
             self._snapshots.copy_before_reduce(id(bucket), self._overwritten(bucket, group))
 
     def _overwritten(self, bucket: Any, group: Any) -> torch.Tensor:
-        """The part of a bucket that its reduce overwrites: a failed in-place all-reduce leaves a mix of partial
+        """Return the part of a bucket that its reduce overwrites: a failed in-place all-reduce leaves a mix of partial
         sums."""
         return elastic_buckets.own_part(bucket, group) if self._sharded else bucket.grad_data
 
@@ -361,7 +362,7 @@ class Gradients(Accumulation):
 # to the optimizer.
 @contextlib.contextmanager
 def own_parts_only(model: Sequence[Any]) -> Iterator[None]:
-    """Wraps Megatron's `finalize_model_grads`: what it does to gradients after the reduce, it does to the own parts.
+    """Wrap Megatron's `finalize_model_grads`, so that after the reduce it changes the own parts alone.
 
     That is the sum over stages that share an embedding, the sum over tensor-parallel ranks for sequence parallelism
     and norms, and the division by the number of tokens. All of these are between ranks that have the same part of the
@@ -397,7 +398,7 @@ def _own_parts_of(buffer: Any) -> Iterator[None]:
 
 
 def _own_ranges(buffer: Any) -> Iterator[tuple[int, int]]:
-    """This rank's part of each bucket, in the buffer."""
+    """Return this rank's part of each bucket, in the buffer."""
     rank = buffer.data_parallel_group.rank()
     for bucket in buffer.buckets:
         size = bucket.grad_data.numel() // buffer.data_parallel_world_size

@@ -65,12 +65,12 @@ class Batches:
         return self._steps[bisect_right(self._firsts, iteration) - 1]
 
     def before(self, iteration: int) -> int:
-        """The samples of all iterations before this one."""
+        """Return the samples of all iterations before this one."""
         first, samples, batch = self._step(iteration)
         return samples + (iteration - first) * batch
 
     def micro_batches(self, iteration: int) -> int:
-        """The number of micro-batches of this iteration."""
+        """Return the number of micro-batches of this iteration."""
         batch = self._step(iteration)[2]
         return int(batch // self._micro)
 
@@ -83,7 +83,7 @@ class Samples:
         self.dataset, self.what, self._micro = dataset, what, micro_batch_size
 
     def __call__(self, begin: int, index: int) -> Any:
-        """Micro-batch `index` of those that begin with sample `begin`."""
+        """Return micro-batch `index` of those that begin with sample `begin`."""
         if self.dataset is None:
             return None
         first = begin + index * self._micro
@@ -91,13 +91,14 @@ class Samples:
 
 
 def one(samples: Any) -> Samples:
-    """The samples that this rank has: with virtual stages there are some for each, of which not all are built."""
+    """Return the samples that this rank has: with virtual stages there are some for each, of which not all are
+    built."""
     each: list[Samples] = samples if isinstance(samples, list) else [samples]
     return next((found for found in each if found is not None and found.dataset is not None), each[0])
 
 
 def install() -> None:
-    """Datasets are built without waiting for another rank, and no loader is made of them."""
+    """Have datasets built without waiting for another rank, and no loader made of them."""
 
     def build_iterators(original: Callable[..., Any]) -> Callable[..., Any]:
         def build_train_valid_test_data_iterators(provider: Any) -> tuple[Any, ...]:
@@ -135,8 +136,8 @@ def _has_samples(args: Any) -> dict[str, bool]:
 
 @contextlib.contextmanager
 def once(folder: Path, what: str) -> Iterator[None]:
-    """The first rank of all that come here to do the same does it while the others wait; they, and all who come later,
-    find it done and wait for nobody."""
+    """Let the first rank that comes here do the work while the others wait; they, and all who come later, find it done
+    and wait for nobody."""
     done = folder / f".unicron-{os.getuid()}-{what}.built"
     if done.exists():
         yield
@@ -151,7 +152,7 @@ def once(folder: Path, what: str) -> Iterator[None]:
 
 
 def _what(args: Any) -> str:
-    """The samples of which training: a name that tells them from those of another."""
+    """Return a name that tells the samples of this training from those of another."""
     names = ("data_path", "train_data_path", "data_args_path", "split", "seq_length", "seed", "train_iters")
     more = ("global_batch_size", "tokenizer_type", "tokenizer_model", "eval_iters", "eval_interval")
     said = [getattr(args, name, None) for name in (*names, *more)]
@@ -160,7 +161,7 @@ def _what(args: Any) -> str:
 
 @contextlib.contextmanager
 def as_if_alone() -> Iterator[None]:
-    """Nothing that is done inside waits for another rank, or is left to rank 0."""
+    """Let nothing that is done inside wait for another rank, or be left to rank 0."""
     before = dist.is_initialized, dist.get_rank
     dist.is_initialized, dist.get_rank = lambda: False, lambda group=None: 0 if group is None else before[1](group)
     try:
@@ -170,7 +171,7 @@ def as_if_alone() -> Iterator[None]:
 
 
 def _folder(args: Any) -> Path:
-    """The folder of the sample indices: one rank at a time writes them, and the others read them."""
+    """Return the folder of the sample indices: one rank at a time writes them, and the others read them."""
     if getattr(args, "data_cache_path", None):
         folder = Path(args.data_cache_path)
         folder.mkdir(parents=True, exist_ok=True)

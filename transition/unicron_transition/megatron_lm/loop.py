@@ -104,7 +104,7 @@ class Loop:
         return train
 
     def _place(self, args: Any) -> None:
-        """The loop is to begin where this rank's session is."""
+        """Have the loop begin where this rank's session is."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
 
         assert self._session is not None
@@ -118,7 +118,7 @@ class Loop:
         self._writers.note_return()
 
     def _next_step(self) -> int | None:
-        """The iteration of the next line of the log, as Megatron-LM counts."""
+        """Return the iteration of the next line of the log, as Megatron-LM counts."""
         return None if self._session is None else self._session.iteration
 
     def _making_up(
@@ -169,7 +169,7 @@ class Loop:
         return session
 
     def _note_steps(self, optimizer: Any) -> None:
-        """The log tells how many gradients were zero, and whether a step was skipped."""
+        """Note each step's outcome: the log tells how many gradients were zero, and whether the step was skipped."""
         step = optimizer.step
 
         def note_step() -> Any:
@@ -179,7 +179,7 @@ class Loop:
         optimizer.step = note_step
 
     def _noting_names(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The script's forward step; what it calls its loss is what the log calls it."""
+        """Wrap the script's forward step: the log names the loss as the script does."""
 
         def step(*arguments: Any, **keywords: Any) -> Any:
             output, loss_function = forward_step(*arguments, **keywords)
@@ -250,12 +250,12 @@ class Loop:
         return True
 
     def close(self) -> None:
-        """The program is over, its evaluations after the training included."""
+        """End the session: the program is over, its evaluations after the training included."""
         if self._session is not None:
             self._finish()
 
     def _finish(self) -> None:
-        """The session ends, and writes its last checkpoint."""
+        """End the session, which writes its last checkpoint."""
         assert self._session is not None
         self._session.train_iterations = self._session.iteration
         for result in self._results:
@@ -302,8 +302,7 @@ def _print_datetime(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The loop logs its first iteration at once, and once more in the mean of the next line. Where a rank joins is no
-    such place."""
+    """Log the first iteration once more at once, as the loop does, but not the one at which a rank joins."""
 
     def training_log(losses: Any, totals: Any, rate: Any, iteration: int, *rest: Any, **keywords: Any) -> Any:
         keywords["is_first_iteration"] = bool(keywords.get("is_first_iteration")) and iteration == 1

@@ -87,5 +87,6 @@ class SavedAndLoaded(Checkpoints):
 
 
 def checkpoints(folders: Folders | None, before: Callable[[int], int]) -> SavedAndLoaded | None:
-    """None where neither option was given. Raises :class:`CheckpointError` for a folder that cannot be used."""
+    """Return the checkpoints; None where neither option was given. Raises :class:`CheckpointError` for a folder that
+    cannot be used."""
     return SavedAndLoaded(folders, before) if folders is not None and (folders.save or folders.load) else None

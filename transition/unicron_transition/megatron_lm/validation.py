@@ -41,8 +41,8 @@ class Evaluation:
         eval_iters: int | None = None,
         **_: Any,
     ) -> tuple[dict[str, torch.Tensor], None, bool]:
-        """In the place of Megatron-LM's: (mean losses, in the last stage, None, whether the time is over). Raises
-        :class:`GivenUp` within the loop."""
+        """Evaluate in the place of Megatron-LM: (mean losses, in the last stage, None, whether the time is over).
+        Raises :class:`GivenUp` within the loop."""
         from megatron.core import parallel_state
         from megatron.training import get_args, get_timers
 

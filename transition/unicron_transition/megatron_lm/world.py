@@ -60,7 +60,7 @@ class World:
         return parse_args
 
     def _home(self) -> tuple[int, int]:
-        """(replica, place) of this rank at its start."""
+        """Return (replica, place) of this rank at its start."""
         size = self.layout.size
         if "UNICRON_SLOT" in os.environ:
             return divmod(int(os.environ["UNICRON_SLOT"]), size)
@@ -80,7 +80,7 @@ class World:
         return initialize_distributed
 
     def _in_the_first_replica(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """One rank has NVIDIA's own logger: the last one of the replica that the job's first ranks make."""
+        """Give one rank NVIDIA's own logger: the last one of the replica that the job's first ranks make."""
 
         def set_writer(args: Any) -> None:
             if self._home()[0] == 0:
@@ -107,7 +107,8 @@ class _AsOneReplica:
         return getattr(self._mpu, name)
 
     def get_data_parallel_world_size(self, with_context_parallel: bool = False, **more: Any) -> int:
-        """1 for the batch. What asks with context parallelism builds the model: in 0.18 its buffers are laid out so."""
+        """Return 1 for the batch. What asks with context parallelism builds the model: in 0.18 its buffers are laid out
+        so."""
         if not with_context_parallel:
             return 1
         return int(self._mpu.get_data_parallel_world_size(with_context_parallel=True, **more))
@@ -124,7 +125,7 @@ def _validate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compile(original: Callable[[], None]) -> Callable[[], None]:
-    """Rank 0 would compile what the others wait for. Whoever comes first does, and the others wait for that alone."""
+    """Let the first rank compile, and the others wait for that alone: else all would wait for rank 0."""
 
     def compile_dependencies() -> None:
         from megatron.core.datasets import utils

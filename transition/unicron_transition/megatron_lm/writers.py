@@ -47,7 +47,7 @@ class Writers:
         return by
 
     def _open(self, original: Callable[[Any], None], args: Any) -> None:
-        """Opens it as Megatron-LM does in its last rank. The run of Weights & Biases has the job's number as its id."""
+        """Open it as Megatron-LM does in its last rank. The run of Weights & Biases has the job's number as its id."""
         before, save = getattr(args, "wandb_save_dir", None), self._save()
         job = next((os.environ[name] for name in JOBS if os.environ.get(name)), None)
         if job is not None:
@@ -93,7 +93,7 @@ class Writers:
             writer.purge_step = step
 
     def note_return(self) -> None:
-        """The loop begins anew: steps may come once more."""
+        """Note that the loop begins anew: steps may come once more."""
         self._was_last = False
 
     def _flushing(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,7 +52,7 @@ class Bucket:
         self._numbers.copy_(numbers.view(torch.uint8))
 
     def proven(self) -> torch.Tensor:
-        """The sum of the ranks' proofs, after the reduce, once the device has it."""
+        """Return the sum of the ranks' proofs, after the reduce, once the device has it."""
         counts, numbers = (part.real if part.is_complex() else part for part in (self._counts, self._numbers))
         exact = numbers.cpu().to(torch.int64).to(torch.uint8).view(torch.float64)
         return torch.cat([counts.cpu().to(torch.float64), exact]).view(4, -1)
@@ -63,12 +63,12 @@ class Bucket:
             parameter.grad = view
 
     def detached_parameters(self) -> Iterator[int]:
-        """The parameters whose gradients are elsewhere, by number."""
+        """Return the parameters whose gradients are elsewhere, by number."""
         pairs = zip(self.parameters, self.views, strict=True)
         return (number for number, (parameter, view) in enumerate(pairs) if parameter.grad is not view)
 
     def versions(self) -> list[int]:
-        """One of each view has changed if its parameter got a gradient since."""
+        """Return the version of each view: it has changed if its parameter got a gradient since."""
         return [modules.version(view) for view in self.views]
 
     def mark(self, used: Sequence[bool]) -> None:
@@ -132,7 +132,7 @@ class PlainGradients(Accumulation):
             parameter.register_post_accumulate_grad_hook(self._note_there)
 
     def _note_there(self, parameter: torch.Tensor) -> None:
-        """A gradient is there."""
+        """Note that a gradient is there."""
         number = self._number[id(parameter)]
         if modules.backward_pass() != self._task:  # reentrant checkpointing may come to it again
             self._nested.add(number)
@@ -146,7 +146,7 @@ class PlainGradients(Accumulation):
             self._begin_complete()
 
     def _begin_complete(self) -> None:
-        """The reduces of the buckets that are complete, in their order. An exception in a hook would cut the backward
+        """Begin the reduces of complete buckets, in their order. An exception in a hook would cut the backward
         pass short, so it is raised later."""
         while (number := len(self._sums)) < len(self._buckets) - 1 and self._deferred is None:
             if self._missing[number] or number in self._nested:
@@ -167,7 +167,7 @@ class PlainGradients(Accumulation):
         self._sums.append(self._work.begin_sum(bucket.flat))
 
     def _watch_pass(self, loss: torch.Tensor, last: bool) -> None:
-        """The backward pass of this loss begins. last: of the iteration, in which reduces may begin."""
+        """Watch the backward pass of this loss. last: of the iteration, in which reduces may begin."""
 
         def note(gradient: torch.Tensor) -> None:
             self._task = modules.backward_pass()
@@ -207,7 +207,7 @@ class PlainGradients(Accumulation):
         self._passes += bool(owed)
 
     def _loss(self, ledger: Ledger, index: int, micro_batch: Any) -> torch.Tensor:
-        """The forward pass of a micro-batch: its loss as it weighs in the gradient. The ledger notes it."""
+        """Compute the forward pass of a micro-batch: its loss as it weighs in the gradient. The ledger notes it."""
         loss, tokens = self._parse_result(self._forward_step(micro_batch, self._model))
         if any((ledger.tokens[done] is None) != (tokens is None) for done in ledger.done):
             raise TypeError(f"{LOSS}: the same of them for every micro-batch")

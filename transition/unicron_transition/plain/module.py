@@ -94,14 +94,14 @@ class PlainOptimizer:
         return self.optimizer.param_groups
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that it trains, by name."""
+        """Return the parameters that it trains, by name."""
         mine = {id(parameter) for parameters in self._groups() for parameter in parameters}
         named = self._module.named_parameters()
         return {name: each for name, each in named if id(each) in mine and each.requires_grad}
 
     def zero_grad(self) -> None:
-        """The gradients are zeroed with their buckets. Raises :class:`UnsupportedLayout` where others are to be trained
-        now: a rank that joins later would not know."""
+        """Do nothing: gradients are zeroed with their buckets. Raises :class:`UnsupportedLayout` where others are to be
+        trained now: a rank that joins later would not know."""
         now = [*(each.requires_grad for each in self._module.parameters()), *map(len, self._groups())]
         self._trained_first = self._trained_first or now
         if now != self._trained_first:
@@ -114,7 +114,7 @@ class PlainOptimizer:
         return [group["params"] for group in self.param_groups]
 
     def step(self) -> tuple[bool, float | None, None]:
-        """(whether the parameters have changed, the norm of all gradients, None)."""
+        """Step: (whether the parameters have changed, the norm of all gradients, None)."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         norm = None
@@ -131,7 +131,8 @@ class PlainOptimizer:
         return True
 
     def _stepped_by_scaler(self) -> bool:
-        """An overflow, which all ranks have in the same gradients, makes the scale smaller and no step."""
+        """Step by the scaler. An overflow, which all ranks have in the same gradients, makes the scale smaller and no
+        step."""
         before = self._scaler.get_scale()
         self._scaler.step(self.optimizer)
         self._scaler.update()
@@ -154,7 +155,7 @@ class PlainSchedule:
         self.scheduler, self._parts = scheduler, {"schedule": scheduler, "scaler": scaler}
 
     def step(self, increment: int) -> None:
-        """An optimizer step has been taken."""
+        """Step the schedule: the optimizer has stepped."""
         if self.scheduler is not None:
             self.scheduler.step()
 

@@ -53,7 +53,7 @@ def prepare() -> None:
 
 
 def prepare_when_imported() -> None:
-    """:func:`prepare` as soon as Megatron's optimizer is imported, which takes seconds and may be never."""
+    """Call :func:`prepare` as soon as Megatron's optimizer is imported, which takes seconds and may be never."""
     if OPTIMIZER in sys.modules:
         prepare()
     elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
@@ -92,7 +92,7 @@ class _Waiting(MetaPathFinder):
 
 
 def _roomy_layout(compute: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Lays a buffer out with a name of this module replaced, by which the ends of its buckets are padded, in turn."""
+    """Lay a buffer out with a name of this module replaced, by which the ends of its buckets are padded, in turn."""
 
     @functools.wraps(compute)
     def _compute_per_buffer_param_layout(*arguments: Any, **keywords: Any) -> Any:
@@ -156,7 +156,7 @@ class _Layout:
         return _Divisor(math.lcm(size, *quanta), lambda end: self._end(end, size, math.lcm(*quanta)))
 
     def _end(self, end: int, size: int, quantum: int) -> int:
-        """The end, room included, of the bucket that has parameters up to `end`, or ends there."""
+        """Return the end, room included, of the bucket that has parameters up to `end`, or ends there."""
         if end not in self._ends:
             start = max((earlier for earlier in self._ends if earlier < end), default=0)
             self._ends.append(start + capacity(end - start, size, quantum))
@@ -188,13 +188,13 @@ class _PaddedEnd(int):
 
 # ---------------------------------------------------------------- sizes, in elements
 def padded_size(elements: int, count: int, quantum: int = QUANTUM) -> int:
-    """The size of a bucket that is cut into `count` parts: Megatron's own rule, whatever the bucket's place."""
+    """Return the size of a bucket that is cut into `count` parts: Megatron's own rule, whatever the bucket's place."""
     divisor = math.lcm(count, quantum)
     return -(-elements // divisor) * divisor
 
 
 def capacity(elements: int, most: int, quantum: int = QUANTUM) -> int:
-    """The room that a bucket needs so that it can be cut into any number of parts up to `most`.
+    """Return the room that a bucket needs so that it can be cut into any number of parts up to `most`.
 
     At most 2 * `most` * `quantum` elements more than there are. Always a multiple of what Megatron asks of a bucket
     that is cut into `most`.
@@ -204,7 +204,8 @@ def capacity(elements: int, most: int, quantum: int = QUANTUM) -> int:
 
 # ---------------------------------------------------------------- looking
 def distributed_optimizers(optimizer: Any) -> list[Any]:
-    """Megatron's distributed optimizers in what the script calls its optimizer, less those that have no parameter."""
+    """Return Megatron's distributed optimizers in what the script calls its optimizer, less those that have no
+    parameter."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     return [
@@ -245,7 +246,8 @@ def check(model: Sequence[Any], optimizer: Any) -> None:
 
 
 def _check_room(buffer: Any) -> None:
-    """A release that lays buffers out by another way than the one replaced here shows now, not at the first resize."""
+    """Refuse a release that lays buffers out in another way than the one replaced here: now, not at the first
+    resize."""
     size, unit = buffer.data_parallel_group.size(), quantum(buffer.ddp_config)
     starts = [bucket.offset for bucket in buffer.buckets]
     for bucket, end in zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True):
@@ -261,14 +263,15 @@ def quantum(ddp_config: Any) -> int:
 
 
 def own_part(bucket: Any, group: Any) -> torch.Tensor:
-    """The part of a bucket's gradients that this rank reduces; a view. `group`: its bucket group."""
+    """Return the part of a bucket's gradients that this rank reduces; a view. `group`: its bucket group."""
     size = bucket.grad_data.numel() // group.intra_distributed_optimizer_instance_size
     part: torch.Tensor = bucket.grad_data.narrow(0, group.intra_distributed_optimizer_instance_rank * size, size)
     return part
 
 
 def optimizer_buckets(optimizer: Any) -> Iterator[tuple[Any, int, Any, Any]]:
-    """(optimizer, number of the buffer, buffer, bucket) of all buckets of sharded optimizers, in a fixed order."""
+    """Yield (optimizer, number of the buffer, buffer, bucket) of all buckets of sharded optimizers, in a fixed
+    order."""
     for each in distributed_optimizers(optimizer):
         for number, buffer in enumerate(each.buffers):
             for bucket in buffer.buckets:
@@ -276,20 +279,21 @@ def optimizer_buckets(optimizer: Any) -> Iterator[tuple[Any, int, Any, Any]]:
 
 
 def bucket_sizes(optimizer: Any) -> tuple[tuple[int, ...], int]:
-    """(the elements of each of those buckets, what cuts are multiples of), whatever the data-parallel size."""
+    """Return (the elements of each of those buckets, what cuts are multiples of), whatever the data-parallel size."""
     found = list(optimizer_buckets(optimizer))
     unit = quantum(found[0][2].ddp_config) if found else QUANTUM
     return tuple(bucket.numel_unpadded for *_, bucket in found), unit
 
 
 def own_range(optimizer: Any, parameter: Any) -> tuple[int, int]:
-    """The range of a parameter's elements that this rank's optimizer steps."""
+    """Return the range of a parameter's elements that this rank's optimizer steps."""
     span = optimizer._get_model_param_range_map(parameter)["param"]
     return span.start, span.end
 
 
 def own_state(optimizer: Any, parameter: Any) -> dict[str, torch.Tensor]:
-    """The main parameter and Adam's state of this rank's part of a parameter: `param`, `exp_avg`, `exp_avg_sq`."""
+    """Return the main parameter and Adam's state of this rank's part of a parameter: `param`, `exp_avg`,
+    `exp_avg_sq`."""
     found: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(parameter)
     return found
 
@@ -405,7 +409,8 @@ def _let_go(optimizer: Any, parameters: Sequence[Sequence[torch.Tensor]]) -> Non
 
 
 def _initial_state(inner: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Adam's state before the first step, there from the start so that it can be copied and moved like any other."""
+    """Make Adam's state before the first step. It is there from the start so that it can be copied and moved like any
+    other."""
     state = {"exp_avg": torch.zeros_like(parameter.data), "exp_avg_sq": torch.zeros_like(parameter.data)}
     if isinstance(inner, torch.optim.Adam):  # Apex and Transformer Engine count steps in the group
         on_device = group.get("capturable") or group.get("fused")

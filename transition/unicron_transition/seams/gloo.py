@@ -34,7 +34,7 @@ class LostWait(RuntimeError):
 
 @contextlib.contextmanager
 def abandonable_connections(lost: Callable[[], bool]) -> Iterator[None]:
-    """Inside, a gloo group that is being connected is given up as soon as `lost()`: ConnectionError."""
+    """Give up a gloo group that is being connected inside as soon as `lost()`: ConnectionError."""
     if not dist.is_gloo_available():
         yield
         return

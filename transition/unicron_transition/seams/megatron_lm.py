@@ -58,18 +58,19 @@ def replace(module: str, name: str, by: Callable[[Any], Any]) -> None:
 
 
 def reads_arguments() -> str:
-    """The module whose names are called to read the arguments: from 0.18 on the script does that itself."""
+    """Return the module whose names are called to read the arguments: from 0.18 on the script does that itself."""
     return INITIALIZE if hasattr(importlib.import_module(INITIALIZE), "parse_args") else ARGUMENTS
 
 
 def growing_batches() -> type[Any] | None:
-    """Megatron's calculator of batches for `--rampup-batch-size`; None from 0.18 on, which ignores the option."""
+    """Return Megatron's calculator of batches for `--rampup-batch-size`; None from 0.18 on, which ignores the
+    option."""
     found: type[Any] | None = getattr(importlib.import_module(CALCULATORS), RAMP, None)
     return found
 
 
 def known_timers(timers: Any) -> Mapping[str, Any]:
-    """The timers that a rank has started, by name."""
+    """Return the timers that a rank has started, by name."""
     found: Mapping[str, Any] = timers._timers
     return found
 

@@ -54,7 +54,7 @@ class Seam(NamedTuple):
     before."""
 
     def at(self, release: str) -> str | None:
-        """Its parameters in this release; :data:`NOT_THERE` where that has none of the name."""
+        """Return its parameters in this release; :data:`NOT_THERE` where that has none of the name."""
         found = self.parameters
         for first, since in self.since.items():
             if numbers(first) <= numbers(release):
@@ -63,7 +63,7 @@ class Seam(NamedTuple):
 
 
 def numbers(release: str) -> tuple[int, ...]:
-    """2.14.1+cpu -> (2, 14, 1); what follows the numbers does not count."""
+    """Parse a release: 2.14.1+cpu -> (2, 14, 1); what follows the numbers does not count."""
     return tuple(int(part) for part in re.findall(r"\d+", release.partition("+")[0])[:3])
 
 
@@ -358,7 +358,7 @@ def check(package: str, seams: Iterable[Seam], needed: Collection[str] = ()) -> 
 
 
 def installed_release(package: str) -> str:
-    """The release of an imported package; empty where it does not say."""
+    """Return the release of an imported package; empty where it does not say."""
     return str(getattr(sys.modules.get(package.replace("-", ".")), "__version__", ""))
 
 
@@ -377,7 +377,7 @@ def refuse_release(package: str, found: str) -> NoReturn:
 
 
 def difference(seams: Iterable[Seam], release: str) -> str | None:
-    """The first row that differs from what is installed, in words; None where all are as expected."""
+    """Return the first row that differs from what is installed, in words; None where all are as expected."""
     for seam in seams:
         parameters, expected = None, seam.at(release)
         if expected == NOT_THERE:
@@ -394,7 +394,7 @@ def difference(seams: Iterable[Seam], release: str) -> str | None:
 
 
 def _parameters(function: Any) -> list[str] | None:
-    """The names of its parameters; None for what takes anything: somebody's wrapper, which passes them on."""
+    """Return the names of its parameters; None for what takes anything: somebody's wrapper, which passes them on."""
     parameters = inspect.signature(function).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     wraps = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds

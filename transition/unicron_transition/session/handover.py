@@ -44,7 +44,7 @@ class Handover:
         return iteration
 
     def _tie_embeddings(self) -> None:
-        """The last stage's copy of the embedding is the first one's, which was not there when it was built."""
+        """Give the last stage the first one's embedding, which was not there when its copy was built."""
         if self._exchange.tie_embeddings(self._state.model):
             self._state.optimizer.reload_model_params()
 

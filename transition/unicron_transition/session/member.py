@@ -138,7 +138,8 @@ class Member:
                 self._leave_generation()
 
     def _spare(self) -> bool:
-        """The rank holds no training state, and its job has hot spares, which wait for as long as nobody is lost."""
+        """Whether the rank holds no training state, and its job has hot spares, which wait for as long as nobody is
+        lost."""
         return not self.inside and os.environ.get("UNICRON_SPARES", "0") not in ("", "0")
 
     def _leave_generation(self) -> None:
@@ -176,7 +177,7 @@ class Member:
                 plan = self.wait_plan()
 
     def _outside(self) -> str:
-        """The state of a rank that did not get in: what it was before."""
+        """Return the state of a rank that did not get in: what it was before."""
         return "standby" if self._resting[0] == "standby" and not self.half_received else "waiting"
 
     def _enter_generation(self, plan: Plan) -> None:
@@ -237,7 +238,7 @@ class Member:
             self.channel.send(self.status(state, entering, fault, moved))
 
     def status(self, state: str, entering: int = 0, fault: Fault | None = None, moved: int = 0) -> Status:
-        """The rank's status, for its agent."""
+        """Return the rank's status, for its agent."""
         status = self.report(state)
         status.generation, status.entering, status.broken = self.generation, entering, self.watch.broken
         status.replica, status.layout = self.layout.size, self.layout.text
@@ -246,6 +247,6 @@ class Member:
 
 
 def slots_of(members: Sequence[int], size: int, slot: int) -> list[int]:
-    """The slots of a member's replica, by place."""
+    """Return the slots of a member's replica, by place."""
     first = replica_of(members, size, slot) * size
     return list(members[first : first + size])

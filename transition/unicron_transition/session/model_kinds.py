@@ -43,14 +43,14 @@ class Megatron:
         return Gradients(self.chunks, forward_step, work)
 
     def begin_alone(self, state: TrainingState, device: torch.device) -> None:
-        """The world is there, without an agent: one seed has given one model in all ranks."""
+        """Do nothing: without an agent, too, one seed has given one model in all ranks."""
 
 
 ModelKind = Megatron | Plain
 
 
 def kind_of(model: Any, optimizer: Any, scheduler: Any, *, clip_grad: float | None, scaler: Any) -> ModelKind:
-    """The kind of model that the script gave. Raises ValueError, one line, for anything else."""
+    """Return the kind of model that the script gave. Raises ValueError, one line, for anything else."""
     if isinstance(model, torch.nn.Module) and not hasattr(model, "ddp_config"):
         return Plain(model, optimizer, scheduler, clip_grad, scaler)
     if isinstance(model, torch.nn.Module) or not all(hasattr(chunk, "ddp_config") for chunk in model):

@@ -54,7 +54,7 @@ class SaveSchedule:
         return self._local.is_filing
 
     def begin_iteration(self) -> None:
-        """No rank has said anything of this iteration yet."""
+        """Begin an iteration, of which no rank has said anything yet."""
         self._said = CommitResult()
         if self._filing_since is not None and not self.busy:
             self._note(written=time.monotonic() - self._filing_since)
@@ -94,8 +94,7 @@ class SaveSchedule:
     def store(
         self, iteration: int, state: TrainingState, members: Sequence[int], generation: int, writer: Writer
     ) -> None:
-        """The one of `iteration` is due, and this rank writes a part of it: its agent does, or else a thread of this
-        rank."""
+        """Store this rank's part of the checkpoint of `iteration`: its agent writes it, or else a thread of this rank."""
         assert self._checkpoints is not None
         began = time.monotonic()
         if self._local.set_aside(iteration, members, generation, writer):
@@ -159,7 +158,7 @@ class Persistence:
         return self.local.find_start(self.checkpoints, start, self.writer)
 
     def keep_boundary(self, iteration: int) -> None:
-        """The state at this iteration boundary goes to memory, and, where that is due, to a file."""
+        """Keep the state at this iteration boundary in memory, and, where that is due, in a file."""
         here = self._member.members, self._member.generation, self.writer()
         if self.schedule.is_due(iteration):
             if self.writes:
@@ -176,7 +175,7 @@ class Persistence:
             self.checkpoints.rescue(self._state, iteration, turn, self.writer(), why, apart)
 
     def finish(self, iteration: int) -> None:
-        """The training is over."""
+        """Write the last checkpoint: the training is over."""
         if self.checkpoints is not None and self.writes:
             self.checkpoints.save_last(self._state, iteration, self.writer())
         self.local.close()

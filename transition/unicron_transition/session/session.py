@@ -241,7 +241,7 @@ class Session(Training):
         self._state.facts.setdefault("arguments", {}).update(arguments)
 
     def finish(self) -> None:
-        """The training is over, and evaluations after it: write the last checkpoint, and leave the job. Iterating to
+        """Write the last checkpoint, and leave the job: the training is over, and evaluations after it. Iterating to
         the end does it, unless `finishes` was set to False."""
         self._at.train_iterations = self._at.iteration  # an end that was asked for is the end for everybody
         self._persistence.finish(self._at.iteration)

@@ -212,7 +212,7 @@ class Training:
                     raise LedgerError("a plan steps an iteration that this rank has not reduced") from error
 
     def _leave_schedule(self) -> None:
-        """The ranks of a replica leave their schedule together: all go on to the reduce, or all stop before it. Else
+        """Leave the replica's schedule, all its ranks together: all go on to the reduce, or all stop before it. Else
         one could wait for another that has stopped, and what connects them would have to be broken."""
         self._stop_agreed = self._stop_wanted  # a signal may come at any moment: from here on it is for the next time
         if self.layout.size > 1:
@@ -262,9 +262,9 @@ class Training:
         return self._exchange.from_last_stage(loss)
 
     def _commit(self) -> None:
-        """Right before the parameters change, after all else of the step that communicates: nobody steps before all
-        can. Carries the offer that every member holds, if there is one. Raises _Again where a plan has this iteration
-        reduced once more."""
+        """Agree with all members right before the parameters change, after all else of the step that communicates:
+        nobody steps before all can. Carries the offer that every member holds, if there is one. Raises _Again where a
+        plan has this iteration reduced once more."""
         if not self._committed and self._channel is not None:
             self._agree_to_step()
         elif not self._committed and self._saving.by_clock:
@@ -334,7 +334,8 @@ class Training:
 
     # ------------------------------------------------------------ generations
     def change_to(self, plan: Plan) -> None:
-        """At an iteration boundary this rank is in `plan`: what everybody held, or what followed when it broke."""
+        """Go on in `plan`, which this rank has entered at an iteration boundary: all held it, or it followed on one
+        that broke."""
         self._ordered_next = True
         self._local.note_has_state()
         self._member.publish("running")
@@ -342,7 +343,8 @@ class Training:
             self._next_assignment = self._assignment_of(plan)
 
     def regroup(self, error: Exception) -> None:
-        """A loss between two iterations is one at the begin of the next, of which nothing is computed."""
+        """Recover from a loss between two iterations: it is one at the begin of the next, of which nothing is
+        computed."""
         self._gradients.drop()
         self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
         with contextlib.suppress(RankRejoined):
@@ -404,8 +406,8 @@ class Training:
         return False
 
     def _unsure_parameters(self) -> bool:
-        """Parameters that were gathered while this iteration computed may be garbage: an aborted NCCL gather says
-        nothing."""
+        """Whether parameters that were gathered while this iteration computed may be garbage: an aborted NCCL gather
+        says nothing."""
         overlapped = self._local.sharded and self._model[0].ddp_config.overlap_param_gather
         return overlapped and self._process.backend == "nccl"
 
@@ -423,7 +425,7 @@ class Training:
             self._at.ledger.drop()
 
     def _take_up_plan(self, plan: Plan, newcomer: bool) -> None:
-        """The groups of `plan` are there."""
+        """Take the groups of `plan` into use, and the training state where this rank lacks it."""
         self._gradients.adopt_groups()
         if self._member.inside:
             self._local.note_has_state()
@@ -440,11 +442,11 @@ class Training:
             self.evaluations.agree(self._at.iteration, self._member.came_new)
 
     def _rescue(self, why: str) -> None:
-        """Nobody leads the job any more, or all ranks end: what this rank knows goes to disk before."""
+        """Write this rank's state to disk: nobody leads the job any more, or all ranks end."""
         unfinished = self._local.sharded and self._committed and self._at.phase == "synced"
         if not unfinished:  # else of two states in the ranks none is whole
             self._persistence.rescue(self._at.iteration, why)
 
     def _set_phase(self, phase: str) -> None:
-        """The channel's thread tells of it, unless the step is there first."""
+        """Set the phase. The channel's thread tells of it, unless the step is there first."""
         self._at.moment = self._at.ledger, phase

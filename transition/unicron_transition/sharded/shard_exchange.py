@@ -52,11 +52,11 @@ class Buckets:
     quantum: int = QUANTUM
 
     def parts(self, count: int) -> list[int]:
-        """The size of one part of each bucket when there are `count` shards."""
+        """Return the size of one part of each bucket when there are `count` shards."""
         return [padded_size(elements, count, self.quantum) // count for elements in self.elements]
 
     def length(self, count: int) -> int:
-        """The size of one of `count` shards."""
+        """Return the size of one of `count` shards."""
         return sum(self.parts(count))
 
     def moves(self, held: Sequence[Collection[int]], count: int) -> list[Move]:
@@ -82,7 +82,7 @@ class Buckets:
         return found
 
     def _pieces(self, before: int, after: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """(old shard, new shard, place in the old one, place in the new one, size) of all elements, in order."""
+        """Yield (old shard, new shard, place in the old one, place in the new one, size) of all elements, in order."""
         read_base = write_base = 0
         for elements, old_part, new_part in zip(self.elements, self.parts(before), self.parts(after), strict=True):
             position = 0
@@ -126,7 +126,7 @@ class ShardExchange:
         return int(told[0]), float(told[1]), [{shard for shard in row if shard >= 0} for row in rows]
 
     def header(self, mine: bytes, source: int) -> bytes:
-        """That of rank `source` of the group. Raises :class:`CopyFailed` where it was spoiled on its way."""
+        """Get the header of rank `source` of the group. Raises :class:`CopyFailed` where it was spoiled on its way."""
         group = self._group()
         header, sound = broadcast_bytes(mine if group.rank() == source else None, source, self._wire, group)
         if not sound:
@@ -142,7 +142,7 @@ class ShardExchange:
     def send_soundly(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]]
     ) -> None:
-        """Does what :meth:`send` does, and does it again where the bytes that came are not those that were sent. Raises
+        """Send as :meth:`send` does, and again where the bytes that came are not those that were sent. Raises
         :class:`CopyFailed` after the last try."""
         group = self._group()
         for _ in range(TRIES):

@@ -121,8 +121,8 @@ class ShardedState(LocalState):
         return iteration
 
     def _take_shards(self, plan: Plan, iteration: int) -> int:
-        """The optimizer's state in the new layout: what a plan names, or, where nobody has trained, what goes with the
-        parameters."""
+        """Take the optimizer's state in the new layout: the one that a plan names, or, where nobody has trained, the
+        one that goes with the parameters."""
         if plan.state is not None:
             self.adopt(*plan.state, lacking=not self._trained or plan.state[1] < self._version_before)
             return plan.state[1]
@@ -199,7 +199,7 @@ class ShardedState(LocalState):
         return self.shards.index == 0 and bool(self._untrained.bytes)
 
     def _file_head(self, version: int, untrained: str, about: bytes, step: float) -> bytes:
-        """For the readers of this rank's shard as a file of a checkpoint."""
+        """Return the head for readers of this rank's shard as a file of a checkpoint."""
         return contents.head_of(self._state, about, version, self._process.layout.text, step, untrained)
 
     def set_aside(self, iteration: int, members: Sequence[int], generation: int, writer: Writer) -> bool:

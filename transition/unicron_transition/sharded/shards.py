@@ -117,7 +117,7 @@ class Shards:
         return found is None or key.shard not in found.shards
 
     def _misfit(self, found: Found) -> str:
-        """Why an image is no shard of this model."""
+        """Return why an image is no shard of this model; empty if it is one."""
         key = found.key
         if not (0 <= key.shard < key.count and 0 <= key.base < MOST_GENERATIONS and _MARK.fullmatch(key.mark)):
             return "not an image of this release"
@@ -170,7 +170,7 @@ class Shards:
         self._told = (self.base, version) if told else None
 
     def set_aside(self, version: int, untrained: Path | None = None) -> bool:
-        """The agent is to make a checkpoint's file of this rank's shard of `version`; False where it cannot. untrained:
+        """Have the agent make a checkpoint's file of this rank's shard of `version`; False where it cannot. untrained:
         the image that goes into the same file."""
         if self._told != (self.base, version):
             return False
@@ -204,9 +204,9 @@ class Shards:
             self._add(version, shard, buffer)
 
     def confirm(self, version: int) -> None:
-        """All members have their copies of `version`: older sets are not needed any more. That from which it was made
-        stays until the next one takes its buffer, for a rank that dies now may leave an image of `version` that is not
-        whole yet."""
+        """Confirm `version`: all members have their copies, and older sets are not needed any more. The one that it was
+        made from stays until the next one takes its buffer, for a rank that dies now may leave an image of `version`
+        that is not whole yet."""
         now = self.base, version
         self._keep_only({now, self._before})
         self.pool.trim(self._elements)
@@ -264,15 +264,15 @@ class Shards:
         return extra
 
     def _add(self, version: int, shard: int, buffer: Buffer, told: bytes = b"", cut: bool = False) -> None:
-        """A buffer of the present generation has its content: from now on it is part of the set of `version`. told: for
-        the readers of its image as a checkpoint's file."""
+        """Add a buffer of the present generation, which has its content, to the set of `version`. told: for the readers
+        of its image as a checkpoint's file."""
         mine = self._sets[self.base, version]
         mine.shards[shard] = buffer
         key = Key(SHARD, self.pool.slot, version, self._place, self._size, shard, mine.count, *self._parted_base)
         self.pool.seal(buffer, key, self._head(mine.step, mine.header, told), cut)
 
     def _head(self, step: float, header: bytes, told: bytes = b"") -> bytes:
-        """The head of an image."""
+        """Return the head of an image."""
         packed: bytes = msgpack.packb((self._model, step, header, told))
         return packed
 
@@ -282,7 +282,7 @@ class Shards:
         return hashlib.blake2b(repr(self.buckets).encode(), digest_size=8).digest()
 
     def _pass_over(self, key: tuple[int, int]) -> None:
-        """Nobody can go on from this set, so this rank does not report it again."""
+        """Pass over a set that nobody can go on from: this rank does not report it again."""
         self._passed.add(key)
         if (old := self._sets.pop(key, None)) is not None:
             for buffer in old.shards.values():
@@ -299,15 +299,16 @@ class Shards:
 
     # ------------------------------------------------------------ the optimizer
     def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[dict[str, torch.Tensor], list[torch.Tensor]]]:
-        """For each parameter of which this rank has a part: Megatron's tensors of the part, its places in `flat`."""
+        """Yield for each parameter of which this rank has a part: Megatron's tensors of the part, its places in
+        `flat`."""
         for optimizer, parameter, where, base in self._ranges():
             local = where["gbuf_local"]
             tensors = elastic_buckets.own_state(optimizer, parameter)
             yield tensors, _pieces_of(flat, base + local.start, local.size)
 
     def _ranges(self) -> Iterator[tuple[Any, torch.nn.Parameter, Mapping[str, Any], int]]:
-        """For each parameter of which this rank has a part: its optimizer, Megatron's ranges of the part, and at which
-        element of a row the bucket begins that they count from."""
+        """Yield for each parameter of which this rank has a part: its optimizer, Megatron's ranges of the part, and at
+        which element of a row the bucket begins that they count from."""
         base = 0
         buckets = elastic_buckets.optimizer_buckets(self.optimizer)
         for (optimizer, number, buffer, bucket), part in zip(buckets, self.buckets.parts(self.count), strict=True):
@@ -317,7 +318,7 @@ class Shards:
             base += part
 
     def _step(self) -> float:
-        """Adam's; 0 where this rank has nothing but padding."""
+        """Return Adam's step; 0 where this rank has nothing but padding."""
         tensors = (tensors for tensors, _ in self._pieces(torch.empty(self._elements, device="meta")))
         return next((float(each["step"]) for each in tensors if "step" in each), 0.0)
 
@@ -352,7 +353,7 @@ class Shards:
         return self._about
 
     def _behind(self, part: parts.Part, untrained: Mapping[int, int]) -> tuple[Any, ...] | None:
-        """A tensor that is not trained, as :meth:`about` has it."""
+        """Describe a tensor that is not trained, as :meth:`about` has it."""
         whole, mine = part.parameter, part.tensors[parts.PARAMETER]
         if (begin := untrained.get(whole.data_ptr()) if whole.is_contiguous() else None) is None:
             return None
@@ -360,7 +361,7 @@ class Shards:
         return _name(mine.dtype), mine.numel(), at
 
     def _starts(self) -> dict[int, int]:
-        """id of a parameter -> at which element of a row its first one would be, if this rank had all of it."""
+        """Return id of a parameter -> at which element of a row its first one would be, if this rank had all of it."""
         return {
             id(parameter): base + where["gbuf_local"].start - where["param"].start
             for _, parameter, where, base in self._ranges()
@@ -413,7 +414,7 @@ class Shards:
         return self._elements * torch.float32.itemsize
 
     def _take_buffers(self, count: int, header: bytes, told: bytes = b"") -> AbstractContextManager[list[Buffer]]:
-        """Memory for so many shards of the present generation."""
+        """Take memory for so many shards of the present generation."""
         return self.pool.take_buffers(count, self._elements, len(self._head(0.0, header, told)))
 
     def _drop(self, key: tuple[int, int]) -> None:
@@ -431,6 +432,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _pieces_of(flat: torch.Tensor, start: int, size: int) -> list[torch.Tensor]:
-    """A run of elements in each row of a shard."""
+    """Return a run of elements in each row of a shard."""
     rows = flat.view(len(STATES), -1)
     return [row.narrow(0, start, size) for row in rows]
