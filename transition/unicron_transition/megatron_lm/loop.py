@@ -302,7 +302,7 @@ def _print_datetime(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Log the first iteration once more at once, as the loop does, but not the one at which a rank joins."""
+    """Let the loop log at once in the first iteration of the training only: it would do so where a rank joins, too."""
 
     def training_log(losses: Any, totals: Any, rate: Any, iteration: int, *rest: Any, **keywords: Any) -> Any:
         keywords["is_first_iteration"] = bool(keywords.get("is_first_iteration")) and iteration == 1

@@ -89,7 +89,8 @@ class Aborter:
         return len(had)
 
     def _start_aborts(self, inside: bool) -> dict[int, _Abort]:
-        """Start the aborts that are due, and return them by group; those that are still under way do not begin again."""
+        """Start the aborts that are due, and return them by group; those that are still under way do not begin
+        again."""
         if not (dist.is_available() and dist.is_initialized() and dist.is_nccl_available()):
             return {}
         with self._lock:

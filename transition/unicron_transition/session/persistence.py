@@ -94,7 +94,8 @@ class SaveSchedule:
     def store(
         self, iteration: int, state: TrainingState, members: Sequence[int], generation: int, writer: Writer
     ) -> None:
-        """Store this rank's part of the checkpoint of `iteration`: its agent writes it, or else a thread of this rank."""
+        """Store this rank's part of the checkpoint of `iteration`: its agent writes it, or else a thread of this
+        rank."""
         assert self._checkpoints is not None
         began = time.monotonic()
         if self._local.set_aside(iteration, members, generation, writer):
