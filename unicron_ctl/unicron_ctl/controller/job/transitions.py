@@ -182,7 +182,7 @@ def offer_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
     number = state.generation + 1
     plan = Plan(
         generation=number,
-        members=layout.arranged([*layout.replicas(staying, size), *layout.replicas(joiners, size)]),
+        members=layout.arrange([*layout.replicas(staying, size), *layout.replicas(joiners, size)]),
         store=store_of(job, staying),
         prefix=prefix(state, number),
         boundary=True,
