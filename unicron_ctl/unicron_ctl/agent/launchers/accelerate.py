@@ -14,11 +14,11 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from unicron_ctl.agent.launchers.commands import NotTaken
+from unicron_ctl.agent.launchers.commands import LauncherStays
 
 SECONDS = 300.0  # for importing torch from a slow file system
 # What the launcher says of the rendezvous is the agent's to say.
-NOT_TAKEN = {"MASTER_ADDR", "MASTER_PORT", "_UNICRON_ACCELERATE_TOLD"}
+OF_THE_AGENT = {"MASTER_ADDR", "MASTER_PORT", "_UNICRON_ACCELERATE_TOLD"}
 
 # Runs in the job's Python, which need not have Unicron.
 PROGRAM = """
@@ -59,7 +59,7 @@ def ask_accelerate(python: Sequence[str], words: Sequence[str]) -> dict[str, Any
     """What it would start: `command` of its only process, or torchrun's options (`torchrun`, by their long names, as
     texts) with `program` and `words`; `environment`: the variables that it changes; `machines` and `processes`.
 
-    python: the job's interpreter; words: behind `accelerate launch`. Raises NotTaken.
+    python: the job's interpreter; words: behind `accelerate launch`. Raises LauncherStays.
     """
     with tempfile.TemporaryDirectory(prefix="unicron-accelerate-") as folder:
         told = os.path.join(folder, "told")
@@ -79,8 +79,8 @@ def ask_accelerate(python: Sequence[str], words: Sequence[str]) -> dict[str, Any
             why = f"{type(error).__name__}: {error}"
             if not isinstance(error, subprocess.TimeoutExpired) and "done" in locals():
                 why = (done.stderr.decode(errors="replace").strip().splitlines() or [why])[-1]
-            raise NotTaken(f"it does not say what it would start ({why}): write `srun python train.py`") from None
-    found["environment"] = {name: text for name, text in found["environment"].items() if name not in NOT_TAKEN}
+            raise LauncherStays(f"it does not say what it would start ({why}): write `srun python train.py`") from None
+    found["environment"] = {name: text for name, text in found["environment"].items() if name not in OF_THE_AGENT}
     if "torchrun" in found:
         found["torchrun"] = {
             name: value if isinstance(value, bool) else str(value)

@@ -7,15 +7,13 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
+from unicron_ctl.agent.program_table import PROGRAMS
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 
 WARM, PRELOAD = "UNICRON_WARM", "UNICRON_PRELOAD"
 _PYTHON = re.compile(r"python[\d.]*t?")
 _ALONE = re.compile(r"-[bBdEIOPqsSuv]+|-[WX].+")  # options of the interpreter that are a word each, python(1)
 _WITH_A_WORD = ("-W", "-X", "--check-hash-based-pycs")
-# Programs that run the command in their arguments with another Python inside than outside.
-ELSEWHERE = {"apptainer", "ch-run", "conda", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "poetry"}
-ELSEWHERE |= {"shifter", "singularity", "uv"}
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -42,7 +40,7 @@ def python_of(command: Sequence[str]) -> list[str]:
     at = next((at for at, word in enumerate(command) if _PYTHON.fullmatch(os.path.basename(word))), None)
     if at is None:
         return [sys.executable]
-    first = next((start for start in range(at) if os.path.basename(command[start]) in ELSEWHERE), at)
+    first = next((start for start in range(at) if os.path.basename(command[start]) in PROGRAMS.wrappers.elsewhere), at)
     return list(command[first : at + 1])
 
 

@@ -15,8 +15,9 @@ import click
 
 from unicron_ctl.agent.connections.containment import reason
 from unicron_ctl.agent.connections.step_tasks import others
-from unicron_ctl.agent.launchers import readers, shells, world
-from unicron_ctl.agent.launchers.commands import NotTaken, is_submitit
+from unicron_ctl.agent.launchers import shells, world
+from unicron_ctl.agent.launchers.commands import LauncherStays, is_submitit
+from unicron_ctl.agent.launchers.readers import read_launcher
 from unicron_ctl.agent.ranks.rank_logs import shown_ranks
 from unicron_ctl.agent.ranks.static_world import LAUNCHER, SUBMITIT
 from unicron_ctl.agent.ranks.warm_commands import wanted
@@ -191,56 +192,56 @@ def replace_launcher(command: Sequence[str], outside: Mapping[str, str]) -> tupl
     try:
         text = shells.shell_text(command)
         if why := untouched.why_sweep(os.environ, "its shell script", text or ""):
-            raise NotTaken(why)
+            raise LauncherStays(why)
         if shells.launches(command):
             check_tasks()
             with shells.meaning_the_agent(os.environ) as environment:
                 return bare.run_all([command], [environment])
         return without_launcher(command)
-    except NotTaken as error:
+    except LauncherStays as error:
         untouched.become(command, outside, str(error))
     except Exception as error:  # no folder for the launchers' names, and whatever nobody has thought of
         untouched.become(command, outside, f"its launcher could not be read: {reason(error)}")
 
 
 def check_tasks() -> None:
-    """Raise NotTaken where several tasks of this node would each run a launcher."""
+    """Raise LauncherStays where several tasks of this node would each run a launcher."""
     if others.count > 1:
         many = f"it has {others.count} tasks on a node, and each would start the ranks of a node by its launcher"
-        raise NotTaken(f"{many}: give it one (--ntasks-per-node=1)")
+        raise LauncherStays(f"{many}: give it one (--ntasks-per-node=1)")
 
 
 def without_launcher(command: Sequence[str]) -> tuple[list[str], str, str]:
     """(what each rank runs, what the job's log says of the launcher that is left out, of what it warns). What the
-    launcher was told goes into this process's environment. Raises NotTaken."""
+    launcher was told goes into this process's environment. Raises LauncherStays."""
     environment = os.environ
     if is_submitit(command):
         if "SLURM_ARRAY_TASK_ID" in environment:
-            raise NotTaken("each element of submitit's array is a job of its own: submit one with nodes=N")
+            raise LauncherStays("each element of submitit's array is a job of its own: submit one with nodes=N")
         environment[LAUNCHER] = SUBMITIT
         return list(command), "", ""
-    taken = readers.take_over(command)
-    if taken is None:
+    launch = read_launcher(command)
+    if launch is None:
         return list(command), shells.kept_in_container(command) or shells.starts_own_ranks(command), ""
-    if why := untouched.why_alone(environment, taken):
-        raise NotTaken(why)
+    if why := untouched.why_alone(environment, launch):
+        raise LauncherStays(why)
     check_tasks()
-    environment[LAUNCHER] = taken.launcher
+    environment[LAUNCHER] = launch.launcher
     sizes = (environment.get(name, "1") for name in ("SLURM_ARRAY_TASK_COUNT", "SLURM_NNODES"))
     elements, nodes = (int(size) if size.isdecimal() else 1 for size in sizes)
     spares = environment.get("UNICRON_SPARES", "0")
     devices = sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia[0-9]*"))
-    count = nodes if taken.nodes[1] == nodes > 1 else elements * nodes  # one of its element alone, or of the job
-    ranks = world.count_ranks(taken, environment, count, len(os.sched_getaffinity(0)), devices)
+    count = nodes if launch.nodes[1] == nodes > 1 else elements * nodes  # one of its element alone, or of the job
+    ranks = world.count_ranks(launch, environment, count, len(os.sched_getaffinity(0)), devices)
     array = "SLURM_ARRAY_TASK_ID" in environment
-    fewest = world.fewest_nodes(taken, elements, nodes, int(spares) if spares.isdecimal() else 0, array)
-    told = world.describe(taken, ranks)
+    fewest = world.fewest_nodes(launch, elements, nodes, int(spares) if spares.isdecimal() else 0, array)
+    told = world.describe(launch, ranks)
     if (said := environment.get("UNICRON_RANKS_PER_NODE")) and said != str(ranks):
         told += f"; UNICRON_RANKS_PER_NODE={said} counts"
     added = {"UNICRON_RANKS_PER_NODE": str(ranks)} | ({"UNICRON_MIN_NODES": str(fewest)} if fewest else {})
     os.environ.update({name: value for name, value in added.items() if not environment.get(name)})
-    os.environ.update(taken.environment)
-    return taken.command, told, taken.warning
+    os.environ.update(launch.environment)
+    return launch.command, told, launch.warning
 
 
 def prepare(

@@ -21,7 +21,7 @@ from unicron_detector.processes.job_input import standard_input
 
 if TYPE_CHECKING:
     from unicron_ctl.agent.connections.job_environment import Place
-    from unicron_ctl.agent.launchers.readers import Taken
+    from unicron_ctl.agent.launchers.readers import Launch
 
 BY_DEFAULT = "UNICRON_BY_DEFAULT"  # the administrator's default=on put the agent here, and nobody's --unicron
 SWEEP = "UNICRON_SWEEP"  # 0: an array is one training all the same; else the name of what shows that it is none
@@ -68,20 +68,20 @@ def why_sweep(environment: Mapping[str, str], script: str, text: str) -> str:
     )
 
 
-def why_alone(environment: Mapping[str, str], taken: Taken) -> str:
+def why_alone(environment: Mapping[str, str], launch: Launch) -> str:
     """Why the launcher of each element of an array has a world of its own; empty where it may be one of all."""
     if "SLURM_ARRAY_TASK_ID" not in environment or environment.get(SWEEP) == "0":
         return ""
     if environment.get("SLURM_ARRAY_TASK_COUNT") == "1":
         return ""
-    if "--standalone" in taken.replaced:
+    if "--standalone" in launch.replaced:
         told = "--standalone"
-    elif taken.nodes == (1, 1) and environment.get("SLURM_NNODES", "1") == "1":
+    elif launch.nodes == (1, 1) and environment.get("SLURM_NNODES", "1") == "1":
         told = "of one node"
     else:
         return ""
     return (
-        f"{taken.launcher} is told {told}, so each element of its array is a training of its own: submit it without "
+        f"{launch.launcher} is told {told}, so each element of its array is a training of its own: submit it without "
         f"--unicron, or, if they are one, leave that out or export {SWEEP}=0 in the batch script"
     )
 

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from unicron_ctl.agent.launchers import option_tables as options
 from unicron_ctl.agent.launchers import readers
-from unicron_ctl.agent.launchers.commands import (
-    LAUNCHERS,
-    MODULES,
-    NAMES,
-    OTHERS,
-    NotTaken,
-    is_submitit,
-    takes_value,
-)
-from unicron_ctl.agent.launchers.option_tables import Unreadable, name_of, read_options
-from unicron_ctl.agent.launchers.readers import Taken, take_over
+from unicron_ctl.agent.launchers.commands import LauncherStays, is_submitit, takes_value
+from unicron_ctl.agent.launchers.launcher_options import Unreadable, read_options
+from unicron_ctl.agent.launchers.readers import BACKENDS, Launch, read_launcher
 from unicron_ctl.agent.launchers.world import count_ranks, describe, fewest_nodes
+from unicron_ctl.agent.program_table import LAUNCHERS, PROGRAMS
 from unicron_ctl.agent.ranks.placeholders import fill_words
 
 ROOT = Path(__file__).resolve().parents[5]
+TORCHRUN = LAUNCHERS["torchrun"]
 
 
-def taken(line: str) -> Taken:
-    found = take_over(shlex.split(line))
+def taken(line: str) -> Launch:
+    found = read_launcher(shlex.split(line))
     assert found is not None, line
     return found
 
@@ -59,31 +55,76 @@ def test_options_of_programs_that_run_in_another_environment_are_those_that_they
 )
 def test_an_environment_that_is_named_like_a_launcher_is_none(line: str) -> None:
     """Defect: `conda run -n deepspeed python train.py` ran `conda run -n python -u python`."""
-    assert take_over(shlex.split(line)) is None
+    assert read_launcher(shlex.split(line)) is None
 
 
-def plugins_table(name: str) -> set[str]:
-    """A table of strings in the plugin's source."""
-    text = (ROOT / "slurm_plugin/spank/command.c").read_text()
-    return set(re.findall(r'"([^"]+)"', text.partition(f"const {name}[] = {{")[2].partition("};")[0]))
+TABLE = ROOT / "unicron_ctl/unicron_ctl/agent/programs.toml"
 
 
-def test_the_plugin_knows_the_launchers_that_the_agent_knows():
+def plugins_words(table: Path) -> dict[str, set[str]]:
+    """The lists of the plugin's that its build makes of a table."""
+    command = ["awk", "-f", ROOT / "slurm_plugin/spank/programs.awk", table]
+    made = subprocess.run(command, env={"PATH": os.defpath}, capture_output=True, text=True, check=True).stdout
+    lists = re.findall(r"^static const char \*const (\w+)\[\] = \{\n(.*?)^\};", made, re.DOTALL | re.MULTILINE)
+    return {name: set(re.findall(r'"([^"]+)"', words)) for name, words in lists}
+
+
+def test_the_plugin_is_built_from_the_agents_table():
     """Defect: a batch script with mpirun in it was told to write `srun mpirun`, which starts one for each task."""
-    assert plugins_table("launchers") | plugins_table("starters") == NAMES
-    assert plugins_table("starters") == OTHERS | set(LAUNCHERS["mpi"][0])
-    assert plugins_table("launcher_modules") == MODULES
+    all_nodes = {name for each in LAUNCHERS.values() if each.all_nodes for name in each.programs}
+    wrappers = PROGRAMS.wrappers
+    assert plugins_words(TABLE) == {
+        "starters": all_nodes | set(PROGRAMS.not_replaced.programs),
+        "launchers": {name for each in LAUNCHERS.values() for name in each.programs} - all_nodes,
+        "launcher_modules": {module for each in LAUNCHERS.values() for module in each.modules},
+        "servers": set(PROGRAMS.servers.programs),
+        "server_modules": set(PROGRAMS.servers.modules),
+        "wrappers": set().union(*(getattr(wrappers, name) for name in wrappers.__struct_fields__)),
+        "shells": {*PROGRAMS.shells.posix, *PROGRAMS.shells.others},
+    }
 
 
-def test_the_plugin_knows_the_servers_of_the_table():
+def test_the_plugin_is_not_built_from_a_table_that_lacks_a_list(tmp_path: Path) -> None:
+    table = tmp_path / "programs.toml"
+    table.write_text(TABLE.read_text().replace("[shells]", "[other]"))
+    with pytest.raises(subprocess.CalledProcessError):
+        plugins_words(table)
+
+
+def test_a_launcher_of_the_usual_form_is_one_entry_of_the_table(tmp_path: Path) -> None:
+    """Another process reads the longer table, as an agent does when it starts."""
+    table = tmp_path / "programs.toml"
+    entry = """
+[launchers.another]
+programs = ["anotherrun"]
+modules = ["another.run"]
+ranks = "procs"
+nodes = "hosts"
+honoured = ["--procs =", "--hosts ="]
+ignored = ["--fast"]
+"""
+    table.write_text(TABLE.read_text() + entry)
+    words = plugins_words(table)
+    assert "anotherrun" in words["launchers"] and "another.run" in words["launcher_modules"]
+    code = f"""
+from pathlib import Path
+Path.with_name = lambda self, name: Path({str(table)!r})
+from unicron_ctl.agent.launchers.readers import read_launcher
+from unicron_ctl.agent.launchers.shells import launches
+for start in ("anotherrun", "python -m another.run"):
+    launch = read_launcher([*start.split(), "--procs", "4", "--hosts=2", "--fast", "train.py", "x"])
+    assert (launch.ranks, launch.nodes, launch.ignored) == ("4", (2, 2), ["--fast"]), launch
+    assert launch.command == ["python", "-u", "train.py", "x"], launch
+    assert launches(["bash", "-c", f"cd x; {{start}} train.py"])
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_servers_are_those_that_were_seen():
     """Defect: a script that serves a model was told to start it by srun, as if it were a training."""
     seen = tomllib.loads((ROOT / "docs/behaviour/servers.toml").read_text())["server"]
-    assert plugins_table("servers") == {name for one in seen for name in one.get("names", [])}
-    assert plugins_table("server_modules") == {module for one in seen for module in one.get("modules", [])}
-
-
-def test_each_kind_of_launcher_has_a_reader():
-    assert set(readers.READERS) == set(LAUNCHERS)
+    assert set(PROGRAMS.servers.programs) == {name for one in seen for name in one.get("names", [])}
+    assert set(PROGRAMS.servers.modules) == {module for one in seen for module in one.get("modules", [])}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +181,7 @@ def test_what_each_rank_runs(line: str, command: str) -> None:
     ],
 )
 def test_a_command_without_a_launcher(line: str) -> None:
-    assert take_over(shlex.split(line)) is None
+    assert read_launcher(shlex.split(line)) is None
 
 
 @pytest.mark.parametrize(
@@ -168,8 +209,8 @@ def test_a_command_without_a_launcher(line: str) -> None:
     ],
 )
 def test_what_cannot_be_done_without_the_launcher_is_one_line(line: str, why: str) -> None:
-    with pytest.raises(NotTaken) as refused:
-        take_over(shlex.split(line))
+    with pytest.raises(LauncherStays) as refused:
+        read_launcher(shlex.split(line))
     said = str(refused.value)
     assert why in said and "\n" not in said and bool(said) is bool(why)
 
@@ -179,7 +220,7 @@ def test_ranks_that_accelerate_itself_would_not_start_are_named(processes, lost,
     told = {"command": ["python", "train.py"], "environment": {}, "machines": 2, "processes": processes}
     monkeypatch.setattr(readers, "ask_accelerate", lambda *_: told)
     found = taken(f"accelerate launch --num_machines 2 --num_processes {processes} train.py")
-    assert found.ranks == "1" and bool(found.lost) is lost
+    assert found.ranks == "1" and bool(found.ignored) is lost
     assert ("nobody honours --num_processes=4" in describe(found, 1)) is lost
 
 
@@ -195,7 +236,7 @@ def test_one_machine_counts_where_it_is_written(options, nodes, monkeypatch) -> 
 def test_a_script_that_uses_mpi_itself_keeps_mpirun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\nfrom mpi4py import MPI\n")
-    with pytest.raises(NotTaken, match=r"train\.py needs it, for it imports mpi4py"):
+    with pytest.raises(LauncherStays, match=r"train\.py needs it, for it imports mpi4py"):
         taken(f"mpirun -n 2 python {script}")
 
 
@@ -212,17 +253,17 @@ def test_where_the_output_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.chdir(tmp_path)
     logs = str(tmp_path / "logs")
     tee = taken("torchrun --log-dir logs --tee 3 --local-ranks-filter 0 train.py")
-    assert tee.environment == {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "0"} and not tee.lost
+    assert tee.environment == {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "0"} and not tee.ignored
     away = taken("torchrun --log-dir logs -r3 train.py")
     assert away.environment == {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "none"}
-    assert taken("torchrun --log-dir logs -t 0:1 train.py").lost == ["--tee=0:1 (both streams are written)"]
+    assert taken("torchrun --log-dir logs -t 0:1 train.py").ignored == ["--tee=0:1 (both streams are written)"]
     each = taken("deepspeed --enable_each_rank_log logs train.py")
     assert each.environment.items() >= {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "none"}.items()
 
 
 def test_options_that_unicron_replaces_and_those_that_nobody_honours_are_named() -> None:
     found = taken("torchrun --standalone --max-restarts=3 --numa-binding node --nproc_per_node 2 train.py")
-    assert (found.replaced, found.lost) == (["--standalone", "--max-restarts"], ["--numa-binding"])
+    assert (found.replaced, found.ignored) == (["--standalone", "--max-restarts"], ["--numa-binding"])
     said = describe(found, 2)
     assert "torchrun is left out: the agent starts 2 ranks" in said
     assert "--standalone, --max-restarts; nobody honours --numa-binding" in said
@@ -272,7 +313,7 @@ def test_how_many_ranks_a_node_gets(line: str, environment: dict[str, str], node
     ],
 )
 def test_numbers_of_ranks_that_make_no_sense(line: str, why: str) -> None:
-    with pytest.raises(NotTaken, match=why):
+    with pytest.raises(LauncherStays, match=why):
         count_ranks(taken(line), {}, nodes=2, cpus=16, devices=0)
 
 
@@ -294,7 +335,7 @@ def test_the_nodes_of_an_array_whose_elements_have_two(nnodes: str, fewest: int)
 
 @pytest.mark.parametrize(("nnodes", "why"), [("2", "told of 2 nodes, and the job has 4"), ("5:8", "needs 5 nodes")])
 def test_a_launcher_that_was_told_of_other_nodes(nnodes: str, why: str) -> None:
-    with pytest.raises(NotTaken, match=why):
+    with pytest.raises(LauncherStays, match=why):
         fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), 4, 1, 0, True)
 
 
@@ -310,15 +351,15 @@ def _flags(parser: object) -> dict[str, bool]:
     return {" ".join(sorted(action.option_strings)): action.nargs != 0 for action in actions}
 
 
-def _table(table: tuple[options.Option, ...]) -> dict[str, bool]:
-    return {" ".join(sorted(flags.split())): value for flags, _, value in table}
+def _table(name: str) -> dict[str, bool]:
+    return {" ".join(sorted(option.flags)): option.has_value for option in LAUNCHERS[name].options}
 
 
 def test_torchs_own_options_are_those_of_the_table() -> None:
     """A new release of torch's with a new option shows here; it runs in each cell of tools/matrix.toml."""
     from torch.distributed.run import get_args_parser
 
-    table = _table(options.TORCHRUN)
+    table = _table("torchrun")
     assert _flags(get_args_parser()).items() <= table.items()
     seen = tomllib.loads((ROOT / "docs/behaviour/torchrun.toml").read_text())["options"]
     by_release = {
@@ -328,15 +369,13 @@ def test_torchs_own_options_are_those_of_the_table() -> None:
     assert table == {flag: value for flags in by_release.values() for flag, value in flags.items()}
     cells = tomllib.loads((ROOT / "tools/matrix.toml").read_text()).values()
     assert {cell["torch"] for cell in cells} <= by_release.keys()
-    for flags, *_ in options.TORCHRUN:
-        assert any(name_of(flags) == flag.lstrip("-") for flag in flags.split())
 
 
 def test_options_that_only_some_releases_of_torch_have_leave_a_job_protected() -> None:
     line = "torchrun --log-line-prefix-template '${hostname}:${rank}: ' --shutdown-timeout 5 --nproc-per-node 2 t.py"
     read = taken(line)
-    assert (read.ranks, read.command[-1], read.lost) == ("2", "t.py", ["--log-line-prefix-template"])
-    with pytest.raises(NotTaken, match="starts no rank"):
+    assert (read.ranks, read.command[-1], read.ignored) == ("2", "t.py", ["--log-line-prefix-template"])
+    with pytest.raises(LauncherStays, match="starts no rank"):
         taken("torchrun --print-completion bash t.py")
 
 
@@ -353,14 +392,14 @@ def test_they_are_read_as_torchrun_reads_them(line: str) -> None:
 
     real, ours = (
         vars(get_args_parser().parse_args(shlex.split(line))),
-        read_options(options.TORCHRUN, shlex.split(line)),
+        read_options(TORCHRUN, shlex.split(line)),
     )
     assert (ours.program, ours.words) == (real["training_script"], real["training_script_args"])
-    for flags, _, value in options.TORCHRUN:
-        name = name_of(flags)
-        if value and name in ours:
+    for option in TORCHRUN.options:
+        name = option.name
+        if option.has_value and name in ours:
             assert ours.text(name) == str(real[name.replace("-", "_")])
-        elif not value:
+        elif not option.has_value:
             assert (name in ours) is bool(real[name.replace("-", "_")])
 
 
@@ -370,7 +409,7 @@ def test_fabrics_own_options_are_those_of_the_table() -> None:
 
     command = cli._main.commands["run"]
     real = {" ".join(sorted(each.opts)): True for each in command.params if each.opts[0].startswith("-")}
-    assert _table(options.FABRIC) == real
+    assert _table("fabric") == real
 
 
 @pytest.mark.deepspeed
@@ -382,12 +421,12 @@ def test_deepspeeds_own_options_are_those_of_the_table(monkeypatch: pytest.Monke
     parsers: list[argparse.ArgumentParser] = []
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, args=None: parsers.append(self))
     runner.parse_args([])
-    assert _table(options.DEEPSPEED) == _flags(parsers[0])
+    assert _table("deepspeed") == _flags(parsers[0])
 
 
 def test_an_ambiguous_abbreviation_is_no_option() -> None:
     with pytest.raises(Unreadable):
-        read_options(options.TORCHRUN, ["--rdzv", "x", "t.py"])
+        read_options(TORCHRUN, ["--rdzv", "x", "t.py"])
 
 
 def test_a_rendezvous_that_is_none_of_torchs_own_is_named() -> None:
@@ -395,11 +434,11 @@ def test_a_rendezvous_that_is_none_of_torchs_own_is_named() -> None:
     from torch.distributed.elastic.rendezvous import registry
 
     registry._register_default_handlers()
-    assert set(options.BACKENDS) == set(registry.handler_registry._registry)
-    for backend in options.BACKENDS:
-        taken = take_over(["torchrun", f"--rdzv-backend={backend}", "train.py"])
+    assert set(BACKENDS) == set(registry.handler_registry._registry)
+    for backend in BACKENDS:
+        taken = read_launcher(["torchrun", f"--rdzv-backend={backend}", "train.py"])
         assert taken is not None and taken.warning == "" and "--rdzv-backend" in taken.replaced
-    taken = take_over(["torchrun", "--rdzv_backend", "mine", "train.py"])
+    taken = read_launcher(["torchrun", "--rdzv_backend", "mine", "train.py"])
     assert taken is not None and taken.warning.startswith(
         "--rdzv-backend=mine is none of torch's own, and nobody calls"
     )
