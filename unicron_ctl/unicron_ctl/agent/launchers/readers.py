@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -206,12 +207,14 @@ def _without_genv(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the words of mpiexec without `-genv NAME VALUE`, the only option with two values, and those variables."""
     if ":" in words:
         raise LauncherStays(f"it starts several programs: {PLAIN_SCRIPT}")
-    kept, environment = list(words), dict[str, str]()
-    while "-genv" in kept[:-2]:
-        at = kept.index("-genv")
-        _, name, value = kept[at : at + 3]
-        environment[name] = value
-        del kept[at : at + 3]
+    kept, environment, waiting = list[str](), dict[str, str](), deque(words)
+    while waiting:
+        word = waiting.popleft()
+        if word == "-genv" and len(waiting) > 1:
+            name, value = waiting.popleft(), waiting.popleft()
+            environment[name] = value
+        else:
+            kept.append(word)
     return kept, environment
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from unicron_ctl.agent.connections.job_log import JobLog
+from unicron_ctl.agent.connections.connections import JobLog
 from unicron_ctl.agent.connections.signals import ENDING_SECONDS
 from unicron_ctl.agent.loop.plans import Plans
 from unicron_ctl.agent.ranks.ranks import STOP_SECONDS, Rank
@@ -88,6 +88,10 @@ class Ending:
         self._notice = number, time.monotonic()
         self._log.inform(f"{signal.Signals(number).name}: {self.leaves}")
         self._tell("")
+
+    def on_grace(self, message: wire.Grace) -> None:
+        """The controller gives the element more time to leave."""
+        self.notice_seconds = max(self.notice_seconds, message.seconds)
 
     def on_released(self, message: wire.Released) -> None:
         """Nothing is to be waited for any more."""

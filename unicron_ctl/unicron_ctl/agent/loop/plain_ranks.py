@@ -17,11 +17,10 @@ import random
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from unicron_ctl.agent.connections.job_environment import Place
-from unicron_ctl.agent.loop.absence import Absence
 from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS, Agent
 from unicron_ctl.agent.ranks.counted import Counted, Folder
 from unicron_ctl.agent.ranks.fence import Fence
@@ -29,11 +28,50 @@ from unicron_ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path
 from unicron_ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outside_the_step
 from unicron_ctl.agent.ranks.zygote_client import Starter
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
-from unicron_ctl.shared.settings.limits import PLANNED_SECONDS
+from unicron_ctl.shared.settings.limits import ORPHAN_SECONDS, PLANNED_SECONDS
+from unicron_detector.failures.classify import default_classifier
 from unicron_detector.processes.rank_messages import Step, ToRank
 from unicron_detector.processes.supervise import USUAL, Surroundings
 from unicron_transition.snapshot import cuts
 from unicron_transition.snapshot.formats import tracker
+
+AWAY_SECONDS = 2.0  # without a connection after a rank's end: a controller that is only restarted is back by then
+
+
+class Absence:
+    """Says once that a rank has ended while the controller is away, so that all wait for it, and once that it is back.
+
+    speaks: this node also says so where its ranks ended only because others did.
+    """
+
+    def __init__(self, speaks: bool) -> None:
+        self._speaks = speaks
+        self._since: float | None = None  # what the log was told, by the time of the controller's last word
+
+    def news(self, connected: bool, last_heard: float, ranks: Iterable[structs.RankStatus], now: float) -> str:
+        """The next line for the log, or nothing. last_heard: of the controller; now: on the same, monotonic clock."""
+        if self._since is not None:
+            if last_heard <= self._since:
+                return ""
+            self._since = None
+            return "the controller is back: the ranks start again as it says"
+        if connected or not any(map(self._counts, ranks)):
+            return ""
+        self._since = last_heard
+        left = max(0.0, ORPHAN_SECONDS - (now - last_heard))
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
+        return (
+            "a rank has ended, and the controller does not answer: no rank trains until it is back. From "
+            f"{until} on nodes with an ended rank end their part of the step with its exit status"
+        )
+
+    def _counts(self, status: structs.RankStatus) -> bool:
+        """The rank has ended a while ago, and this node is to say so."""
+        end = status.exit
+        if status.state != "exited" or end is None or time.time() - end.at < AWAY_SECONDS:
+            return False
+        return self._speaks or default_classifier().exit(end.code, end.last_line).scope != "network"
+
 
 YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
 OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows its own error
@@ -177,7 +215,7 @@ class RestartAgent(Agent):
             for local, slot in enumerate(place.slots)
         }
         for rank in self._plain.values():
-            rank.logs = self._host.logs
+            rank.logs = self.logs
         self.ranks.update(self._plain)
         self._store = FreePort()
         self._snapshots.copies.plain = True
@@ -269,7 +307,7 @@ class RestartAgent(Agent):
                 world.environment(rank.local, self._base(rank.local))
                 | {"UNICRON_GENERATION": str(plan.generation), **self._snapshots.memory.environment},
             )
-            self._host.processes.attend(rank)
+            self.processes.attend(rank)
         self._store.start()
         self._send_status()
 

@@ -10,7 +10,7 @@ from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.agent.loop.step_reports import StepReports
 from unicron_ctl.agent.node.node_watch import NodeWatch
 from unicron_ctl.agent.node.sampling import Sampling
-from unicron_ctl.agent.ranks.ranks import Rank
+from unicron_ctl.agent.ranks.ranks import Rank, stacks_file
 from unicron_ctl.agent.ranks.vitals import Vitals
 from unicron_ctl.agent.snapshots.peer_copies import Copies
 from unicron_ctl.shared.consensus.participant import Participant
@@ -18,9 +18,50 @@ from unicron_ctl.shared.protocol import ranges, structs, wire
 from unicron_ctl.shared.protocol.structs import MERGE_SECONDS
 from unicron_ctl.shared.system.addresses import join
 from unicron_detector.processes.rank_messages import Step
+from unicron_detector.processes.stacks import Dump
 
+DUMP_SECONDS = 0.02  # between two looks at stack traces in the making
 COLD_TEXT = 400  # characters of a reason
 KEPT_SECONDS, MOST_KEPT = 15.0, 512  # for which step reports that were sent are kept, and how many
+
+
+class Dumps:
+    """Makes stack traces of ranks for the controller. endpoint: of the ranks' socket, beside which they write."""
+
+    def __init__(
+        self, job: str, ranks: Mapping[int, Rank], endpoint: str, send: Callable[[wire.Message], None]
+    ) -> None:
+        self._job, self._ranks, self._endpoint, self._send = job, ranks, endpoint, send
+        self._making: dict[int, tuple[int, Dump]] = {}  # slot -> (incarnation, its traces)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds until :meth:`send_finished` is to be called whatever happens; infinity while nothing is made."""
+        return DUMP_SECONDS if self._making else float("inf")
+
+    def start_dump(self, order: wire.Stacks) -> None:
+        """Have them made, if the process is still there."""
+        rank = self._ranks.get(order.slot)
+        there = rank is not None and rank.child is not None and rank.status.incarnation == order.incarnation
+        if rank is None or not there or order.slot in self._making:
+            return
+        self._making[order.slot] = order.incarnation, Dump(rank.trainer, stacks_file(self._endpoint, order.slot))
+
+    def send_finished(self) -> None:
+        """Send those that are made."""
+        for slot, (incarnation, dump) in list(self._making.items()):
+            if dump.done():
+                del self._making[slot]
+                self._send(
+                    wire.StackTrace(
+                        job=self._job,
+                        slot=slot,
+                        incarnation=incarnation,
+                        how=dump.how,
+                        state=dump.state,
+                        text=dump.text,
+                    )
+                )
 
 
 class Reports:

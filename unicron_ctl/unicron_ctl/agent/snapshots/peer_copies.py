@@ -10,17 +10,19 @@ before it is removed. Nothing here decides, and nothing waits for a rank.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import itertools
 import os
+import socket
 import statistics
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from unicron_ctl.agent.connections.interfaces import collectives_address
 from unicron_ctl.agent.connections.job_environment import Place, memory_every, memory_rate
 from unicron_ctl.agent.snapshots import image_client, image_server, image_stream
 from unicron_ctl.shared.protocol import ranges, structs, wire
@@ -28,6 +30,49 @@ from unicron_ctl.shared.system.mailbox import Mailbox
 from unicron_transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX
 from unicron_transition.snapshot.image_format import COPIED, STATE, UNTRAINED, USER, Found, Key, inventory
 from unicron_transition.snapshot.worker import Worker
+
+VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # where a job says it
+_OF_THE_LINK = "20"  # the scope in /proc/net/if_inet6
+_SIOCGIFADDR = 0x8915  # netdevice(7)
+
+
+def collectives_address(environment: Mapping[str, str]) -> str:
+    """The address of the first interface that the collectives are told to use, of IPv4 where it has one; empty where
+    they are told none, or it has none. As NCCL reads it: prefixes, with = in front whole names; what is to be left out
+    (^) says nothing here.
+    """
+    for variable in VARIABLES:
+        text = environment.get(variable, "")
+        exact, names = text.startswith("="), text.removeprefix("=").split(",")
+        if not text or text.startswith("^"):
+            continue
+        for wanted in filter(None, names):
+            for _, name in socket.if_nameindex():
+                if (name == wanted if exact else name.startswith(wanted)) and (found := _address(name)):
+                    return found
+    return ""
+
+
+def _address(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return _address_of_ipv6(interface)
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _address_of_ipv6(interface: str) -> str:
+    """Its first address that is not for its own link only."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return ""
+    for digits, _, _, scope, _, name in map(str.split, lines):
+        if name == interface and scope != _OF_THE_LINK:
+            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    return ""
+
 
 CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
 AGAIN_SECONDS = 2.0  # before what failed is tried again

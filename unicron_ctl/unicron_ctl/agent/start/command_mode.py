@@ -175,20 +175,25 @@ def _called(call: ast.Call) -> str:
 
 
 def _only_runs_monitors(tree: ast.Module) -> bool:
-    """Whether each use of the module subprocess runs a monitor's program, as far as the text shows."""
+    """Say whether each use of the module subprocess runs a monitor's program, as far as the text shows."""
     nodes = list(ast.walk(tree))
-    names = set[str]()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names |= {alias.asname or alias.name for alias in node.names if alias.name == "subprocess"}
-        elif isinstance(node, ast.ImportFrom) and node.module == "subprocess":
-            names |= {alias.asname or alias.name for alias in node.names if alias.name not in _OF_SUBPROCESS}
+    names = set[str]().union(*map(_names_of_subprocess, nodes))
     known = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in _OF_SUBPROCESS}
     for node in nodes:
         if isinstance(node, ast.Call) and _runs_monitor(node):
             known.add(id(node.func.value if isinstance(node.func, ast.Attribute) else node.func))
     uses = [node for node in nodes if isinstance(node, ast.Name) and node.id in names]
     return "*" not in names and all(id(node) in known for node in uses)
+
+
+def _names_of_subprocess(node: ast.AST) -> set[str]:
+    """Return the names that an import gives to the module subprocess, or to what it has that may run something."""
+    match node:
+        case ast.Import(names=names):
+            return {alias.asname or alias.name for alias in names if alias.name == "subprocess"}
+        case ast.ImportFrom(module="subprocess", names=names):
+            return {alias.asname or alias.name for alias in names if alias.name not in _OF_SUBPROCESS}
+    return set()
 
 
 def _runs_monitor(call: ast.Call) -> bool:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from unicron_ctl.agent.connections.connections import JobLog
 from unicron_ctl.agent.connections.job_environment import Place
-from unicron_ctl.agent.connections.job_log import JobLog
 from unicron_ctl.agent.connections.signals import ENDING, ENDING_SECONDS, SignalPipe, slurm_signals_all
 from unicron_ctl.agent.connections.step_tasks import others
 from unicron_ctl.agent.ranks.placeholders import fill_words

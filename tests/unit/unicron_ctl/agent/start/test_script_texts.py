@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from unicron_ctl.agent.launchers import readers, shells
-from unicron_ctl.agent.start import command_mode, rank_count
+from unicron_ctl.agent.start import agent_main, command_mode
 
 HALF = 1 << 19  # bytes: what takes time by their square takes hours
 LONG = {
@@ -44,7 +44,7 @@ def test_a_long_text_of_any_kind_is_read_once(tmp_path: Path, text: str) -> None
     assert not shells.read_names(text).by_path
     command_mode.scripts_of(text, tmp_path)
     command_mode.is_python(["./solver"], text)
-    rank_count.why_one_rank({}, True, text)
+    agent_main.why_one_rank({}, True, text)
     readers.USES_MPI.search(text)
     for name in ("train.py", "run.sh"):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}")
