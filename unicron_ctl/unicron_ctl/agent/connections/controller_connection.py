@@ -203,9 +203,9 @@ class Line:
             try:
                 found.append(work())
             finally:  # whatever broke, the next try may do
-                self.results.put(lambda: done(found))
+                self.results.put(lambda: hand_on(found))
 
-        def done(found: list[Result]) -> None:
+        def hand_on(found: list[Result]) -> None:
             self._working.discard(what)
             for result in found:
                 then(result)

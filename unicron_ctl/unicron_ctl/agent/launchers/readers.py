@@ -220,21 +220,19 @@ def _without_genv(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 # ---------------------------------------------------------------- accelerate
 def _read_accelerate(found: LauncherCommand) -> Launch:
-    told = ask_accelerate(found.python, found.words)
-    if "command" in told:  # it would start one process itself
-        command = told["command"]
+    answer = ask_accelerate(found.python, found.words)
+    if command := answer.command:  # it would start one process itself
         if Path(command[0]).name.startswith(("mpi", "deepspeed")):
             raise LauncherStays(f"it would start {Path(command[0]).name}: {PLAIN_SCRIPT}")
-        asked = told["processes"]
         alone = "accelerate itself starts one a node without --multi_gpu, where it sees no more than one GPU"
-        ignored = [f"--num_processes={asked} ({alone})"] if asked > told["machines"] else []
-        return Launch(found.name, command, "1", environment=told["environment"], ignored=ignored)
-    given = {name: value for name, value in told["torchrun"].items() if value not in (None, "", False)}
-    read = Options(LAUNCHERS["torchrun"], given, told["program"], told["words"])
-    own = itertools.takewhile(lambda word: word != told["program"], found.words)
+        more = answer.processes > answer.machines
+        ignored = [f"--num_processes={answer.processes} ({alone})"] if more else []
+        return Launch(found.name, command, "1", environment=answer.environment, ignored=ignored)
+    read = Options(LAUNCHERS["torchrun"], answer.torchrun, answer.program, answer.words)
+    own = itertools.takewhile(lambda word: word != answer.program, found.words)
     written = any(word.partition("=")[0] in ("--num_machines", "--num-machines") for word in own)  # else 1 is a default
-    nodes = read_nodes(read.text("nnodes")) if told["machines"] > 1 or written else (0, 0)
-    environment = told["environment"] | _console(read)
+    nodes = read_nodes(read.text("nnodes")) if answer.machines > 1 or written else (0, 0)
+    environment = answer.environment | _console(read)
     command = rank_command(read, found.python)
     return Launch(found.name, command, read.text("nproc-per-node"), nodes, environment=environment)
 

@@ -143,7 +143,7 @@ class ShellNames:
 
 @dataclass
 class _Position:
-    """Where in a command the next piece of a text stands."""
+    """The place of the next piece of a text within its command."""
 
     begins: bool = True
     """A command may begin here"""

@@ -18,7 +18,7 @@ import msgspec
 from unicron_ctl.agent.connections.connections import connect
 from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.agent.connections.rank_socket import from_rank
-from unicron_ctl.agent.connections.signals import ENDING, FORWARDED, SAVES, SignalPipe, slurm_signals_all
+from unicron_ctl.agent.connections.signals import ENDING, FOR_THE_SCRIPT, SAVES, SignalPipe, slurm_signals_all
 from unicron_ctl.agent.connections.step_tasks import others
 from unicron_ctl.agent.loop.controller_registration import Registration
 from unicron_ctl.agent.loop.ending import Ending
@@ -298,13 +298,13 @@ class Agent:
             self._to_all(Saved(iteration=iteration))
 
     def _explain(self, rank: Rank) -> None:
-        """What there is to know of the end of the rank's process."""
+        """Find out why the rank's process has ended."""
         if rank.status.exit is not None and rank.status.exit.code == -signal.SIGTERM and not self._ending.noticed:
             # Slurm may have sent it to all processes of the step.
             self._on_signal(self._signals.read_within(SIGTERM_SECONDS))
         if rank.status.exit is not None and self._reports.node is not None:
             self._reports.node.explain(rank.status.exit)
-        self._trials.ended(rank)
+        self._trials.on_end(rank)
         self._reports.node_events()  # what killed it comes before its end
 
     def _on_signal(self, numbers: bytes) -> None:
@@ -313,7 +313,7 @@ class Agent:
                 states = {rank.status.state for rank in self.ranks.values()}
                 self._snapshots.files.request_checkpoint(states.isdisjoint(AT_WORK), self._snapshots.copies.whole)
                 self._to_all(Save())
-            elif number in FORWARDED and not slurm_signals_all():
+            elif number in FOR_THE_SCRIPT and not slurm_signals_all():
                 for rank in self.ranks.values():
                     if rank.child is not None:
                         rank.child.pass_on(number, rank.trainer)

@@ -1,4 +1,4 @@
-"""When and how an element ends: with its training, by a signal, by the controller's word, or without a controller."""
+"""The end of an element: with its training, by a signal, by the controller's word, or without a controller."""
 
 from __future__ import annotations
 
@@ -139,6 +139,6 @@ class Ending:
                 rank.kill()  # a spare
 
     def _saving(self, ended: bool = False) -> Callable[[], None]:
-        """What writes the training state of a job that ends in the middle of its training. ended: by an error."""
+        """Return the function that saves a job that ends in the middle of its training. ended: by an error."""
         how = self._plans.saving({rank.status.state for rank in self._ranks.values()}, ended)
         return self._snapshots.last_checkpoint(*how) if how is not None else lambda: None

@@ -22,7 +22,7 @@ from typing import Any
 
 from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS, Agent
-from unicron_ctl.agent.ranks.counted import Counted, Folder
+from unicron_ctl.agent.ranks.counted import Folder, Progress
 from unicron_ctl.agent.ranks.fence import Fence
 from unicron_ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
 from unicron_ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outside_the_step
@@ -90,7 +90,7 @@ class PlainRank(Rank):
         slot: int,
         local: int,
         command: Sequence[str],
-        counted: Counted,
+        counted: Progress,
         starter: Starter = COLD,
         surroundings: Surroundings = USUAL,
     ):
@@ -211,7 +211,7 @@ class RestartAgent(Agent):
         self._pages = Folder(self._net.ranks.folder)
         around = surroundings_of(place)
         self._plain = {
-            slot: PlainRank(slot, local, self.command, Counted(self._pages, slot), surroundings=around[local])
+            slot: PlainRank(slot, local, self.command, Progress(self._pages, slot), surroundings=around[local])
             for local, slot in enumerate(place.slots)
         }
         for rank in self._plain.values():
@@ -230,7 +230,7 @@ class RestartAgent(Agent):
         self._next: tuple[wire.Plan, float] | None = None  # a world that begins once its doors were tried; until when
 
     def _base(self, local: int) -> dict[str, str]:
-        """What the process of this local rank has in every world."""
+        """Return the variables of this local rank's process in every world."""
         given = task_environment(self.place, local, os.environ)
         return {
             **{name: value for name, value in outside_the_step(given).items() if name not in NOT_FOR_PROGRAMS},
@@ -380,7 +380,7 @@ class RestartAgent(Agent):
         # What the controller has given up for good it forms no other world of.
         closed, muted = self._net.outbox.closed, self._net.outbox.muted
         if self._fence.check_lease(self._net.line.up or closed, muted and not closed, pids, time.monotonic()):
-            self.log.warn(self._fence.told())
+            self.log.warn(self._fence.reason())
             for rank in inside:
                 rank.kill()
         if self._reports.fenced != self._fence.holds:
@@ -403,16 +403,17 @@ class RestartAgent(Agent):
 
 
 def own_end_seconds(message: wire.Break, age: float) -> float:
-    """How long the processes of a world, `age` seconds old, may go on to end by themselves. Where nobody was lost
-    another node may have heard first that Slurm ends the whole job: its SIGTERM comes to this one, too, and once."""
+    """Return for how long the processes of a world, `age` seconds old, may go on to end by themselves. Where nobody was
+    lost another node may have heard first that Slurm ends the whole job: its SIGTERM comes to this one, too, and
+    once."""
     if not message.lost:
         return SIGTERM_SECONDS
     return OWN_END_SECONDS if not message.killed and age < YOUNG_SECONDS else 0.0
 
 
 def world_of(plan: wire.Plan, place: Place, names: Sequence[str] = ()) -> World:
-    """The place of this node in the plan's world: its members' nodes in order of their slots. names: of these nodes,
-    where they are known.
+    """Return the place of this node in the plan's world: its members' nodes in order of their slots. names: of these
+    nodes, where they are known.
 
     Raises BadMessage for a plan whose store has no port.
     """

@@ -1,4 +1,4 @@
-"""What an agent tells the controller of its ranks and its node."""
+"""An agent's reports on its ranks and its node to the controller."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class Reports:
         self._metrics(now)
 
     def status(self, port: int | None, leaving: str = "", noticed: bool = False) -> None:
-        """The whole state. port: of the node's rendezvous store. leaving: why the agent is about to end. noticed: its
-        element is to end soon."""
+        """Send the whole state. port: of the node's rendezvous store. leaving: why the agent is about to end. noticed:
+        its element is to end soon."""
         now = time.monotonic()
         steps = self._due_steps(now, leaving=bool(leaving))  # what a rank has proved comes before its end
         most = ranges.MOST_STEP_REPORTS
@@ -152,7 +152,7 @@ class Reports:
                 failing=self._copies.failing(now),
                 refusing=self._copies.refusing(now),
                 images=self._copies.rows(any(rank.running for rank in self._ranks.values())),
-                saved=self._copies.saved(),
+                saved=self._copies.newest_saved(),
                 fenced=self.fenced,
                 ranks=statuses,
                 cold={slot: rank.cold[:COLD_TEXT] for slot, rank in self._ranks.items() if rank.cold},
@@ -161,7 +161,7 @@ class Reports:
         )
 
     def add_step(self, slot: int, step: Step) -> None:
-        """Takes in that this slot's rank has stepped."""
+        """Take in that this slot's rank has stepped."""
         self._steps.add(slot, step, time.monotonic())
 
     def repeat_steps(self) -> None:
@@ -169,18 +169,19 @@ class Reports:
         self._steps.repeat(time.monotonic())
 
     def send_steps_again(self) -> None:
-        """Step reports of the last seconds once more: the controller may be another one, and what was on its way when
-        the old one was lost has not reached it. Only of the newest generation: others may have been undone since."""
+        """Send step reports of the last seconds once more: the controller may be another one, and what was on its way
+        when the old one was lost has not reached it. Only of the newest generation: others may have been undone
+        since."""
         since = time.monotonic() - KEPT_SECONDS
         newest = max((report.generation for _, report in self._kept), default=0)
         self._send_steps([report for at, report in self._kept if at >= since and report.generation == newest])
 
     def send_steps(self, now: float) -> None:
-        """Step reports that can wait no longer."""
+        """Send step reports that can wait no longer."""
         self._send_steps(self._due_steps(now, hold=True))
 
     def _due_steps(self, now: float, leaving: bool = False, hold: bool = False) -> list[structs.StepReport]:
-        """Step reports that are due. hold: they may wait for later ones."""
+        """Return step reports that are due. hold: they may wait for later ones."""
         ranks = {} if leaving else self._ranks
         running = {slot: rank.status.generation for slot, rank in ranks.items() if rank.running}
         due = self._steps.due_reports(now, running, hold)
@@ -188,7 +189,7 @@ class Reports:
         return due
 
     def _send_steps(self, reports: list[structs.StepReport]) -> None:
-        """Step reports that no status takes along."""
+        """Send step reports that no status takes along."""
         job, element, most = self._place.job, self._place.element, ranges.MOST_STEP_REPORTS
         for first in range(0, len(reports), most):
             self._send(
@@ -196,13 +197,13 @@ class Reports:
             )
 
     def testimony(self, answers: Iterable[tuple[int, list[str]]]) -> None:
-        """What the witness found: (number of the question, words)."""
+        """Send the answers of the witness: (number of the question, words)."""
         job, element, agent = self._place.job, self._place.element, self._identity
         for number, words in answers:
             self._send(wire.Reached(job=job, element=element, agent=agent, number=number, words=words))
 
     def node_events(self, again: bool = False) -> None:
-        """What the node has said; again: from the beginning."""
+        """Send the news of the node; again: from the beginning."""
         for event in (
             self.node.new_events(self._place.job, self._place.element, self._identity, again) if self.node else ()
         ):

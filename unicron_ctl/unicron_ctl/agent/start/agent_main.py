@@ -26,10 +26,10 @@ from unicron_ctl.agent.start import bare, untouched
 from unicron_ctl.agent.start.bare import without_agent
 from unicron_ctl.agent.start.command_mode import (
     Mode,
+    add_launcher,
     asked_mode,
     choose_mode,
     is_python,
-    launched,
     only_helps,
     scripts_of,
 )
@@ -329,7 +329,7 @@ def prepare(controller: str | None, asked: str | None, command: Sequence[str]) -
     shown_ranks(os.environ)
     wanted(os.environ)  # a value that makes no sense is refused before anything starts
     seconds = number(os.environ, "UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT, float, 0.0)
-    return Preparation(chosen, place, launched(command) if chosen.launched else command, seconds, why_one)
+    return Preparation(chosen, place, add_launcher(command) if chosen.launched else command, seconds, why_one)
 
 
 def why_one_rank(environment: Mapping[str, str], python: bool, text: str) -> str:

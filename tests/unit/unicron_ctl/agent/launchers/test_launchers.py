@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from unicron_ctl.agent.launchers import readers
+from unicron_ctl.agent.launchers.accelerate import Answer
 from unicron_ctl.agent.launchers.commands import LauncherStays, is_submitit, takes_value
 from unicron_ctl.agent.launchers.launcher_options import Unreadable, read_options
 from unicron_ctl.agent.launchers.readers import BACKENDS, Launch, read_launcher
@@ -217,7 +218,7 @@ def test_what_cannot_be_done_without_the_launcher_is_one_line(line: str, why: st
 
 @pytest.mark.parametrize(("processes", "lost"), [(2, False), (4, True)])
 def test_ranks_that_accelerate_itself_would_not_start_are_named(processes, lost, monkeypatch) -> None:
-    told = {"command": ["python", "train.py"], "environment": {}, "machines": 2, "processes": processes}
+    told = Answer(command=["python", "train.py"], environment={}, machines=2, processes=processes)
     monkeypatch.setattr(readers, "ask_accelerate", lambda *_: told)
     found = taken(f"accelerate launch --num_machines 2 --num_processes {processes} train.py")
     assert found.ranks == "1" and bool(found.ignored) is lost
@@ -228,7 +229,7 @@ def test_ranks_that_accelerate_itself_would_not_start_are_named(processes, lost,
 def test_one_machine_counts_where_it_is_written(options, nodes, monkeypatch) -> None:
     """accelerate's default and its configuration files have it, too."""
     read = {"nnodes": "1", "nproc_per_node": "2"}
-    told = {"torchrun": read, "program": "t.py", "words": [], "environment": {}, "machines": 1, "processes": 2}
+    told = Answer(torchrun=read, program="t.py", environment={}, machines=1, processes=2)
     monkeypatch.setattr(readers, "ask_accelerate", lambda *_: told)
     assert taken(f"accelerate launch {options} --num_processes 2 t.py --num_machines 1").nodes == nodes
 

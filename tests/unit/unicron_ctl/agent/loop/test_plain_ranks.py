@@ -9,11 +9,11 @@ import pytest
 
 from unicron_ctl.agent.connections.job_environment import read_place
 from unicron_ctl.agent.loop.plain_ranks import AWAY_SECONDS, Absence, FreePort, PlainRank, world_of
-from unicron_ctl.agent.ranks.counted import Counted, Folder
+from unicron_ctl.agent.ranks.counted import Folder, Progress
 from unicron_ctl.agent.ranks.ranks import last_words
 from unicron_ctl.agent.ranks.static_world import World
 from unicron_ctl.agent.start.agent_main import import_folders
-from unicron_ctl.agent.start.command_mode import Mode, asked_mode, choose_mode, launched
+from unicron_ctl.agent.start.command_mode import Mode, add_launcher, asked_mode, choose_mode
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_ctl.shared.settings.limits import ORPHAN_SECONDS
 from unicron_ctl.shared.system.errors import UserError
@@ -106,7 +106,7 @@ def test_a_program_of_megatron_lms_is_launched_in_session_mode(tmp_path):
     )
     assert chosen("auto", "python", "-m", "unicron.transition.megatron_lm", "pretrain_gpt.py").name == "session"
     words = "python -u -m unicron.transition.megatron_lm pretrain_gpt.py --lr 1".split()
-    assert launched(["python", "-u", "pretrain_gpt.py", "--lr", "1"]) == words
+    assert add_launcher(["python", "-u", "pretrain_gpt.py", "--lr", "1"]) == words
 
 
 def test_the_refused_package_may_be_the_users_own_in_restart_mode(tmp_path, monkeypatch):
@@ -165,7 +165,7 @@ def pages(tmp_path):
 
 
 def plain_rank(pages: Folder, slot: int, *command: str) -> PlainRank:
-    return PlainRank(slot, 0, command, Counted(pages, slot))
+    return PlainRank(slot, 0, command, Progress(pages, slot))
 
 
 def test_a_slot_waits_runs_and_waits_again(pages):
