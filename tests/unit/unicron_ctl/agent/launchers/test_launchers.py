@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.agent.launchers import readers
 from unicron_ctl.agent.launchers.accelerate import Answer
@@ -186,34 +187,38 @@ def test_a_command_without_a_launcher(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    "line",
     [
-        ("composer -n 8 train.py", "composer, as the agent would: write `srun python train.py`"),
-        ("nsys profile -o x torchrun train.py", "behind nsys: write `srun nsys ... python train.py`"),
-        ("torchrun --what train.py", "no option --what"),
-        ("torchrun", "names no script"),
-        ("torchrun --nnodes", "--nnodes needs a value"),
-        ("torchrun --nnodes 4:2 train.py", "--nnodes=4:2 is neither"),
-        ("torchrun --nnodes some train.py", "--nnodes=some is neither"),
-        ("torchrun -m --no-python train", "exclude each other"),
-        ("torchrun --virtual-local-rank train.py", "leave it out"),
-        ("deepspeed --include host1:0,1 train.py", "write --include localhost:0,1"),
-        ("deepspeed --exclude localhost:0 train.py", "--include localhost:0,1"),
-        ("deepspeed --autotuning run train.py", "tune without --unicron"),
-        ("mpirun -np 2 ./solver", "needs mpirun"),
-        ("mpirun -np 1 python a.py : -np 1 python b.py", "several programs"),
-        ("mpirun --mca btl tcp python a.py", "no option --mca"),
-        ("mpirun -np many python a.py", "-n many is no number"),
-        ("fabric run --accelerator tpu train.py", "tpu"),
-        ("fabric consolidate folder", ""),
-        ("accelerate config", ""),
+        "composer -n 8 train.py",
+        "nsys profile -o x torchrun train.py",
+        "torchrun --what train.py",
+        "torchrun",
+        "torchrun --nnodes",
+        "torchrun --nnodes 4:2 train.py",
+        "torchrun --nnodes some train.py",
+        "torchrun -m --no-python train",
+        "torchrun --virtual-local-rank train.py",
+        "deepspeed --include host1:0,1 train.py",
+        "deepspeed --exclude localhost:0 train.py",
+        "deepspeed --autotuning run train.py",
+        "mpirun -np 2 ./solver",
+        "mpirun -np 1 python a.py : -np 1 python b.py",
+        "mpirun --mca btl tcp python a.py",
+        "mpirun -np many python a.py",
+        "fabric run --accelerator tpu train.py",
     ],
 )
-def test_what_cannot_be_done_without_the_launcher_is_one_line(line: str, why: str) -> None:
+def test_a_command_that_needs_its_launcher_is_refused_in_one_line(line: str, snapshot: SnapshotAssertion) -> None:
     with pytest.raises(LauncherStays) as refused:
         read_launcher(shlex.split(line))
     said = str(refused.value)
-    assert why in said and "\n" not in said and bool(said) is bool(why)
+    assert said == snapshot and "\n" not in said
+
+
+@pytest.mark.parametrize("line", ["fabric consolidate folder", "accelerate config"])
+def test_a_launchers_command_that_starts_no_ranks_is_refused_without_a_word(line: str) -> None:
+    with pytest.raises(LauncherStays, match=r"^$"):
+        read_launcher(shlex.split(line))
 
 
 @pytest.mark.parametrize(("processes", "lost"), [(2, False), (4, True)])
@@ -262,12 +267,10 @@ def test_where_the_output_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert each.environment.items() >= {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "none"}.items()
 
 
-def test_options_that_unicron_replaces_and_those_that_nobody_honours_are_named() -> None:
+def test_options_that_unicron_replaces_and_those_that_nobody_honours_are_named(snapshot: SnapshotAssertion) -> None:
     found = taken("torchrun --standalone --max-restarts=3 --numa-binding node --nproc_per_node 2 train.py")
     assert (found.replaced, found.ignored) == (["--standalone", "--max-restarts"], ["--numa-binding"])
-    said = describe(found, 2)
-    assert "torchrun is left out: the agent starts 2 ranks" in said
-    assert "--standalone, --max-restarts; nobody honours --numa-binding" in said
+    assert describe(found, 2) == snapshot
 
 
 def test_torchrun_reads_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,17 +308,18 @@ def test_how_many_ranks_a_node_gets(line: str, environment: dict[str, str], node
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    "line",
     [
-        ("torchrun --nproc-per-node gpu t.py", "this node has none"),
-        ("torchrun --nproc-per-node many t.py", "'many' processes a node"),
-        ("torchrun --nproc-per-node 0 t.py", "'0' processes a node"),
-        ("mpirun -np 3 python t.py", "2 nodes cannot share evenly"),
+        "torchrun --nproc-per-node gpu t.py",
+        "torchrun --nproc-per-node many t.py",
+        "torchrun --nproc-per-node 0 t.py",
+        "mpirun -np 3 python t.py",
     ],
 )
-def test_numbers_of_ranks_that_make_no_sense(line: str, why: str) -> None:
-    with pytest.raises(LauncherStays, match=why):
+def test_numbers_of_ranks_that_make_no_sense(line: str, snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(LauncherStays) as refused:
         count_ranks(taken(line), {}, nodes=2, cpus=16, devices=0)
+    assert str(refused.value) == snapshot
 
 
 @pytest.mark.parametrize(
@@ -334,10 +338,11 @@ def test_the_nodes_of_an_array_whose_elements_have_two(nnodes: str, fewest: int)
     assert fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), 3, 2, 0, array=True) == fewest
 
 
-@pytest.mark.parametrize(("nnodes", "why"), [("2", "told of 2 nodes, and the job has 4"), ("5:8", "needs 5 nodes")])
-def test_a_launcher_that_was_told_of_other_nodes(nnodes: str, why: str) -> None:
-    with pytest.raises(LauncherStays, match=why):
+@pytest.mark.parametrize("nnodes", ["2", "5:8"])
+def test_a_launcher_that_was_told_of_other_nodes(nnodes: str, snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(LauncherStays) as refused:
         fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), 4, 1, 0, True)
+    assert str(refused.value) == snapshot
 
 
 def test_submitits_own_command_is_known() -> None:
