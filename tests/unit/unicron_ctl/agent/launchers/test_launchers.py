@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[5]
 TORCHRUN = LAUNCHERS["torchrun"]
 
 
-def taken(line: str) -> Launch:
+def launch_of(line: str) -> Launch:
     found = read_launcher(shlex.split(line))
     assert found is not None, line
     return found
@@ -151,6 +151,8 @@ def test_the_servers_are_those_that_were_seen():
         ("numactl --interleave=all torchrun train.py", "numactl --interleave=all python -u train.py"),
         ("nice -n 5 taskset -c 0-3 torchrun train.py", "nice -n 5 taskset -c 0-3 python -u train.py"),
         ("timeout -s KILL 1h python3 -m torch.distributed.run t.py", "timeout -s KILL 1h python3 -u t.py"),
+        ("tini -s -- torchrun train.py", "tini -s -- python -u train.py"),
+        ("dumb-init torchrun train.py", "dumb-init python -u train.py"),
         ("apptainer exec --nv image.sif torchrun train.py", "apptainer exec --nv image.sif python -u train.py"),
         ("apptainer exec i.sif bash -c 'torchrun train.py a'", "apptainer exec i.sif python -u train.py a"),
         ("apptainer exec i.sif bash -c 'A=1 torchrun t.py'", "apptainer exec i.sif env A=1 python -u t.py"),
@@ -165,7 +167,7 @@ def test_the_servers_are_those_that_were_seen():
     ],
 )
 def test_what_each_rank_runs(line: str, command: str) -> None:
-    assert fill_words(taken(line).command, {"LOCAL_RANK": "3"}) == shlex.split(command)
+    assert fill_words(launch_of(line).command, {"LOCAL_RANK": "3"}) == shlex.split(command)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def test_a_launchers_command_that_starts_no_ranks_is_refused_without_a_word(line
 def test_ranks_that_accelerate_itself_would_not_start_are_named(processes, lost, monkeypatch) -> None:
     told = Answer(command=["python", "train.py"], environment={}, machines=2, processes=processes)
     monkeypatch.setattr(readers, "ask_accelerate", lambda *_: told)
-    found = taken(f"accelerate launch --num_machines 2 --num_processes {processes} train.py")
+    found = launch_of(f"accelerate launch --num_machines 2 --num_processes {processes} train.py")
     assert found.ranks == "1" and bool(found.ignored) is lost
     assert ("nobody honours --num_processes=4" in describe(found, 1)) is lost
 
@@ -236,39 +238,39 @@ def test_one_machine_counts_where_it_is_written(options, nodes, monkeypatch) -> 
     read = {"nnodes": "1", "nproc_per_node": "2"}
     told = Answer(torchrun=read, program="t.py", environment={}, machines=1, processes=2)
     monkeypatch.setattr(readers, "ask_accelerate", lambda *_: told)
-    assert taken(f"accelerate launch {options} --num_processes 2 t.py --num_machines 1").nodes == nodes
+    assert launch_of(f"accelerate launch {options} --num_processes 2 t.py --num_machines 1").nodes == nodes
 
 
 def test_a_script_that_uses_mpi_itself_keeps_mpirun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\nfrom mpi4py import MPI\n")
     with pytest.raises(LauncherStays, match=r"train\.py needs it, for it imports mpi4py"):
-        taken(f"mpirun -n 2 python {script}")
+        launch_of(f"mpirun -n 2 python {script}")
 
 
 def test_the_variables_that_launchers_set() -> None:
-    assert taken("env A=1 torchrun --role trainer train.py").environment == {"A": "1", "ROLE_NAME": "trainer"}
-    fabric = taken("fabric run --strategy=ddp --devices 2 --precision bf16-mixed train.py").environment
+    assert launch_of("env A=1 torchrun --role trainer train.py").environment == {"A": "1", "ROLE_NAME": "trainer"}
+    fabric = launch_of("fabric run --strategy=ddp --devices 2 --precision bf16-mixed train.py").environment
     assert (fabric["LT_CLI_USED"], fabric["LT_DEVICES"], fabric["LT_STRATEGY"]) == ("1", "2", "ddp")
     assert fabric["LT_PRECISION"] == "bf16-mixed" and "LT_ACCELERATOR" not in fabric
-    assert taken("deepspeed --include localhost:1,3 train.py").environment["CUDA_VISIBLE_DEVICES"] == "1,3"
-    assert taken("mpirun -x A=3 python train.py").environment["A"] == "3"
+    assert launch_of("deepspeed --include localhost:1,3 train.py").environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert launch_of("mpirun -x A=3 python train.py").environment["A"] == "3"
 
 
 def test_where_the_output_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     logs = str(tmp_path / "logs")
-    tee = taken("torchrun --log-dir logs --tee 3 --local-ranks-filter 0 train.py")
+    tee = launch_of("torchrun --log-dir logs --tee 3 --local-ranks-filter 0 train.py")
     assert tee.environment == {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "0"} and not tee.ignored
-    away = taken("torchrun --log-dir logs -r3 train.py")
+    away = launch_of("torchrun --log-dir logs -r3 train.py")
     assert away.environment == {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "none"}
-    assert taken("torchrun --log-dir logs -t 0:1 train.py").ignored == ["--tee=0:1 (both streams are written)"]
-    each = taken("deepspeed --enable_each_rank_log logs train.py")
+    assert launch_of("torchrun --log-dir logs -t 0:1 train.py").ignored == ["--tee=0:1 (both streams are written)"]
+    each = launch_of("deepspeed --enable_each_rank_log logs train.py")
     assert each.environment.items() >= {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "none"}.items()
 
 
 def test_options_that_unicron_replaces_and_those_that_nobody_honours_are_named(snapshot: SnapshotAssertion) -> None:
-    found = taken("torchrun --standalone --max-restarts=3 --numa-binding node --nproc_per_node 2 train.py")
+    found = launch_of("torchrun --standalone --max-restarts=3 --numa-binding node --nproc_per_node 2 train.py")
     assert (found.replaced, found.ignored) == (["--standalone", "--max-restarts"], ["--numa-binding"])
     assert describe(found, 2) == snapshot
 
@@ -277,9 +279,9 @@ def test_torchrun_reads_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
     monkeypatch.setenv("PET_MODULE", "1")
     monkeypatch.setenv("PET_NO_PYTHON", "0")
-    found = taken("torchrun pkg.train")
+    found = launch_of("torchrun pkg.train")
     assert (found.ranks, found.command) == ("4", ["python", "-u", "-m", "pkg.train"])
-    assert taken("torchrun --nproc-per-node 2 pkg.train").ranks == "2"
+    assert launch_of("torchrun --nproc-per-node 2 pkg.train").ranks == "2"
 
 
 @pytest.mark.parametrize(
@@ -304,7 +306,7 @@ def test_torchrun_reads_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_how_many_ranks_a_node_gets(line: str, environment: dict[str, str], nodes: int, ranks: int) -> None:
-    assert count_ranks(taken(line), environment, nodes, cpus=16, devices=5) == ranks
+    assert count_ranks(launch_of(line), environment, nodes, cpus=16, devices=5) == ranks
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,7 @@ def test_how_many_ranks_a_node_gets(line: str, environment: dict[str, str], node
 )
 def test_numbers_of_ranks_that_make_no_sense(line: str, snapshot: SnapshotAssertion) -> None:
     with pytest.raises(LauncherStays) as refused:
-        count_ranks(taken(line), {}, nodes=2, cpus=16, devices=0)
+        count_ranks(launch_of(line), {}, nodes=2, cpus=16, devices=0)
     assert str(refused.value) == snapshot
 
 
@@ -327,7 +329,7 @@ def test_numbers_of_ranks_that_make_no_sense(line: str, snapshot: SnapshotAssert
     [("1", 4, 0, 0), ("4", 4, 0, 4), ("2:4", 4, 0, 2), ("1:4", 4, 0, 1), ("2:9", 4, 0, 2), ("3", 4, 1, 3)],
 )
 def test_the_nodes_of_the_world(nnodes: str, job: int, spares: int, fewest: int) -> None:
-    found = taken(f"torchrun --nnodes {nnodes} t.py")
+    found = launch_of(f"torchrun --nnodes {nnodes} t.py")
     assert fewest_nodes(found, job, 1, spares, array=True) == fewest
     assert fewest_nodes(found, 1, job, spares, array=False) == (fewest if ":" in nnodes else 0)
 
@@ -335,13 +337,13 @@ def test_the_nodes_of_the_world(nnodes: str, job: int, spares: int, fewest: int)
 @pytest.mark.parametrize(("nnodes", "fewest"), [("2", 0), ("6", 6), ("3:6", 4)])
 def test_the_nodes_of_an_array_whose_elements_have_two(nnodes: str, fewest: int) -> None:
     """Told of its element's nodes, a launcher says nothing of the job."""
-    assert fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), 3, 2, 0, array=True) == fewest
+    assert fewest_nodes(launch_of(f"torchrun --nnodes {nnodes} t.py"), 3, 2, 0, array=True) == fewest
 
 
 @pytest.mark.parametrize("nnodes", ["2", "5:8"])
 def test_a_launcher_that_was_told_of_other_nodes(nnodes: str, snapshot: SnapshotAssertion) -> None:
     with pytest.raises(LauncherStays) as refused:
-        fewest_nodes(taken(f"torchrun --nnodes {nnodes} t.py"), 4, 1, 0, True)
+        fewest_nodes(launch_of(f"torchrun --nnodes {nnodes} t.py"), 4, 1, 0, True)
     assert str(refused.value) == snapshot
 
 
@@ -379,10 +381,10 @@ def test_torchs_own_options_are_those_of_the_table() -> None:
 
 def test_options_that_only_some_releases_of_torch_have_leave_a_job_protected() -> None:
     line = "torchrun --log-line-prefix-template '${hostname}:${rank}: ' --shutdown-timeout 5 --nproc-per-node 2 t.py"
-    read = taken(line)
+    read = launch_of(line)
     assert (read.ranks, read.command[-1], read.ignored) == ("2", "t.py", ["--log-line-prefix-template"])
     with pytest.raises(LauncherStays, match="starts no rank"):
-        taken("torchrun --print-completion bash t.py")
+        launch_of("torchrun --print-completion bash t.py")
 
 
 @pytest.mark.parametrize(
