@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +25,10 @@ from unicron_transition.snapshot.formats.written import Out, of
 
 DATA = "__0_0.distcp"
 FIELDS = 5  # of a tensor's properties, which all releases of torch read
-NEEDED = "torch is needed to write {}: pip install torch, or write safetensors"
+WITHOUT_TORCH = (
+    "torch is needed to write {0}, and {1} has none: run unicronctl in the environment of the job, or "
+    "`{1} -m pip install torch`, or write safetensors"
+)
 
 
 class _Pickler(pickle.Pickler):
@@ -51,7 +55,7 @@ class _Writer:
 
             storage = torch_chunks.storage_info()
         except ImportError:
-            raise BadCheckpoint(NEEDED.format(what)) from None
+            raise BadCheckpoint(WITHOUT_TORCH.format(what, sys.executable)) from None
         except table.UnsupportedLayout as error:
             raise BadCheckpoint(str(error)) from None
         self._torch, self._types, self._storage = torch, metadata, storage
