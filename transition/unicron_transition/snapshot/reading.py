@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -40,6 +41,7 @@ STAND_INS = (
     ),
 )
 FRONT = 256
+MOST_ENTRIES = 100_000  # names of a folder that are looked at
 # What a file system answers that has lost what it was given, or a part of it.
 LOST = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EREMOTEIO)
 
@@ -69,6 +71,15 @@ def open_plain(path: Path, holes: bool = False) -> BinaryIO:
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder, no more than are looked at; none of one that cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(each.name for each in itertools.islice(entries, MOST_ENTRIES))
+    except OSError:
+        return []
 
 
 def text_in(file: BinaryIO) -> str:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from unicron_transition.snapshot import contents, reading
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
-from unicron_transition.snapshot.formats import opening, pickles, verify
+from unicron_transition.snapshot.formats import opening, pickles
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Block, Raw, Tensor, in_pieces, tiles
 from unicron_transition.snapshot.image_format import BadImage, read_page
 from unicron_transition.snapshot.migrate import TrainingState
@@ -124,7 +124,7 @@ def refusal(folder: Path) -> str:
     try:
         with reading.files_of(folder):
             opening.index_of(folder)
-            _, wrong = verify.problems(folder)
+            _, wrong = opening.verify(folder)
     except (BadCheckpoint, OSError) as error:
         wrong = [str(error)]
     assert all(0 < len(said) < 600 and "\n" not in said and "defect" not in said for said in wrong), wrong
@@ -336,7 +336,7 @@ def test_verify_names_a_cut_file_of_unicrons_own(tmp_path):
     _, image = written(tmp_path)
     found = read_page(image)
     os.truncate(image, found.used - 1)
-    assert verify.problems(tmp_path)[1] and "cut off" in verify.problems(tmp_path)[1][0]
+    assert opening.verify(tmp_path)[1] and "cut off" in opening.verify(tmp_path)[1][0]
     with pytest.raises((BadImage, OSError), match="cut off"):
         found.check_file()
 

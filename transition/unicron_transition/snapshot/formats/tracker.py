@@ -31,6 +31,13 @@ def is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < MOST_DIGITS
 
 
+def megatrons_iteration(folder: Path) -> int:
+    """Return the iteration of the newest checkpoint that Megatron-LM has in a folder, -1 where the file names none.
+    Raises OSError."""
+    text = tracked(folder)
+    return int(text) if is_number(text) else -1
+
+
 def problem(folder: Path) -> str:
     """Why the file in a folder is of no use, in one line; "" where it is, or is not there. Raises OSError."""
     text = tracked(folder)
