@@ -26,10 +26,10 @@ from typing import Any, Literal
 import torch
 
 from unicron_transition.iteration.rank_log import inform, warn
-from unicron_transition.snapshot import contents, exports, folders, foreign, parts
+from unicron_transition.snapshot import contents, folders, foreign, parts
 from unicron_transition.snapshot.checkpoint_file import DAMAGED, finished, folder_name, stem, unfinished
 from unicron_transition.snapshot.folders import Found
-from unicron_transition.snapshot.formats import names, opening
+from unicron_transition.snapshot.formats import exports, names, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint
 from unicron_transition.snapshot.image_format import SUFFIX, BadImage, Key, digest, file_front, read_page
 from unicron_transition.snapshot.migrate import TrainingState

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from unicron_transition.snapshot import contents
-from unicron_transition.snapshot.cuts import Cuts
+from unicron_transition.snapshot.cuts import Cuts, ImageRing, ring_paths
 from unicron_transition.snapshot.image_format import UNTRAINED, BadImage, Image, Key, inventory
-from unicron_transition.snapshot.image_ring import ImageRing, ring_paths
 from unicron_transition.snapshot.migrate import TrainingState
 from unicron_transition.snapshot.tensor_transfer import broadcast_bytes, checksum
 

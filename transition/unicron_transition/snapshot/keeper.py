@@ -21,10 +21,9 @@ import torch
 
 from unicron_transition.iteration.rank_log import warn
 from unicron_transition.snapshot import checkpoint_file, contents
-from unicron_transition.snapshot.aside import Aside
-from unicron_transition.snapshot.cuts import Cuts
+from unicron_transition.snapshot.checkpoint_file import Aside
+from unicron_transition.snapshot.cuts import Cuts, ImageRing, ring_paths
 from unicron_transition.snapshot.image_format import STATE, Image, Key, inventory, memory_folder
-from unicron_transition.snapshot.image_ring import ImageRing, ring_paths
 from unicron_transition.snapshot.worker import Worker
 
 EVERY = "UNICRON_MEMORY_EVERY"

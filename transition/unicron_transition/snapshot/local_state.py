@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from unicron_detector.processes.rank_messages import Cut, Fetch, MemoryMessage, Plan, Save, Saved
-from unicron_transition.snapshot.aside import Aside
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
-from unicron_transition.snapshot.checkpoint_file import Destination, note_destination
+from unicron_transition.snapshot.checkpoint_file import Aside, Destination, note_destination
 from unicron_transition.snapshot.cuts import Cuts
 from unicron_transition.snapshot.migrate import TrainingState
 

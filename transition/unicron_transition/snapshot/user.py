@@ -23,9 +23,8 @@ import torch.distributed as dist
 from unicron_transition.iteration.rank_log import warn
 from unicron_transition.snapshot import contents
 from unicron_transition.snapshot.common import World, choices
-from unicron_transition.snapshot.cuts import CUT_PREFIX, Cuts, read_cut_note
+from unicron_transition.snapshot.cuts import CUT_PREFIX, Cuts, ImageRing, read_cut_note, ring_paths
 from unicron_transition.snapshot.image_format import SAME, USER, Image, Key, inventory
-from unicron_transition.snapshot.image_ring import ImageRing, ring_paths
 from unicron_transition.snapshot.worker import Worker
 
 _TENSOR, _TUPLE = 1, 2  # MessagePack's codes for what it does not know

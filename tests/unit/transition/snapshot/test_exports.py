@@ -12,9 +12,8 @@ import pytest
 
 from tests.support.kept import training
 from tests.support.processes import wait_for
-from unicron_transition.snapshot import exports
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
-from unicron_transition.snapshot.formats import opening
+from unicron_transition.snapshot.formats import exports, opening
 
 
 def test_a_checkpoint_is_exported_when_it_is_whole_by_a_process_of_its_own(tmp_path: Path, capfd) -> None:

@@ -10,14 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from unicron_transition.snapshot.formats import (
-    format_table,
-    megatron_arguments,
-    names,
-    own_file,
-    safetensors,
-    torch_files,
-)
+from unicron_transition.snapshot.formats import format_table, megatron_arguments, names, own, safetensors, torch_files
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
 from unicron_transition.snapshot.formats.written import FLOATS, Options
 from unicron_transition.snapshot.model_facts import other_arithmetic, other_heads
@@ -85,7 +78,7 @@ def import_(
     kinds = {tensor.dtype for tensor in index.parameters() if index.states(tensor.name)}
     if len(kinds) == 1 and not index.common.facts.get("dtype"):
         index.common.facts["dtype"] = kinds.pop()
-    return _undone(out, lambda: own_file.write(out, index))
+    return _undone(out, lambda: own.write(out, index))
 
 
 def _whole(out: Path, write: Callable[[Path], None]) -> None:
