@@ -83,7 +83,7 @@ def finished(path: Path, mark: str) -> None:
 
 
 class Destination(NamedTuple):
-    """Where a job's checkpoints go, and how many stay."""
+    """The folder of a job's checkpoints, and how many of them stay."""
 
     folder: Path
     keep: int
@@ -95,7 +95,7 @@ def note_destination(memory: Path, where: Destination) -> None:
 
 
 def destination(memory: Path) -> Destination | None:
-    """Where the job whose images are in `memory` has its checkpoints; None where the script makes none."""
+    """Return where the job whose images are in `memory` has its checkpoints, None where the script makes none."""
     try:
         noted = msgpack.unpackb((memory / NOTE).read_bytes())
         return Destination(Path(noted["folder"]), max(1, int(noted["keep"])))
@@ -162,8 +162,8 @@ def _name_also(image: Path, name: Path) -> None:
 
 
 def release_aside(aside: Path) -> None:
-    """What is set aside under this name has its file, or will have none. The image's name goes last: as long as it is
-    there its rank sets no other one aside. Raises OSError."""
+    """Release what is set aside under this name: it has its file, or will have none. The image's name goes last: as
+    long as it is there its rank sets no other one aside. Raises OSError."""
     _beside(aside).unlink(missing_ok=True)
     aside.unlink(missing_ok=True)
 
@@ -256,7 +256,7 @@ def _copy(found: Found, into: BinaryIO, total: xxhash.xxh3_128, pace: Callable[[
 
 # ------------------------------------------------------------ what of a model is in no shard
 def behind(size: int) -> int:
-    """Where in a file's data those begin that stand behind `size` bytes of a shard."""
+    """Return where in a file the data begin that stand behind `size` bytes of a shard."""
     return -(-size // WORD) * WORD
 
 

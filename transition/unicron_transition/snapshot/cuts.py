@@ -104,7 +104,7 @@ class ImageRing:
 
 
 class Wanted(NamedTuple):
-    """What the controller wants of the states in memory.
+    """The wishes of the controller about the states in memory.
 
     at: the first state that is saved from this iteration on is to stay. good: the iteration that lies in enough
     nodes. -1: none."""
@@ -119,7 +119,7 @@ def write_cut_note(folder: Path, wanted: Wanted) -> None:
 
 
 def read_cut_note(folder: Path) -> Wanted:
-    """What the note says; nothing is wanted without one."""
+    """Read the note; nothing is wanted without one."""
     try:
         at, good = msgpack.unpackb((folder / NOTE).read_bytes())
         return Wanted(int(at), int(good))
@@ -128,7 +128,7 @@ def read_cut_note(folder: Path) -> Wanted:
 
 
 class Cuts:
-    """What one rank keeps of the cuts: for each kind of image a ring of files that its other states do not overwrite.
+    """The cuts that one rank keeps: for each kind of image a ring of files that its other states do not overwrite.
 
     folder: None keeps nothing. say: called with one line, once, when there is no room. unmap: as of the rings.
     """
@@ -190,7 +190,7 @@ class Cuts:
             ring.release()
 
     def remove_unwanted(self) -> None:
-        """Where the controller wants no cut the files go, and their memory. To give that back takes seconds: this is
+        """Remove the files, and give back their memory, where the controller wants no cut. It takes seconds: this is
         for the thread that writes."""
         if self.unwanted:
             self.unwanted = False

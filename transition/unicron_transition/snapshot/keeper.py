@@ -33,7 +33,7 @@ FURTHEST = 1024  # iterations: after a failure the next try comes after 1, 2, 4,
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how often a rank copies its state.
+    """The folder into which a rank copies its state, and how often.
 
     folder: None keeps nothing. every: iterations from one copy to the next.
     """
@@ -43,7 +43,7 @@ class Settings:
 
     @classmethod
     def chosen(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """What the environment says. Raises ValueError, one line, for what is no number."""
+        """Read the environment. Raises ValueError, one line, for what is no number."""
         every = _number(environment, EVERY, "iterations, 1 or more; 0 keeps nothing in memory")
         return cls(memory_folder(environment) if every else None, every)
 
@@ -139,7 +139,7 @@ class Keeper:
             self._worker.submit_or_run(self._ring.remove)
 
     def remove_unwanted_cuts(self) -> None:
-        """Where the controller wants no cut, the thread removes them, after what is to be copied."""
+        """Have the thread remove the cuts, after what is to be copied, where the controller wants none."""
         if self.cuts.unwanted:
             self._worker.submit_or_run(self.cuts.remove_unwanted)
 

@@ -79,7 +79,7 @@ class LocalState:
         """Until the state may change."""
 
     def wait_whole(self) -> None:
-        """What this rank keeps is whole. All wait for theirs before one of them writes over what is older."""
+        """Wait until what this rank keeps is whole. All do so before one of them writes over what is older."""
 
     def keep_step(self, version: int) -> None:
         """After a step, collective: keep what is sharded, and copies of it in other ranks."""

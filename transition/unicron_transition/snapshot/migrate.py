@@ -47,9 +47,9 @@ class CorruptTransfer(RuntimeError):
 
 
 class TrainingState:
-    """What one rank must hold to go on: parameters, optimizer state, learning-rate schedule, loss scale, the seed of
-    the random numbers, iteration. The state of a distributed optimizer is another one in each rank, and no part of it
-    (:mod:`unicron_transition.sharded.sharded_state`)."""
+    """The state that one rank must hold to go on: parameters, optimizer state, learning-rate schedule, loss scale, the
+    seed of the random numbers, iteration. The state of a distributed optimizer is another one in each rank, and no part
+    of it (:mod:`unicron_transition.sharded.sharded_state`)."""
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, seed: int = 0):
         self.model, self.optimizer, self.scheduler, self.seed = list(model), optimizer, scheduler, seed
@@ -60,7 +60,7 @@ class TrainingState:
 
     @functools.cached_property
     def facts(self) -> Settings:
-        """What an exporter needs to know of the model."""
+        """The facts that an exporter needs to know of the model."""
         return model_facts(self.model)
 
     def _inner_optimizers(self) -> list[Any]:

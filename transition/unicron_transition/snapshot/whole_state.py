@@ -25,7 +25,7 @@ MOST = 8  # iterations that are told of
 
 
 class Unusable(RuntimeError):
-    """What this rank was to begin with is damaged: it says what else it has, and waits for another plan."""
+    """The state that this rank was to begin with is damaged: it says what else it has, and waits for another plan."""
 
 
 class Beginnings:

@@ -49,7 +49,7 @@ class CheckpointReport(msgspec.Struct, kw_only=True):
 
 
 def report(index: Index) -> CheckpointReport:
-    """What `show` prints."""
+    """Return what `show` prints."""
     tensors = [TensorReport(name=t.name, shape=list(t.shape), dtype=t.dtype) for t in index.tensors.values()]
     return CheckpointReport(format=index.format, iteration=index.iteration, layout=index.layout, tensors=tensors)
 

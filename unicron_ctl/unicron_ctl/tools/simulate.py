@@ -47,7 +47,7 @@ PolicyResults = list[PolicyResult]
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says."""
+    """The options of the command line."""
 
     trace: str | None
     generate: str | None

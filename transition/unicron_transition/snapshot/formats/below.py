@@ -48,8 +48,8 @@ def without_metadata(folder: Path, names: list[str]) -> str:
 
 @dataclass
 class Below:
-    """What is below a folder. newest: the newest whole checkpoint, None for none. why_not: newer ones that are not
-    whole, with the reason. cut: there may be more than what was looked at. find: opens a checkpoint."""
+    """The checkpoints below a folder. newest: the newest whole checkpoint, None for none. why_not: newer ones that are
+    not whole, with the reason. cut: there may be more than what was looked at. find: opens a checkpoint."""
 
     find: Find
     newest: Path | None = None

@@ -1,5 +1,5 @@
-"""What training libraries put beside a model's weights: how far the training is, and states that nothing here reads.
-What each of them writes is in docs/behaviour/checkpoint-layouts.md."""
+"""The files that training libraries put beside a model's weights: how far the training is, and states that nothing here
+reads. What each of them writes is in docs/behaviour/checkpoint-layouts.md."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _states(folder: Path, but: str) -> list[str]:
 
 
 def lightnings_step(found: Archive) -> int:
-    """How many iterations Lightning's trainer has done. Raises ValueError where its file does not say it."""
+    """Return how many iterations Lightning's trainer has done. Raises ValueError where its file does not say it."""
     return _checked(plain(found.content.get(STEP), found) if isinstance(found.content, dict) else None)
 
 
@@ -133,16 +133,16 @@ def counted(found: Archive) -> tuple[int, str]:
 
 
 def trainers_step_in(folder: Path) -> int | None:
-    """How many iterations a trainer had done by the files of a folder; None where it has none that tells it. Raises
-    OSError, and as damaged files have it."""
+    """Return how many iterations a trainer had done by the files of a folder; None where it has none that tells it.
+    Raises OSError, and as damaged files have it."""
     if (state := folder / TRAINER).is_file():
         return _trainers_step(state)
     return lightnings_step(archive(state)) if (state := folder / LIGHTNING).is_file() else None
 
 
 def _trainers_step(path: Path) -> int:
-    """How many iterations transformers' Trainer has done. Raises ValueError, KeyError, TypeError for a damaged file,
-    OSError."""
+    """Return how many iterations transformers' Trainer has done. Raises ValueError, KeyError, TypeError for a damaged
+    file, OSError."""
     with open_plain(path) as file:
         data, size = file.read(MOST), os.fstat(file.fileno()).st_size
         end = os.pread(file.fileno(), 64, max(0, size - 64))

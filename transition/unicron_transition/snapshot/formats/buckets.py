@@ -1,4 +1,4 @@
-"""What Megatron's distributed optimizer saves in the order of its buckets (`dp_reshardable`), by parameter.
+"""The state that Megatron's distributed optimizer saves in the order of its buckets (`dp_reshardable`), by parameter.
 
 Each model-parallel rank has a buffer for each chunk of its model. A buffer holds the chunk's parameters, the last one
 first, and each begins at a multiple of 64 elements. It is cut into buckets. The checkpoint has a flat tensor for each
@@ -101,7 +101,7 @@ class _Bucket:
         return next(iter(self.kinds.values()))
 
     def edges(self) -> set[int]:
-        """Where its chunks begin and end."""
+        """The places at which its chunks begin and end."""
         return {edge for block in self._any.blocks for edge in (block.offset[0], block.offset[0] + block.extent[0])}
 
 
@@ -244,7 +244,7 @@ class _Model:
 
 
 def _placed(parameters: Sequence[_Parameter], buckets: Sequence[_Bucket]) -> list[tuple[_Parameter, _Bucket, int]]:
-    """Where each begins, and in which bucket; no bucket has room for more."""
+    """Find where each begins, and in which bucket; no bucket has room for more."""
     sizes = [bucket.numel for bucket in buckets]
     found: list[tuple[_Parameter, _Bucket, int]] = []
     number = at = 0
@@ -265,7 +265,7 @@ def _placed(parameters: Sequence[_Parameter], buckets: Sequence[_Bucket]) -> lis
 
 
 def aligned(at: int) -> int:
-    """Where the next parameter begins in a bucket that is filled so far."""
+    """Return where the next parameter begins in a bucket that is filled so far."""
     return -(-at // ALIGN) * ALIGN
 
 
@@ -296,7 +296,7 @@ def _blocks(flat: Tensor, start: int, box: Box) -> Iterator[Block]:
 
 
 def _cut(chunk: Block, begin: int, count: int) -> Raw:
-    """Where these elements of a chunk lie. Raises BadCheckpoint, OSError."""
+    """Return where these elements of a chunk lie. Raises BadCheckpoint, OSError."""
     assert chunk.find is not None
     raw = chunk.find()
     if raw.strides is not None or raw.shape != chunk.extent:

@@ -178,7 +178,8 @@ def _object(where: Any) -> Any:
 
 
 def _add_objects(index: Index, objects: dict[str, Any]) -> None:
-    """What a plain script's checkpoint may say of the iteration, and its optimizer's state under this index's names."""
+    """Add what a plain script's checkpoint may say of the iteration, and its optimizer's state, under this index's
+    names."""
     _strip_root(index, objects)
     told = _object(objects.pop(TOLD)) if TOLD in objects else None
     _adopt_iteration(index, objects)
@@ -193,7 +194,7 @@ def _add_objects(index: Index, objects: dict[str, Any]) -> None:
 
 
 def _adopt_iteration(index: Index, objects: dict[str, Any]) -> None:
-    """How far the script was: a whole number, or a tensor of one beside the model's."""
+    """Find how far the script was: a whole number, or a tensor of one beside the model's."""
     beside = {name.partition(".")[0] for name in index.tensors} <= {"model", PROGRESS, *OPTIMIZER_ROOTS, *ITERATIONS}
     for name in (f"{PROGRESS}.step", *ITERATIONS):
         tensor = index.tensors.get(name)
@@ -329,7 +330,7 @@ def _join_groups(groups: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def adopt_told(index: Index, told: dict[str, Any]) -> None:
-    """What a checkpoint that Unicron has exported says besides its tensors."""
+    """Add what a checkpoint that Unicron has exported says besides its tensors."""
     common = index.common
     index.iteration, index.layout = int(told.get("iteration", index.iteration)), str(told.get("layout", ""))
     common.groups = [dict(group) for group in told.get("groups") or []]
@@ -342,7 +343,7 @@ def adopt_told(index: Index, told: dict[str, Any]) -> None:
 
 
 def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
-    """What Megatron keeps beside the tensors."""
+    """Add what Megatron keeps beside the tensors."""
     index.format = TORCH_DIST
     if (folder / CONFIG).is_file():
         try:
@@ -413,7 +414,7 @@ def common_of(told: dict[str, Any]) -> Common:
 
 
 def facts_of(args: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron-LM's arguments say of the model, as `snapshot.contents.facts` does."""
+    """Return what Megatron-LM's arguments say of the model, as `model_facts` does."""
     heads = args.get("num_attention_heads")
     if not isinstance(heads, int):
         return {}

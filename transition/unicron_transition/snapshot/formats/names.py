@@ -237,7 +237,7 @@ def renamed(index: Index, names: str, facts: Mapping[str, Any]) -> Index:
 
 
 def _layers(entry: Entry, index: Index) -> int:
-    """How many layers have it; 0 where none has."""
+    """Count the layers that have it."""
     if not entry.layered:
         return int(entry.theirs[0] in index.tensors)
     count = 0
@@ -291,7 +291,7 @@ def _rest(entry: Entry, tensor: Tensor) -> Place:
 
 
 def _part(tensor: Tensor, piece: Piece, transposed: bool) -> Raw:
-    """Where those rows lie."""
+    """Return where those rows lie."""
     block = tensor.blocks[0]
     if len(tensor.blocks) != 1 or not block.whole or block.find is None:
         raise BadCheckpoint(f"{tensor.name} is cut into blocks: it cannot be renamed")
@@ -423,7 +423,7 @@ def _root(name: str) -> str:
 
 
 def _heads(name: str, key: str) -> tuple[str, str] | None:
-    """How two names begin that end alike, None where they do not."""
+    """Return the beginnings of two names that end alike, None where they do not."""
     one, other = name.split("."), key.split(".")
     count = sum(
         1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one[::-1], other[::-1], strict=False))

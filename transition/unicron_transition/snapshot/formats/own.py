@@ -108,7 +108,7 @@ def laid_out(tensors: list[Any], begin: int) -> list[tuple[str, int, int]]:
 
 
 def _tensors(page: Found, head: dict[str, Any], steps: list[float]) -> Iterator[tuple[Any, ...]]:
-    """What :meth:`Index.add` takes, of each tensor in a file. steps: gets the counts of steps that it names."""
+    """Yield what :meth:`Index.add` takes, of each tensor in a file. steps: gets the counts of steps that it names."""
     places = laid_out(head["about"]["tensors"], page.offset)
     for name, whole, offset, extent, begin, end, keys, others, values in head["about"]["index"]:
         for key, number in keys.items():
@@ -154,7 +154,7 @@ def read_sound(found: folders.Found) -> Index:
 
 
 def check(found: folders.Found) -> list[str]:
-    """What is wrong with the files of one, a line each. All of them are read."""
+    """Read all files of one, and list what is wrong, a line each."""
     wrong = []
     for path in found.paths:
         try:

@@ -138,7 +138,7 @@ def _files(folder: Path) -> dict[tuple[int, int], Archive]:
 
 
 def _settings(file: Archive) -> dict[str, Any]:
-    """What an optimizer has besides its state. Raises BadCheckpoint."""
+    """Return what an optimizer has besides its state. Raises BadCheckpoint."""
     optimizer = file.content.get("optimizer")
     if optimizer is None:
         return {}

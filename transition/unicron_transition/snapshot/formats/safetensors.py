@@ -209,7 +209,7 @@ def adopt_folder(index: Index, folder: Path, name: str, missed: Sequence[str]) -
 
 
 def _raw(path: Path, name: str, kind: str, shape: Place, place: tuple[int, int]) -> Raw:
-    """Where a tensor lies. place: its first byte, and how many there are. Raises BadCheckpoint."""
+    """Return where a tensor lies. place: its first byte, and how many there are. Raises BadCheckpoint."""
     if kind == PAIRS:
         if not shape or shape[-1] % 2:
             raise BadCheckpoint(f"{path}: {name} has half a byte at the end of a row")
@@ -259,7 +259,7 @@ def _check_ranks(folder: Path, ranks: int, index: Index) -> None:
 
 
 def _offsets(path: Path, about: Any) -> dict[str, Place] | None:
-    """Where in whole tensors those of a file are, None where they are whole. Raises BadCheckpoint."""
+    """Return where in whole tensors those of a file are, None where they are whole. Raises BadCheckpoint."""
     told = about.get(OFFSETS) if isinstance(about, dict) else None
     if told is None:
         return None
@@ -327,7 +327,7 @@ def _adopt(index: Index, told: Any) -> None:
 
 
 def facts_of(config: Path) -> dict[str, Any]:
-    """What a model's config.json says of it, as `snapshot.contents.facts` does. Raises BadCheckpoint, OSError."""
+    """Read what a model's config.json says of it, as `model_facts` does. Raises BadCheckpoint, OSError."""
     try:
         told = parsed(read_small(config))
         heads = told.get("num_attention_heads") or told.get("n_head")

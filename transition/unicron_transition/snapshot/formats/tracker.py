@@ -18,7 +18,7 @@ SECONDS = 1.0  # to read it before a process starts; a file system that hangs is
 
 
 def tracked(folder: Path) -> str:
-    """What the file says, "" for no file. Raises OSError."""
+    """Read the file; "" for no file. Raises OSError."""
     path = folder / TRACKER
     if not path.is_file():
         return ""

@@ -113,7 +113,7 @@ class _Writer:
 
 
 def told_of(index: Index) -> dict[str, Any]:
-    """What :func:`dcp.adopt_told` reads."""
+    """Return what :func:`dcp.adopt_told` reads."""
     common = index.common
     return {
         "iteration": index.iteration,
@@ -221,7 +221,7 @@ def _common(index: Index, writer: _Writer) -> dict[str, Any]:
 
 
 def _optimizer(common: Common, writer: _Writer) -> dict[str, Any]:
-    """What each of Megatron's optimizers looks for, each at its own place."""
+    """Return what Megatron's optimizers look for, each at its own place."""
     groups = []
     for group in common.groups:
         told = {key: tuple(value) if key == "betas" else value for key, value in group.items() if key != "params"}
