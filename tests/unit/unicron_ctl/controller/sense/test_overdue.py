@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scenarios import follow
+from tests.support.scenarios import arrays, follow, nodes_asked, power_off
 from tests.support.world import FakeSlurm, World
 from unicron_ctl.controller.nodes.isolation import attention
 from unicron_ctl.controller.sense import overdue
@@ -24,16 +24,9 @@ def failed(world: World) -> list[tuple[str, str]]:
 
 
 def on_slurm(nodes: int, elements: int, **settings) -> tuple[World, FakeSlurm]:
-    slurm = FakeSlurm(nodes)
-    world = World(slurm, **settings)
-    slurm.submit("1", elements)
-    follow(world, "1", elements)
-    world.run(0.6)
-    for agent in world.agents:
-        agent.ready()
-    world.run(3.0)
+    world = arrays(nodes, ("1", elements, 1.0), config=settings)
     world.iterate("1", 0)
-    return world, slurm
+    return world, world.slurm
 
 
 # ---------------------------------------------------------------- time limits
@@ -157,17 +150,6 @@ def test_a_newcomer_that_a_restart_mode_job_keeps_waiting_is_not_late():
 
 
 # ---------------------------------------------------------------- Slurm refuses
-def power_off(world: World, *nodes: str) -> None:
-    world.dead_nodes.update(nodes)
-    for agent in world.agents:
-        agent.silent = agent.silent or agent.node in nodes
-
-
-def asked(slurm: FakeSlurm, action: str) -> list[str]:
-    """The nodes for which this was asked."""
-    return [call[3] for call in slurm.calls if call[0] == action]
-
-
 def test_a_dead_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_called():
     world, slurm = on_slurm(3, 3)
     slurm.refuse_down = "slurm_update error: Invalid user id"
@@ -176,7 +158,7 @@ def test_a_dead_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_c
     assert "n2" in world.core.state.out_of_service and sorted(world.job().members) == [0, 2]
     item = attention(world.core.view)[0]
     assert item.node == "n2" and "by hand: `scontrol update NodeName=n2 State=DOWN" in item.reason
-    assert len(asked(slurm, "down")) > 2, "Slurm is asked again"
+    assert len(nodes_asked(world, "down")) > 2, "Slurm is asked again"
     slurm.refuse_down = ""
     world.run(8)
     assert slurm.node_states["n2"] == {"DOWN"} and attention(world.core.view) == []
@@ -213,13 +195,13 @@ def test_what_a_controller_died_over_is_asked_of_slurm_again_but_not_by_a_listin
 
 # ---------------------------------------------------------------- many at once
 def test_a_job_leaves_so_many_of_its_nodes_and_no_more():
-    world, slurm = on_slurm(9, 5, max_isolated_job_share=0.4)
+    world, _ = on_slurm(9, 5, max_isolated_job_share=0.4)
     for element in (1, 2, 3):
         next(a for a in world.agents if a.element == element and not a.silent).set(element, fault=ECC)
         world.run(3)
         follow(world, "1", 5)
         world.run(1)
-    assert asked(slurm, "requeue_hold") == ["n2", "n3"] and not asked(slurm, "down") + asked(slurm, "drain")
+    assert nodes_asked(world, "requeue_hold") == ["n2", "n3"] and not nodes_asked(world, "down", "drain")
     event = next(e for e in world.log if e.kind == "isolation_withheld")
     assert event.record.node == "n4" and "has left n2, n3 within 3600 s" in event.record.reason
     assert {item.node for item in attention(world.core.view)} == {"n2", "n3", "n4"}
