@@ -56,12 +56,12 @@ ATTENTION_SECONDS = 5.0  # between two looks for what needs an admin
 PHASE_RECORDS = (
     records.Break,
     records.PlanMade,
-    records.Adopted,
+    records.GenerationAdopted,
     records.NumberUsed,
-    records.Reinstated,
+    records.MembersReinstated,
     records.Offer,
     records.OfferWithdrawn,
-    records.Entered,
+    records.GenerationEntered,
     records.Reform,
     records.JobEnded,
     records.JobRegistered,
@@ -148,7 +148,7 @@ class Core:
     def append(self, job: str, generation: int, record: Record) -> Event:
         """Records one decision and takes it into the state."""
         event = Event(self.state.last_event + 1, self.view.now, job, generation, record)
-        if len(event.payload) > records.REASON and (shorter := records.bounded(record)) is not record:
+        if len(event.payload) > records.REASON and (shorter := records.with_short_texts(record)) is not record:
             record, event = shorter, Event(event.id, event.time, job, generation, shorter)
         size = len(event.payload)  # what the log cannot hold is not taken into the state either
         fold(self.state, event)
@@ -173,7 +173,7 @@ class Core:
             return False
         failure: int | None = None
         for job, generation, record in outcome.records:
-            if isinstance(record, records.Observed) and record.action != PLAN:
+            if isinstance(record, records.ActionObserved) and record.action != PLAN:
                 if (job, record.would) in self._observed:
                     continue
                 self._observed.add((job, record.would))
@@ -228,7 +228,7 @@ class Core:
                     (runtime.sensors.peers for runtime in self.runtimes.values()), record.node, self.now
                 )
                 if said:
-                    outcome.records[index] = job, generation, records.amended(record, record.reason + said)
+                    outcome.records[index] = job, generation, records.with_reason(record, record.reason + said)
         return outcome
 
     def _send(self, send: Send) -> None:

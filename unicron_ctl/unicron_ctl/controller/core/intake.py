@@ -59,12 +59,12 @@ class Intake:
                     job = self._view.state.jobs[message.job]
                     if self._view.config.metrics_seconds and not job.over:
                         self._runtime(job).sensors.peers.on_metrics(agent, message, self._view.now)
-            case wire.Reached():
+            case wire.ReachAnswer():
                 if (agent := self._of_agent(route, key, message)) is not None:
                     label = self._view.state.jobs[message.job].label(agent.element)
                     probes.on_reached(self._view.suspicions, agent, label, message)
                     network_partitions.on_reached(self._view.live.jobs[message.job].survey, agent, message)
-            case wire.Held():
+            case wire.RecallAnswer():
                 if (agent := self._of_agent(route, key, message)) is not None:
                     adoption.recalled(self._view.job(self._view.state.jobs[message.job]), agent, message)
             case wire.NodeEvent():
@@ -87,7 +87,10 @@ class Intake:
         return known is not None and known.key == key and getattr(message, "agent", known.agent) == known.agent
 
     def _of_agent(
-        self, route: Route, key: str, message: wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
+        self,
+        route: Route,
+        key: str,
+        message: wire.Steps | wire.Metrics | wire.ReachAnswer | wire.RecallAnswer | wire.NodeEvent,
     ) -> AgentView | None:
         """The agent that sent the message, if it is its own; its lease begins again."""
         agent = self._view.live.agent(message.job, message.element)
@@ -162,7 +165,7 @@ class Intake:
         agent.noticed_at, agent.shown = self._view.now, "" if self._view.slurm.used else "unknown"
         reason = f"element {agent.element} on {agent.node} is to end: its ranks leave at the next boundary"
         told = Outcome(hurry=True)
-        told.record(job.state, records.Noticed(element=agent.element, agent=agent.agent, reason=reason))
+        told.record(job.state, records.EndNotice(element=agent.element, agent=agent.agent, reason=reason))
         self._carry_out(told)
 
     def _refusal_of(self, state: JobState | None, message: wire.Status, key: str) -> wire.Message | None:
@@ -175,7 +178,7 @@ class Intake:
             return ending(state.ended)
         if not released(state):
             return None
-        return wire.Refused(reason=state.set_aside, final=True, alone=state.sweep)
+        return wire.Refusal(reason=state.set_aside, final=True, alone=state.sweep)
 
     def _revive_agent(self, job: JobView, agent: AgentView) -> None:
         """An agent whose lease had run out speaks again."""
@@ -202,11 +205,11 @@ class Intake:
                 if slot in job.awaited:
                     job.notice(slot, self._view.now)
 
-    def _unknown(self, job: JobState | None, message: wire.Status) -> wire.Refused:
+    def _unknown(self, job: JobState | None, message: wire.Status) -> wire.Refusal:
         replaced = job is not None and message.agent in job.superseded
         if replaced:
             return replaced_by_another(message.job, message.element)
-        return wire.Refused(reason="register first")
+        return wire.Refusal(reason="register first")
 
     # ------------------------------------------------------------ ranks
     def _on_steps(self, route: Route, message: wire.Steps, key: str) -> None:

@@ -98,7 +98,7 @@ class Registrations:
         if found is None and self._view.now - request.since < CONFIRM_SECONDS:
             return
         self._forget(request.name)
-        if isinstance(found, wire.Refused):
+        if isinstance(found, wire.Refusal):
             self._refuse(request, found)
         else:
             self._admit(Case(self._view, request, found), found is not None)
@@ -125,9 +125,9 @@ class Registrations:
 
     def _put_off(self, request: Request, reason: str) -> None:
         """Has the agent try again later."""
-        self._carry_out(Outcome(sends=[Send(request.route, wire.Refused(reason=reason))]))
+        self._carry_out(Outcome(sends=[Send(request.route, wire.Refusal(reason=reason))]))
 
-    def _refuse(self, request: Request, refused: wire.Refused) -> None:
+    def _refuse(self, request: Request, refused: wire.Refusal) -> None:
         """Sends what Slurm's listing says against it, and records a final refusal, the same one once."""
         out, node = Outcome(sends=[Send(request.route, refused)]), request.message.node
         peer = f"{request.message.job} {request.message.element}"

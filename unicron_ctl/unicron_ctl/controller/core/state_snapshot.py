@@ -15,7 +15,7 @@ import msgspec
 
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.fold import replay
-from unicron_ctl.shared.log.store import STATES, Progress, Store, StoreError, nothing, told
+from unicron_ctl.shared.log.store import STATES, Progress, Store, StoreError, nothing, with_progress
 from unicron_detector.failures.fault_history import Policy
 
 log = logging.getLogger("unicron.controller")
@@ -67,7 +67,7 @@ def read_state(store: Store, progress: Progress = nothing) -> ClusterState:
     for event, data in states:
         try:
             state = thaw(data, event)
-            return replay(told(store.replay(after=event), progress), state)
+            return replay(with_progress(store.replay(after=event), progress), state)
         except DAMAGE_ERRORS as error:
             why = str(error)
             log.warning("the state at event %d cannot be used; what is older is read: %s", event, why)
@@ -76,4 +76,4 @@ def read_state(store: Store, progress: Progress = nothing) -> ClusterState:
             f"{store.path}: the state that it begins with cannot be read ({why}): go back to the release that wrote "
             "it, or move it away and start again, its jobs are adopted"
         )
-    return replay(told(store.replay(), progress))
+    return replay(with_progress(store.replay(), progress))

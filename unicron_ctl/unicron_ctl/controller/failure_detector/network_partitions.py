@@ -142,7 +142,7 @@ def _ask_agents(view: View, job: JobView, survey: Survey, wanted: Mapping[int, l
         out.send(job.agents[element], wire.Reach(number=survey.number, targets=targets))
 
 
-def on_reached(survey: Survey, agent: AgentView, message: wire.Reached) -> None:
+def on_reached(survey: Survey, agent: AgentView, message: wire.ReachAnswer) -> None:
     """Take in one agent's answer. Only silence is a cut: who refuses is reached, and what is unknown says nothing."""
     others = survey.asked.get(agent.element) if message.number == survey.number and survey.open else None
     if others is None or len(message.words) != len(others):
@@ -201,4 +201,4 @@ def _alive(job: JobView, element: int) -> bool:
 def _rejoin(job: JobView, elements: Iterable[int], why: str, out: Outcome) -> None:
     for element in sorted(elements):
         reason = f"{job.state.agents[element].node} is a candidate again: {why}"
-        out.record(job.state, records.Rejoined(element=element, reason=reason))
+        out.record(job.state, records.ElementReconnected(element=element, reason=reason))

@@ -161,7 +161,7 @@ def slurmd_address(view: View, node: str) -> str:
 
 
 # ---------------------------------------------------------------- answers
-def on_reached(suspicions: Suspicions, agent: AgentView, label: str, message: wire.Reached) -> None:
+def on_reached(suspicions: Suspicions, agent: AgentView, label: str, message: wire.ReachAnswer) -> None:
     """Take in a witness's answer. One that was not asked, or to an earlier round, is ignored. label: Slurm's name of
     its element."""
     key: Key = agent.job, agent.element

@@ -49,7 +49,7 @@ def unknown(job: JobState, agent: AgentView) -> bool:
     return agent.alive and (agent.newest > job.generation or _foreign(job, agent.status.agreed))
 
 
-def _foreign(job: JobState, agreed: wire.Agreed | None) -> bool:
+def _foreign(job: JobState, agreed: wire.Agreement | None) -> bool:
     if agreed is None or agreed.generation != job.generation or not agreed.chosen:
         return agreed is not None and agreed.generation > job.generation
     return job.plan is None or (job.plan.generation <= agreed.generation and job.plan.prefix != agreed.plan.prefix)
@@ -100,7 +100,7 @@ def _all_heard(view: View, job: JobView, out: Outcome) -> bool:
     return not missing
 
 
-def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreed], out: Outcome) -> bool:
+def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreement], out: Outcome) -> bool:
     """None of those heard knows that the generation was chosen, but its members, who would know, are silent."""
     for one in agreed:
         if quorum.plan_may_have_begun(view, job.state, one.plan, job.asked):
@@ -126,7 +126,7 @@ def _once(view: View, agent: AgentView, key: str, message: wire.Message, out: Ou
         out.send(agent, message)
 
 
-def _take_over(view: View, job: JobView, chosen: list[wire.Agreed], out: Outcome) -> None:
+def _take_over(view: View, job: JobView, chosen: list[wire.Agreement], out: Outcome) -> None:
     """Adopts what the agents agreed on and follow. Each agent tells the micro-batches of its own ranks, their proposers
     tell all."""
     first = chosen[0]
@@ -138,10 +138,12 @@ def _take_over(view: View, job: JobView, chosen: list[wire.Agreed], out: Outcome
     crews, missing = found
     reason = f"generation {plan.generation} was agreed on while this controller was away: {first.reason}"
     out.findings += _missed(view, job, chosen, plan)
-    out.record(job.state, records.Adopted(plan=plan, crews=crews, whole=not missing, reason=reason), plan.generation)
+    out.record(
+        job.state, records.GenerationAdopted(plan=plan, crews=crews, whole=not missing, reason=reason), plan.generation
+    )
 
 
-def _missed(view: View, job: JobView, chosen: list[wire.Agreed], plan: wire.Plan) -> Iterator[Finding]:
+def _missed(view: View, job: JobView, chosen: list[wire.Agreement], plan: wire.Plan) -> Iterator[Finding]:
     """Findings about processes that were left out and whose agent can no longer be asked: another agent has the
     element, or none has come.
 
@@ -185,7 +187,7 @@ def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
     else:
         lost = f" without slots {missing[:20]}" if missing else ""
         reason = f"generation {generation}, which this log did not hold, is not complete{lost}: it is broken"
-    out.record(job.state, records.Adopted(plan=plan, crews=crews, whole=whole, reason=reason), generation)
+    out.record(job.state, records.GenerationAdopted(plan=plan, crews=crews, whole=whole, reason=reason), generation)
 
 
 def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
@@ -213,7 +215,7 @@ def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
     plan = wire.Plan(
         generation=generation, members=slots, store=store, prefix=f"{state.job}.g{generation}", replica=job.rank_replica
     )
-    out.record(state, records.Adopted(plan=plan, crews=crews, whole=False, reason=reason), generation)
+    out.record(state, records.GenerationAdopted(plan=plan, crews=crews, whole=False, reason=reason), generation)
 
 
 def _known(view: View, job: JobView) -> list[int]:
@@ -291,7 +293,7 @@ def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:
         _once(view, agent, f"recall {generation}", wire.Recall(generation=generation), out)
 
 
-def recalled(job: JobView, agent: AgentView, message: wire.Held) -> None:
+def recalled(job: JobView, agent: AgentView, message: wire.RecallAnswer) -> None:
     """Takes in an agent's answer to `wire.Recall`; one that holds no plan is ignored."""
     try:
         plan = shared_plans.whole(message.share)
@@ -395,5 +397,5 @@ def reinstate(job: JobView, agent: AgentView) -> Outcome:
             back.append(slot)
     if back:
         reason = f"slots {back} on {agent.node} were taken for lost, and are members again"
-        out.record(state, records.Reinstated(slots=back, reason=reason))
+        out.record(state, records.MembersReinstated(slots=back, reason=reason))
     return out

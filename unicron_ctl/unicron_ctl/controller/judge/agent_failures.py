@@ -47,7 +47,7 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
         return out
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
     out.record(state, _node_lost(view, agent.node, element, lost))
-    text = drains.drain_reason(drains.LOST, f"lost heartbeat of {state.label(element)}")
+    text = drains.drain_reason(drains.LOST_NODE, f"lost heartbeat of {state.label(element)}")
     isolation.take_out(view, state, element, agent.node, records.THIS_FAILURE, text, out)
     return out
 
@@ -116,7 +116,7 @@ def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
         )
         out.record(state, amended)
     why = f"its slurmd was not reached after the agent of {state.label(element)} ended"
-    text = drains.drain_reason(drains.LOST, why)
+    text = drains.drain_reason(drains.LOST_NODE, why)
     isolation.take_out(view, state, element, agent.node, failure.id if failure is not None else 0, text, out)
     return out
 
@@ -169,7 +169,7 @@ def node_parted(view: View, job: JobView, finding: Finding) -> Outcome:
     lost = dict.fromkeys(slots, why)
     record = failure_of(job, "network", slots or list(finding.slots), finding, verdict, decision, leave_out=lost)
     out.record(state, record)
-    out.record(state, records.Parted(element=finding.element, reason=finding.evidence))
+    out.record(state, records.ElementCutOff(element=finding.element, reason=finding.evidence))
     return out
 
 

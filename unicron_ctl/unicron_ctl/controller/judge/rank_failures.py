@@ -193,7 +193,7 @@ def _stop_verdict(view: View, fault: Fault | None, words: str) -> Verdict:
 
 def _decide(
     view: View, job: JobView, slot: int, fault: Fault | None, verdict: Verdict
-) -> tuple[Decision, records.Escalated | None]:
+) -> tuple[Decision, records.EscalationFacts | None]:
     """Return the decision about a verdict: of a micro-batch that failed before, or the escalation's."""
     again = faulty_micro_batches.failed_again(job.state, slot, fault, verdict)
     return (again, None) if again is not None else escalate(view, job, slot, verdict, None)

@@ -26,7 +26,7 @@ def escalate(
     uptime: float | None,
     apart: bool = False,
     own_words: bool = False,
-) -> tuple[Decision, records.Escalated]:
+) -> tuple[Decision, records.EscalationFacts]:
     """Return what is to be done about a verdict on a slot, and the escalation's memory of it for the log. apart: the
     job trains without the slot. own_words: the verdict is on the process's own words."""
     state, identity = job.state, job.identity(slot)
@@ -37,7 +37,7 @@ def escalate(
     fresh = own_words and not state.steady and (state.iteration < 0 or not state.mode.keeps_state)
     around = Circumstances(max(1, len(state.agents)), apart, fresh, keeps_node(view, state, slot))
     decision = escalation.decide(view.state.history, verdict, fault, around)
-    memory = records.Escalated(
+    memory = records.EscalationFacts(
         slot=slot,
         node=fault.node,
         scope=fault.scope,

@@ -36,7 +36,7 @@ def node_resumed(state: ClusterState, event: Event, record: records.NodeResumed)
     slurm_rules.settled(state, "", "resume", -1, record.node)
 
 
-def isolated(state: ClusterState, event: Event, record: records.Isolated) -> None:
+def isolated(state: ClusterState, event: Event, record: records.NodeIsolated) -> None:
     state.isolated[record.node] = Mark(event.time, event.job)
     state.withheld.pop(record.node, None)
 
@@ -61,7 +61,7 @@ def action_failed(state: ClusterState, event: Event, record: records.ActionFaile
     state.history.set_state(event.job, record.slot, escalation_table.State(record.state), event.time)
 
 
-def replanned(state: ClusterState, event: Event, record: records.Replanned) -> None:
+def replanned(state: ClusterState, event: Event, record: records.ClusterReplanned) -> None:
     state.assignment, state.plan_inputs = dict(record.assignment), record.inputs
     state.layouts = dict(record.layouts)
     state.plan_report = PlanReport(event.time, record.reasons, record.objective, record.waf, record.trigger)
@@ -88,7 +88,7 @@ def remember_progress(state: ClusterState, event: Event, record: records.Record)
             state.history.note_recovery(event.job, slot, event.time)
 
 
-def observed(state: ClusterState, event: Event, record: records.Observed) -> None:
+def observed(state: ClusterState, event: Event, record: records.ActionObserved) -> None:
     if not state.observed_since:
         state.observed_since, state.observed_after = event.time, event.id - 1
 
@@ -99,11 +99,11 @@ def observed_week(state: ClusterState, event: Event, record: records.ObservedWee
     state.observed_since, state.observed_after = (event.time, event.id) if record.planned else (0.0, 0)
 
 
-def paused(state: ClusterState, event: Event, record: records.Paused) -> None:
+def paused(state: ClusterState, event: Event, record: records.ActionsPaused) -> None:
     state.paused[record.partition] = record.until
 
 
-def unpaused(state: ClusterState, event: Event, record: records.Unpaused) -> None:
+def unpaused(state: ClusterState, event: Event, record: records.ActionsResumed) -> None:
     """Whoever ends it for all ends it for each."""
     if record.partition:
         state.paused.pop(record.partition, None)
@@ -118,11 +118,11 @@ def needs_admin(state: ClusterState, event: Event, record: records.NeedsAdmin) -
         state.attention[record.key] = event.time
 
 
-def told(state: ClusterState, event: Event, record: records.Told) -> None:
+def told(state: ClusterState, event: Event, record: records.NoticesSent) -> None:
     state.told[record.target] = max(record.upto, state.told.get(record.target, 0))
 
 
-def restored(state: ClusterState, event: Event, record: records.Restored) -> None:
+def restored(state: ClusterState, event: Event, record: records.LogRestored) -> None:
     """What was asked of Slurm and not settled when the backup was taken may be wrong by now: it is asked of nobody. An
     admin looks at the nodes first, and ends the pause."""
     state.intents.clear()

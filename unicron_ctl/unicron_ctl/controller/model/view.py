@@ -260,7 +260,7 @@ class View:
     def rules(self, partition: str) -> Rules:
         """What may be done in this partition now ("" for one that is not known)."""
         rules = self.config.rules(partition)
-        return rules.paused() if self.state.is_paused(partition, self.now) else rules
+        return rules.as_paused() if self.state.is_paused(partition, self.now) else rules
 
     def job(self, state: JobState) -> JobView:
         """The job with what its agents say."""

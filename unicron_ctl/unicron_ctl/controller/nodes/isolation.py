@@ -25,7 +25,7 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import bounds, readmission
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm import drains
-from unicron_ctl.shared.slurm.admin_comment import HELD
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.slurm.states import OCCUPIES, TAKEN_OUT
 from unicron_ctl.shared.system.errors import one_line
@@ -69,7 +69,7 @@ def leave_node(
         job.block_of(agent.element),
         agent.node,
         f"its job leaves {agent.node}: {reason}"[:400],
-        f"{HELD} until there is another node than {agent.node}",
+        f"{HOLD_PREFIX} until there is another node than {agent.node}",
     )
     if allocated:
         why = _why_needed(view, job, agent, suspect)
@@ -91,7 +91,9 @@ def leave_node(
     )
     text = f"the job goes on without {agent.node}" if allocated else text
     out.record(job, records.FailureAction(failure=failure, text=text))
-    avoided = records.Avoided(element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=said)
+    avoided = records.NodeAvoided(
+        element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=said
+    )
     out.record(job, avoided)
     if not allocated:
         out.requests.append(Run((action,), urgent=True))
@@ -159,12 +161,14 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {many}"))
         said = f"{node} stays in service although it is dead: {many}"
         out.record(job, records.IsolationWithheld(node=node, slots=[], reason=said))
-        out.record(job, records.Avoided(element=element, node=node, suspect=True, reason=f"{node} was lost: {text}"))
+        out.record(
+            job, records.NodeAvoided(element=element, node=node, suspect=True, reason=f"{node} was lost: {text}")
+        )
         return
     verb = f"drain {node}" if shared else f"set {node} down"
     done = f"{verb} in Slurm: {text}; once it is back, `{readmission.pair_test_command(node)}` tests it"
     out.record(job, records.FailureAction(failure=failure, text=done))
-    out.record(job, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
+    out.record(job, records.NodeIsolated(node=node, reason=f"{node} is taken out of service: {text}"))
     out.requests.append(Run((action,), urgent=True))
 
 
@@ -220,7 +224,7 @@ def _others(view: View, node: str, but: tuple[str, int] | None = None) -> list[s
 def _too_many(view: View, node: str, state: str, out: Outcome) -> str:
     count = len(view.slurm.seen.nodes) if view.slurm.seen else 0
     taken = {**view.state.isolated}
-    taken |= {r.node: Mark(view.now, job) for job, _, r in out.records if isinstance(r, records.Isolated)}
+    taken |= {r.node: Mark(view.now, job) for job, _, r in out.records if isinstance(r, records.NodeIsolated)}
     return bounds.too_many(node, taken, count, view.config, view.now, state)
 
 
@@ -239,7 +243,7 @@ def _drain(view: View, node: str, text: str, out: Outcome) -> None:
             said = f"{node} is not drained although {text}: {why}"
             out.record(None, records.IsolationWithheld(node=node, slots=[], reason=said))
         return
-    out.record(None, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
+    out.record(None, records.NodeIsolated(node=node, reason=f"{node} is taken out of service: {text}"))
     out.requests.append(Run((action,), urgent=True))
 
 
@@ -256,13 +260,13 @@ def proven_bad(view: View) -> Outcome:
             continue
         text = info.reason
         if info.states & TAKEN_OUT and drains.is_from_checks(text):
-            out.record(None, records.Isolated(node=name, reason=f"{name} has drained itself: {text}"))
+            out.record(None, records.NodeIsolated(node=name, reason=f"{name} has drained itself: {text}"))
             intent = records.SlurmAction(
                 action="drain", element=-1, node=name, slurm_reason=text, reason=f"{name} has drained itself"
             )
             out.record(None, intent)
             out.record(None, records.SlurmDone(action="drain", node=name, reason=text))
-        elif not drains.taken(info) and view.now - report.at >= DRAIN_SECONDS:
+        elif not drains.why_out_of_service(info) and view.now - report.at >= DRAIN_SECONDS:
             _drain(view, name, drains.drain_reason(drains.HEALTH, report.reason), out)
     return out
 
@@ -307,7 +311,7 @@ def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out
         if known.going_down and owed and not late and name not in waited_for:
             why = "Slurm refused it before" if known.refused else "it was not done before"
             drain = known.drained or bool(_others(view, name))  # since it was asked for they may have begun there
-            action = Action(_action(drain), known.refused_for, -1, name, why, known.reason or drains.LOST)
+            action = Action(_action(drain), known.refused_for, -1, name, why, known.reason or drains.LOST_NODE)
             if barred := permission.withheld(view, action, out):
                 said = f"{action.label}: not allowed: {barred}"
                 out.record(None, records.SlurmFailed(action=action.action, element=-1, node=name, reason=said))

@@ -115,4 +115,4 @@ def _record(view: View, key: Key, then: Then, said: str, out: Outcome) -> None:
     failed = records.SlurmFailed(action=action, element=element, node=node, reason=said)
     out.records.append((name, generation, failed))
     if action == "pin":
-        out.records.append((name, generation, records.Unpinned(element=element)))
+        out.records.append((name, generation, records.ElementUnpinned(element=element)))

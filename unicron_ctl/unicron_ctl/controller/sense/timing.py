@@ -248,10 +248,10 @@ class JobTimes:
         elif seen.health is Health.HEALTHY and self.degraded is not None:
             self.degraded, self.healthy = None, 0
             over = f"iterations take {seen.average:.3f} s again"
-            found.append(records.DegradedOver(iteration=account.iteration, reason=over))
+            found.append(records.JobDegradedOver(iteration=account.iteration, reason=over))
         return found if recovery else found + self._compare(job, account, now)
 
-    def _became_slow(self, job: JobState, account: Account, reason: str, now: float) -> records.Degraded:
+    def _became_slow(self, job: JobState, account: Account, reason: str, now: float) -> records.JobDegraded:
         # The newest iterations are slow in full, but few; in noisy jobs only the longer window shows who it is.
         looks = (slowest(self.phases.comparable(last), self.usual or None) for last in (NEWEST, WINDOW))
         culprit = next((found for found in looks if found), None)
@@ -269,7 +269,7 @@ class JobTimes:
             if before is None or not before.reported:
                 return []
             over = f"slot {before.slot} is no slower than its peers any more"
-            return [records.DegradedOver(iteration=account.iteration, reason=over)]
+            return [records.JobDegradedOver(iteration=account.iteration, reason=over)]
         if before is not None and before.slot == culprit.slot:
             return []
         reported = self.degraded is None or self.degraded.slot != culprit.slot
@@ -287,8 +287,8 @@ def _slow(
     return Slow(now, iteration, culprit.slot, node, culprit.phase, slowdown, reason, reported)
 
 
-def _record(slow: Slow) -> records.Degraded:
-    return records.Degraded(
+def _record(slow: Slow) -> records.JobDegraded:
+    return records.JobDegraded(
         iteration=slow.iteration,
         slot=slow.slot,
         node=slow.node,

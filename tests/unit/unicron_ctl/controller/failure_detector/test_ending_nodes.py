@@ -386,7 +386,7 @@ def test_a_firewall_that_refuses_one_group_after_the_other_takes_no_node():
     ("settings", "kind"),
     [
         ({"max_isolated_nodes": 0, "max_isolated_share": 0.0}, records.IsolationWithheld),
-        ({"partitions": {"default": PartitionConfig(mode="observe", max_weight=100.0)}}, records.Observed),
+        ({"partitions": {"default": PartitionConfig(mode="observe", max_weight=100.0)}}, records.ActionObserved),
     ],
 )
 def test_limits_and_permissions_hold(settings: dict, kind: type):

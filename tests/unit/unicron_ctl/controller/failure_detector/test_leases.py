@@ -397,7 +397,7 @@ def test_an_agent_that_registers_again_is_where_it_was():
     world.restart()
     world.run(4.0)
     assert world.core.view.live.agent("1", 0) is None
-    refused = [m.reason for to, m in world.sent if to == agents[0].agent and isinstance(m, wire.Refused)]
+    refused = [m.reason for to, m in world.sent if to == agents[0].agent and isinstance(m, wire.Refusal)]
     assert any("has another node than before" in reason for reason in refused)
     del agents[0].registration
     lies(agents[0], door=BLACK_HOLE)

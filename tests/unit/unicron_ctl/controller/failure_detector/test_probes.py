@@ -167,7 +167,7 @@ def test_a_witness_is_heard_that_was_asked_in_this_round(company: Company):
     def hear(*words: str, number: int = suspicion.number, element: int = 2) -> Answer | None:
         suspicion.answers.clear()
         who = company.agent(element)
-        message = wire.Reached(job="1", element=element, agent=agent.agent, number=number, words=list(words))
+        message = wire.ReachAnswer(job="1", element=element, agent=agent.agent, number=number, words=list(words))
         on_reached(view.suspicions, who, f"1_{who.element}", message)
         return suspicion.answers.get(("1", element))
 

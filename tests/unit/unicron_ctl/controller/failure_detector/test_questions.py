@@ -30,7 +30,7 @@ from unicron_ctl.controller.model.requests import Knock
 from unicron_ctl.controller.model.suspicion import EndingNode, Suspicions
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.shared.protocol.reach import Reach
-from unicron_ctl.shared.slurm.drains import LOST
+from unicron_ctl.shared.slurm.drains import LOST_NODE
 
 GRACE = 5.0  # the default restart_grace
 SILENT = "own=SS 2=SS 3=SS"
@@ -245,7 +245,7 @@ def test_a_question_ends_in_doubt_for_the_node(company: Company):
 
 def test_a_node_that_is_out_of_service_is_not_asked_about_unless_it_was_drained_as_lost(company: Company):
     """One that was drained because it was lost while others ran there is set down when they are gone."""
-    lost = f"{LOST}: lost heartbeat of 2_0"
+    lost = f"{LOST_NODE}: lost heartbeat of 2_0"
     for states, known, out in (
         ("IDLE", NodeState(), False),
         ("IDLE,DRAIN", NodeState(), True),

@@ -200,7 +200,7 @@ def test_an_agent_that_has_accepted_a_plan_of_the_silent_ones_has_voted_for_them
 
     def told(since: int, *members: int) -> bool:
         plan = plan_of(*members)
-        company.agent(2).status.agreed = wire.Agreed(
+        company.agent(2).status.agreed = wire.Agreement(
             generation=plan.generation, since=since, plan=plan, lost=[], reason="", by="", chosen=False
         )
         return not no_majority_missing(company.view, job)

@@ -210,7 +210,7 @@ def test_where_only_observing_is_allowed_it_is_not_said_what_the_doubt_forbids()
     world.run(20.0)
 
     def would() -> set[str]:
-        return {e.record.action for e in world.log if isinstance(e.record, records.Observed)}
+        return {e.record.action for e in world.log if isinstance(e.record, records.ActionObserved)}
 
     assert kinds(world) == ["most_silent"] and sorted(world.job("1").members) == [1, 2]
     assert not would() & {"down", "drain", "requeue"} and not stopped(world)
