@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unicron_transition.iteration.gradient_copies import Snapshots, Where, chosen
+from unicron_transition.iteration.gradient_copies import Snapshots, Where, chosen_place
 
 
 @pytest.mark.parametrize("where", [Where.CARD, Where.HOST])
@@ -56,8 +56,8 @@ def test_what_the_copies_take(where, size):
 
 
 def test_the_setting():
-    assert chosen({}) is Where.CARD
-    assert chosen({"UNICRON_SNAPSHOT": ""}) is Where.CARD
-    assert chosen({"UNICRON_SNAPSHOT": "host"}) is Where.HOST
+    assert chosen_place({}) is Where.CARD
+    assert chosen_place({"UNICRON_SNAPSHOT": ""}) is Where.CARD
+    assert chosen_place({"UNICRON_SNAPSHOT": "host"}) is Where.HOST
     with pytest.raises(ValueError, match="UNICRON_SNAPSHOT='disk': write card, host, none"):
-        chosen({"UNICRON_SNAPSHOT": "disk"})
+        chosen_place({"UNICRON_SNAPSHOT": "disk"})
