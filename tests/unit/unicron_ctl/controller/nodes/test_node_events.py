@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.questions import told
-from tests.support.scenarios import follow, nodes_asked, trained
+from tests.support.scenarios import calls, follow, trained
 from tests.support.training import events
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.judge import node_failures as node_events
@@ -51,7 +51,7 @@ def cluster(nodes: int = 4, **settings) -> tuple[World, list[FakeAgent]]:
 
 def down(world: World) -> list[str]:
     """Nodes that were taken out of service."""
-    return nodes_asked(world, "down", "drain")
+    return [call[3] for call in calls(world, "down", "drain")]
 
 
 def left(world: World) -> list[tuple[str, str]]:

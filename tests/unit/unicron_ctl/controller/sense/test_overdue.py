@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scenarios import arrays, follow, nodes_asked, power_off
-from tests.support.world import FakeSlurm, World
+from tests.support.scenarios import asked, calls, follow, on_slurm, power_off
+from tests.support.world import World
 from unicron_ctl.controller.nodes.isolation import attention
 from unicron_ctl.controller.sense import overdue
 from unicron_ctl.controller.sense.overdue import lacking
@@ -21,12 +21,6 @@ ECC = structs.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC err
 def failed(world: World) -> list[tuple[str, str]]:
     """(action that failed, what follows) of all events."""
     return [(e.record.failed, e.record.action) for e in world.log if e.kind == "action_failed"]
-
-
-def on_slurm(nodes: int, elements: int, **settings) -> tuple[World, FakeSlurm]:
-    world = arrays(nodes, ("1", elements, 1.0), config=settings)
-    world.iterate("1", 0)
-    return world, world.slurm
 
 
 # ---------------------------------------------------------------- time limits
@@ -158,7 +152,7 @@ def test_a_dead_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_c
     assert "n2" in world.core.state.out_of_service and sorted(world.job().members) == [0, 2]
     item = attention(world.core.view)[0]
     assert item.node == "n2" and "by hand: `scontrol update NodeName=n2 State=DOWN" in item.reason
-    assert len(nodes_asked(world, "down")) > 2, "Slurm is asked again"
+    assert len(asked(slurm, "down")) > 2, "Slurm is asked again"
     slurm.refuse_down = ""
     world.run(8)
     assert slurm.node_states["n2"] == {"DOWN"} and attention(world.core.view) == []
@@ -201,7 +195,7 @@ def test_a_job_leaves_so_many_of_its_nodes_and_no_more():
         world.run(3)
         follow(world, "1", 5)
         world.run(1)
-    assert nodes_asked(world, "requeue_hold") == ["n2", "n3"] and not nodes_asked(world, "down", "drain")
+    assert asked(world.slurm, "requeue_hold") == ["n2", "n3"] and not calls(world, "down", "drain")
     event = next(e for e in world.log if e.kind == "isolation_withheld")
     assert event.record.node == "n4" and "has left n2, n3 within 3600 s" in event.record.reason
     assert {item.node for item in attention(world.core.view)} == {"n2", "n3", "n4"}
