@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.scenarios import boundary
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.shared.protocol import structs, wire
 
@@ -245,8 +246,7 @@ def test_whatever_records_are_lost_the_training_goes_on(seed: int, records: int)
         agent = chance.choice(agents)
         agent.die(chance.choice(agent.slots))
         world.run(chance.uniform(0.0, 0.4))
-        for other in agents:
-            other.take_offer()
+        boundary(world, 0.0)
     forget(world, min(records, len(world.log)))
     for _ in range(8):
         world.run(2.0)
@@ -315,9 +315,7 @@ def test_a_plan_that_the_agents_agreed_on_is_taken_over():
     assert [failure.record.slots for failure in job.failures] == [[3]] and agents[3].ranks[3].incarnation == 1
     agents[3].ready()
     world.run(1.0)
-    for agent in agents:
-        agent.take_offer()
-    world.run(1.0)
+    boundary(world, 1.0)
     assert sorted(job.members) == [0, 1, 2, 3]
     world.check_replay()
 
@@ -351,9 +349,7 @@ def test_who_died_while_the_controller_was_away_is_on_record(how: str) -> None:
     assert not any(isinstance(message, wire.Break) for _, message in world.sent)
     if how in ("it was started again", "the log is lost"):
         assert "while this controller was away" in failure.record.reason and failure.record.node == "n4"
-        for agent in world.agents:
-            agent.take_offer()
-        world.run(1.0)
+        boundary(world, 1.0)
         assert sorted(world.job().members) == [0, 1, 2, 3] and failure.restored_at is not None
     world.check_replay()
 
@@ -503,8 +499,7 @@ def test_a_newcomer_that_is_heard_before_those_who_agreed_on_its_offers_number_i
             agent.status()
         world.run(then, heartbeats=False)
     for _ in range(3):
-        for agent in agents:
-            agent.take_offer()
+        boundary(world, 0.0)
         if agents[3].ranks[3].state == "starting":
             agents[3].ready()
         world.run(2.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.scenarios import boundary
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.api.job_answers import job_answer
@@ -313,9 +314,7 @@ def test_an_element_that_leaves_takes_its_replicas_with_it():
     job.allotted, job.leaving = [0, 1, 2], [3]
     world.run(0.5)
     assert world.job().offer.members == [0, 1]
-    for agent in agents:
-        agent.take_offer()
-    world.run(0.5)
+    boundary(world, 0.5)
     assert world.job().order == [0, 1] and states(agents)[2] == "standby"
 
 

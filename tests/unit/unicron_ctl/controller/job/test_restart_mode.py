@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.plain_agent import PlainAgent
+from tests.support.scenarios import power_off, ready
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS
 from unicron_ctl.agent.loop.plain_ranks import OWN_END_SECONDS, YOUNG_SECONDS, own_end_seconds
@@ -60,8 +61,7 @@ def test_the_plan_names_the_nodes_of_its_world():
     assert shared_plans.nodes(last_share(world)) == ["n1", "n2", "n3"]
     world.run(30)
     agents[1].die(1, code=1)
-    agents[1].silent = True
-    world.dead_nodes.add("n2")
+    power_off(world, "n2")
     world.run(90.0)
     assert sorted(world.job().members) == [0, 2] and shared_plans.nodes(last_share(world)) == ["n1", "n3"]
 
@@ -372,9 +372,7 @@ def test_the_next_srun_of_a_batch_script_is_a_training_of_its_own():
     assert world.job().ended and not any(isinstance(m, wire.Welcome) for m in early.heard)
     world.agents.clear()
     second = [register(element, 1, "session") for element in range(2)]
-    for agent in second:
-        agent.ready()
-    world.run(1)
+    ready(world, second, after=1)
     assert world.job().phase == "running" and world.job().step == LAUNCHES and world.job().settings.mode == "session"
     requeued = register(1, 0)
     (refused,) = [m for m in requeued.heard if isinstance(m, wire.Refused)]
