@@ -29,7 +29,7 @@ WAITS := $(TEST) --no-loadscope-reorder
 # The releases of torch and Megatron-core in the environment
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: help venv system system-test system-wide plugin agent-folder deb rpm manpages docs demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix lint bench storms torture gpu-check peers leaderboard clean
+.PHONY: help venv system system-test system-wide plugin agent-folder deb rpm manpages docs demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix accept-texts lint bench storms torture gpu-check peers leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -144,6 +144,9 @@ test-matrix:     ## as root: all three tiers with other releases (CELL=NAME; wit
 test-mutants: venv  ## which changed operators no unit test notices, in the parts on which all depends; half an hour
 	nice $(BIN)/python tools/mutants.py $(MUTANTS_ARGS)
 
+accept-texts: venv  ## writes the texts for people in tests/texts as they are now (UNIT_ARGS="-k status" for some); read the diff
+	$(BIN)/python -m pytest -q -n 0 --snapshot-update tests/unit $(UNIT_ARGS)
+
 lint: venv       ## ruff, names, docstrings and their references, the rules of who may import whom, types, the reference's tables, the pictures
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint-types lint-text
 
@@ -162,7 +165,9 @@ lint-text:
 	$(BIN)/python tools/draw_imports.py --check
 
 bench: system venv plugin   ## the figures that the project promises
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.cases
+	$(BIN)/python -m benchmarks.cost
+	$(BIN)/python -m benchmarks.scale
 
 storms: system venv plugin  ## as root: a job on a cluster with real links, and what it must survive
 	$(BIN)/python -m benchmarks.storms $(STORMS_ARGS)

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from syrupy.assertion import SnapshotAssertion
+from syrupy.extensions.amber import AmberSnapshotExtension
+from syrupy.location import PyTestLocation
 
 # Files of tests/process and tests/slurm that take longest. They begin first, so that no worker has one of them left
 # when the others have nothing more to do (`make test` lets workers take the files in this order).
@@ -50,6 +53,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
+
+
+class Texts(AmberSnapshotExtension):
+    """Keep the texts for people in one folder, tests/texts, below the paths of their tests."""
+
+    @classmethod
+    def dirname(cls, *, test_location: PyTestLocation) -> str:
+        tests = Path(__file__).parent
+        return str(tests / "texts" / Path(test_location.filepath).parent.relative_to(tests))
+
+
+@pytest.fixture
+def snapshot(snapshot: SnapshotAssertion) -> SnapshotAssertion:
+    """Compare with the text in tests/texts; `make accept-texts` writes them anew."""
+    return snapshot.use_extension(Texts)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 python tools/matrix.py                 lists the cells
 python tools/matrix.py CELL            runs all three tiers there, as root; notes in the file what passed
 python tools/matrix.py CELL TARGET     runs `make TARGET` there, as root
-python tools/matrix.py --table         writes the README's table; --check only says whether it is up to date
+python tools/matrix.py --table         writes the table in docs/install.md; --check only says whether it is up to date
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CELLS, README = ROOT / "tools/matrix.toml", ROOT / "README.md"
+CELLS, PAGE = ROOT / "tools/matrix.toml", ROOT / "docs/install.md"
 PACKAGES = ("torch", "megatron-core")
 BEGIN, END = "<!-- made by tools/matrix.py -->", "<!-- end of the matrix -->"
 TIERS = {"unit": "test-unit", "Slurm": "test-slurm", "process": "test-process"}
@@ -36,7 +36,7 @@ def constraints(cell: Cell) -> str:
 
 
 def table(found: Mapping[str, Cell]) -> str:
-    """The README's table, in Markdown."""
+    """The table of docs/install.md, in Markdown."""
     lines = ["| Slurm | Python | torch | Megatron-core | last seen |", "|---|---|---|---|---|"]
     for cell in found.values():
         words = [
@@ -51,7 +51,7 @@ def table(found: Mapping[str, Cell]) -> str:
 
 
 def with_table(text: str) -> str:
-    """The README with the table in its place."""
+    """The PAGE with the table in its place."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table(cells())}\n\n{END}{rest.partition(END)[2]}"
 
@@ -98,7 +98,7 @@ def note(name: str, seen: str) -> None:
     """Writes into the file what was seen in a cell."""
     before, head, after = CELLS.read_text().partition(f'["{name}"]\n')
     CELLS.write_text(before + head + re.sub(r'^seen = ".*"$', f'seen = "{seen}"', after, count=1, flags=re.MULTILINE))
-    README.write_text(with_table(README.read_text()))
+    PAGE.write_text(with_table(PAGE.read_text()))
 
 
 def main(words: list[str]) -> int:
@@ -107,10 +107,10 @@ def main(words: list[str]) -> int:
         case []:
             print("\n".join(f"{name:14} {table({name: cell}).splitlines()[-1]}" for name, cell in cells().items()))
         case ["--table"]:
-            README.write_text(with_table(README.read_text()))
+            PAGE.write_text(with_table(PAGE.read_text()))
         case ["--check"]:
-            if with_table(README.read_text()) != README.read_text():
-                print("README.md: the table of releases is not that of tools/matrix.toml: run tools/matrix.py --table")
+            if with_table(PAGE.read_text()) != PAGE.read_text():
+                print("docs/install.md: the table is not that of tools/matrix.toml: run tools/matrix.py --table")
                 return 1
         case [name] if name in cells():
             return run(name)

@@ -12,10 +12,12 @@ import pytest
 from tests.packages.conftest import build
 from tests.support.booted_root import BootedRoot
 from tests.support.processes import ROOT
+from unicron_ctl.shared.system.release import release
 
 pytestmark = pytest.mark.timeout(1800)
 
 MOST_COMMANDS, MOST_MINUTES = 8, 10.0
+RELEASE = release()
 NAMES = ("unicron-agent", "unicron-client", "unicron-controller", "unicron-plugin")
 ITERATIONS = re.compile(r"iteration (\d+): loss ([\d.]+), (\d) ranks")
 # Where a trace could be; not the user's own files, nor what dpkg, apt and systemd's journal note of every package.
@@ -96,12 +98,12 @@ def test_an_upgrade_leaves_the_running_job_alone(site: BootedRoot) -> None:
     before = losses(site)[-1][0]
     agents = site.run("pgrep -f '/opt/unicron/lib/interpreter' | sort")
     for name in NAMES:  # the next release: the same with a higher number
-        rename = "sed -i 's/0\\.1\\.0-1/0.1.0-2/g' next/DEBIAN/control"
+        rename = f"sed -i 's/{RELEASE}-1/{RELEASE}-2/g' next/DEBIAN/control"
         pack = f"dpkg-deb -Zgzip -b next newer/{name}.deb >/dev/null"
         site.run(f"cd packages && rm -rf next && dpkg-deb -R {name}_*.deb next && {rename} && mkdir -p newer && {pack}")
     old = site.run("systemctl show -p MainPID unicrond")
     site.run("apt-get install -y -q ~/packages/newer/*.deb")
-    assert "0.1.0-2" in site.run("dpkg-query -W unicron-agent")
+    assert f"{RELEASE}-2" in site.run("dpkg-query -W unicron-agent")
     assert site.run("systemctl show -p MainPID unicrond") != old, "unicrond goes on with the new files"
     wait_for_iteration(site, before + 2)
     # What the old agent starts now is the new release's.

@@ -1,6 +1,6 @@
 """Keeps a copy of what this release writes, which later ones are tested to read: tests/unit/test_formats.py.
 
-python -m tests.support.keep_formats 0.1
+python -m tests.support.keep_formats 0.2
 
 A release's copy is made once, before it is tagged, and never again: what changes it changes a format
 (unicron_detector/formats.py says how that is done).
@@ -176,7 +176,7 @@ def keep(folder: Path) -> None:
 def main() -> int:
     """Entry point."""
     if len(sys.argv) != 2 or not re.fullmatch(r"\d+\.\d+", sys.argv[1]):
-        print("usage: python -m tests.support.keep_formats 0.1", file=sys.stderr)
+        print("usage: python -m tests.support.keep_formats 0.2", file=sys.stderr)
         return 2
     folder = KEPT / sys.argv[1]
     if folder.exists():

@@ -1,4 +1,4 @@
-"""What is told of jobs."""
+"""The answers about jobs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def plain(source: object, kind: type[Struct]) -> Struct:
 
 
 def failure_answer(failure: Failure) -> schema.Failure:
-    """What the log says of the failure and its story, as one."""
+    """Return the failure as the log has it, with its story."""
     known = asdict(failure.record) | vars(failure)
     return msgspec.convert({**known, "kind": failure.record.kind_of_failure, "slot": failure.slot}, schema.Failure)
 
@@ -217,7 +217,7 @@ def _planned_with(core: Core, state: JobState) -> list[JobState]:
 
 
 def _slow(core: Core, state: JobState) -> schema.Slow | None:
-    """What makes the job slow at present."""
+    """Return the present reason why the job is slow."""
     runtime = core.runtimes.get(state.job)
     return plain(runtime.sensors.times.slow, schema.Slow) if runtime and runtime.sensors.times.slow else None
 

@@ -40,7 +40,7 @@ from unicron_ctl.controller.model.view import Listing, Live, Outcome, Send, Slur
 from unicron_ctl.controller.nodes import isolation, readmission
 from unicron_ctl.controller.plan import slurm_actions
 from unicron_ctl.controller.sense import iterations, outliers
-from unicron_ctl.controller.sense.sensors import When
+from unicron_ctl.controller.sense.sensors import CLUSTER_SENSORS, ClusterSensor, When
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event, Record
 from unicron_ctl.shared.log.savings import PLAN
@@ -56,12 +56,12 @@ ATTENTION_SECONDS = 5.0  # between two looks for what needs an admin
 PHASE_RECORDS = (
     records.Break,
     records.PlanMade,
-    records.Adopted,
+    records.GenerationAdopted,
     records.NumberUsed,
-    records.Reinstated,
+    records.MembersReinstated,
     records.Offer,
     records.OfferWithdrawn,
-    records.Entered,
+    records.GenerationEntered,
     records.Reform,
     records.JobEnded,
     records.JobRegistered,
@@ -101,11 +101,13 @@ class Core:
         self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
         self.written = LogQuota()
         self._containment = JobContainment(self.view, self.append, self.written)
-        self.intake = Intake(self.view, self.runtime, self.node_events, self.carry_out, self.written)
         self._dirty: set[str] = set()
         self._findings: deque[Finding] = deque()
         self._judging = False
-        self.turns = Turns(self.view, self.runtime, self.carry_out, self.judge, self._send)
+        self.turns = Turns(self.view, self.runtime, self.carry_out, self._send)
+        self.intake = Intake(
+            self.view, self.runtime, self.node_events, self.carry_out, self.turns.run_sensors, self.written
+        )
         self._listings = Listings(
             self.view, self.slurm, self.intake, self.turns, self.carry_out, self._containment, self._dirty
         )
@@ -136,7 +138,7 @@ class Core:
                 runtime.sensors.peers = outliers.JobPeers()
 
     def runtime(self, job: JobState) -> JobRuntime:
-        """What is known about the job and lost with the process."""
+        """Return what is known about the job and lost with the process."""
         found = self.runtimes.get(job.job)
         if found is None:
             found = self.runtimes[job.job] = JobRuntime.for_job(self.view.job(job), self.config)
@@ -146,7 +148,7 @@ class Core:
     def append(self, job: str, generation: int, record: Record) -> Event:
         """Records one decision and takes it into the state."""
         event = Event(self.state.last_event + 1, self.view.now, job, generation, record)
-        if len(event.payload) > records.REASON and (shorter := records.bounded(record)) is not record:
+        if len(event.payload) > records.REASON and (shorter := records.with_short_texts(record)) is not record:
             record, event = shorter, Event(event.id, event.time, job, generation, shorter)
         size = len(event.payload)  # what the log cannot hold is not taken into the state either
         fold(self.state, event)
@@ -171,7 +173,7 @@ class Core:
             return False
         failure: int | None = None
         for job, generation, record in outcome.records:
-            if isinstance(record, records.Observed) and record.action != PLAN:
+            if isinstance(record, records.ActionObserved) and record.action != PLAN:
                 if (job, record.would) in self._observed:
                     continue
                 self._observed.add((job, record.would))
@@ -181,6 +183,10 @@ class Core:
             number = self.append(job, generation, record).id
             failure = number if isinstance(record, records.FailureDetected) else failure
         self.outbox += outcome.sends
+        for agent in outcome.suspects:
+            if agent.alive and agent.suspect_since is None:
+                self.view.live.suspect(agent, self.now)
+                self._send(Send(agent.route, wire.Ping()))
         for request in outcome.requests:
             self._request(request)
         for finding in outcome.findings:
@@ -222,7 +228,7 @@ class Core:
                     (runtime.sensors.peers for runtime in self.runtimes.values()), record.node, self.now
                 )
                 if said:
-                    outcome.records[index] = job, generation, records.amended(record, record.reason + said)
+                    outcome.records[index] = job, generation, records.with_reason(record, record.reason + said)
         return outcome
 
     def _send(self, send: Send) -> None:
@@ -274,7 +280,7 @@ class Core:
         except Exception as error:
             self._containment.set_aside(name, repr(message), error)
         if self.state.last_event > recorded:
-            self._containment.bound(name)
+            self._containment.enforce_quota(name)
         if name in self.state.jobs:
             self._dirty.add(name)
 
@@ -296,7 +302,7 @@ class Core:
             job = self.state.jobs.get(name)
             if job is not None and name not in self.turns.later:
                 self._containment.attempt(name, f"its state ({job.phase})", self.turns.advance, job)
-                self._containment.bound(name)
+                self._containment.enforce_quota(name)
         self.budget.renew()
 
     def _read_for(self, job: str) -> None:
@@ -315,10 +321,9 @@ class Core:
         self.last_tick = now
         self._containment.attempt("", "agents that wait for Slurm's word", self.intake.registrations.on_time)
         self._containment.attempt("", "what nodes said", self._settle_node_events)
-        self._containment.attempt(
-            "", "slurmds that may be asked", lambda: self.carry_out(ending_nodes.greet_slurmds(self.view))
-        )
-        self._containment.attempt("", "silent agents", self._silence)
+        for sensor in CLUSTER_SENSORS:
+            self._containment.attempt("", sensor.name, self._sense_cluster, sensor)
+        self._containment.attempt("", "nodes that were not taken", self._take_deferred)
         self._containment.attempt("", "what needs an admin", self._look_for_admins, now)
         if self.view.alone:
             self._containment.attempt("", "Slurm's turn", self._ask_slurm)
@@ -370,16 +375,18 @@ class Core:
             self.view.live.renew(self.now)
             self.view.suspicions.renew_ending(self.now)
 
-    def _silence(self) -> None:
+    def _sense_cluster(self, sensor: ClusterSensor) -> None:
         for agent in leases.late_agents(self.view):
             if self.view.unread(agent.route):  # it is not silent: this controller is behind
                 self.view.live.note_word(agent, self.now)
-        outcome = leases.check_leases(self.view)
+        outcome = sensor.sense(self.view)
         for finding in outcome.findings:
             self._fell_silent(finding)
         self.carry_out(outcome)
+
+    def _take_deferred(self) -> None:
         if self.state.deferred:
-            self.carry_out(isolation.deferred(self.view))
+            self.carry_out(isolation.take_deferred(self.view))
 
     def _fell_silent(self, finding: Finding) -> None:
         """Marks an agent as judged: nobody waits for its next word."""
@@ -403,7 +410,7 @@ class Core:
 
     # ------------------------------------------------------------ results of slow work
     def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:
-        """What came of trying one of the addresses; the next tick judges."""
+        """Take in the answer of one of the addresses; the next tick judges."""
         probes.on_probe(self.view.suspicions, probe, place, answer)
 
     def on_slurm_error(self, message: str) -> None:

@@ -13,11 +13,11 @@ from unicron_ctl.controller.job.runtime import JobRuntime, ready_ranks
 from unicron_ctl.controller.judge import node_failures as judge_nodes
 from unicron_ctl.controller.model.agent_view import AgentView, Route
 from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.model.job_state import JobState, Phase
+from unicron_ctl.controller.model.job_state import AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.quotas import OF_NODE_EVENTS, LogQuota
 from unicron_ctl.controller.model.view import Outcome, Send, View
-from unicron_ctl.controller.sense import members
+from unicron_ctl.controller.sense.sensors import When
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import datagrams, structs, wire
 from unicron_ctl.shared.system.throttle import Throttle
@@ -29,7 +29,7 @@ HINTS = 0.5, 4.0
 
 
 class Intake:
-    """One per core. runtime: what is known for now of a job. carry_out: the core's door."""
+    """The core's part that reads messages. carry_out: the core's door. run_sensors: those of a job, at an occasion."""
 
     def __init__(
         self,
@@ -37,11 +37,12 @@ class Intake:
         runtime: Callable[[JobState], JobRuntime],
         node_events: judge_nodes.NodeEventQueue,
         carry_out: Callable[[Outcome], bool],
+        run_sensors: Callable[[JobState, When], None],
         written: LogQuota,
     ) -> None:
         self._view, self._runtime, self._node_events, self._carry_out = view, runtime, node_events, carry_out
-        self._written = written
-        self.registrations = Registrations(view, carry_out, written)
+        self._run_sensors, self._written = run_sensors, written
+        self.registrations = Registrations(view, carry_out, self._on_replaced, written)
         self._hints = Throttle(*HINTS)
 
     def receive(self, route: Route, message: wire.Message, key: str, asker: Asker) -> None:
@@ -58,12 +59,12 @@ class Intake:
                     job = self._view.state.jobs[message.job]
                     if self._view.config.metrics_seconds and not job.over:
                         self._runtime(job).sensors.peers.on_metrics(agent, message, self._view.now)
-            case wire.Reached():
+            case wire.ReachAnswer():
                 if (agent := self._of_agent(route, key, message)) is not None:
                     label = self._view.state.jobs[message.job].label(agent.element)
                     probes.on_reached(self._view.suspicions, agent, label, message)
                     network_partitions.on_reached(self._view.live.jobs[message.job].survey, agent, message)
-            case wire.Held():
+            case wire.RecallAnswer():
                 if (agent := self._of_agent(route, key, message)) is not None:
                     adoption.take_in_plan(self._view.job(self._view.state.jobs[message.job]), agent, message)
             case wire.NodeEvent():
@@ -86,7 +87,10 @@ class Intake:
         return known is not None and known.key == key and getattr(message, "agent", known.agent) == known.agent
 
     def _of_agent(
-        self, route: Route, key: str, message: wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
+        self,
+        route: Route,
+        key: str,
+        message: wire.Steps | wire.Metrics | wire.ReachAnswer | wire.RecallAnswer | wire.NodeEvent,
     ) -> AgentView | None:
         """The agent that sent the message, if it is its own; its lease begins again."""
         agent = self._view.live.agent(message.job, message.element)
@@ -112,6 +116,14 @@ class Intake:
         return True
 
     # ------------------------------------------------------------ agents
+    def _on_replaced(self, job: JobState, before: AgentRecord) -> None:
+        """Another agent has come for the element of this one."""
+        self._runtime(job).sensors.before = before
+        self._run_sensors(job, When.REGISTERED)
+        missed = self._view.job(job).missed
+        for slot in [slot for slot, (agent, _) in missed.items() if agent == before.agent]:
+            del missed[slot]
+
     def _on_status(self, route: Route, message: wire.Status, key: str) -> None:
         state, agent = self._view.state.jobs.get(message.job), self._view.live.agent(message.job, message.element)
         if (refusal := self._refusal_of(state, message, key)) is not None:
@@ -140,8 +152,8 @@ class Intake:
             self._note_notice(job, agent)
         if message.leaving:
             self._view.live.drop_lease(agent)
-            if (left := members.check_leaving(self._view, job, agent)) is not None:
-                self._carry_out(Outcome(findings=[left]))
+            self._runtime(state).sensors.speaker = agent
+            self._run_sensors(state, When.LEAVING)
         self._note_changes(job, agent, changed)
 
     def _note_notice(self, job: JobView, agent: AgentView) -> None:
@@ -153,7 +165,7 @@ class Intake:
         agent.noticed_at, agent.shown = self._view.now, "" if self._view.slurm.used else "unknown"
         reason = f"element {agent.element} on {agent.node} is to end: its ranks leave at the next boundary"
         told = Outcome(hurry=True)
-        told.record(job.state, records.Noticed(element=agent.element, agent=agent.agent, reason=reason))
+        told.record(job.state, records.EndNotice(element=agent.element, agent=agent.agent, reason=reason))
         self._carry_out(told)
 
     def _refusal_of(self, state: JobState | None, message: wire.Status, key: str) -> wire.Message | None:
@@ -166,7 +178,7 @@ class Intake:
             return ending(state.ended)
         if not released(state):
             return None
-        return wire.Refused(reason=state.set_aside, final=True, alone=state.sweep)
+        return wire.Refusal(reason=state.set_aside, final=True, alone=state.sweep)
 
     def _revive_agent(self, job: JobView, agent: AgentView) -> None:
         """An agent whose lease had run out speaks again."""
@@ -193,11 +205,11 @@ class Intake:
                 if slot in job.awaited:
                     job.notice(slot, self._view.now)
 
-    def _unknown(self, job: JobState | None, message: wire.Status) -> wire.Refused:
+    def _unknown(self, job: JobState | None, message: wire.Status) -> wire.Refusal:
         replaced = job is not None and message.agent in job.superseded
         if replaced:
             return replaced_by_another(message.job, message.element)
-        return wire.Refused(reason="register first")
+        return wire.Refusal(reason="register first")
 
     # ------------------------------------------------------------ ranks
     def _on_steps(self, route: Route, message: wire.Steps, key: str) -> None:
@@ -267,7 +279,7 @@ class Intake:
         if now - agent.repeated.get("hint", -HINT_SECONDS) >= HINT_SECONDS and self._hints.allows("", now):
             agent.repeated["hint"] = now
             out.hurry = True
-            out.merge([self.suspect(agent)])
+            out.suspects.append(agent)
         return out
 
     def _agent_of(self, hint: datagrams.Hint) -> AgentView | None:
@@ -278,11 +290,3 @@ class Intake:
         numbers = range(job.settings.max_nodes) if job.settings.allocation else job.nodes_of_block(hint.element)
         agents = [agent for number in numbers if (agent := live.agent(hint.job, number)) is not None]
         return next((agent for agent in agents if len(numbers) == 1 or agent.node == hint.node), None)
-
-    def suspect(self, agent: AgentView) -> Outcome:
-        """Has an agent asked that somebody says has ended (`failure_detector.leases`)."""
-        out = Outcome()
-        if agent.alive and agent.suspect_since is None:
-            self._view.live.suspect(agent, self._view.now)
-            out.send(agent, wire.Ping())
-        return out

@@ -1,4 +1,4 @@
-"""What breaks in one job, or grows beyond all bounds, sets that job aside, and nothing else."""
+"""Containment: a job that breaks, or grows beyond all bounds, is set aside, and nothing else."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class JobContainment:
         self._append(name, known.generation, records.JobSetAside(input=what[:2000], where=where, reason=reason))
         self._view.job(known).changed.clear()
 
-    def bound(self, name: str) -> None:
+    def enforce_quota(self, name: str) -> None:
         """Sets a job aside whose agents cause records without end: they would fill the disk of all."""
         known = self._view.state.jobs.get(name)
         if known is None or known.over or self._written.allows(name, known.owner, self._view.now):

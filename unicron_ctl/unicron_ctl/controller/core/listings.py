@@ -15,7 +15,6 @@ from unicron_ctl.controller.plan import reconcile
 from unicron_ctl.controller.plan.inputs import around, inputs, replan, why_fixed
 from unicron_ctl.controller.plan.slurm_actions import Desk
 from unicron_ctl.controller.sense.sensors import When
-from unicron_ctl.controller.sense.slurm_states import ended_agents
 
 
 class Listings:
@@ -57,8 +56,6 @@ class Listings:
                 agent.restarts = info.restarts if info is not None else 0
                 agent.grace = self._view.slurm.grace.get(info.partition, 0.0) if info is not None else 0.0
                 self._view.job(job).touched.add(element)
-        for agent in list(ended_agents(self._view, listing, job)):
-            self._carry_out(self._intake.suspect(agent))
         self._turns.run_sensors(job, When.LISTING)
 
     def _plan(self, listing: Listing) -> None:

@@ -19,7 +19,7 @@ from unicron_ctl.controller.job.registration import (
 )
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.model.job_state import owner
+from unicron_ctl.controller.model.job_state import AgentRecord, JobState, owner
 from unicron_ctl.controller.model.quotas import LogQuota
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.shared.log import records
@@ -31,10 +31,17 @@ REFUSALS = 1 / 60, 100.0  # records of final refusals a minute, and at once, of 
 
 
 class Registrations:
-    """Takes in registrations, each of which may wait for Slurm's word; one per core. carry_out: the core's door."""
+    """Takes in registrations, each of which may wait for Slurm's word; one per core. carry_out: the core's door.
+    on_replaced: is told when another agent has come in place of one."""
 
-    def __init__(self, view: View, carry_out: Callable[[Outcome], bool], written: LogQuota) -> None:
-        self._view, self._carry_out, self._written = view, carry_out, written
+    def __init__(
+        self,
+        view: View,
+        carry_out: Callable[[Outcome], bool],
+        on_replaced: Callable[[JobState, AgentRecord], None],
+        written: LogQuota,
+    ) -> None:
+        self._view, self._carry_out, self._on_replaced, self._written = view, carry_out, on_replaced, written
         self._waiting: dict[tuple[str, int, str], Request] = {}
         self._of_user: Counter[int | None] = Counter()  # of those that wait
         self._refusals = Throttle(*REFUSALS)
@@ -91,7 +98,7 @@ class Registrations:
         if found is None and self._view.now - request.since < CONFIRM_SECONDS:
             return
         self._forget(request.name)
-        if isinstance(found, wire.Refused):
+        if isinstance(found, wire.Refusal):
             self._refuse(request, found)
         else:
             self._admit(Case(self._view, request, found), found is not None)
@@ -118,9 +125,9 @@ class Registrations:
 
     def _put_off(self, request: Request, reason: str) -> None:
         """Has the agent try again later."""
-        self._carry_out(Outcome(sends=[Send(request.route, wire.Refused(reason=reason))]))
+        self._carry_out(Outcome(sends=[Send(request.route, wire.Refusal(reason=reason))]))
 
-    def _refuse(self, request: Request, refused: wire.Refused) -> None:
+    def _refuse(self, request: Request, refused: wire.Refusal) -> None:
         """Sends what Slurm's listing says against it, and records a final refusal, the same one once."""
         out, node = Outcome(sends=[Send(request.route, refused)]), request.message.node
         peer = f"{request.message.job} {request.message.element}"
@@ -141,8 +148,11 @@ class Registrations:
             return
         if not case.is_back or case.begins:
             live.remove(message.job, message.element)
+        before = None if case.begins or case.is_back else case.known
         self._carry_out(admission(case, confirmed))
         job = view.job(view.state.jobs[message.job])
+        if before is not None:
+            self._on_replaced(job.state, before)
         record = job.state.agents[message.element]  # what it said when it was compared with Slurm counts
         agent = job.agents.get(message.element)
         if agent is None:

@@ -15,7 +15,6 @@ from unicron_ctl.controller.job.orders import Order, StandingOrders, due_orders,
 from unicron_ctl.controller.job.runtime import JobRuntime
 from unicron_ctl.controller.judge.rank_failures import revive
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.finding import Finding
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.state_machine import ACTIONS
@@ -35,17 +34,16 @@ class BrokenInvariant(Exception):
 
 
 class Turns:
-    """Takes each job's turns. runtime: what is known for now of a job. carry_out, judge, send: the core's door."""
+    """Takes each job's turns. runtime: what is known for now of a job. carry_out, send: the core's door."""
 
     def __init__(
         self,
         view: View,
         runtime: Callable[[JobState], JobRuntime],
         carry_out: Callable[[Outcome], bool],
-        judge: Callable[[Finding], None],
         send: Callable[[Send], None],
     ) -> None:
-        self._view, self._runtime, self._carry_out, self._judge, self._send = view, runtime, carry_out, judge, send
+        self._view, self._runtime, self._carry_out, self._send = view, runtime, carry_out, send
         self.later: set[str] = set()
         """Jobs whose turn goes on once what was decided has gone out."""
         self.begun: set[str] = set()
@@ -86,12 +84,10 @@ class Turns:
             if job.over:
                 return
             if sensor.when is when:
-                self._apply(sensor.sense(self._view, view, memory))
-
-    def _apply(self, outcome: Outcome) -> None:
-        for agent, key, message in outcome.orders:
-            self._order(agent, key, message)
-        self._carry_out(outcome)
+                outcome = sensor.sense(self._view, view, memory)
+                for agent, key, message in outcome.orders:
+                    self._order(agent, key, message)
+                self._carry_out(outcome)
 
     def _sense(self, job: JobState, view: JobView) -> None:
         if job.over:
@@ -118,17 +114,14 @@ class Turns:
         memory = runtime.sensors
         memory.odd = members.take_in_changes(view, memory.iterations.standing)
         view.changed.clear()
-        if not memory.odd:
-            return False
-        found = [s.sense(self._view, view, memory) for s in SENSORS if s.when is When.CHANGE]
         for slot in memory.odd:
             view.notice(slot, self._view.now)
             memory.iterations.standing.on_change(view, slot)
             runtime.on_change(view, slot)
             view.touched.add(job.element(slot))
-        for outcome in found:
-            self._apply(outcome)
-        return True
+        if memory.odd:
+            self.run_sensors(job, When.CHANGE)
+        return bool(memory.odd)
 
     # ------------------------------------------------------------ decide and act
     def _send_first(self, job: JobState, view: JobView) -> None:

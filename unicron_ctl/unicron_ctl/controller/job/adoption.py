@@ -21,12 +21,13 @@ from unicron_ctl.controller.job.candidates import forming_slots, missing_places,
 from unicron_ctl.controller.job.deciding import decide
 from unicron_ctl.controller.job.runtime import JobRuntime
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, AgentRecord, JobState, Phase
+from unicron_ctl.controller.model.finding import Finding
+from unicron_ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication.cuts import behind
+from unicron_ctl.controller.sense import members
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import shared_plans, wire
 from unicron_ctl.shared.slurm.states import OCCUPIES
@@ -48,7 +49,7 @@ def unknown(job: JobState, agent: AgentView) -> bool:
     return agent.alive and (agent.newest > job.generation or _foreign(job, agent.status.agreed))
 
 
-def _foreign(job: JobState, agreed: wire.Agreed | None) -> bool:
+def _foreign(job: JobState, agreed: wire.Agreement | None) -> bool:
     if agreed is None or agreed.generation != job.generation or not agreed.chosen:
         return agreed is not None and agreed.generation > job.generation
     return job.plan is None or (job.plan.generation <= agreed.generation and job.plan.prefix != agreed.plan.prefix)
@@ -99,7 +100,7 @@ def _all_heard(view: View, job: JobView, out: Outcome) -> bool:
     return not missing
 
 
-def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreed], out: Outcome) -> bool:
+def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreement], out: Outcome) -> bool:
     """None of those heard knows that the generation was chosen, but its members, who would know, are silent."""
     for one in agreed:
         if quorum.plan_may_have_begun(view, job.state, one.plan, job.asked):
@@ -125,7 +126,7 @@ def _once(view: View, agent: AgentView, key: str, message: wire.Message, out: Ou
         out.send(agent, message)
 
 
-def _take_over(view: View, job: JobView, chosen: list[wire.Agreed], out: Outcome) -> None:
+def _take_over(view: View, job: JobView, chosen: list[wire.Agreement], out: Outcome) -> None:
     """Adopts what the agents agreed on and follow. Each agent tells the micro-batches of its own ranks, their proposers
     tell all."""
     first = chosen[0]
@@ -137,15 +138,17 @@ def _take_over(view: View, job: JobView, chosen: list[wire.Agreed], out: Outcome
     crews, missing = found
     reason = f"generation {plan.generation} was agreed on while this controller was away: {first.reason}"
     out.findings += _find_missed(view, job, chosen, plan)
-    out.record(job.state, records.Adopted(plan=plan, crews=crews, whole=not missing, reason=reason), plan.generation)
+    out.record(
+        job.state, records.GenerationAdopted(plan=plan, crews=crews, whole=not missing, reason=reason), plan.generation
+    )
 
 
-def _find_missed(view: View, job: JobView, chosen: list[wire.Agreed], plan: wire.Plan) -> Iterator[Finding]:
+def _find_missed(view: View, job: JobView, chosen: list[wire.Agreement], plan: wire.Plan) -> Iterator[Finding]:
     """Findings about processes that were left out and whose agent can no longer be asked: another agent has the
     element, or none has come.
 
     All other agents show such an end themselves or are asked for it, unless another agent comes first
-    (:func:`find_replaced`).
+    (`members.check_missed`).
     """
     state = job.state
     gone = {slot: identity.agent for slot, identity in state.members.items() if slot not in plan.members}
@@ -162,28 +165,7 @@ def _find_missed(view: View, job: JobView, chosen: list[wire.Agreed], plan: wire
             found.setdefault(state.element(slot), []).append(slot)
     for element, slots in list(found.items())[:MISSED_SAID]:
         known = state.agents.get(element)
-        yield _miss(view, job, slots, known.node if known is not None else "")
-
-
-def find_replaced(view: View, job: JobView, element: int, before: AgentRecord | None) -> Iterator[Finding]:
-    """Another agent has come for the element: nobody will tell any more what became of the one before it."""
-    missed, state = job.missed, job.state
-    slots = [slot for slot in missed if state.element(slot) == element]
-    agents = dict(missed.pop(slot) for slot in slots)
-    if before is None or before.gone or before.agent not in agents:
-        return
-    later = (f for f in state.failures if f.detected_at >= agents[before.agent])
-    told = (f for f in later if not set(slots).isdisjoint(f.record.slots))
-    if not any(told):
-        yield _miss(view, job, slots, before.node)
-
-
-def _miss(view: View, job: JobView, slots: list[int], node: str) -> Finding:
-    evidence = f"the job's agents went on without slots {slots} while this controller was away"
-    element = job.state.element(slots[0])
-    return Finding(
-        What.MISSED, job.state.job, tuple(slots), view.now, Source.PEER, evidence, element, node, by="agreement"
-    )
+        yield members.missed_finding(view, job, slots, known.node if known is not None else "")
 
 
 def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
@@ -205,7 +187,7 @@ def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
     else:
         lost = f" without slots {missing[:20]}" if missing else ""
         reason = f"generation {generation}, which this log did not hold, is not complete{lost}: it is broken"
-    out.record(job.state, records.Adopted(plan=plan, crews=crews, whole=whole, reason=reason), generation)
+    out.record(job.state, records.GenerationAdopted(plan=plan, crews=crews, whole=whole, reason=reason), generation)
 
 
 def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
@@ -233,7 +215,7 @@ def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
     plan = wire.Plan(
         generation=generation, members=slots, store=store, prefix=f"{state.job}.g{generation}", replica=job.rank_replica
     )
-    out.record(state, records.Adopted(plan=plan, crews=crews, whole=False, reason=reason), generation)
+    out.record(state, records.GenerationAdopted(plan=plan, crews=crews, whole=False, reason=reason), generation)
 
 
 def _known_elements(view: View, job: JobView) -> list[int]:
@@ -311,7 +293,7 @@ def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:
         _once(view, agent, f"recall {generation}", wire.Recall(generation=generation), out)
 
 
-def take_in_plan(job: JobView, agent: AgentView, message: wire.Held) -> None:
+def take_in_plan(job: JobView, agent: AgentView, message: wire.RecallAnswer) -> None:
     """Takes in an agent's answer to `wire.Recall`; one that holds no plan is ignored."""
     try:
         plan = shared_plans.whole(message.share)
@@ -415,5 +397,5 @@ def reinstate(job: JobView, agent: AgentView) -> Outcome:
             back.append(slot)
     if back:
         reason = f"slots {back} on {agent.node} were taken for lost, and are members again"
-        out.record(state, records.Reinstated(slots=back, reason=reason))
+        out.record(state, records.MembersReinstated(slots=back, reason=reason))
     return out

@@ -26,7 +26,7 @@ from unicron_ctl.controller.model.state_machine import Event
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.plan.job_layouts import lost_seconds
 from unicron_ctl.controller.plan.reconcile import must_end
-from unicron_ctl.controller.replication.forming import formed
+from unicron_ctl.controller.replication.forming import formable
 from unicron_ctl.controller.sense import fencing
 from unicron_ctl.controller.sense.progress import ENTER_TRIES, offer_ignored, offer_taken
 from unicron_detector.words import all_of, counted
@@ -178,7 +178,7 @@ def _partial(view: View, job: JobView, slots: Iterable[int]) -> bool:
     reports = {slot: status for slot in slots if (status := job.status(slot)) is not None}
     if job.seconds_in_phase(view.now) >= worth or not any(each.shards for each in reports.values()):
         return False
-    found = formed(reports, job.replica)
+    found = formable(reports, job.replica)
     return found is None or found.state is None
 
 

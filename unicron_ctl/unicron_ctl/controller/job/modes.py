@@ -151,15 +151,15 @@ class Restart:
         return out
 
 
-def _proof(job: JobView, age: float) -> records.Steady | None:
+def _proof(job: JobView, age: float) -> records.WorldProved | None:
     """Proof that the world, `age` seconds old, gets on: it has lasted, or it has saved a later state than the worlds
     before it had when they broke. A world that fails at the same iteration again and again saves none."""
     ranks, saved = len(job.state.members), newest_saved(job)
     if saved is not None and saved.iteration > job.state.reached:
         reason = f"the world of {counted(ranks, 'rank')} has saved the state of iteration {saved.iteration}"
-        return records.Steady(reason=reason)
+        return records.WorldProved(reason=reason)
     if age >= STEADY_SECONDS:
-        return records.Steady(reason=f"the world of {counted(ranks, 'rank')} has run for {STEADY_SECONDS:.0f} s")
+        return records.WorldProved(reason=f"the world of {counted(ranks, 'rank')} has run for {STEADY_SECONDS:.0f} s")
     return None
 
 

@@ -153,7 +153,7 @@ def peer_of(job: JobState, element: int) -> structs.Peer | None:
 def ending(ended: Ending) -> wire.Message:
     """The message to agents of a job that is over. Agents of a disowned job may ask again, since Slurm may be wrong."""
     if ended.disowned:
-        return wire.Refused(reason=ended.reason)
+        return wire.Refusal(reason=ended.reason)
     return wire.End(code=ended.code, reason=ended.reason)
 
 
@@ -191,7 +191,7 @@ def due_orders(job: JobView, agent: AgentView, orders: StandingOrders, now: floa
         yield from _processes(job, agent, now)
 
 
-def _release_order(job: JobView, agent: AgentView) -> wire.Released | None:
+def _release_order(job: JobView, agent: AgentView) -> wire.Release | None:
     """The word to an agent whose element is to end that it need not wait any more; None while it has to: for its ranks
     to leave, or for Slurm to show whether it preempts the element or ends it."""
     state = job.state
@@ -200,7 +200,7 @@ def _release_order(job: JobView, agent: AgentView) -> wire.Released | None:
     if not agent.shown or (others and inside):
         return None
     out = others and (bool(state.members) or not state.mode.keeps_state)
-    return wire.Released(out=out, stay=agent.shown in WORKS)
+    return wire.Release(out=out, stay=agent.shown in WORKS)
 
 
 def _must_break(job: JobState, agent: AgentView, orders: StandingOrders) -> bool:

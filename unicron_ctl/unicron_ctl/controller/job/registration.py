@@ -19,7 +19,6 @@ from functools import cached_property
 
 import msgspec
 
-from unicron_ctl.controller.job import adoption
 from unicron_ctl.controller.job.orders import ending
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.agent_view import Route
@@ -123,9 +122,9 @@ class Case:
         job = self.view.live.jobs.get(self.message.job)
         return job is not None and any(agent.element != self.message.element for agent in job.alive())
 
-    def final(self, reason: str, alone: bool = False) -> wire.Refused:
+    def final(self, reason: str, alone: bool = False) -> wire.Refusal:
         """The refusal of an agent that does not fit the others of its job."""
-        return wire.Refused(reason=reason, final=True, alone=alone, apart=self.has_mates)
+        return wire.Refusal(reason=reason, final=True, alone=alone, apart=self.has_mates)
 
 
 # ---------------------------------------------------------------- why an agent is not taken in
@@ -146,11 +145,11 @@ def _turned_off(case: Case) -> wire.Message | None:
     if case.job is not None or OFF not in modes:
         return None
     if view.slurm.used and not (view.slurm.seen and view.slurm.seen.of(name)) and len(modes) > 1:
-        return wire.Refused(reason=f"Slurm does not show job {name} yet: its partition is not known")
+        return wire.Refusal(reason=f"Slurm does not show job {name} yet: its partition is not known")
     rules = permission.of_job(view, name)
     if rules.mode != OFF:
         return None
-    return wire.Refused(reason=f'partition {rules.partition} is "off" in the configuration of unicrond', final=True)
+    return wire.Refusal(reason=f'partition {rules.partition} is "off" in the configuration of unicrond', final=True)
 
 
 def _not_the_owner(case: Case) -> wire.Message | None:
@@ -166,7 +165,7 @@ def _not_the_owner(case: Case) -> wire.Message | None:
     reason = f"job {job.job}: {asker} is not its owner {job.settings.user}"
     if not sure:
         reason = f"job {job.job} was begun by {job.settings.user}, and Slurm has not confirmed it: {asker} waits"
-    return wire.Refused(reason=reason, final=sure and bool(asker.user))
+    return wire.Refusal(reason=reason, final=sure and bool(asker.user))
 
 
 def _another_self(case: Case) -> wire.Message | None:
@@ -179,7 +178,7 @@ def _another_self(case: Case) -> wire.Message | None:
     name = next((name for name in was if was[name] != is_now[name]), "")
     who = f"agent {message.agent} of job {message.job}"
     reason = f"{who} has another {name} than before: each agent needs an id of its own"
-    return wire.Refused(reason=reason, final=True) if name else None
+    return wire.Refusal(reason=reason, final=True) if name else None
 
 
 def _other_step(case: Case) -> wire.Message | None:
@@ -194,15 +193,15 @@ def _other_step(case: Case) -> wire.Message | None:
     which = f"step {message.step // ranges.LAUNCHES} of job {message.job}"
     at = f"step {job.step // ranges.LAUNCHES}"
     if not message.trains and job.trains:
-        return wire.Refused(reason=f"{which} trains nothing, and {at} is the job", final=True, alone=True)
+        return wire.Refusal(reason=f"{which} trains nothing, and {at} is the job", final=True, alone=True)
     if message.step > job.step:
         said = f"{which} came while {at} runs, and one step at a time is protected: if {at} trains nothing, "
-        return wire.Refused(reason=f"{said}write `UNICRON=0 srun ...` for it")
+        return wire.Refusal(reason=f"{said}write `UNICRON=0 srun ...` for it")
     if beside:
         reason = f"{which} came after {at} had begun, and one step at a time is protected"
     else:
         reason = f"{which} is over for the other elements, which are at {at}"
-    return wire.Refused(reason=reason, alone=True)
+    return wire.Refusal(reason=reason, alone=True)
 
 
 def _has_successor(case: Case) -> wire.Message | None:
@@ -212,10 +211,10 @@ def _has_successor(case: Case) -> wire.Message | None:
     return replaced_by_another(case.message.job, case.message.element)
 
 
-def replaced_by_another(job: str, element: int) -> wire.Refused:
+def replaced_by_another(job: str, element: int) -> wire.Refusal:
     """The message to an agent whose element another agent has taken."""
     reason = f"another agent has taken element {element} of job {job}"
-    return wire.Refused(reason=reason, final=True, replaced=True)
+    return wire.Refusal(reason=reason, final=True, replaced=True)
 
 
 def _left_alone(case: Case) -> wire.Message | None:
@@ -224,7 +223,7 @@ def _left_alone(case: Case) -> wire.Message | None:
     if job is None or not job.set_aside or job.ended or case.begins or (case.is_back and not released(job)):
         return None
     apart = not released(job) and not job.sweep and case.has_mates
-    return wire.Refused(reason=job.set_aside, final=True, alone=job.sweep, apart=apart)
+    return wire.Refusal(reason=job.set_aside, final=True, alone=job.sweep, apart=apart)
 
 
 def _unlike_the_others(case: Case) -> wire.Message | None:
@@ -270,7 +269,7 @@ def _has_ended(case: Case) -> wire.Message | None:
         return None
     if case.view.slurm.used and case.info is None and not case.is_back:
         said = f"a job {job.job} has ended, and Slurm has not said yet whether this is another one: it waits"
-        return wire.Refused(reason=said)
+        return wire.Refusal(reason=said)
     return ending(job.ended)
 
 
@@ -286,7 +285,7 @@ def _too_many(case: Case) -> wire.Message | None:
         agents = sum(len(one.agents) for one in jobs) + mine
         if len(jobs) + new > most_jobs or agents >= most_agents:
             said = f"Slurm has not confirmed {counted(len(jobs), 'job')} with {counted(agents, 'agent')}"
-            return wire.Refused(reason=f"{said}: job {case.message.job} waits for its word")
+            return wire.Refusal(reason=f"{said}: job {case.message.job} waits for its word")
     return None
 
 
@@ -317,11 +316,11 @@ def turn_away(case: Case, answer: wire.Message) -> Outcome:
     """Sends `answer` to an agent that is not taken in. An agent that does not fit the others of a job that nobody
     trains yet takes the protection from all: without each other neither part has a world."""
     out, job, message = Outcome(), case.job, case.message
-    if isinstance(answer, wire.Refused) and answer.apart and job is not None and _unformed(job) and not job.over:
+    if isinstance(answer, wire.Refusal) and answer.apart and job is not None and _unformed(job) and not job.over:
         reason = f"element {message.element} on {message.node}: {answer.reason}. Until then nothing protects the job"
         what = f"the registration of agent {message.agent}"
         out.record(job, records.JobSetAside(input=what, reason=reason, sweep=answer.alone))
-        answer = wire.Refused(reason=reason, final=True, alone=answer.alone)
+        answer = wire.Refusal(reason=reason, final=True, alone=answer.alone)
     out.sends.append(Send(case.request.route, answer))
     return out
 
@@ -337,14 +336,12 @@ def admission(case: Case, confirmed: bool) -> Outcome:
     elif info is not None and job is not None and job.nodes and info.restarts != job.nodes_of_restart:
         nodes, restarts = nodes_of(case.view.slurm.seen, message.job)
         reason = f"Slurm has requeued job {message.job} on {counted(len(nodes), 'node')}"
-        news.append(records.Reallocated(nodes=nodes, restarts=restarts, reason=reason))
+        news.append(records.JobReallocated(nodes=nodes, restarts=restarts, reason=reason))
     if known is None or known.agent != message.agent:
         out.hurry = True
         news.append(_as_record(case, confirmed))
     elif known.gone:
         news.append(records.AgentBack(element=message.element, agent=message.agent, node=message.node))
-    if known is not None and known.agent != message.agent and job is not None:
-        out.findings += adoption.find_replaced(case.view, case.view.job(job), message.element, known)
     out.records += [(message.job, 0, record) for record in news]
     return out
 
@@ -434,7 +431,7 @@ def progress_seconds(view: View, job: JobState) -> float:
 
 
 # ---------------------------------------------------------------- Slurm's word
-def compare(view: View, place: tuple[str, int, str], asker: Asker, since: float) -> ElementInfo | wire.Refused | None:
+def compare(view: View, place: tuple[str, int, str], asker: Asker, since: float) -> ElementInfo | wire.Refusal | None:
     """The element as Slurm shows it; why the agent is refused; or None while Slurm has not said. Pure.
 
     place: job, element and node that the agent names. Only a listing that was asked for after the agent came can refuse
@@ -446,7 +443,7 @@ def compare(view: View, place: tuple[str, int, str], asker: Asker, since: float)
     name, fresh = f"element {element} of job {job}", seen.asked_at >= since
     info = seen.of(job).get(element)
     if info is None:
-        return wire.Refused(reason=f"Slurm shows no {name}") if fresh else None
+        return wire.Refusal(reason=f"Slurm shows no {name}") if fresh else None
     mine = asker.admin or asker.uid == info.uid
     works = info.state in OCCUPIES and node in seen.nodes_of(info)
     if mine and works and view.now - seen.asked_at <= LISTING_SECONDS:
@@ -454,10 +451,10 @@ def compare(view: View, place: tuple[str, int, str], asker: Asker, since: float)
     if not fresh:
         return None
     if not mine:
-        return wire.Refused(reason=f"job {job}: {asker} is not its owner {info.user}", final=True)
+        return wire.Refusal(reason=f"job {job}: {asker} is not its owner {info.user}", final=True)
     if info.state in OCCUPIES and not works:
-        return wire.Refused(reason=f"Slurm runs {name} on {info.node}, not on {node}", final=True)
-    return None if works else wire.Refused(reason=f"Slurm shows {name} as {info.state}, not at work")
+        return wire.Refusal(reason=f"Slurm runs {name} on {info.node}, not on {node}", final=True)
+    return None if works else wire.Refusal(reason=f"Slurm shows {name} as {info.state}, not at work")
 
 
 def confirmed_jobs(view: View, jobs: Sequence[JobState]) -> list[JobState]:

@@ -71,7 +71,7 @@ class JobRuntime:
             self.disturbed_until = -1 if not again or record.plan.iteration is None else record.plan.iteration
         elif isinstance(record, records.Break):
             self.outsiders.update(one.slot for one in record.lost)
-        elif isinstance(record, records.Entered):
+        elif isinstance(record, records.GenerationEntered):
             self.outsiders.update(record.left)
             self.timings = {}
 

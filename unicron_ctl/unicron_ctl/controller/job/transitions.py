@@ -27,7 +27,7 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.state_machine import Action, Event
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication.fetching import fetch_orders, fetched_from, wanted_state
-from unicron_ctl.controller.replication.forming import formed, left_behind, taken_over, without_match
+from unicron_ctl.controller.replication.forming import formable, left_behind, taken_over, without_match
 from unicron_ctl.controller.replication.script_states import newest_saved
 from unicron_ctl.shared.consensus import survivors_plan
 from unicron_ctl.shared.log import records
@@ -46,7 +46,7 @@ def form_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
     common start again if they have been in a generation, from the script's newest checkpoint if there is one.
     """
     reports = {slot: status for slot in trigger.joiners if (status := job.status(slot)) is not None}
-    found, out = formed(reports, job.replica), Outcome()
+    found, out = formable(reports, job.replica), Outcome()
     wanted = wanted_state(view, job, reports, found)
     if (fetching := fetch_orders(view, job, wanted)) is not None:
         return fetching
@@ -101,7 +101,7 @@ def break_generations(view: View, job: JobView, trigger: Trigger) -> Outcome:
     number = state.generation  # the highest ever used: an outstanding offer is over, too
     inside = {**state.members, **state.joining}
     lost = [
-        records.Lost(slot, inside[slot].agent, inside[slot].incarnation)
+        records.LostProcess(slot, inside[slot].agent, inside[slot].incarnation)
         for slot in sorted(state.condemned)
         if slot in inside
     ]
@@ -183,7 +183,7 @@ def offer_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
     number = state.generation + 1
     plan = Plan(
         generation=number,
-        members=layout.arranged([*layout.replicas(staying, size), *layout.replicas(joiners, size)]),
+        members=layout.arrange([*layout.replicas(staying, size), *layout.replicas(joiners, size)]),
         store=store_of(job, staying),
         prefix=prefix(state, number),
         boundary=True,
@@ -211,7 +211,7 @@ def withdraw_offer(view: View, job: JobView, trigger: Trigger) -> Outcome:
     assert state.offer is not None
     number = state.offer.generation
     gone = [(slot, state.joining[slot]) for slot in sorted(state.condemned) if slot in state.joining]
-    lost = [records.Lost(slot, process.agent, process.incarnation) for slot, process in gone]
+    lost = [records.LostProcess(slot, process.agent, process.incarnation) for slot, process in gone]
     out.record(state, records.OfferWithdrawn(number=number, lost=lost, reason=trigger.reason), number)
     for agent in job.alive():
         out.send(agent, wire.Withdraw(generation=number, reason=trigger.reason))
@@ -224,7 +224,9 @@ def enter_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
     plan = state.offer or state.plan
     assert plan is not None
     left = sorted(set(state.members) - set(plan.members)) if state.offer else []
-    out.record(state, records.Entered(members=plan.members, left=left, reason=trigger.reason), plan.generation)
+    out.record(
+        state, records.GenerationEntered(members=plan.members, left=left, reason=trigger.reason), plan.generation
+    )
     return out
 
 

@@ -16,7 +16,7 @@ from unicron_ctl.controller.model.live import READY, Fence, Fetching, LastStep, 
 from unicron_ctl.controller.model.survey import Survey
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_ctl.shared.protocol.wire import Plan
-from unicron_transition.generations.layout import stated
+from unicron_transition.generations.layout import parse_layout
 
 AT_REST = ("stopped", "waiting", "standby")
 PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then has not got in
@@ -156,7 +156,7 @@ class JobView:
         ranks say it."""
         if self.state.plan is not None:
             return self.state.plan.replica
-        return stated(self.state.layout).layout.size if self.state.layout else self.rank_replica
+        return parse_layout(self.state.layout).layout.size if self.state.layout else self.rank_replica
 
     @property
     def wanted(self) -> int:

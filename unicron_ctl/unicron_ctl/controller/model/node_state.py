@@ -9,7 +9,7 @@ import msgspec
 
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
-from unicron_ctl.shared.slurm.drains import LOST
+from unicron_ctl.shared.slurm.drains import LOST_NODE
 
 NODE_EVENTS_KEPT = 20
 MARKS_KEPT = 200
@@ -79,7 +79,7 @@ class NodeState:
     @property
     def proven_bad(self) -> bool:
         """Its checks speak against it; all else that is taken out of service was lost."""
-        return self.drained and not self.reason.startswith(LOST)
+        return self.drained and not self.reason.startswith(LOST_NODE)
 
     def event(self, number: int) -> SeenEvent | None:
         """Return the event with that number of the log, while it is remembered."""
@@ -102,7 +102,7 @@ def on_slurm_done(node: NodeState, event: Event, record: records.SlurmDone) -> N
         node.going_down, node.refused, node.out_at = False, "", event.time
 
 
-def on_avoided(node: NodeState, event: Event, record: records.Avoided) -> None:
+def on_avoided(node: NodeState, event: Event, record: records.NodeAvoided) -> None:
     if record.suspect:
         node.suspicion, node.suspected_at = record.reason, event.time
 

@@ -61,7 +61,7 @@ class Quotas:
         """Whether there may be yet another question, by whatever key."""
         if asker:
             return self._askers.allows(asker, now)
-        return self._addresses.left(origin(address), now) > 0.0
+        return self._addresses.rest(origin(address), now) > 0.0
 
 
 def cost(size: int, seconds: float = 0.0) -> float:
@@ -90,10 +90,10 @@ class LogQuota:
     def allows(self, job: str, owner: str, now: float, kept: float = 0.0) -> bool:
         """Whether there may be more, with such a part of all of them kept for others."""
         self._pay(now)
-        mine = self._jobs.left(job, now) >= kept * self._jobs.burst
-        return mine and self._owners.left(owner, now) >= kept * self._owners.burst
+        mine = self._jobs.rest(job, now) >= kept * self._jobs.burst
+        return mine and self._owners.rest(owner, now) >= kept * self._owners.burst
 
     def owner_may(self, owner: str, now: float) -> bool:
         """Whether there may be more of this owner's."""
         self._pay(now)
-        return self._owners.left(owner, now) >= 0.0
+        return self._owners.rest(owner, now) >= 0.0

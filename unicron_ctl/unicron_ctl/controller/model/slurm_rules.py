@@ -74,18 +74,18 @@ def on_held_again(state: ClusterState, event: Event, record: records.HeldAgain) 
     state.held.add((event.job, record.element))
 
 
-def on_unpinned(state: ClusterState, event: Event, record: records.Unpinned) -> None:
+def on_unpinned(state: ClusterState, event: Event, record: records.ElementUnpinned) -> None:
     if not record.node:  # else Slurm has the pin until it is asked to take it back
         state.pins.pop((event.job, record.element), None)
 
 
-def on_refused(job: JobState, event: Event, record: records.Unpinned) -> None:
+def on_refused(job: JobState, event: Event, record: records.ElementUnpinned) -> None:
     for node in names_of(record.node):
         job.refused[node] = RefusedNode(record.until, record.said)
 
 
 # ---------------------------------------------------------------- one job's elements
-def on_avoided(job: JobState, event: Event, record: records.Avoided) -> None:
+def on_avoided(job: JobState, event: Event, record: records.NodeAvoided) -> None:
     job.avoid[record.node] = AvoidedNode(event.time, record.reason, record.agent, record.suspect)
     if record.agent:
         leave_with_block(job, record.element)

@@ -260,7 +260,7 @@ class View:
     def rules(self, partition: str) -> Rules:
         """The rules of this partition now ("" for one that is not known)."""
         rules = self.config.rules(partition)
-        return rules.paused() if self.state.is_paused(partition, self.now) else rules
+        return rules.as_paused() if self.state.is_paused(partition, self.now) else rules
 
     def job(self, state: JobState) -> JobView:
         """The job with what its agents say."""
@@ -341,11 +341,13 @@ class Outcome:
     orders: list[Order] = field(default_factory=list)
     """Sent by the job's turn; only sensors return them."""
     requests: list[Any] = field(default_factory=list)
+    suspects: list[AgentView] = field(default_factory=list)
+    """Agents of which somebody says that they have ended: they are asked (`failure_detector.leases`)."""
     hurry: bool = False
     """Slurm should be asked soon."""
 
     def __bool__(self) -> bool:
-        return bool(self.records or self.findings or self.sends or self.requests)
+        return bool(self.records or self.findings or self.sends or self.requests or self.suspects)
 
     def record(self, job: JobState | None, record: Record, generation: int | None = None) -> None:
         """Adds a record; its generation is the job's present one unless another is named."""
@@ -377,5 +379,6 @@ class Outcome:
             self.findings += other.findings
             self.sends += other.sends
             self.requests += other.requests
+            self.suspects += other.suspects
             self.hurry = self.hurry or other.hurry
         return self

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.view import Listing
-from unicron_ctl.shared.slurm.slurm_client import Asked, ElementInfo, NodeInfo, PartitionInfo, Size
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo, Needs, NodeInfo, PartitionInfo, Size
 from unicron_planner.problem.gpus import node_peak
 
 
@@ -211,7 +211,7 @@ def _allows(partition: PartitionInfo, ask: ElementInfo) -> bool:
     )
 
 
-def too_small(ask: Asked, size: Size) -> str:
+def too_small(ask: Needs, size: Size) -> str:
     """Say what a node of this size lacks; empty when it is large enough, or Slurm did not say how large it is."""
     if not size.cpus:
         return ""

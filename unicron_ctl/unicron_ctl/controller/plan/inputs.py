@@ -41,7 +41,7 @@ def replan(view: View, jobs: Sequence[JobState], aheads: Aheads) -> Outcome:
     trigger = f"was: {state.plan_inputs}; is: {key}" if state.plan_inputs else f"first plan: {key}"
     out.record(
         None,
-        records.Replanned(
+        records.ClusterReplanned(
             assignment=dict(plan.assignment),
             reasons=dict(plan.reasons),
             objective=plan.objective,
@@ -415,6 +415,6 @@ def waiting(view: View, job: JobState) -> list[Waiting]:
     for e in listing.rows_of(job.job).values() if listing is not None and not job.over else ():
         if e.state == "PENDING":
             ours = e.held and not held_by_others(e, view.state.held)
-            words = "the plan has no node for it" if ours else pending_reasons.explained(e, view.now)
+            words = "the plan has no node for it" if ours else pending_reasons.explain_pending(e, view.now)
             found.setdefault((e.reason, words, ours or _startable(view, e)), []).append(e.element)
     return [Waiting(sorted(numbers), *why) for why, numbers in sorted(found.items())]

@@ -20,7 +20,7 @@ from unicron_planner.problem import layouts as planner
 from unicron_planner.problem.gpus import gpu_memory, gpu_peak
 from unicron_planner.problem.layouts import Known, Split
 from unicron_planner.problem.megatron_costs import Gpt, Hardware
-from unicron_transition.generations.layout import stated
+from unicron_transition.generations.layout import parse_layout
 
 NEVER_SAVES = -1  # `structs.RankStatus.saved` of a script without checkpoints
 WHOLE = (Phase.RUNNING, Phase.OFFERING, Phase.ENTERING)  # phases in which the ranks that stop can save all of the state
@@ -96,7 +96,7 @@ def problem(settings: Settings) -> str:
 
 def splits(settings: Settings) -> list[Split]:
     """The job's layouts as the planner knows them."""
-    found = [stated(name) for name in settings.layouts]
+    found = [parse_layout(name) for name in settings.layouts]
     return [Split(one.text, one.layout.tensor, one.layout.pipeline, one.virtual) for one in found]
 
 

@@ -16,7 +16,7 @@ from itertools import islice
 from unicron_ctl.controller.model.cluster_state import Pin
 from unicron_ctl.controller.model.requests import RELEASE_COMMENT, Action
 from unicron_ctl.shared.slurm import pending_reasons
-from unicron_ctl.shared.slurm.admin_comment import HELD
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX
 from unicron_ctl.shared.slurm.pending_reasons import Bar
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo
 from unicron_ctl.shared.slurm.squeue import names_of, nodes_of
@@ -311,7 +311,7 @@ def _hold_limited(work: _Place, needs: Sequence[Need]) -> None:
 def _hold_some(work: _Place, need: Need, numbers: Iterable[int], why: str) -> None:
     job = work.by_job.get(need.job, {})
     for e in islice((job[number] for number in numbers if not job[number].held), MOST_HOLDS):
-        work.act("hold", e, "", why, f"{HELD}, the plan has no node for it")
+        work.act("hold", e, "", why, f"{HOLD_PREFIX}, the plan has no node for it")
 
 
 def _leavers(work: _Place, need: Need, needs: Sequence[Need]) -> list[int]:
@@ -485,6 +485,8 @@ def _hand_over(
             staying = ",".join(name for name in need.allocation if name not in names)
             work.act("shrink", replace(donor, element=0), node, why, staying)
             continue
-        work.act("requeue_hold", donor, node, why, f"{HELD}, the plan took {node}" + (f" for {jobs}" if jobs else ""))
+        work.act(
+            "requeue_hold", donor, node, why, f"{HOLD_PREFIX}, the plan took {node}" + (f" for {jobs}" if jobs else "")
+        )
     for taker, node in takers:
         work.act("start_now", taker, node, f"{node} is free for it now")

@@ -38,7 +38,7 @@ from unicron_ctl.controller.sense import fencing
 from unicron_ctl.controller.sense.slurm_states import describe
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm import pending_reasons
-from unicron_ctl.shared.slurm.admin_comment import HELD, own_part
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX, own_part
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.squeue import names_of, nodes_of
 from unicron_ctl.shared.slurm.states import ENDED_BADLY, OCCUPIES, OVER, WORKS
@@ -170,7 +170,7 @@ def _held_again(view: View, listing: Listing, out: Outcome) -> None:
         job, e = view.state.jobs.get(key[0]), listing.rows_of(key[0]).get(key[1])
         if job is None or e is None or not e.held or key in view.state.held or key in busy or listing.asked_at <= at:
             continue
-        if own_part(e.admin_comment).startswith(HELD) and e.reason != "JobHeldUser":
+        if own_part(e.admin_comment).startswith(HOLD_PREFIX) and e.reason != "JobHeldUser":
             reason = f"Slurm shows it held by what was written here ({e.admin_comment}), and it is not to be by the log"
             out.record(job, records.HeldAgain(element=e.element, reason=reason))
 
@@ -250,7 +250,7 @@ def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) 
     _allot(view, jobs, found, out)
     out.merge([job_layouts.wishes(view, jobs)])
     for name, element in found.unpinned:
-        out.record(state.jobs[name], records.Unpinned(element=element))
+        out.record(state.jobs[name], records.ElementUnpinned(element=element))
     request_actions(view, desk.retries, found.actions, out)
     return out
 
@@ -281,7 +281,7 @@ def _refused_pins(view: View, listing: Listing, jobs: Sequence[JobState], out: O
         known.update(nodes)
         seconds = seconds if len(nodes) == 1 else min(seconds, REFUSED_BLOCK_SECONDS)
         why = f"Slurm does not start {e.label} on {pin.node}, where it was told to: {said}"
-        record = records.Unpinned(element=number, node=pin.node, said=said, until=view.now + seconds, reason=why)
+        record = records.ElementUnpinned(element=number, node=pin.node, said=said, until=view.now + seconds, reason=why)
         out.record(job, record)
     return found
 
@@ -391,7 +391,7 @@ def keeping(view: View, listing: Listing, jobs: Sequence[JobState], why: str = "
         view.slurm.expected[job.job] = sorted(n for n, e in elements.items() if e.state in WORKS)
         if job.allotted is not None and set(job.allotted) != set(elements):  # it was planned for before
             reason = f"{why or why_fixed(view, job)}: all elements may work"
-            out.record(job, records.Allotted(elements=sorted(elements), leaving=[], reason=reason))
+            out.record(job, records.ElementsAllotted(elements=sorted(elements), leaving=[], reason=reason))
     return out
 
 
@@ -409,7 +409,7 @@ def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState])
         would = f"give {counted(nodes, 'node')} to job {name}"
         why = permission.of_job(view, name).refusal("requeue_hold")
         reason = f"would {would}: {plan.reasons[name]}; not done, for {why}"
-        out.record(job, records.Observed(would=would, action="plan", nodes=nodes, reason=reason))
+        out.record(job, records.ActionObserved(would=would, action="plan", nodes=nodes, reason=reason))
     request_actions(view, desk.retries, _place(view, listing, jobs, plan.assignment, plan.reasons).actions, out)
     return out
 
@@ -421,4 +421,4 @@ def _allot(view: View, jobs: Sequence[JobState], found: Placement, out: Outcome)
         view.slurm.expected[job.job] = allotted
         if job.allotted != allotted or job.leaving != leaving:
             words = f"elements {parts[0]}" + (f", {parts[1]} leave at the next boundary" if leaving else "")
-            out.record(job, records.Allotted(elements=allotted, leaving=leaving, reason=words))
+            out.record(job, records.ElementsAllotted(elements=allotted, leaving=leaving, reason=words))

@@ -170,9 +170,9 @@ def on_outcome(view: View, retries: Retries, gate: readmission.Gate, action: Act
         )
         out.records.append((action.job, generation, failed))
         if action.action in OUT:
-            out.merge([isolation.refused(view, action, error)])
+            out.merge([isolation.note_refusal(view, action, error)])
         elif action.action == "pin":
-            out.records.append((action.job, generation, records.Unpinned(element=action.element)))
+            out.records.append((action.job, generation, records.ElementUnpinned(element=action.element)))
         return out
     if action.action == "resume":
         verified = gate.verified.pop(action.node, True)

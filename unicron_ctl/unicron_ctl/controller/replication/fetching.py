@@ -10,7 +10,7 @@ from unicron_ctl.controller.model.live import Fetching, ImageRoute
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication import nearest
 from unicron_ctl.controller.replication.cuts import FAR, first_of
-from unicron_ctl.controller.replication.forming import Formed
+from unicron_ctl.controller.replication.forming import FormableGeneration
 from unicron_ctl.controller.replication.receivers import holder_of
 from unicron_ctl.controller.replication.strategies import strategy_of
 from unicron_ctl.controller.replication.strategy import State
@@ -22,7 +22,7 @@ FETCH_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class FetchableState:
     """A state that is fetched from other nodes' memory.
 
     state: newer than what the ranks could form with; ways: how each part that ranks lack comes to them.
@@ -32,18 +32,20 @@ class Wanted:
     ways: Sequence[nearest.Way]
 
 
-def wanted_state(view: View, job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Wanted | None:
+def wanted_state(
+    view: View, job: JobView, reports: Mapping[int, RankStatus], found: FormableGeneration | None
+) -> FetchableState | None:
     """The newest state of which every part is with a rank that could begin with it, or in a living node's memory; None
     where the ranks have nothing newer to get. found: what they could form with."""
     for state, ways in strategy_of(job).sources(view, job, reports):
         if found is not None and state[0] <= found.iteration:
             return None
         if ways is not None:
-            return Wanted(state, ways) if ways else None
+            return FetchableState(state, ways) if ways else None
     return None
 
 
-def fetch_orders(view: View, job: JobView, wanted: Wanted | None) -> Outcome | None:
+def fetch_orders(view: View, job: JobView, wanted: FetchableState | None) -> Outcome | None:
     """Orders that bring the ranks a newer state, for which the job waits; None where there is none, or it does not
     come."""
     fetching = job.fetching

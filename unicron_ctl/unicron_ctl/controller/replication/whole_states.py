@@ -15,7 +15,7 @@ from unicron_ctl.controller.replication import nearest
 from unicron_ctl.controller.replication.fail_together import domains_of, kinds_of
 from unicron_ctl.controller.replication.forming import states
 from unicron_ctl.controller.replication.receivers import NOBODY, Away, targets_by_place
-from unicron_ctl.controller.replication.strategy import ReplicationStrategy, State, Stored, with_memory
+from unicron_ctl.controller.replication.strategy import ReplicationStrategy, State, StoredState, with_memory
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_transition.snapshot.image_format import STATE
@@ -24,9 +24,9 @@ MIN_ITERATION_SECONDS = 1e-3
 
 
 class SessionStates(ReplicationStrategy):
-    """What states of jobs with a session have in common: their ranks report each iteration."""
+    """The common part of strategies for jobs with a session: their ranks report each iteration."""
 
-    def reached(self, job: JobView) -> int:
+    def first_iteration(self, job: JobView) -> int:
         plan = job.state.plan  # its iterations may be lower than those on record
         found = [
             status.iteration
@@ -58,9 +58,9 @@ class WholeStates(SessionStates):
             if able.isdisjoint(found)
         }
 
-    def stored(self, job: JobView) -> list[Stored]:
+    def stored_states(self, job: JobView) -> list[StoredState]:
         return [
-            Stored(iteration, min(len(nodes) for nodes in places.values()))
+            StoredState(iteration, min(len(nodes) for nodes in places.values()))
             for (iteration, _), places in images(with_memory(job)).items()
             if len(places) == job.replica
         ]

@@ -54,7 +54,7 @@ def _has_stopped(job: JobView, name: str, element: int) -> bool:
 
 
 def _recall(view: View, job: JobView) -> None:
-    """What the controller before this one knew: those that it gave up as silent count from this one's start."""
+    """Recall the agents that the controller before this one gave up as silent: they count from this one's start."""
     agents = job.state.agents
     if job.fences_known:
         return

@@ -14,7 +14,7 @@ from unicron_ctl.controller.model.live import ProgressWatch
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Order, Outcome, View
 from unicron_ctl.controller.sense.findings import slot_finding
-from unicron_ctl.controller.sense.patience import STOPPED, outside
+from unicron_ctl.controller.sense.patience import STOPPED_BY_SIGNAL, outside
 from unicron_ctl.controller.sense.timing import JobTimes
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
@@ -130,7 +130,7 @@ def check_blocked(view: View, job: JobView, progress: ProgressWatch) -> Outcome:
 
 
 def _share(job: JobView, place: int, head: int, iteration: int) -> int:
-    """How many micro-batches the replica has in the iteration."""
+    """Return the number of micro-batches that the replica has in the iteration."""
     plan, status = job.state.plan, job.status(head)
     if plan is not None and plan.iteration == iteration and head in plan.assignment:
         return len(plan.assignment[head])
@@ -168,7 +168,7 @@ def _late(view: View, job: JobView, slot: int, times: JobTimes, hit: bool) -> st
 def _first_iteration(status: RankStatus) -> bool:
     """The rank computes its first iteration, in which a micro-batch may take minutes: it compiles."""
     computes = status.state == "running" and status.micro_batches > 0 and status.phase == "computing"
-    return computes and not status.iteration_seconds and status.process != STOPPED
+    return computes and not status.iteration_seconds and status.process != STOPPED_BY_SIGNAL
 
 
 def _last_copies(job: JobView, awaited: Collection[int]) -> set[int]:

@@ -33,7 +33,7 @@ OF_JOBS = (
     Variable("UNICRON_SWEEP", "`0`: a job array is one training, whatever its scripts name", "by their text"),
     Variable(
         "UNICRON_TRUST_VERSIONS",
-        "`1`: a release of torch or Megatron that is not in the README's table is tried",
+        "`1`: a release of torch or Megatron that is not in the table of docs/install.md is tried",
         "it is refused",
     ),
     Variable("UNICRON_LAYOUTS", "layouts in which the job can run", "one, the script's"),

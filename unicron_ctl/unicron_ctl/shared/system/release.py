@@ -21,7 +21,7 @@ OF_RANKS = (unicron, unicron_transition, unicron_detector)  # the packages that 
 
 @functools.cache
 def release() -> str:
-    """The release of this program, such as "0.1.0"."""
+    """The release of this program, such as "0.2.0"."""
     from importlib import metadata  # slow to import, wanted by few
 
     try:

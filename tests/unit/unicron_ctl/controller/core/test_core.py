@@ -386,7 +386,7 @@ def test_an_element_that_starts_elsewhere_replaces_its_old_agent_for_good():
     fresh.ready()
     assert world.job().phase == "running" or world.job().plan.members == [0]
     agents[1].status()
-    assert [m for r, m in world.sent if r == agents[1].agent and isinstance(m, wire.Refused)][-1].final
+    assert [m for r, m in world.sent if r == agents[1].agent and isinstance(m, wire.Refusal)][-1].final
     agents[0].take_offer()
     world.run(0.5)
     agents[0].take_offer()

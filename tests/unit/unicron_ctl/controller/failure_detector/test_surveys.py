@@ -172,13 +172,13 @@ def test_only_silence_is_a_cut_and_only_an_answer_to_the_present_round_counts(co
         (7, None, words, set()),
     ):
         survey = Survey(number=7, asked={} if asked is None else {0: asked})
-        on_reached(survey, company.agent(), wire.Reached(job="1", element=0, agent="a", number=number, words=said))
+        on_reached(survey, company.agent(), wire.ReachAnswer(job="1", element=0, agent="a", number=number, words=said))
         assert survey.unreachable == cut and (0 in survey.asked) == (asked is not None and not cut), (number, asked)
     survey = Survey(number=0, asked={0: [1, 2, 3]})
-    on_reached(survey, company.agent(), wire.Reached(job="1", element=0, agent="a", number=0, words=words))
+    on_reached(survey, company.agent(), wire.ReachAnswer(job="1", element=0, agent="a", number=0, words=words))
     assert not survey.unreachable, "no round is out"
     survey = Survey(number=7, asked={0: [1, 2, 3]}, left_out_answers=set())
-    on_reached(survey, company.agent(), wire.Reached(job="1", element=0, agent="a", number=7, words=words))
+    on_reached(survey, company.agent(), wire.ReachAnswer(job="1", element=0, agent="a", number=7, words=words))
     assert survey.left_out_answers == {0}
 
 

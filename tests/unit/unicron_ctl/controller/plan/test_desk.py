@@ -21,7 +21,7 @@ from unicron_ctl.controller.plan.slurm_actions import (
     MOST_FAILURES,
     Desk,
 )
-from unicron_ctl.shared.slurm.admin_comment import HELD
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX
 
 USUAL = 10.0  # seconds between two listings
 
@@ -51,7 +51,7 @@ def test_an_early_listing_is_paid_only_where_it_comes_earlier():
     desk = Desk()
     assert hurried(desk, busy=True) == 30.0 and hurried(desk, busy=False, next_poll=NOW) == 0.0
     assert hurried(desk, next_poll=NOW + HURRY_SECONDS) == NOW + HURRY_SECONDS - NOW
-    assert desk.early.left("", NOW) == 3.0
+    assert desk.early.rest("", NOW) == 3.0
 
 
 def test_slurm_is_asked_as_usual_and_more_seldom_where_it_takes_long_or_fails():
@@ -202,7 +202,7 @@ def test_pending_elements_of_an_ended_job_are_cancelled_if_they_are_ours(company
 
 def test_a_hold_of_ours_that_the_log_does_not_know_is_known_again(company: Company):
     """An admin's hold, and a user's, is left alone; so is one that is being asked for."""
-    view, entry, comment = company.view, company.slurm.queue["3", 0], f"{HELD}: there is no node for it"
+    view, entry, comment = company.view, company.slurm.queue["3", 0], f"{HOLD_PREFIX}: there is no node for it"
     for reason, said, held, busy, at, known in (
         ("JobHeldAdmin", comment, False, False, NOW - 2.0, True),
         ("JobHeldAdmin", comment, False, False, NOW - 1.0, False),

@@ -13,7 +13,7 @@ from unicron_ctl.controller.plan import inputs
 from unicron_ctl.controller.plan.eligible_nodes import Ground
 from unicron_ctl.controller.plan.slurm_actions import RETRY_SECONDS, RetryState
 from unicron_ctl.shared.log import records
-from unicron_ctl.shared.slurm.slurm_client import SAID, SlurmError
+from unicron_ctl.shared.slurm.slurm_client import MOST_CHARACTERS, SlurmError
 
 
 def test_a_lost_node_is_set_down_and_its_element_goes_to_the_spare():
@@ -256,4 +256,4 @@ def test_no_text_of_a_record_is_longer_than_it_may_be():
     assert len(aside.input) == 20_000 and aside.where == "short"
     with pytest.raises(SlurmError) as told:
         raise SlurmError(f"squeue: {long}")
-    assert len(str(told.value)) == SAID
+    assert len(str(told.value)) == MOST_CHARACTERS

@@ -151,9 +151,9 @@ def test_how_long_slurms_answer_counts(reason: str, seconds: float) -> None:
 def test_of_an_element_that_must_start_somewhere_slurms_answer_is_about_that_node() -> None:
     """Defect: "no node is what it asks for" was said of a pin of ours."""
     one = element("1", 0, "PENDING", reason="BadConstraints")
-    assert pending_reasons.explained(one, 0.0) == "no node is what it asks for"
+    assert pending_reasons.explain_pending(one, 0.0) == "no node is what it asks for"
     pinned = replace(one, required_nodes=frozenset({"n3"}))
-    assert pending_reasons.explained(pinned, 0.0) == "it must start on n3 (ReqNodeList), which Slurm refuses it"
+    assert pending_reasons.explain_pending(pinned, 0.0) == "it must start on n3 (ReqNodeList), which Slurm refuses it"
 
 
 @pytest.mark.parametrize(
