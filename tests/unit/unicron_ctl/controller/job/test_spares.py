@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.questions import told
-from tests.support.scenarios import boundary, follow, on_slurm, power_off, ready
+from tests.support.scenarios import boundary, follow, on_slurm, power_off, ready, trained
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.job import spares
@@ -17,8 +17,7 @@ from unicron_ctl.shared.settings.partitions import PartitionConfig
 
 
 def started(nodes: int = 4, wanted: int = 1, **settings) -> tuple[World, list[FakeAgent]]:
-    world = World()
-    agents = world.start_job(nodes=nodes, spares=wanted, **settings)
+    world, agents = trained(nodes, spares=wanted, **settings, seconds=0.3)
     world.run(2.0)
     assert world.job().phase == "running"
     return world, agents
