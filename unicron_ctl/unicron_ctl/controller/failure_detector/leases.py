@@ -240,7 +240,7 @@ class Evidence:
     @cached_property
     def witnesses(self) -> list[Answer]:
         """Answers of other agents that do not reach the door; empty while too few agree."""
-        found = [answer for answer in self.suspicion.witnessed() if answer.door is not Reach.REACHED]
+        found = [answer for answer in self.suspicion.testimony() if answer.door is not Reach.REACHED]
         enough = bool(found) and len(found) >= probes.needed_witnesses(self.tick, self.suspicion)
         return found if self.no_majority_missing and enough else []
 
@@ -340,14 +340,14 @@ def _record_doubt(evidence: Evidence, out: Outcome) -> None:
     if not evidence.lease_over:
         return
     why = "it lives: others reach it" if evidence.reached else ""
-    witnessed = suspicion.witnessed() if view.now - suspicion.begun > ANSWER_SECONDS / 2 else []
+    witnessed = suspicion.testimony() if view.now - suspicion.begun > ANSWER_SECONDS / 2 else []
     if not why and (witnessed or evidence.slurm) and not evidence.no_majority_missing:
         command = quorum.declare_dead_command(view, suspicion.node)
         why = "more of its job is silent than is heard: they may go on by themselves. Where they are dead, say so: "
         why += command
     if why and why != suspicion.recorded:
         suspicion.recorded = why
-        answers = "; ".join(map(str, evidence.reached or suspicion.witnessed()))
+        answers = "; ".join(map(str, evidence.reached or suspicion.testimony()))
         who = f"{view.state.jobs[suspicion.job].label(suspicion.element)} on {suspicion.node}"
         reason = f"no message from {who}, which is not taken for lost: {why}" + (f" ({answers})" if answers else "")
         record = records.Silence(element=suspicion.element, node=suspicion.node, reason=reason)
