@@ -42,6 +42,8 @@ def session_of(monkeypatch, sizes: dict[str, int], tied: bool = True, **settings
     ],
 )
 def test_what_can_be_healed_is_not_refused(monkeypatch, sizes, settings):
+    with pytest.raises(UnsupportedLayout, match="fp8"):
+        session_of(monkeypatch, sizes, **settings, fp8="hybrid")
     session_of(monkeypatch, sizes, **settings)
 
 
