@@ -13,8 +13,8 @@ from unicron_transition.generations.layout import StatedLayout, parse_layout
 LAYOUTS, MODEL = "UNICRON_LAYOUTS", "UNICRON_MODEL"
 AUTO = "auto"
 MOST_STAGES = 1024  # that `auto` tries by itself
-NEEDED = ("layers", "hidden", "heads", "seq-length", "vocab", "global-batch")
-SIZES = (*NEEDED, "micro-batch", "recompute")  # sequences of a micro-batch, by default 1; 1: full recomputation
+REQUIRED_SIZES = ("layers", "hidden", "heads", "seq-length", "vocab", "global-batch")
+SIZES = (*REQUIRED_SIZES, "micro-batch", "recompute")  # sequences of a micro-batch, by default 1; 1: full recomputation
 
 
 def read_model(environment: Mapping[str, str]) -> dict[str, int]:
@@ -28,7 +28,7 @@ def read_model(environment: Mapping[str, str]) -> dict[str, int]:
         sizes[name] = int(value)
         if not int(name != "recompute") <= sizes[name] <= ranges.MOST_COUNT:
             raise _wrong(MODEL, f"{word} is out of range", _EXAMPLE)
-    missing = [name for name in NEEDED if name not in sizes]
+    missing = [name for name in REQUIRED_SIZES if name not in sizes]
     if text and missing:
         raise _wrong(MODEL, f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing", _EXAMPLE)
     return sizes
@@ -58,7 +58,7 @@ def read_layouts(environment: Mapping[str, str], per_node: int, nodes: int, mode
 
 
 def misfit(one: StatedLayout, per_node: int, nodes: int, model: Mapping[str, int]) -> str:
-    """Why no number of nodes can run it; empty where one can."""
+    """Return why no number of nodes can run it; empty where one can."""
     size = one.layout.size
     if size > per_node * nodes:
         return (
