@@ -82,6 +82,7 @@ class Training:
         micro_batches_of: Callable[[int], int],
         forward_step: Callable[..., Any],
         fetch: Callable[[int, int], Any],
+        *,
         sequence: int,
         size: int,
         start: int,
