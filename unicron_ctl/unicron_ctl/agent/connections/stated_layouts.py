@@ -8,7 +8,7 @@ from itertools import product
 from unicron_ctl.shared.protocol import ranges
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_detector.words import counted
-from unicron_transition.generations.layout import Stated, stated
+from unicron_transition.generations.layout import StatedLayout, parse_layout
 
 LAYOUTS, MODEL = "UNICRON_LAYOUTS", "UNICRON_MODEL"
 AUTO = "auto"
@@ -35,7 +35,7 @@ def read_model(environment: Mapping[str, str]) -> dict[str, int]:
 
 
 def read_layouts(environment: Mapping[str, str], per_node: int, nodes: int, model: Mapping[str, int]) -> list[str]:
-    """The layouts, the preferred first, in the words of :attr:`Stated.text`; [] where none are given.
+    """The layouts, the preferred first, in the words of :attr:`StatedLayout.text`; [] where none are given.
 
     per_node: ranks of a node; nodes: the most that the job can have. Raises UserError, one line, for one that cannot be
     run on any number of nodes.
@@ -57,7 +57,7 @@ def read_layouts(environment: Mapping[str, str], per_node: int, nodes: int, mode
     return names
 
 
-def misfit(one: Stated, per_node: int, nodes: int, model: Mapping[str, int]) -> str:
+def misfit(one: StatedLayout, per_node: int, nodes: int, model: Mapping[str, int]) -> str:
     """Return why no number of nodes can run it; empty where one can."""
     size = one.layout.size
     if size > per_node * nodes:
@@ -72,21 +72,21 @@ def misfit(one: Stated, per_node: int, nodes: int, model: Mapping[str, int]) -> 
     return ""
 
 
-def _read(text: str) -> Stated:
+def _read(text: str) -> StatedLayout:
     try:
-        return stated(text)
+        return parse_layout(text)
     except ValueError as error:
         raise _wrong(
             LAYOUTS, str(error), 'several are parted by commas, "auto TP8 PP4" tries all up to there'
         ) from None
 
 
-def _all(limits: list[str], per_node: int, nodes: int, model: Mapping[str, int]) -> list[Stated]:
+def _all(limits: list[str], per_node: int, nodes: int, model: Mapping[str, int]) -> list[StatedLayout]:
     """The layouts that fit, those with the fewest ranks first; tensor parallelism stays within a node."""
     if not model:
         raise _wrong(LAYOUTS, f"{AUTO} needs the sizes of the model", f'give {MODEL}="{_SIZES}"')
     deepest = min(model["layers"], per_node * nodes, MOST_STAGES)
-    most = _read(" ".join(limits)) if limits else Stated(stated(f"TP{per_node} PP{deepest}").layout)
+    most = _read(" ".join(limits)) if limits else StatedLayout(parse_layout(f"TP{per_node} PP{deepest}").layout)
     if most.virtual > 1:
         raise _wrong(LAYOUTS, f"{AUTO} tries no virtual stages (VPP{most.virtual})", "name those layouts one by one")
     tensor = [size for size in range(1, min(most.layout.tensor, per_node) + 1) if size & (size - 1) == 0]

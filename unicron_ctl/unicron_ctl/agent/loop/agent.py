@@ -387,7 +387,7 @@ class Agent:
             wire.Ping: self._on_ping,
             wire.Pong: lambda _: None,
             wire.Reach: lambda message: self._witness.try_addresses(message.number, message.targets),
-            wire.Refused: self._on_refused,
+            wire.Refusal: self._on_refused,
             wire.Break: self._on_break,
             wire.Withdraw: self._to_ranks,
             wire.PlanShare: self._on_plan,
@@ -401,7 +401,7 @@ class Agent:
             wire.End: self._on_end,
             wire.Grace: self._ending.on_grace,
             wire.Note: self._on_note,
-            wire.Released: self._ending.on_released,
+            wire.Release: self._ending.on_released,
         }
 
     def _on_ping(self, message: wire.Ping) -> None:
@@ -417,7 +417,7 @@ class Agent:
     def _on_recall(self, message: wire.Recall) -> None:
         if (share := self._plans.share(message.generation)) is not None:
             job, element = self.place.job, self.place.element
-            self._net.outbox.send(wire.Held(job=job, element=element, agent=self.identity, share=share))
+            self._net.outbox.send(wire.RecallAnswer(job=job, element=element, agent=self.identity, share=share))
 
     def _on_start_rank(self, message: wire.StartRank) -> None:
         rank = self.ranks.get(message.slot)
@@ -470,7 +470,7 @@ class Agent:
         self._ending.on_order(message)
         self._end_if_over(time.monotonic())
 
-    def _on_refused(self, message: wire.Refused) -> None:
+    def _on_refused(self, message: wire.Refusal) -> None:
         self.registration.on_refused(message)
         known = self.registration.was_welcomed
         if message.alone and not message.final and known:

@@ -93,7 +93,7 @@ class Ending:
         """The controller gives the element more time to leave."""
         self.notice_seconds = max(self.notice_seconds, message.seconds)
 
-    def on_released(self, message: wire.Released) -> None:
+    def on_released(self, message: wire.Release) -> None:
         """Nothing is to be waited for any more."""
         if self._notice is None or self.exit_code is not None:
             return
