@@ -11,8 +11,7 @@ from unicron_transition.megatron_lm.arguments import Folders
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
 from unicron_transition.snapshot.folders import Found
 from unicron_transition.snapshot.foreign import Foreign, Wanted
-from unicron_transition.snapshot.formats import opening
-from unicron_transition.snapshot.formats.tracker import TRACKER
+from unicron_transition.snapshot.formats.tracker import TRACKER, megatrons_iteration
 from unicron_transition.snapshot.migrate import TrainingState
 
 NO_CHECKPOINT = "{} has no checkpoint, and --exit-on-missing-checkpoint is given"
@@ -49,7 +48,7 @@ class SavedAndLoaded(Checkpoints):
     def choices(self) -> list[Found]:
         found = super().choices()
         own = self.found() if self.begin_from == self.folder else []
-        if own and (theirs := opening.megatrons_iteration(self.folder)) > own[0].iteration:
+        if own and (theirs := megatrons_iteration(self.folder)) > own[0].iteration:
             raise CheckpointError(
                 f"{self.folder} has Megatron-LM's own iteration {theirs}, and Unicron's newest is "
                 f"{own[0].iteration}: to begin from Megatron-LM's, move the folders iteration-* away; to go on from "

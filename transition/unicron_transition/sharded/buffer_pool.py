@@ -20,7 +20,7 @@ import torch
 
 from unicron_transition.iteration.rank_log import warn
 from unicron_transition.snapshot import checkpoint_file, contents
-from unicron_transition.snapshot.aside import Aside
+from unicron_transition.snapshot.checkpoint_file import Aside
 from unicron_transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX, Cuts
 from unicron_transition.snapshot.image_format import PAGE, SHARD, SUFFIX, BadImage, Found, Image, Key, digest, read_page
 from unicron_transition.snapshot.worker import Worker

@@ -18,8 +18,8 @@ from unicron_transition.session.persistence import SaveSchedule
 from unicron_transition.snapshot import checkpoint_file, contents, image_format
 from unicron_transition.snapshot.checkpoint import Checkpoints
 from unicron_transition.snapshot.contents import Gatherer
+from unicron_transition.snapshot.cuts import ImageRing
 from unicron_transition.snapshot.image_format import BadImage, inventory, read_page
-from unicron_transition.snapshot.image_ring import ImageRing
 from unicron_transition.snapshot.keeper import Keeper, Settings
 from unicron_transition.snapshot.whole_state import WholeState
 

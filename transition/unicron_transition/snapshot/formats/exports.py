@@ -19,7 +19,7 @@ from unicron_detector.processes.step_signals import ignore_step_signals
 from unicron_transition.iteration import rank_log
 from unicron_transition.snapshot import folders
 from unicron_transition.snapshot.checkpoint_file import folder_name
-from unicron_transition.snapshot.formats import convert, own, safetensors
+from unicron_transition.snapshot.formats import convert, format_table, own, safetensors
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
 
 FORMAT = "UNICRON_CHECKPOINT_EXPORT"
@@ -32,15 +32,15 @@ def form_of(given: str) -> str:
     """The format: UNICRON_CHECKPOINT_EXPORT, or what the script says; "" for none. Raises ValueError, one line."""
     named = os.environ.get(FORMAT) or ""
     form = named or given
-    if form and form not in convert.FORMATS:
+    if form and form not in format_table.EXPORTS:
         what = f"{FORMAT}={form!r}" if named else f"export {form!r}"
-        raise ValueError(f"{what} must be one of {', '.join(convert.FORMATS)}")
+        raise ValueError(f"{what} must be one of {', '.join(format_table.EXPORTS)}")
     return form
 
 
 class Exports:
-    """The exports of one rank. folder: of the job's checkpoints. form: one of `convert.FORMATS`. table: of names, as
-    `Checkpoints.begin_names` is; safetensors get them back."""
+    """The exports of one rank. folder: of the job's checkpoints. form: one of `format_table.EXPORTS`. table: of names,
+    as `Checkpoints.begin_names` is; safetensors get them back."""
 
     def __init__(self, folder: Path, form: str, table: str = ""):
         self._folder, self._form = folder.absolute(), form
