@@ -17,7 +17,7 @@ import pytest
 from tests.support import entered
 from tests.support.jobs import FOREVER, World, json_lines
 from tests.support.processes import ROOT, wait_for
-from tests.unit.test_documents import walks
+from tests.support.walks import walks
 
 pytestmark = pytest.mark.process
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.support.processes import wait_for
-from tests.unit.transition.generations.test_watch import Kicks, broken, inside
+from tests.support.watching import Kicks, broken, inside
 from unicron_transition.generations.watch import Watch
 
 pytestmark = pytest.mark.process

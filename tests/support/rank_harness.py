@@ -22,7 +22,7 @@ from tests.support.warm import warm
 from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.agent.connections.rank_socket import for_rank, from_rank
 from unicron_ctl.agent.ranks.ranks import Rank, rank_environment, stop_all
-from unicron_ctl.controller.replication.forming import formed
+from unicron_ctl.controller.replication.forming import formable
 from unicron_ctl.shared.consensus import survivors_plan
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 from unicron_detector.processes.rank_messages import Step, Timing
@@ -293,7 +293,7 @@ class Ranks:
         reports = {slot: self.ranks[slot].status for slot in waiting}
         if len({slot % self.replica for slot in waiting}) < self.replica:
             return None
-        found = formed(reports, self.replica)
+        found = formable(reports, self.replica)
         assert found is not None, "no common state is left"
         total = max(reports[slot].micro_batches for slot in found.members)
         return wire.Plan(

@@ -24,7 +24,7 @@ RETURNS = (
 
 
 class PartitionReport(msgspec.Struct, kw_only=True):
-    """What an admin allows in one partition. nodes, state: null where Slurm has no such partition."""
+    """The permissions in one partition. nodes, state: null where Slurm has no such partition."""
 
     partition: str
     nodes: int | None
@@ -70,7 +70,7 @@ def check(path: str | None, as_json: bool) -> int:
                 warnings.append(RETURNS)
     except SlurmError as failed:
         error = str(failed)
-    found = allowed(config, listed)
+    found = permissions(config, listed)
     known = {one.name for one in listed}
     if listed:
         problems += [
@@ -91,8 +91,8 @@ def check(path: str | None, as_json: bool) -> int:
     return PROBLEM_FOUND if problems else 0
 
 
-def allowed(config: Config, listed: list[PartitionInfo]) -> list[PartitionReport]:
-    """What counts for each of Slurm's partitions, each other that the file names, and all others ("default")."""
+def permissions(config: Config, listed: list[PartitionInfo]) -> list[PartitionReport]:
+    """Return the permissions in Slurm's partitions, in others that the file names, and in all others ("default")."""
     shown = {one.name: one for one in listed}
     found = []
     for name in (*shown, *sorted(config.controller.partitions.keys() - shown.keys() - {DEFAULT}), DEFAULT):

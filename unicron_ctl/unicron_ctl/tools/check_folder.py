@@ -106,7 +106,7 @@ def other(program: str, path: Path) -> subprocess.CompletedProcess[str]:
 
 def event(number: int) -> Event:
     """One as long as a step, of which there are most."""
-    step = records.Steady(reason="x" * 220)
+    step = records.WorldProved(reason="x" * 220)
     return Event(number, 1e9 + number, "1", 1, step)
 
 
@@ -141,7 +141,7 @@ def longest_renewal(folder: Path) -> float:
     state.mkdir()
     store = Store(state / LOG_FILE, shared=True)
     store.begin_term(Holder(1, "check-folder", LEASE_SECONDS), Holder())
-    step = records.Steady(reason="x" * 4000)
+    step = records.WorldProved(reason="x" * 4000)
     for first in range(1, LARGE_BYTES // 4096, 1000):
         store.append([Event(first + n, 1e9, "1", 1, step) for n in range(1000)])
     made = threading.Thread(target=backup, args=(state, folder / "copy"))

@@ -18,7 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.shared.protocol import claims, wire
-from unicron_ctl.shared.protocol.controller_discovery import HELLO_SECONDS, Found, Hello
+from unicron_ctl.shared.protocol.controller_discovery import HELLO_SECONDS, ControllerKey, Hello
 from unicron_ctl.shared.protocol.encryption import PLAIN, new_pair, public_key, secure_client
 from unicron_ctl.shared.protocol.munge import MungeError, make_credential
 from unicron_ctl.shared.protocol.reach import first_open
@@ -127,7 +127,7 @@ class Line:
         """Reads what was answered; `learned` is called when the line leads to another key."""
         answers = self._hello.read()
 
-        def then(found: Found | None) -> None:
+        def then(found: ControllerKey | None) -> None:
             if found is None or self.up or self._known not in (None, found.key):
                 return
             if found.key == self._theirs:
@@ -141,7 +141,7 @@ class Line:
             learned()
 
         if answers:
-            self._in_thread("answers", lambda: self._hello.believed(answers), then)
+            self._in_thread("answers", lambda: self._hello.first_believed(answers), then)
 
     def register(
         self,

@@ -385,7 +385,7 @@ class Agent:
                 self._send_status()
             case wire.Reach():
                 self._witness.try_addresses(message.number, message.targets)
-            case wire.Refused():
+            case wire.Refusal():
                 self._on_refused(message)
             case wire.Break():
                 self._plans.on_break(message.reason)
@@ -398,7 +398,7 @@ class Agent:
             case wire.Recall():
                 if (share := self._plans.share(message.generation)) is not None:
                     job, element = self.place.job, self.place.element
-                    self._net.outbox.send(wire.Held(job=job, element=element, agent=self.identity, share=share))
+                    self._net.outbox.send(wire.RecallAnswer(job=job, element=element, agent=self.identity, share=share))
             case wire.StartRank():
                 rank = self.ranks.get(message.slot)
                 if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:
@@ -429,7 +429,7 @@ class Agent:
                 self._ending.summary = message.text
             case wire.Note():
                 self.log.warn_once(message.text)
-            case wire.Released():
+            case wire.Release():
                 self._ending.on_released(message)
 
     def _on_plan(self, share: wire.PlanShare) -> None:
@@ -461,7 +461,7 @@ class Agent:
         self._ending.on_order(message)
         self._end_if_over(time.monotonic())
 
-    def _on_refused(self, message: wire.Refused) -> None:
+    def _on_refused(self, message: wire.Refusal) -> None:
         self.registration.on_refused(message)
         known = self.registration.was_welcomed
         if message.alone and not message.final and known:

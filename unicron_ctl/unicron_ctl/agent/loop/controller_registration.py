@@ -60,7 +60,7 @@ class Registration:
         again, self.welcomed, self.was_welcomed = self.was_welcomed, True, True
         return again
 
-    def on_refused(self, message: wire.Refused) -> None:
+    def on_refused(self, message: wire.Refusal) -> None:
         """The controller does not take this agent."""
         self.refusal, self.alone = message.reason, self.alone or message.alone
         self.apart = message.alone and message.final

@@ -89,7 +89,7 @@ class Ending:
         self._log.inform(f"{signal.Signals(number).name}: {self.leaves}")
         self._tell("")
 
-    def on_released(self, message: wire.Released) -> None:
+    def on_released(self, message: wire.Release) -> None:
         """Nothing is to be waited for any more."""
         if self._notice is None or self.exit_code is not None:
             return

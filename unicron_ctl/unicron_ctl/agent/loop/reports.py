@@ -158,7 +158,7 @@ class Reports:
         """What the witness found: (number of the question, words)."""
         job, element, agent = self._place.job, self._place.element, self._identity
         for number, words in answers:
-            self._send(wire.Reached(job=job, element=element, agent=agent, number=number, words=words))
+            self._send(wire.ReachAnswer(job=job, element=element, agent=agent, number=number, words=words))
 
     def node_events(self, again: bool = False) -> None:
         """What the node has said; again: from the beginning."""

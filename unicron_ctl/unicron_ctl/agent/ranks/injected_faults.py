@@ -84,7 +84,7 @@ class Trials:
         for slot in self._ranks:
             self._tell(slot, order)
         self._outbox.muted, self._until = True, time.monotonic() + seconds
-        self._door.shut()
+        self._door.stop_answering()
         if name == "lost-network":
             self._line.hang_up()
         else:

@@ -1,4 +1,4 @@
-"""What is told of jobs."""
+"""The answers about jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import AgentRecord, Failure, JobState, Phase
 from unicron_ctl.controller.plan.inputs import bounds, fixed, waiting, weight
-from unicron_ctl.controller.plan.stranded import shortage
+from unicron_ctl.controller.plan.reconcile import shortage
 from unicron_ctl.shared.protocol import answer_schema as schema
 from unicron_detector.words import counted
 
@@ -116,7 +116,7 @@ def plain(source: object, kind: type[Struct]) -> Struct:
 
 
 def failure_answer(failure: Failure) -> schema.Failure:
-    """What the log says of the failure and its story, as one."""
+    """Return the failure as the log has it, with its story."""
     known = asdict(failure.record) | vars(failure)
     return msgspec.convert({**known, "kind": failure.record.kind_of_failure, "slot": failure.slot}, schema.Failure)
 
@@ -134,7 +134,7 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
         state=state.phase.value,
         generation=state.generation,
         planned_nodes=core.state.assignment.get(state.job),
-        layout=view.live.layout if not state.layout else state.layout,
+        layout=view.rank_layout if not state.layout else state.layout,
         layouts=list(state.settings.layouts),
         planned_layout=core.state.layouts.get(state.job, ""),
         replica=size,
@@ -217,7 +217,7 @@ def _planned_with(core: Core, state: JobState) -> list[JobState]:
 
 
 def _slow(core: Core, state: JobState) -> schema.Slow | None:
-    """What makes the job slow at present."""
+    """Return the present reason why the job is slow."""
     runtime = core.runtimes.get(state.job)
     return plain(runtime.sensors.times.slow, schema.Slow) if runtime and runtime.sensors.times.slow else None
 

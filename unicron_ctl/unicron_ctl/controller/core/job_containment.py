@@ -1,4 +1,4 @@
-"""What breaks in one job, or grows beyond all bounds, sets that job aside, and nothing else."""
+"""Containment: a job that breaks, or grows beyond all bounds, is set aside, and nothing else."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class JobContainment:
             "its ranks train on. Please report it with this record"
         )
         self._append(name, known.generation, records.JobSetAside(input=what[:2000], where=where, reason=reason))
-        self._view.job(known).live.changed.clear()
+        self._view.job(known).changed.clear()
 
-    def bound(self, name: str) -> None:
+    def enforce_quota(self, name: str) -> None:
         """Sets a job aside whose agents cause records without end: they would fill the disk of all."""
         known = self._view.state.jobs.get(name)
         if known is None or known.over or self._written.allows(name, known.owner, self._view.now):
@@ -81,7 +81,7 @@ class JobContainment:
             "train on"
         )
         self._append(name, known.generation, records.JobSetAside(input="more than the log can hold", reason=reason))
-        self._view.job(known).live.changed.clear()
+        self._view.job(known).changed.clear()
 
     def _complain(self, what: str, error: Exception, where: str) -> None:
         """Logs that something broke that belongs to no job, and the same only after a while again."""

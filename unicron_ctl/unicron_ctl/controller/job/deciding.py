@@ -30,7 +30,7 @@ def decided(job: JobView) -> survivors_plan.Decision | None:
 
 def _furthest_end(job: JobView) -> int | None:
     """How many iterations a finished member has trained: fewer than wanted when the script was asked to stop."""
-    if len(job.live.unfinished) == len(job.state.survivors()):
+    if len(job.unfinished) == len(job.state.survivors()):
         return None
     ends = [_end(status) for s in job.state.members if job.finished(s) and (status := job.status(s)) is not None]
     return max(ends, default=None)

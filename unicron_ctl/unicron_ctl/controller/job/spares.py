@@ -65,15 +65,13 @@ def admitted(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> se
 def formers(job: JobView, slots: Iterable[int]) -> list[int]:
     """The slots that form the job, of those that can: all of as many elements as are wanted. Who has kept a training
     state is never left out."""
-    found: dict[int, list[int]] = {}
-    for slot in slots:
-        found.setdefault(slot // job.per_node, []).append(slot)
+    found = job.by_element(slots)
     wanted = job.wanted
     if not job.state.settings.spares or len(found) <= wanted:
         return [slot for own in found.values() for slot in own]
-    ranks = {slot: status for own in found.values() for slot in own if (status := job.status(slot)) is not None}
-    trained = {e: max(ranks[s].iteration + (ranks[s].phase == "stepped") for s in own) for e, own in found.items()}
-    kept = {e for e, own in found.items() if any(ranks[s].state != "waiting" or ranks[s].shards for s in own)}
+    statuses = {element: [status for slot in own if (status := job.status(slot))] for element, own in found.items()}
+    trained = {e: max(one.iteration + (one.phase == "stepped") for one in ranks) for e, ranks in statuses.items()}
+    kept = {e for e, ranks in statuses.items() if any(one.state != "waiting" or one.shards for one in ranks)}
     rest = {element: own for element, own in found.items() if element not in kept or job.state.unit(job.replica) > 1}
     inside = kept & rest.keys()
     chosen = kept | pick(job, rest, wanted - len(kept), inside, lambda element: (-trained[element], element))
@@ -179,7 +177,7 @@ def misfit(job: JobView) -> str:
 
 
 @dataclass
-class SparesSaid:
+class LoggedSpares:
     """What the log says about a job's spares. look_at: when they are looked at next."""
 
     said: tuple[tuple[int, str], ...] = ()
@@ -192,7 +190,7 @@ class SparesSaid:
         return [element for element, how in self.said if how == "ready"]
 
 
-def report_spares(view: View, job: JobView, last: SparesSaid) -> Outcome:
+def report_spares(view: View, job: JobView, last: LoggedSpares) -> Outcome:
     """Records who waits as a spare when that changes, and once that their number does not fit."""
     out, state = Outcome(), job.state
     if not state.settings.spares or state.phase not in HERE or view.now < last.look_at:

@@ -50,7 +50,7 @@ def job_confirmed(job: JobState, event: Event, record: records.JobConfirmed) -> 
     job.nodes, job.nodes_of_restart = record.nodes, record.restarts
 
 
-def reallocated(job: JobState, event: Event, record: records.Reallocated) -> None:
+def reallocated(job: JobState, event: Event, record: records.JobReallocated) -> None:
     most = max(1, min(job.settings.max_nodes, len(record.nodes)))
     job.settings = msgspec.structs.replace(job.settings, max_nodes=most)
     job.nodes, job.nodes_of_restart = record.nodes, record.restarts
@@ -63,7 +63,7 @@ def agent_confirmed(job: JobState, event: Event, record: records.AgentConfirmed)
         agent.confirmed = True
 
 
-def noticed(job: JobState, event: Event, record: records.Noticed) -> None:
+def noticed(job: JobState, event: Event, record: records.EndNotice) -> None:
     job.noticed[record.element] = record.agent
     if (agent := job.agents.get(record.element)) is not None:
         agent.noticed = True
@@ -132,7 +132,7 @@ def leave_with_block(job: JobState, element: int) -> None:
             _condemn(job, dict.fromkeys(agent.slots, f"is on {agent.node}, whose block is not whole"))
 
 
-def healed(job: JobState, event: Event, record: records.Healed) -> None:
+def healed(job: JobState, event: Event, record: records.JobHealed) -> None:
     job.lost_before = job.lost_seconds
     for failure in job.failures:
         failure.healed = failure.healed or failure.id in record.failures
@@ -215,7 +215,7 @@ def plan(job: JobState, event: Event, record: records.PlanMade) -> None:
             failure.redistributed_micro_batches = record.redistributed
 
 
-def adopted(job: JobState, event: Event, record: records.Adopted) -> None:
+def adopted(job: JobState, event: Event, record: records.GenerationAdopted) -> None:
     _note_former_group(job)
     job.plan, job.generation = record.plan, max(job.generation, record.plan.generation)
     job.broken = max(job.broken, record.plan.generation - 1)
@@ -233,17 +233,17 @@ def number_used(job: JobState, event: Event, record: records.NumberUsed) -> None
         job.regroup = record.reason
 
 
-def parted(job: JobState, event: Event, record: records.Parted) -> None:
+def parted(job: JobState, event: Event, record: records.ElementCutOff) -> None:
     agent = job.agents.get(record.element)
     job.parted[record.element] = agent.agent if agent else ""
     leave_with_block(job, record.element)
 
 
-def rejoined(job: JobState, event: Event, record: records.Rejoined) -> None:
+def rejoined(job: JobState, event: Event, record: records.ElementReconnected) -> None:
     job.parted.pop(record.element, None)
 
 
-def reinstated(job: JobState, event: Event, record: records.Reinstated) -> None:
+def reinstated(job: JobState, event: Event, record: records.MembersReinstated) -> None:
     for slot in record.slots:
         job.lost.pop(slot, None)
         job.banished.pop(slot, None)
@@ -271,7 +271,7 @@ def last_copy(job: JobState, event: Event, record: records.LastCopy | records.St
     job.waits = record.reason
 
 
-def entered(job: JobState, event: Event, record: records.Entered) -> None:
+def entered(job: JobState, event: Event, record: records.GenerationEntered) -> None:
     if job.offer is not None:
         inside = set(job.offer.members)
         job.members = {slot: who for slot, who in {**job.members, **job.joining}.items() if slot in inside}
@@ -356,12 +356,12 @@ def _note_time(job: JobState, event: Event, record: records.Step) -> None:
     job.stepped = at
 
 
-def steady(job: JobState, event: Event, record: records.Steady) -> None:
+def steady(job: JobState, event: Event, record: records.WorldProved) -> None:
     """A plain program has got further than before."""
     job.steady, job.restarts, job.worked = event.generation, 0, job.members
 
 
-def allotted(job: JobState, event: Event, record: records.Allotted) -> None:
+def allotted(job: JobState, event: Event, record: records.ElementsAllotted) -> None:
     job.allotted, job.leaving = list(record.elements), list(record.leaving)
 
 

@@ -17,10 +17,12 @@ from unicron_ctl.shared.log.records import FailureDetected
 from unicron_ctl.shared.log.thinning import RECENT_STEPS
 from unicron_ctl.shared.protocol.structs import RESTART, Settings
 from unicron_ctl.shared.protocol.wire import Plan
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_transition.generations.layout import replicas
 
 FAILURES_KEPT = 100
 DECISIONS_KEPT = 50
+AFTER_END_SECONDS = 30.0  # what Slurm starts again later than this after a job's end is wanted again
 WITH_BLOCK = "ended with its block"
 # How an agent is gone of which nothing more can be said; of one that left by itself `gone` is what it said.
 SETTLED = ("", "finished", "taken away", "put aside", "dead", "silent", "node ended", WITH_BLOCK)
@@ -369,6 +371,19 @@ class JobState:
     def over(self) -> bool:
         """Nothing is decided about it any more."""
         return self.ended is not None or bool(self.set_aside)
+
+    def id_reused(self, info: ElementInfo | None) -> bool:
+        """Slurm shows another job under this id than this one; or the same one, wanted again after its end.
+
+        SubmitTime tells two jobs apart. Slurm sets it anew when it requeues an element, so only elements that were
+        never requeued count.
+        """
+        if self.disowned or info is None:
+            return self.disowned
+        others = self.uid is not None and info.uid != self.uid
+        later = bool(self.submitted) and not info.restarts and info.submitted > self.submitted + 1.0
+        again = self.ended is not None and info.submitted > self.ended.time + AFTER_END_SECONDS
+        return others or later or again
 
     def step_has_ended(self, element: int) -> bool:
         """The Slurm step has no agent any more, as when `timeout` or `scancel JOB.STEP` has killed it: all are gone,

@@ -102,7 +102,7 @@ def slurm_done(node: NodeState, event: Event, record: records.SlurmDone) -> None
         node.going_down, node.refused, node.out_at = False, "", event.time
 
 
-def avoided(node: NodeState, event: Event, record: records.Avoided) -> None:
+def avoided(node: NodeState, event: Event, record: records.NodeAvoided) -> None:
     if record.suspect:
         node.suspicion, node.suspected_at = record.reason, event.time
 

@@ -36,7 +36,7 @@ def withheld(view: View, action: Action, out: Outcome) -> str:
     why = of_action(view, action).refusal(action.action)
     if why:
         reason = f"would {action.label}: {action.reason}; not done, for {why}"
-        record = records.Observed(
+        record = records.ActionObserved(
             would=action.label, action=action.action, node=action.node, element=action.element, reason=reason
         )
         out.records.append((action.job, 0, record))

@@ -74,18 +74,18 @@ def held_again(state: ClusterState, event: Event, record: records.HeldAgain) -> 
     state.held.add((event.job, record.element))
 
 
-def unpinned(state: ClusterState, event: Event, record: records.Unpinned) -> None:
+def unpinned(state: ClusterState, event: Event, record: records.ElementUnpinned) -> None:
     if not record.node:  # else Slurm has the pin until it is asked to take it back
         state.pins.pop((event.job, record.element), None)
 
 
-def refused(job: JobState, event: Event, record: records.Unpinned) -> None:
+def refused(job: JobState, event: Event, record: records.ElementUnpinned) -> None:
     for node in names_of(record.node):
         job.refused[node] = Refused(record.until, record.said)
 
 
 # ---------------------------------------------------------------- one job's elements
-def avoided(job: JobState, event: Event, record: records.Avoided) -> None:
+def avoided(job: JobState, event: Event, record: records.NodeAvoided) -> None:
     job.avoid[record.node] = Avoided(event.time, record.reason, record.agent, record.suspect)
     if record.agent:
         leave_with_block(job, record.element)

@@ -74,8 +74,8 @@ ACTIONS: dict[Phase, dict[Event, Action]] = {
 
 PHASES: dict[type[records.Record], Phase] = {
     records.PlanMade: Phase.ENTERING,
-    records.Adopted: Phase.ENTERING,
-    records.Entered: Phase.RUNNING,
+    records.GenerationAdopted: Phase.ENTERING,
+    records.GenerationEntered: Phase.RUNNING,
     records.Offer: Phase.OFFERING,
     records.OfferWithdrawn: Phase.RUNNING,
     records.Break: Phase.BREAKING,

@@ -79,13 +79,21 @@ class Ground:
             return  # Slurm itself keeps no more for such a job than it has planned
         if len(rival.required_nodes) >= rival.asked.nodes and not roughly:
             planned = planned or rival.required_nodes  # it can get no others
-        where = set() if planned or roughly else self._where(rival, [k for k, names in enumerate(self._open) if names])
-        for k, (sort, names) in enumerate(zip(self._sorts, self._open, strict=True)):
-            if names and (planned or k in where or (roughly and in_partition(rival, sort[0]))):
-                taken = names & planned if planned else names if roughly else names - rival.excluded_nodes
-                for name in taken:
-                    self._wanted.setdefault(name, []).append((ALWAYS, rival))
-                names -= taken
+        for k in self._sorts_for(rival, planned, roughly):
+            names = self._open[k]
+            taken = names & planned if planned else set(names) if roughly else names - rival.excluded_nodes
+            for name in taken:
+                self._wanted.setdefault(name, []).append((ALWAYS, rival))
+            names -= taken
+
+    def _sorts_for(self, rival: ElementInfo, planned: frozenset[str], roughly: bool) -> list[int]:
+        """The sorts of nodes, of those of which some may still go to anybody, among which the rival's may be."""
+        left = [k for k, names in enumerate(self._open) if names]
+        if planned:
+            return left
+        if roughly:
+            return [k for k in left if in_partition(rival, self._sorts[k][0])]
+        return sorted(self._where(rival, left).intersection(left))
 
     def _may_start(self, hetero: str) -> bool:
         """Whether there are as many nodes as each component of a heterogeneous job asks for, and all together. Slurm
@@ -128,18 +136,21 @@ class Ground:
             return Reach(frozenset())
         ask = next((e for e in listed if e.state == "PENDING"), listed[-1])
         barred = self._barred(ask) | {name: f"refused by Slurm ({why})" for name, why in refused.items()}
-        priority = min((e.priority for e in listed if e.priority), default=0)  # it has none while it is held
+        self._bar_for_rivals(barred, ask, min((e.priority for e in listed if e.priority), default=0))  # 0 while held
+        here = {name for name in occupied if name in good}
+        nodes = frozenset(name for name in good if name not in barred) | here
+        why = Counter(reason for name, reason in barred.items() if name in good and name not in here)
+        peaks = [node_peak(sort[0].gres) for sort in self._sorts if any(node.name in nodes for node in sort)]
+        return Reach(nodes, _words(ask), dict(why), max(peaks, default=float("inf")))
+
+    def _bar_for_rivals(self, barred: dict[str, str], ask: ElementInfo, priority: int) -> None:
+        """Adds the nodes that go to an element of others, with a higher priority, before this one would end."""
         ends = self._now + ask.time_limit if ask.time_limit is not None else float("inf")
         for name, wanted in self._wanted.items():
             if name not in barred:
                 rival = next((e for starts, e in wanted if starts < ends and e.priority > priority), None)
                 if rival is not None:
                     barred[name] = f"about to go to pending job {rival.job}"
-        here = {name for name in occupied if name in good}
-        nodes = frozenset(name for name in good if name not in barred) | here
-        why = Counter(reason for name, reason in barred.items() if name in good and name not in here)
-        peaks = [node_peak(sort[0].gres) for sort in self._sorts if any(node.name in nodes for node in sort)]
-        return Reach(nodes, _words(ask), dict(why), max(peaks, default=float("inf")))
 
     def _barred(self, ask: ElementInfo) -> dict[str, str]:
         """node -> why Slurm would not start the element there."""

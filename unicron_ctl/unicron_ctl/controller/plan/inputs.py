@@ -9,10 +9,9 @@ from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.job_state import AGENT_DIED, WITH_BLOCK, AgentRecord, JobState
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.plan import job_layouts, planning
-from unicron_ctl.controller.plan.ahead import Aheads
 from unicron_ctl.controller.plan.eligible_nodes import Ground, Reach
 from unicron_ctl.controller.plan.placement import REQUEUE_SECONDS, held_by_others, usable, whole
-from unicron_ctl.controller.plan.planning import JobInput
+from unicron_ctl.controller.plan.planning import Aheads, JobInput
 from unicron_ctl.controller.plan.pools import Pool, joined, pools
 from unicron_ctl.controller.plan.pools import plan as plan_pool
 from unicron_ctl.shared.log import records
@@ -42,7 +41,7 @@ def replan(view: View, jobs: Sequence[JobState], aheads: Aheads) -> Outcome:
     trigger = f"was: {state.plan_inputs}; is: {key}" if state.plan_inputs else f"first plan: {key}"
     out.record(
         None,
-        records.Replanned(
+        records.ClusterReplanned(
             assignment=dict(plan.assignment),
             reasons=dict(plan.reasons),
             objective=plan.objective,

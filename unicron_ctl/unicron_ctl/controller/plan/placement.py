@@ -160,19 +160,26 @@ class _Place:
             elif e.state in WORKS:
                 groups["working" if whole(e, self.good, need.block) else "limbo"].append(number)
             elif e.state == "PENDING" and not held_by_others(e, self.held):
-                told = names_of(self.pins[need.job, number].node) if pinned else ()
-                refused = not need.refused.isdisjoint(told)
-                of_others = pinned and not pending_reasons.is_told(e, told)  # the reason is of nodes before these
-                bar = Bar.NOTHING if e.held or refused or of_others else pending_reasons.bar_of(e, self.now)
-                coming = pinned and not refused and bar is Bar.NOTHING and self._pin_holds(e)
-                groups["coming" if coming else "waiting" if bar is Bar.NOTHING else "barred"].append(number)
-                if bar is Bar.LIMIT:
-                    groups["limited"].append(number)
-                if pinned and not coming:
-                    self.loose.append((need.job, number))
+                for name in self._survey_pending(need, e):
+                    groups[name].append(number)
         for found in groups.values():
             found.sort()
         return groups
+
+    def _survey_pending(self, need: Need, e: ElementInfo) -> tuple[str, ...]:
+        """The groups of an element that waits."""
+        pin = self.pins.get((need.job, e.element))
+        told = names_of(pin.node) if pin is not None else ()
+        refused = not need.refused.isdisjoint(told)
+        of_others = pin is not None and not pending_reasons.is_told(e, told)  # the reason is of nodes before these
+        bar = Bar.NOTHING if e.held or refused or of_others else pending_reasons.bar_of(e, self.now)
+        if pin is not None and not refused and bar is Bar.NOTHING and self._pin_holds(e):
+            return ("coming",)
+        if pin is not None:
+            self.loose.append((need.job, e.element))
+        if bar is Bar.NOTHING:
+            return ("waiting",)
+        return ("barred", "limited") if bar is Bar.LIMIT else ("barred",)
 
     def _why_again(self, need: Need, e: ElementInfo) -> str:
         """Why the element is to be started again; empty where it is not."""

@@ -81,7 +81,7 @@ def _most_silent(event: Event, record: records.MostSilent) -> Notice | None:
     return _notice(event, ADMIN, text, "most silent")
 
 
-def _job_healed(event: Event, record: records.Healed) -> Notice | None:
+def _job_healed(event: Event, record: records.JobHealed) -> Notice | None:
     count = len(record.failures)
     what = f"{record.cause}" + (f" on {record.node}" if record.node else "") + (f" and {count - 1} more" * (count > 1))
     cost = f"{record.lost_seconds:.0f} s of {record.nodes} node{'s' * (record.nodes != 1)} are lost"
@@ -92,12 +92,12 @@ def _node_lost(event: Event, record: records.NodeLost) -> Notice | None:
     return _notice(event, LEFT, f"node {record.node} is lost, and job {event.job} goes on without it", record.node)
 
 
-def _node_isolated(event: Event, record: records.Isolated) -> Notice | None:
+def _node_isolated(event: Event, record: records.NodeIsolated) -> Notice | None:
     text = f"node {record.node} is out of service: `scontrol show node {record.node}` says why"
     return _notice(event, LEFT, text, record.node)
 
 
-def _node_avoided(event: Event, record: records.Avoided) -> Notice | None:
+def _node_avoided(event: Event, record: records.NodeAvoided) -> Notice | None:
     why = "; it may be at fault: `unicronctl nodes` says how to test it" if record.suspect else ""
     return _notice(event, LEFT, f"job {event.job} leaves node {record.node}{why}", record.node)
 
@@ -111,10 +111,10 @@ _OF: dict[type[Record], Callable[[Event, Any], Notice | None]] = {
     records.NeedsAdmin: _needs_admin,
     records.JobSetAside: _set_aside,
     records.MostSilent: _most_silent,
-    records.Healed: _job_healed,
+    records.JobHealed: _job_healed,
     records.NodeLost: _node_lost,
-    records.Isolated: _node_isolated,
-    records.Avoided: _node_avoided,
+    records.NodeIsolated: _node_isolated,
+    records.NodeAvoided: _node_avoided,
 }
 KINDS = tuple(_OF)
 """All kinds of records of which there are notices."""

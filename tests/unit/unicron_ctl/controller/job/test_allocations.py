@@ -328,8 +328,8 @@ def test_a_step_that_comes_after_a_later_one_has_begun_goes_on_unprotected(over)
     late = FakeAgent(world, "1", 0, "n1", name="late", nodes=3)
     late.settings.allocation, late.obedient = True, False
     world.to_core(late, late.registration(step=0))
-    answers = [message for message in late.heard if isinstance(message, wire.Refused | wire.End | wire.Welcome)]
-    assert [type(message) for message in answers] == [wire.Refused] and answers[0].alone
+    answers = [message for message in late.heard if isinstance(message, wire.Refusal | wire.End | wire.Welcome)]
+    assert [type(message) for message in answers] == [wire.Refusal] and answers[0].alone
     assert "step 0 of job 1 came after step 1 had begun" in answers[0].reason
 
 
@@ -353,7 +353,7 @@ def test_a_step_that_was_killed_holds_the_job_no_longer_than_its_agents(lives):
     world.run(1.5)
     if lives:
         answers = [message for agent in later for message in agent.heard]
-        assert all(isinstance(answer, wire.Refused) and not answer.final for answer in answers) and answers
+        assert all(isinstance(answer, wire.Refusal) and not answer.final for answer in answers) and answers
         assert world.job().step == 0
         return
     assert world.job().step == LAUNCHES and [agent.agent for agent in world.job().agents.values()] == [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import World
-from unicron_ctl.controller.job.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger, OpenIteration
+from unicron_ctl.controller.model.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger, OpenIteration
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.structs import RankStep, StepReport
 from unicron_ctl.shared.protocol.wire import Status, Steps
@@ -250,4 +250,4 @@ def test_the_controller_reckons_with_reports_held_for_as_long_as_agents_hold_the
     heard = world.now
     world.run(2.0)
     agents[0].step(0, 1, [0, 2, 4, 6])
-    assert world.core.view.job(world.job("1")).live.stepped.before == pytest.approx(heard - held)
+    assert world.core.view.job(world.job("1")).stepped.before == pytest.approx(heard - held)

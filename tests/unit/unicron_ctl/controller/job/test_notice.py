@@ -40,7 +40,7 @@ def boundary(world: World) -> None:
 
 def released(agent: FakeAgent) -> list[tuple[bool, bool]]:
     """(out, stay) of each word that the agent need not wait any more."""
-    return [(message.out, message.stay) for message in agent.heard if isinstance(message, wire.Released)]
+    return [(message.out, message.stay) for message in agent.heard if isinstance(message, wire.Release)]
 
 
 def ends(world: World, *elements: int) -> None:

@@ -12,17 +12,14 @@ from unicron_ctl.controller.model.job_state import Ending
 from unicron_ctl.controller.model.requests import Action, Poll, Run
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.plan import reconcile
-from unicron_ctl.controller.plan.reconcile import (
+from unicron_ctl.controller.plan.reconcile import GONE_SECONDS, before_planning, placing, watching
+from unicron_ctl.controller.plan.slurm_actions import (
     ASKED_SECONDS,
-    GONE_SECONDS,
     HURRY_SECONDS,
     LATELY_SECONDS,
     LONGEST_PAUSE,
     MOST_FAILURES,
     Desk,
-    before_planning,
-    placing,
-    watching,
 )
 from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX
 

@@ -142,7 +142,7 @@ def test_in_a_partition_that_is_off_agents_are_told_to_train_unprotected() -> No
     agent.register()
     assert not agent.heard, "Slurm has not shown yet whose partition it is"
     world.run(1.5)
-    (told,) = [message for message in agent.heard if isinstance(message, wire.Refused) and message.final]
+    (told,) = [message for message in agent.heard if isinstance(message, wire.Refusal) and message.final]
     assert not told.replaced
     assert told.reason == 'partition main is "off" in the configuration of unicrond' and not world.core.state.jobs
 
@@ -152,7 +152,7 @@ def test_without_slurm_the_default_says_whether_jobs_are_protected() -> None:
     agent = FakeAgent(world, "1", 0, "n1")
     agent.obedient = False  # a real one asks again after a while, not at once
     agent.register()
-    assert [m.final for m in agent.heard if isinstance(m, wire.Refused)] == [True]
+    assert [m.final for m in agent.heard if isinstance(m, wire.Refusal)] == [True]
 
 
 def test_a_weight_counts_for_no_more_than_its_account_or_qos_may_claim() -> None:

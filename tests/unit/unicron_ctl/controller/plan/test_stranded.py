@@ -7,7 +7,7 @@ import pytest
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from tests.unit.unicron_ctl.controller.job.test_allocations import entry, trains
-from unicron_ctl.controller.plan.stranded import QUIET_SECONDS, REFUSED_SECONDS
+from unicron_ctl.controller.plan.reconcile import QUIET_SECONDS, REFUSED_SECONDS
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.settings.partitions import PartitionConfig
 

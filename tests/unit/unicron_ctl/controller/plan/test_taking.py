@@ -572,7 +572,7 @@ def test_what_is_not_allowed_any_more_is_given_up(action):
     world, slurm = on_slurm(4, 3)
     where = ("", -1, "n4") if action in ("down", "drain") else ("1", 1, "n2")
     if not where[0]:
-        world.core.append("", 0, records.Isolated(node="n4", reason="a test"))
+        world.core.append("", 0, records.NodeIsolated(node="n4", reason="a test"))
     job, element, node = where
     intent = records.SlurmAction(action=action, element=element, node=node, restarts=0, reason="a test")
     world.core.append(job, 0, intent)
