@@ -25,7 +25,7 @@ from sbatch_templates.training_metrics import read_metrics
 from tests.support.jobs import World
 from tests.support.processes import signal_step
 from unicron_transition.snapshot import folders
-from unicron_transition.snapshot.formats import verify
+from unicron_transition.snapshot.formats import opening
 
 LIMIT = 60.0 * patience()
 FOREVER = str(10**6)  # iterations
@@ -97,7 +97,7 @@ def check(name: str, words: list[str], backend: str, folder: Path, shared: str) 
             finally:
                 sys.stderr.write(made.told()[-6000:])
         (exported,) = (folder / "saves/dcp").iterdir()
-        index, wrong = verify.problems(exported)
+        index, wrong = opening.verify(exported)
         assert not wrong and index is not None and exported.name.endswith(f"{index.iteration}"), f"the export: {wrong}"
         saved = folders.whole(folder / "saves")[0].iteration
         after = folder / "next"

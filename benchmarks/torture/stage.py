@@ -192,7 +192,7 @@ class Site:
 
     def reads(self, name: str) -> int:
         """Return how often a rank of the job has said that it begins with a checkpoint's file
-        (`unicron_transition/snapshot/beginnings.py`)."""
+        (`unicron_transition/snapshot/whole_state.py`)."""
         return reads(self.folder / name, self.checkpoints / name)
 
     # ------------------------------------------------------------ nodes and processes

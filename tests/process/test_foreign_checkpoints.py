@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.support import proof
 from tests.support.rank_harness import Ranks
 from unicron_transition.snapshot import foreign
-from unicron_transition.snapshot.formats import convert, opening, verify
+from unicron_transition.snapshot.formats import convert, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint
 
 pytestmark = pytest.mark.process
@@ -116,7 +116,7 @@ MANY = {"TINY_OVERLAP": "1", "TINY_LAYERS": "4"}  # buckets
 )
 def test_what_megatron_saves_by_buckets_or_by_ranks_is_read_in_any_layout(tmp_path, settings, one, two):
     run(one[1], "save", tmp_path / "megatron", tmp_path / "first", TINY_LAYOUT=one[0], **settings)
-    assert verify.problems(tmp_path / "megatron")[1] == []
+    assert opening.verify(tmp_path / "megatron")[1] == []
     run(two[1], "begin", tmp_path / "megatron", tmp_path / "second", TINY_LAYOUT=two[0], **settings)
     same(tmp_path / "first", tmp_path / "second")
 

@@ -22,7 +22,7 @@ from tests.support.moments import fault
 from tests.support.processes import LIMIT, of_a_world, signal_step
 from unicron_transition.snapshot import folders
 from unicron_transition.snapshot.cuts import COPY_PREFIX
-from unicron_transition.snapshot.formats import opening, verify
+from unicron_transition.snapshot.formats import opening
 from unicron_transition.snapshot.image_format import inventory
 
 pytestmark = pytest.mark.process
@@ -324,7 +324,7 @@ def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp
         assert [job.rank(slot)["incarnation"] for slot in (0, 1)] == [0, 0]
     saved = folders.whole(tmp_path / "saves")[0]
     (exported,) = (tmp_path / "saves/dcp").iterdir()
-    index, wrong = verify.problems(exported)
+    index, wrong = opening.verify(exported)
     assert wrong == [] and index is not None and index.iteration == saved.iteration
     assert index.tensors.keys() >= {each.name for each in opening.index_of(saved.folder).parameters()}
     (tmp_path / "next").mkdir()

@@ -210,7 +210,7 @@ runpy.run_path({plain!r})
 import os
 import gpt_model, gpt_options, train_gpt
 from megatron.core import parallel_state
-from unicron_transition.generations import preparing
+from unicron_transition.generations import groups
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron_transition.generations.layout import Layout
 from unicron_transition.snapshot.migrate import TrainingState
@@ -218,7 +218,7 @@ slot, layout = int(os.environ["RANK"]), Layout(tensor=2, pipeline=2)
 options = gpt_options.parse(sys.argv[1:])
 device, _ = train_gpt.prepare(options)
 os.environ["UNICRON_MAX_RANKS"] = os.environ["WORLD_SIZE"]
-preparing.prepare(layout, slot)
+groups.init_without_peers(layout, slot)
 parallel_state.initialize_model_parallel(2, 2)
 chunks = gpt_model.build_model(options, device)
 state = TrainingState(chunks, *gpt_model.build_optimizer(options, chunks))

@@ -1,13 +1,11 @@
-"""What TensorBoard shows of a folder."""
+"""TensorBoard's event files, read with TensorBoard's own reader."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 
-def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def read(folder) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows, by tag."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     found = event_accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0})

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import torch
 
-from unicron_transition.snapshot.beginnings import Beginnings
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron_transition.snapshot.contents import Gatherer
 from unicron_transition.snapshot.image_format import inventory, read_page
 from unicron_transition.snapshot.keeper import Keeper
 from unicron_transition.snapshot.migrate import TrainingState
+from unicron_transition.snapshot.whole_state import Beginnings
 
 WRITER = Writer(layout="TP1", loss=1.0)
 

@@ -282,7 +282,7 @@ class Ranks:
         """With those who join because they compose replicas."""
         inside = layout.replicas(self.members, self.replica)
         new, _ = layout.compose(waiting, self.replica)
-        members, joiners = layout.arranged([*inside, *new]), [slot for slots in new for slot in slots]
+        members, joiners = layout.arrange([*inside, *new]), [slot for slots in new for slot in slots]
         grown = wire.Plan(
             generation=0, members=members, store="", prefix="", boundary=True, joiners=joiners, source=inside[0][0]
         )
@@ -320,7 +320,7 @@ class Ranks:
             self.generation += 1
             self.leave.pop(due[0])
             kept = [slots for slots in layout.replicas(self.members, self.replica) if due[0] not in slots]
-            staying = layout.arranged(kept)
+            staying = layout.arrange(kept)
             self._announce(
                 wire.Plan(
                     generation=self.generation,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller.plan.placement import Placement
 from unicron_ctl.shared.log.records import Record
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo
@@ -28,6 +29,12 @@ def ready(world: World, agents: Collection[FakeAgent], before: float = 0.0, afte
     for agent in agents:
         agent.ready()
     world.run(after)
+
+
+def trains(world: World, agents: Collection[FakeAgent]) -> None:
+    """Job 1 trains with all ranks of these agents once they are ready."""
+    ready(world, agents)
+    assert world.job().phase == "running" and len(world.job().inside) == len(agents)
 
 
 def trained(
@@ -59,15 +66,23 @@ def plain(nodes: int = 3, free: int | None = None, **more: Any) -> Scenario:
 
 def arrays(
     nodes: int, *jobs: tuple[str, int, float], config: Mapping[str, Any] | None = None, **settings: Any
-) -> World:
+) -> tuple[World, FakeSlurm]:
     """Each of the jobs (id, elements, weight) has the nodes that Slurm gives it, and trains."""
-    world = World(FakeSlurm(nodes), **(config or {}))
+    slurm = FakeSlurm(nodes)
+    world = World(slurm, **(config or {}))
     for job, count, _ in jobs:
-        world.slurm.submit(job, count)
+        slurm.submit(job, count)
     for job, count, weight in jobs:
         follow(world, job, count, weight, **settings)
     ready(world, world.agents, 0.6, 3.0)
-    return world
+    return world, slurm
+
+
+def on_slurm(nodes: int, elements: int, spares: int = 0, **config: Any) -> tuple[World, FakeSlurm]:
+    """Job 1, an array, has made an iteration on a Slurm of so many nodes."""
+    world, slurm = arrays(nodes, ("1", elements, 1.0), config=config, spares=spares)
+    world.iterate("1", 0)
+    return world, slurm
 
 
 def allocation_row(nodes: str | None, state: str = "RUNNING", restarts: int = 0) -> dict[str, Any]:
@@ -76,16 +91,18 @@ def allocation_row(nodes: str | None, state: str = "RUNNING", restarts: int = 0)
     return {"state": state, "node": nodes, "restarts": restarts, **facts}
 
 
-def allocation(
+def allocation_job(
     nodes: int = 3, free: int = 1, stated: bool = False, config: Mapping[str, Any] | None = None, **settings: Any
 ) -> Scenario:
     """Job 1 has n1, n2, ... as one allocation, with an agent on each. stated: its owner has stated a minimum."""
     world = World(FakeSlurm(nodes + free), **(config or {}))
     world.slurm.queue["1", 0] = allocation_row(f"n[1-{nodes}]")
-    return world, [comes(world, element, f"n{element + 1}", nodes, stated, **settings) for element in range(nodes)]
+    return world, [
+        allocation_comes(world, element, f"n{element + 1}", nodes, stated, **settings) for element in range(nodes)
+    ]
 
 
-def comes(
+def allocation_comes(
     world: World, element: int, node: str, nodes: int = 3, stated: bool = False, no_kill: bool = False, **settings: Any
 ) -> FakeAgent:
     """An agent of an allocation registers."""
@@ -132,6 +149,19 @@ def follow(world: World, job: str, count: int, weight: float = 1.0, **settings: 
     return fresh
 
 
+def start(world: World, job: str, count: int, weight: float = 1.0, **settings: Any) -> list[FakeAgent]:
+    """As :func:`follow`; the ranks of those that start are ready at once."""
+    fresh = follow(world, job, count, weight, **settings)
+    ready(world, fresh, after=0.0)
+    return fresh
+
+
+def submit(world: World, job: str, count: int, weight: float = 1.0, **facts: Any) -> list[FakeAgent]:
+    """The job's elements are submitted, and agents come where Slurm runs them. facts: of `FakeSlurm.submit`."""
+    world.slurm.submit(job, count, **facts)
+    return start(world, job, count, weight)
+
+
 def grow_back(world: World, job: str = "1", count: int = 3, seconds: float = 1.0, **settings: Any) -> None:
     """Agents start where Slurm runs elements (:func:`follow`), and their ranks come in at the next boundary."""
     ready(world, follow(world, job, count, **settings), after=seconds)
@@ -139,12 +169,13 @@ def grow_back(world: World, job: str = "1", count: int = 3, seconds: float = 1.0
 
 
 # ---------------------------------------------------------------- what happens
-def boundary(world: World, seconds: float = 0.3) -> None:
-    """An iteration ends: all who train take what they are offered."""
+def boundary(world: World, after: float = 0.3, before: float = 0.0) -> None:
+    """An iteration ends: all who train take what they are offered. before, after: seconds that pass."""
+    world.run(before)
     for agent in world.agents:
         if not agent.silent:
             agent.take_offer()
-    world.run(seconds)
+    world.run(after)
 
 
 def power_off(world: World, *nodes: str) -> None:
@@ -181,9 +212,9 @@ def calls(world: World, *actions: str) -> list[tuple[str, str, int, str]]:
     return [call for call in world.slurm.calls if call[0] in actions]
 
 
-def nodes_asked(world: World, *actions: str) -> list[str]:
-    """The nodes for which Slurm was asked for one of these actions."""
-    return [call[3] for action in actions for call in calls(world, action)]
+def asked(slurm: FakeSlurm, action: str) -> list[str]:
+    """The nodes for which Slurm was asked for this action."""
+    return [call[3] for call in slurm.calls if call[0] == action]
 
 
 def failures(world: World, job: str = "1") -> list[tuple[str, str]]:
@@ -211,10 +242,16 @@ def element_row(
     job: str,
     number: int,
     state: str = "RUNNING",
-    node: str | None = None,
+    where: str | None = None,
     reason: str = "",
+    comment: str = "",
     restarts: int = 0,
-    **more: Any,
 ) -> ElementInfo:
-    """An element of an array of Ann's. more: other fields."""
-    return ElementInfo(job, number, f"{job}{number}", state, node, reason, f"job{job}", "ann", "", restarts, **more)
+    """An element of an array of Ann's. comment: its AdminComment."""
+    place = job, number, f"{job}{number}", state, where, reason
+    return ElementInfo(*place, f"job{job}", "ann", "", restarts, admin_comment=comment)
+
+
+def labels(placement: Placement) -> list[str]:
+    """The actions of a placement, in words."""
+    return [action.label for action in placement.actions]

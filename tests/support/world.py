@@ -116,14 +116,16 @@ class FakeAgent:
             iteration_seconds=0.5,
             changed=self.world.now + 1e-9 * next(CHANGES) if incarnation else 0.0,
             replica=self.replica,
-            layout=layout.stated(self.layout).layout.text if self.layout else f"TP{self.replica}" * (self.replica > 1),
+            layout=layout.parse_layout(self.layout).layout.text
+            if self.layout
+            else f"TP{self.replica}" * (self.replica > 1),
             saved=self.saved,
         )
 
     def _relay(self, told: str) -> None:
         """The ranks that are started from now on have this layout."""
         if told:
-            self.layout, self.replica = told, layout.stated(told).layout.size
+            self.layout, self.replica = told, layout.parse_layout(told).layout.size
 
     @property
     def route(self) -> tuple[bytes, ...]:

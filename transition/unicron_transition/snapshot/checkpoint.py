@@ -26,10 +26,10 @@ from typing import Any, Literal
 import torch
 
 from unicron_transition.iteration.rank_log import inform, warn
-from unicron_transition.snapshot import contents, exports, folders, foreign, parts
+from unicron_transition.snapshot import contents, folders, foreign, parts
 from unicron_transition.snapshot.checkpoint_file import DAMAGED, finished, folder_name, stem, unfinished
 from unicron_transition.snapshot.folders import Found
-from unicron_transition.snapshot.formats import names, opening
+from unicron_transition.snapshot.formats import exports, names, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint
 from unicron_transition.snapshot.image_format import SUFFIX, BadImage, Key, digest, file_front, read_page
 from unicron_transition.snapshot.migrate import TrainingState
@@ -54,10 +54,10 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Writer:
-    """What a rank's file is to the whole checkpoint: its place in the layout, and with a distributed optimizer its
-    shard. layout: as people write it, "TP2 PP2". loss: of the last iteration, the same number in all ranks: files of
-    two runs that came by the same iteration are no whole together. shards: the mark of the set that it is one of, where
-    agents make files of the others."""
+    """The part of the whole checkpoint that a rank's file is: its place in the layout, and with a distributed optimizer
+    its shard. layout: as people write it, "TP2 PP2". loss: of the last iteration, the same number in all ranks: files
+    of two runs that came by the same iteration are no whole together. shards: the mark of the set that it is one of,
+    where agents make files of the others."""
 
     place: int = 0
     size: int = 1
@@ -183,8 +183,8 @@ class Checkpoints:
         return found
 
     def _beginning(self) -> list[Found]:
-        """What the script begins from, while there is no checkpoint of its own: those of another job, the newest first,
-        or the one of another format. Raises :class:`CheckpointError`."""
+        """List what the script begins from, while there is no checkpoint of its own: those of another job, the newest
+        first, or the one of another format. Raises :class:`CheckpointError`."""
         if self.begin_from is None:
             return []
         if self.begin.whole and not self.begin.renames:
@@ -227,7 +227,7 @@ class Checkpoints:
 
     @property
     def destination(self) -> Path | None:
-        """Where they are written; None where they are only read."""
+        """The folder in which they are written, None where they are only read."""
         return self.folder
 
     # ------------------------------------------------------------ writing
@@ -346,7 +346,7 @@ class Checkpoints:
             warn(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
 
     def _pruned(self, iteration: int, writer: Writer) -> bool:
-        """What is older is removed, if that is this rank's to do; False while the one of `iteration` is not whole."""
+        """Remove what is older, if that is this rank's to do; False while the one of `iteration` is not whole."""
         if not folders.prunes(writer.key(iteration)):
             return True
         try:
@@ -374,7 +374,7 @@ def _minutes(given: float | str) -> float | str:
 
 # ------------------------------------------------------------ what is in a file
 def _copied(state: TrainingState, iteration: int, writer: Writer) -> tuple[bytes, torch.Tensor]:
-    """What the file of this rank is to hold, apart from the state that goes on changing."""
+    """Copy what the file of this rank is to hold out of the state, which goes on changing."""
     found, _ = contents.gathered(state)
     data = torch.empty(found.size, dtype=torch.uint8)
     contents.fill(found.tensors, found.offsets, data)

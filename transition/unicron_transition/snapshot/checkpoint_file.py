@@ -16,8 +16,9 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgpack
 import xxhash
@@ -82,7 +83,7 @@ def finished(path: Path, mark: str) -> None:
 
 
 class Destination(NamedTuple):
-    """Where a job's checkpoints go, and how many stay."""
+    """The folder of a job's checkpoints, and how many of them stay."""
 
     folder: Path
     keep: int
@@ -94,7 +95,7 @@ def note_destination(memory: Path, where: Destination) -> None:
 
 
 def destination(memory: Path) -> Destination | None:
-    """Where the job whose images are in `memory` has its checkpoints; None where the script makes none."""
+    """Return where the job whose images are in `memory` has its checkpoints, None where the script makes none."""
     try:
         noted = msgpack.unpackb((memory / NOTE).read_bytes())
         return Destination(Path(noted["folder"]), max(1, int(noted["keep"])))
@@ -120,6 +121,32 @@ def set_aside(image: Path, aside: Path, untrained: Path | None = None) -> None:
         raise
 
 
+class Aside:
+    """The last image of one rank that was to be set aside."""
+
+    def __init__(self) -> None:
+        self._path = Path()
+        self._done: Future[Any] | None = None
+
+    def note_image(self, path: Path, done: Future[Any]) -> None:
+        """path: the second name that the image gets. done: is over when it has it, or cannot have it."""
+        self._path, self._done = path, done
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the agent has not made a file of it yet."""
+        return self._done is not None and (not self._done.done() or self._path.exists())
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it could not be set aside; None while that may be."""
+        return self._done.exception() if self._done is not None and self._done.done() else None
+
+    def forget(self) -> None:
+        """The error is known; the checkpoint comes in another way."""
+        self._done = None
+
+
 def _beside(aside: Path) -> Path:
     """The second name of the untrained tensors' image, where `aside` is that of the shard. It has a suffix of its own,
     so that a look for images finds the image once."""
@@ -135,8 +162,8 @@ def _name_also(image: Path, name: Path) -> None:
 
 
 def release_aside(aside: Path) -> None:
-    """What is set aside under this name has its file, or will have none. The image's name goes last: as long as it is
-    there its rank sets no other one aside. Raises OSError."""
+    """Release what is set aside under this name: it has its file, or will have none. The image's name goes last: as
+    long as it is there its rank sets no other one aside. Raises OSError."""
     _beside(aside).unlink(missing_ok=True)
     aside.unlink(missing_ok=True)
 
@@ -229,7 +256,7 @@ def _copy(found: Found, into: BinaryIO, total: xxhash.xxh3_128, pace: Callable[[
 
 # ------------------------------------------------------------ what of a model is in no shard
 def behind(size: int) -> int:
-    """Where in a file's data those begin that stand behind `size` bytes of a shard."""
+    """Return where in a file the data begin that stand behind `size` bytes of a shard."""
     return -(-size // WORD) * WORD
 
 

@@ -1,5 +1,5 @@
-"""What a world of ranks without a session has in common of what lies in its nodes' memory, and how each rank gets its
-part (docs/design/memory.md, "For scripts without a session").
+"""The states that a world of ranks without a session has in common in its nodes' memory, and the way of each rank to
+its part (docs/design/memory.md, "For scripts without a session").
 
 One rank of each node tells all others what is there; from then on all compute the same. What comes from another node is
 sent from rank to rank, the sources spread over those that have it, and compared with its digest where it arrives. A
@@ -48,14 +48,14 @@ class There(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a rank gets its part: rank `sender` reads it in its node."""
+    """The way of a rank to its part: rank `sender` reads it in its node."""
 
     image: There
     sender: int
 
 
 class World(NamedTuple):
-    """Where this process is in the world that its agent has made. folder: None where its node has no memory."""
+    """The place of this process in the world that its agent has made. folder: None where its node has no memory."""
 
     folder: Path | None
     rank: int
@@ -80,7 +80,7 @@ class World(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where collectives want their tensors."""
+        """The device on which collectives want their tensors."""
         nccl = self.size > 1 and dist.get_backend() == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
@@ -192,12 +192,12 @@ def _flat(data: bytes) -> torch.Tensor:
 
 
 def _lengths(content: Content | None) -> list[int]:
-    """How many bytes of head and of data are sent."""
+    """The numbers of bytes of head and of data that are sent."""
     return _NOTHING if content is None else [len(content[0]), content[1].numel()]
 
 
 def choices(images: Collection[There], size: int) -> list[Choice]:
-    """What a world of `size` ranks can take, in the order in which it is to."""
+    """List what a world of `size` ranks can take, the best first."""
     parts: dict[Choice, set[int]] = {}
     for each in images:
         if each.choice.replicated or each.size == size:

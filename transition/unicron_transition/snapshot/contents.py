@@ -22,8 +22,9 @@ SMALL = 1 << 15  # bytes of a tensor that torch copies with one thread, however 
 
 @dataclass
 class Contents:
-    """What is gathered of a state. tensors: the live ones, flat; a copy of those in `moving` is taken at once, for the
-    next forward pass may change them. about: the part of the head that stays while the tensors are the same ones."""
+    """The parts of a state that its image has. tensors: the live ones, flat; a copy of those in `moving` is taken at
+    once, for the next forward pass may change them. about: the part of the head that stays while the tensors are the
+    same ones."""
 
     tensors: list[torch.Tensor]
     moving: list[int]
@@ -75,9 +76,10 @@ class Gatherer:
 
 @dataclass
 class Head:
-    """What is no tensor. layout: as people write it. step: the optimizer's, where it is in no tensor. untrained: the
-    mark of the image whose data stand behind these in a file (:mod:`checkpoint_file`). about: which
-    tensors there are (:class:`Contents`). facts: what an exporter needs to know of the model (:mod:`model_facts`)."""
+    """The part of a state that is no tensor. layout: as people write it. step: the optimizer's, where it is in no
+    tensor. untrained: the mark of the image whose data stand behind these in a file (:mod:`checkpoint_file`). about:
+    which tensors there are (:class:`Contents`). facts: what an exporter needs to know of the model
+    (:mod:`model_facts`)."""
 
     iteration: int
     layout: str

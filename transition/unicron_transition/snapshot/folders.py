@@ -46,7 +46,7 @@ class Found(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
+        """The folder of its files."""
         return self.paths[0] if self.foreign else self.paths[0].parent
 
 
@@ -141,7 +141,7 @@ class Begun(NamedTuple):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """What changes while somebody writes it."""
+        """A value that changes while somebody writes it."""
         if self.whole:
             return 0, 0
         try:

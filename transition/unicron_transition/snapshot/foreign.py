@@ -21,8 +21,8 @@ TIED = "share_embeddings_and_output_weights"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is taken of it. optimizer: its state and the schedule's progress; iteration: go on with it, not from the
-    start; names: the table of names for a checkpoint of Hugging Face's ("" finds it)."""
+    """The parts that are taken of it. optimizer: its state and the schedule's progress; iteration: go on with it, not
+    from the start; names: the table of names for a checkpoint of Hugging Face's ("" finds it)."""
 
     optimizer: bool = True
     iteration: bool = True
@@ -101,7 +101,8 @@ def _say_rows(index: Index, mine: Mapping[str, Sequence[int]]) -> None:
 
 
 def _say_unproven(folder: Path, index: Index, mine: Mapping[str, Any]) -> None:
-    """What the checkpoint says of its model and no weight shows. mine: Megatron-LM's arguments of the model here."""
+    """Warn of what the checkpoint says of its model and no weight shows. mine: Megatron-LM's arguments of the model
+    here."""
     args = index.common.args
     for difference in other_arithmetic(args, mine):
         warn(f"{folder} is of another model: {difference}")

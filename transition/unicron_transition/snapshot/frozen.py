@@ -1,5 +1,6 @@
-"""What of a model its optimizer does not change: parameters that are not trained, and buffers. They are in no shard of
-a distributed optimizer, so they have an image of their own, named by their checksum, which goes with the shards.
+"""The part of a model that its optimizer does not change: parameters that are not trained, and buffers. They are in no
+shard of a distributed optimizer, so they have an image of their own, named by their checksum, which goes with the
+shards.
 
 The image is written only when they have changed. A rank that has them neither from training nor from an image gets them
 from a rank of its place that has.
@@ -16,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from unicron_transition.snapshot import contents
-from unicron_transition.snapshot.cuts import Cuts
+from unicron_transition.snapshot.cuts import Cuts, ImageRing, ring_paths
 from unicron_transition.snapshot.image_format import UNTRAINED, BadImage, Image, Key, inventory
-from unicron_transition.snapshot.image_ring import ImageRing, ring_paths
 from unicron_transition.snapshot.migrate import TrainingState
 from unicron_transition.snapshot.tensor_transfer import broadcast_bytes, checksum
 
@@ -143,7 +143,7 @@ class Untrained:
                 _raw(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def _places(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where each tensor's bytes are in an image."""
+        """Return where each tensor's bytes are in an image."""
         places = flat.split([_padded(each) for each in self._tensors])
         return [(place[: each.nbytes], each) for place, each in zip(places, self._tensors, strict=True)]
 

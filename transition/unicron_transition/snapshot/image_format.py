@@ -55,8 +55,9 @@ def digest(data: Data) -> bytes:
 
 @dataclass(frozen=True)
 class Key:
-    """What an image holds. place: of the rank among the `size` ranks of a replica; shard: of `count`. iteration: the
-    one that comes next. base: the generation that made the state. mark: the same in all images that belong together."""
+    """The contents of an image, in short. place: of the rank among the `size` ranks of a replica; shard: of `count`.
+    iteration: the one that comes next. base: the generation that made the state. mark: the same in all images that
+    belong together."""
 
     kind: str
     slot: int
@@ -127,7 +128,8 @@ def write_note(path: Path, data: bytes) -> None:
 
 
 def file_front(key: Key, head: bytes, data_bytes: int, data_digest: bytes) -> bytes:
-    """What stands in front of the data of a whole image, for a file that is written from its beginning to its end."""
+    """Return what stands in front of the data of a whole image, for a file that is written from its beginning to its
+    end."""
     offset = _data_offset(len(head))
     page = _page(key, head, offset, data_bytes, data_digest)
     return page.ljust(PAGE, b"\0") + head.ljust(offset - PAGE, b"\0")
@@ -222,7 +224,7 @@ def read_page(path: Path) -> Found:
 
 
 def memory_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the agent wants a rank's images; None where there is no memory that outlives this process."""
+    """Return where the agent wants a rank's images, None where there is no memory that outlives this process."""
     name = environment.get(FOLDER)
     return Path(name) if name else None
 

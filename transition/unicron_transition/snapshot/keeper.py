@@ -21,10 +21,9 @@ import torch
 
 from unicron_transition.iteration.rank_log import warn
 from unicron_transition.snapshot import checkpoint_file, contents
-from unicron_transition.snapshot.aside import Aside
-from unicron_transition.snapshot.cuts import Cuts
+from unicron_transition.snapshot.checkpoint_file import Aside
+from unicron_transition.snapshot.cuts import Cuts, ImageRing, ring_paths
 from unicron_transition.snapshot.image_format import STATE, Image, Key, inventory, memory_folder
-from unicron_transition.snapshot.image_ring import ImageRing, ring_paths
 from unicron_transition.snapshot.worker import Worker
 
 EVERY = "UNICRON_MEMORY_EVERY"
@@ -34,7 +33,7 @@ FURTHEST = 1024  # iterations: after a failure the next try comes after 1, 2, 4,
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how often a rank copies its state.
+    """The folder into which a rank copies its state, and how often.
 
     folder: None keeps nothing. every: iterations from one copy to the next.
     """
@@ -44,7 +43,7 @@ class Settings:
 
     @classmethod
     def chosen(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """What the environment says. Raises ValueError, one line, for what is no number."""
+        """Read the environment. Raises ValueError, one line, for what is no number."""
         every = _number(environment, EVERY, "iterations, 1 or more; 0 keeps nothing in memory")
         return cls(memory_folder(environment) if every else None, every)
 
@@ -140,7 +139,7 @@ class Keeper:
             self._worker.submit_or_run(self._ring.remove)
 
     def remove_unwanted_cuts(self) -> None:
-        """Where the controller wants no cut, the thread removes them, after what is to be copied."""
+        """Have the thread remove the cuts, after what is to be copied, where the controller wants none."""
         if self.cuts.unwanted:
             self._worker.submit_or_run(self.cuts.remove_unwanted)
 

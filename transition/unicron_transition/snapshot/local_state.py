@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from unicron_detector.processes.rank_messages import Cut, Fetch, MemoryMessage, Plan, Save, Saved
-from unicron_transition.snapshot.aside import Aside
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
-from unicron_transition.snapshot.checkpoint_file import Destination, note_destination
+from unicron_transition.snapshot.checkpoint_file import Aside, Destination, note_destination
 from unicron_transition.snapshot.cuts import Cuts
 from unicron_transition.snapshot.migrate import TrainingState
 
@@ -80,7 +79,7 @@ class LocalState:
         """Until the state may change."""
 
     def wait_whole(self) -> None:
-        """What this rank keeps is whole. All wait for theirs before one of them writes over what is older."""
+        """Wait until what this rank keeps is whole. All do so before one of them writes over what is older."""
 
     def keep_step(self, version: int) -> None:
         """After a step, collective: keep what is sharded, and copies of it in other ranks."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from unicron_detector.chaos.inject import injector
 from unicron_detector.processes.rank_messages import Fault
-from unicron_transition.iteration.deferred_changes import scalers
+from unicron_transition.iteration.accumulation import scalers
 from unicron_transition.snapshot.model_facts import model_facts
 from unicron_transition.snapshot.tensor_transfer import (
     as_tensor,
@@ -47,9 +47,9 @@ class CorruptTransfer(RuntimeError):
 
 
 class TrainingState:
-    """What one rank must hold to go on: parameters, optimizer state, learning-rate schedule, loss scale, the seed of
-    the random numbers, iteration. The state of a distributed optimizer is another one in each rank, and no part of it
-    (:mod:`unicron_transition.sharded.sharded_state`)."""
+    """The state that one rank must hold to go on: parameters, optimizer state, learning-rate schedule, loss scale, the
+    seed of the random numbers, iteration. The state of a distributed optimizer is another one in each rank, and no part
+    of it (:mod:`unicron_transition.sharded.sharded_state`)."""
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, seed: int = 0):
         self.model, self.optimizer, self.scheduler, self.seed = list(model), optimizer, scheduler, seed
@@ -60,7 +60,7 @@ class TrainingState:
 
     @functools.cached_property
     def facts(self) -> Settings:
-        """What an exporter needs to know of the model."""
+        """The facts that an exporter needs to know of the model."""
         return model_facts(self.model)
 
     def _inner_optimizers(self) -> list[Any]:
@@ -270,24 +270,27 @@ def transfer(
         differing = gather(wrong, device, group)
         if lost():  # an aborted NCCL collective leaves garbage and raises nothing
             raise RuntimeError("the generation ended while the training state was transferred")
-        bad = [rank for rank in order if differing[rank]]
-        trusted = 2 * (len(order) - len(bad)) > len(order)  # most members hold what was sent
-        if trusted and me in bad:
+        trusted, settled = _compare(differing, order)
+        if trusted and me in order and wrong:
             raise StateMismatch(
                 f"training state (checkpoint) corrupt here: checksum mismatch with most in {wrong} parts"
             )
-        if trusted and not any(differing):
+        if wrong and receiving and attempt + 1 < TRIES:
+            note(sender, wrong, order[(attempt + 1) % len(order)])
+        if settled:
             return found if receiving else iteration
-        following = order[(attempt + 1) % len(order)]
-        if differing[me] and receiving and attempt + 1 < TRIES:
-            note(sender, wrong, following)
-        if trusted and all(rank in bad for rank, count in enumerate(differing) if count):
-            return found if receiving else iteration  # those who differ end by themselves, which breaks the generation
     if not trusted:
         raise StateMismatch("the members differ in their training state, and no state is that of most")
-    if differing[me]:
+    if wrong:
         raise CorruptTransfer(f"training state (checkpoint of rank {sender}) corrupt: checksum mismatch {TRIES} times")
     return found if receiving else iteration
+
+
+def _compare(differing: Sequence[int], order: Sequence[int]) -> tuple[bool, bool]:
+    """(whether most members hold what was sent, whether the transfer is over). differing: in how many parts each rank
+    differs; order: the ranks of the members. Members who differ end by themselves, which breaks the generation."""
+    trusted = 2 * sum(not differing[rank] for rank in order) > len(order)
+    return trusted, trusted and all(rank in order for rank, count in enumerate(differing) if count)
 
 
 def _nothing(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What whoever exports a checkpoint needs to know of the model, and its tensors do not say."""
+"""Facts of a model that an export of its checkpoint needs, and no tensor shows."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ ACTIVATIONS |= dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tan
 
 
 def other_heads(there: Mapping[str, Any], mine: Mapping[str, Any], here: str = "here") -> str:
-    """How the heads of the other model are cut otherwise than this one's; "" where they are not, or nobody knows. here:
-    where this one is, in words."""
+    """Say how the heads of the other model are cut otherwise than this one's; "" where they are not, or nobody knows.
+    here: where this one is, in words."""
     for fact, argument in HEADS.items():
         if there.get(fact) and mine.get(fact) and there[fact] != mine[fact]:
             return f"its {argument} is {there[fact]}, and {here} it is {mine[fact]}"
@@ -61,8 +61,8 @@ def other_heads(there: Mapping[str, Any], mine: Mapping[str, Any], here: str = "
 
 
 def other_arithmetic(there: Mapping[str, Any], mine: Mapping[str, Any], here: str = "here") -> list[str]:
-    """Where the other model computes otherwise than this one, and no weight shows it: a few words each. there, mine:
-    Megatron-LM's arguments. here: where this one is, in words."""
+    """List where the other model computes otherwise than this one, and no weight shows it: a few words each. there,
+    mine: Megatron-LM's arguments. here: where this one is, in words."""
     names = [*UNPROVEN, *(UNPROVEN_OF_EXPERTS if mine.get("num_experts") else ())]
     if there.get("activation") and mine.get("activation"):
         names = [name for name in names if name not in ("swiglu", "squared_relu")]
@@ -82,8 +82,9 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def model_facts(model: Sequence[Any]) -> dict[str, Any]:
-    """What an exporter needs to know of a model: the type of its parameters, where they have one, and of a Megatron
-    model how its attention's heads are cut, whether its layers are gated, and Megatron-LM's arguments for it."""
+    """Return what an exporter needs to know of a model: the type of its parameters, where they have one, and of a
+    Megatron model how its attention's heads are cut, whether its layers are gated, and Megatron-LM's arguments for
+    it."""
     kinds: set[str] = set()
     config, found_in = None, None
     for chunk in model:
@@ -121,7 +122,7 @@ def _arguments(config: Any, model: Any) -> dict[str, Any]:
 
 
 def of_megatron_lm(args: Any) -> dict[str, Any]:
-    """What Megatron-LM's own arguments say of the model."""
+    """Return what Megatron-LM's own arguments say of the model."""
     names = (*OF_CONFIG, *RENAMED, *OF_MODEL, *OTHERS)
     return {name: value for name in names if _plain(value := getattr(args, name, None))}
 

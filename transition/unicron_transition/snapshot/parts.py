@@ -1,4 +1,5 @@
-"""What a rank holds of the whole model and of its optimizer's state: by the name of each whole tensor, and where in it.
+"""The parts of the whole model and of its optimizer's state that a rank holds: by the name of each whole tensor, and
+where in it.
 
 Megatron's `sharded_state_dict` says both for each parameter (tensor ranks have a slice, pipeline stages have some of
 the layers, which are stacked under one name); the distributed optimizer gives each data-parallel rank a range of it. So
@@ -36,7 +37,7 @@ class Box(NamedTuple):
 
     @property
     def place(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where it is in the whole tensor: offset and extent."""
+        """The offset and extent in the whole tensor."""
         return self.offset, self.extent
 
 
@@ -278,7 +279,7 @@ def _joined(box: Box, key: str, pieces: Sequence[Source]) -> torch.Tensor:
 
 
 class Blocks(Protocol):
-    """What a model's tensors are restored from."""
+    """The source from which a model's tensors are restored."""
 
     def read(self, box: Box, key: str) -> torch.Tensor:
         """The block of one kind. Shape: the box's extent. Raises :class:`Missing`."""
@@ -336,6 +337,6 @@ def _restore_state(
 
 
 def _device(own: _Held, key: str) -> torch.device | str:
-    """Where torch has what an optimizer keeps for a parameter: step counts on the CPU, mostly."""
+    """Return where torch has what an optimizer keeps for a parameter: step counts on the CPU, mostly."""
     on_device = any(group.get("fused") or group.get("capturable") for group in own.owner.param_groups)
     return "cpu" if key == "step" and not on_device else own.main.device

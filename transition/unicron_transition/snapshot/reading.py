@@ -1,4 +1,4 @@
-"""How files of a checkpoint are read. They may be on a file system that fails, and may come from anybody.
+"""Reads files of a checkpoint. They may be on a file system that fails, and may come from anybody.
 
 Nothing of them is mapped: a file that is cut, or whose server answers EIO or ESTALE, is an OSError or a short read here
 and would be SIGBUS there, which ends a process without a word.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -40,6 +41,7 @@ STAND_INS = (
     ),
 )
 FRONT = 256
+MOST_ENTRIES = 100_000  # names of a folder that are looked at
 # What a file system answers that has lost what it was given, or a part of it.
 LOST = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EREMOTEIO)
 
@@ -69,6 +71,15 @@ def open_plain(path: Path, holes: bool = False) -> BinaryIO:
         os.close(descriptor)
         raise
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder, no more than are looked at; none of one that cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(each.name for each in itertools.islice(entries, MOST_ENTRIES))
+    except OSError:
+        return []
 
 
 def text_in(file: BinaryIO) -> str:
@@ -122,13 +133,13 @@ def _written(descriptor: int, found: os.stat_result) -> int:
 
 
 def written(path: Path) -> int:
-    """How many bytes of a file are not holes, or enough of them. Raises OSError."""
+    """Count the bytes of a file that are not holes, or enough of them. Raises OSError."""
     with open_plain(path, holes=True) as file:
         return _written(file.fileno(), os.fstat(file.fileno()))
 
 
 def behind_hole(descriptor: int, position: int) -> int:
-    """Where something is written in a file from there on; its end where nothing is. Raises OSError."""
+    """Return where something is written in a file from there on; its end where nothing is. Raises OSError."""
     try:
         return os.lseek(descriptor, position, os.SEEK_DATA)
     except OSError as error:
@@ -138,7 +149,7 @@ def behind_hole(descriptor: int, position: int) -> int:
 
 
 def allowance(file: BinaryIO) -> int:
-    """How many bytes of an open file may be read to learn what is in it."""
+    """Return how many bytes of an open file may be read to learn what is in it."""
     found = os.fstat(file.fileno())
     return ROOM + DENSE * _written(file.fileno(), found)
 
@@ -150,7 +161,7 @@ def read_small(path: Path) -> bytes:
 
 
 def parsed(data: bytes, each: int = 1, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """What JSON says. It is looked at first: a few bytes may describe what takes a hundred times as many. each: how
+    """Parse JSON. It is looked at first: a few bytes may describe what takes a hundred times as many. each: how
     many values there are for one name; hook: as the module json has it.
 
     Raises ValueError, also for more than a checkpoint has, and RecursionError.
@@ -163,7 +174,7 @@ def parsed(data: bytes, each: int = 1, hook: Callable[[list[tuple[str, Any]]], A
 
 
 def unpacked(data: bytes) -> Any:
-    """What MessagePack says that describes an image. An empty list takes one byte there, and 64 in memory; what ranks
+    """Parse the MessagePack that describes an image. An empty list takes one byte there, and 64 in memory; what ranks
     write has four bytes and more for each list. Raises ValueError, also for far more lists."""
     left = LEAST_LISTS + len(data) // 3
 

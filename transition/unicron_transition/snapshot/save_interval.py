@@ -1,4 +1,4 @@
-"""How long to wait between two checkpoints, from what a save costs and how often one would be needed.
+"""The time to wait between two checkpoints, from what a save costs and how often one would be needed.
 
 Young's interval, with Daly's higher-order term: J. W. Young, "A first order approximation to the optimum checkpoint
 interval", CACM 17(9), 1974; J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
@@ -26,8 +26,8 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Risk:
-    """What a job may lose. nodes: those that it has. copies: each part of its state is on several of them. seconds,
-    losses: how long it has run, and how many losses it has seen meanwhile."""
+    """The losses that a job has to expect. nodes: those that it has. copies: each part of its state is on several of
+    them. seconds, losses: how long it has run, and how many losses it has seen meanwhile."""
 
     nodes: int
     copies: bool

@@ -1,4 +1,4 @@
-"""How tensors go from rank to rank: in pieces, by way of memory that the backend can send, and with checksums that show
+"""Sends tensors from rank to rank: in pieces, by way of memory that the backend can send, and with checksums that show
 what came wrong. Whoever calls it decides who sends once more.
 """
 

@@ -1,4 +1,4 @@
-"""What a script without a session keeps in its agent's memory across restarts (restart mode): two lines in the script.
+"""Keeps the state of a script without a session in its agent's memory across restarts (restart mode), by two lines.
 
     saved = unicron.memory.load()                                # None, or .state and .iteration
     unicron.memory.save({"model": model.state_dict(), ...}, iteration)
@@ -23,16 +23,15 @@ import torch.distributed as dist
 from unicron_transition.iteration.rank_log import warn
 from unicron_transition.snapshot import contents
 from unicron_transition.snapshot.common import World, choices
-from unicron_transition.snapshot.cuts import CUT_PREFIX, Cuts, read_cut_note
+from unicron_transition.snapshot.cuts import CUT_PREFIX, Cuts, ImageRing, read_cut_note, ring_paths
 from unicron_transition.snapshot.image_format import SAME, USER, Image, Key, inventory
-from unicron_transition.snapshot.image_ring import ImageRing, ring_paths
 from unicron_transition.snapshot.worker import Worker
 
 _TENSOR, _TUPLE = 1, 2  # MessagePack's codes for what it does not know
 
 
 class Saved(NamedTuple):
-    """What :func:`save` was given. Tensors are in the host's memory."""
+    """The state that :func:`save` was given. Tensors are in the host's memory."""
 
     state: Any
     iteration: int
@@ -142,7 +141,7 @@ class _Keeper:
         self._before = key.iteration
 
     def _remove_older(self, iteration: int) -> None:
-        """What ranks have left that ran in this node in an earlier world goes where it is older than what this world
+        """Remove what ranks have left that ran in this node in an earlier world, where it is older than what this world
         has, and so do their cuts where a newer one is in enough nodes."""
         good, first = read_cut_note(self._folder).good, self.world.node
         for found in inventory(self._folder):

@@ -38,7 +38,7 @@ from unicron_ctl.shared.settings.places import PACKAGED_PYTHON
 from unicron_ctl.shared.system.descriptors import shortage
 from unicron_ctl.shared.system.errors import one_line
 from unicron_detector.health.program_output import TooMuchOutput, run_program
-from unicron_transition.seams.table import KNOWN, known
+from unicron_transition.seams.table import KNOWN_RELEASES, known
 
 FEWEST_FILES = 4096  # of an agent or a rank: a DataLoader with workers has hundreds
 SHARE_OF_MEMORY = 0.25  # of a node for the copies of training states
@@ -361,7 +361,7 @@ def python(case: Case) -> Iterator[Finding]:
             sound = False
             yield problem(
                 f"{package} {release} is not known: training with it is refused in session mode",
-                f"install {' or '.join(KNOWN[package])}, or submit with --unicron-mode=restart",
+                f"install {' or '.join(KNOWN_RELEASES[package])}, or submit with --unicron-mode=restart",
             )
     mine = (host.python.rpartition(".")[0], host.torch, host.megatron)
     firsts = (first.python.rpartition(".")[0], first.torch, first.megatron)

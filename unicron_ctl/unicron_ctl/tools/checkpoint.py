@@ -19,7 +19,8 @@ from unicron_ctl.shared.system.errors import FAILURE, PROBLEM_FOUND, WRONG_USE, 
 from unicron_ctl.shared.system.printable import print_text
 from unicron_detector.words import counted
 from unicron_transition.snapshot import folders, reading
-from unicron_transition.snapshot.formats import convert, opening, own, verify
+from unicron_transition.snapshot.formats import convert, opening, own
+from unicron_transition.snapshot.formats.format_table import BY_NAME, EXPORTS
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class CheckpointReport(msgspec.Struct, kw_only=True):
 
 
 def report(index: Index) -> CheckpointReport:
-    """What `show` prints."""
+    """Return what `show` prints."""
     tensors = [TensorReport(name=t.name, shape=list(t.shape), dtype=t.dtype) for t in index.tensors.values()]
     return CheckpointReport(format=index.format, iteration=index.iteration, layout=index.layout, tensors=tensors)
 
@@ -68,7 +69,7 @@ def _of_folder(folder: Path) -> Iterator[Index]:
     """The index of a checkpoint that has no damage: a copy of a damaged one would have checksums that fit. No job
     removes it meanwhile. Raises OSError."""
     with reading.files_of(folder), opening.held(folder) as at:
-        index, wrong = verify.problems(at)
+        index, wrong = opening.verify(at)
         if index is None or wrong:
             more = f" (and {len(wrong) - 1} more: see `unicronctl checkpoint verify`)" if len(wrong) > 1 else ""
             raise UserError(f"{wrong[0]}{more}")
@@ -131,7 +132,7 @@ def verify_command(folder: Path) -> int:
     """
     try:
         with reading.files_of(folder):
-            index, wrong = verify.problems(folder)
+            index, wrong = opening.verify(folder)
     except OSError as error:
         raise UserError(_said(error)) from None
     for line in wrong:
@@ -140,7 +141,8 @@ def verify_command(folder: Path) -> int:
         return PROBLEM_FOUND if index is not None else FAILURE
     if index.common.doubt:
         print_text(index.common.doubt, err=True)
-    known = "all whole" if index.format != "safetensors" else "of the right length (this format has no checksums)"
+    checks = BY_NAME[index.format].checksums
+    known = "all whole" if checks else "of the right length (this format has no checksums)"
     print_text(
         f"{folder}: {index.format}, iteration {index.iteration}: {counted(len(index.tensors), 'tensor')}, {known}"
     )
@@ -150,7 +152,7 @@ def verify_command(folder: Path) -> int:
 @command.command()
 @click.argument("source", metavar="FOLDER|JOB")
 @click.argument("out", type=FOLDER)
-@click.option("--format", "form", type=click.Choice(convert.FORMATS), default=convert.FORMATS[0], show_default=True)
+@click.option("--format", "form", type=click.Choice(EXPORTS), default=EXPORTS[0], show_default=True)
 @NAMES
 @CONFIG
 @click.option("--dtype", default="", help="For safetensors: bfloat16, float16, float32 [default: the model's].")

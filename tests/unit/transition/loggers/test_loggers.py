@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.support.event_files import read
 from unicron import loggers
-from unicron_transition.iteration.result import StepResult
+from unicron_transition.iteration.ledger import StepResult
 
 
 def result(iteration: int) -> StepResult:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.support.kept import WRITER, beginnings, everything, kept, same, spoil, training
-from unicron_transition.snapshot.beginnings import Beginnings, Unusable
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
 from unicron_transition.snapshot.contents import Gatherer
 from unicron_transition.snapshot.image_format import SUFFIX, inventory
 from unicron_transition.snapshot.keeper import Keeper
+from unicron_transition.snapshot.whole_state import Beginnings, Unusable
 
 
 def test_a_damaged_one_is_said_and_the_older_taken(tmp_path, capsys):

@@ -12,9 +12,8 @@ import pytest
 
 from tests.support.kept import training
 from tests.support.processes import wait_for
-from unicron_transition.snapshot import exports
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
-from unicron_transition.snapshot.formats import verify
+from unicron_transition.snapshot.formats import exports, opening
 
 
 def test_a_checkpoint_is_exported_when_it_is_whole_by_a_process_of_its_own(tmp_path: Path, capfd) -> None:
@@ -28,7 +27,7 @@ def test_a_checkpoint_is_exported_when_it_is_whole_by_a_process_of_its_own(tmp_p
         checkpoints.save_last(training(), iteration)
     process = checkpoints.exports._process
     assert process is not None and process.wait(60.0) == 0
-    index, wrong = verify.problems(tmp_path / "saves/safetensors/iteration-00000007")
+    index, wrong = opening.verify(tmp_path / "saves/safetensors/iteration-00000007")
     assert wrong == [] and index is not None and index.iteration == 7
     assert "was exported to" in capfd.readouterr().err
     checkpoints.save_last(training(), 11)

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from unicron_transition.snapshot import foreign
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
-from unicron_transition.snapshot.formats import convert, opening, pickles, verify, write_dcp
-from unicron_transition.snapshot.formats.index import BadCheckpoint
+from unicron_transition.snapshot.formats import convert, format_table, opening, pickles, write_dcp
+from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
 from unicron_transition.snapshot.formats.written import cast
 from unicron_transition.snapshot.migrate import TrainingState
 
@@ -179,7 +179,7 @@ def test_a_hostile_pickle_is_refused_by_the_name_that_it_names(tmp_path, saved, 
         for each in told.storage_data.values():
             each.offset, each.length = 0, (at / "__0_0.distcp").stat().st_size
         (at / ".metadata").write_bytes(pickle.dumps(told))
-    _, wrong = verify.problems(tmp_path / "out")
+    _, wrong = opening.verify(tmp_path / "out")
     assert any("names posix.system, which no checkpoint needs" in line for line in wrong), wrong
     assert not (tmp_path / "hostile-was-here").exists()
     with pytest.raises(CheckpointError, match=r"names posix\.system"):
@@ -199,7 +199,7 @@ def test_a_chunk_outside_of_its_folder_is_refused(tmp_path, saved):
     for each in told.storage_data.values():
         each.relative_path = "../saves/x"
     (tmp_path / "out" / ".metadata").write_bytes(pickle.dumps(told))
-    assert "outside of the folder" in verify.problems(tmp_path / "out")[1][0]
+    assert "outside of the folder" in opening.verify(tmp_path / "out")[1][0]
 
 
 @pytest.mark.parametrize("form", ["dcp", "torch_dist", "safetensors"])
@@ -209,10 +209,10 @@ def test_damage_is_found(tmp_path, saved, form):
         torch_dist(saves, tmp_path / "out")
     else:
         convert.export(opening.index_of(saves), tmp_path / "out", form)
-    assert verify.problems(tmp_path / "out")[1] == []
+    assert opening.verify(tmp_path / "out")[1] == []
     path = max((path for path in (tmp_path / "out").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
     path.write_bytes(path.read_bytes()[:-200])
-    assert "cut off" in verify.problems(tmp_path / "out")[1][0]
+    assert "cut off" in opening.verify(tmp_path / "out")[1][0]
 
 
 def test_a_flipped_bit_is_found_where_there_is_a_checksum(tmp_path, saved):
@@ -225,7 +225,7 @@ def test_a_flipped_bit_is_found_where_there_is_a_checksum(tmp_path, saved):
         byte = file.read(1)[0]
         file.seek(raw.offset + 5)
         file.write(bytes([byte ^ 4]))
-    assert verify.problems(tmp_path / "out")[1] == [f"{raw.path}: the bytes of 0.weight do not match their checksum"]
+    assert opening.verify(tmp_path / "out")[1] == [f"{raw.path}: the bytes of 0.weight do not match their checksum"]
 
 
 def test_another_model_is_refused(tmp_path, saved):
@@ -362,3 +362,17 @@ def test_an_export_takes_less_memory_than_two_of_its_largest_tensors(tmp_path, f
     words = [sys.executable, "-c", MEASURED, str(tmp_path / "in"), str(tmp_path / "out"), form]
     done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=True)
     assert int(done.stdout) * 1024 < 2 * 4 * size, "all of them are eight"
+
+
+def test_a_new_format_is_a_row_of_the_table(tmp_path, monkeypatch):
+    def read(folder: Path) -> Index | None:
+        return Index("toy", int((folder / "toy").read_text()), "", {}) if (folder / "toy").is_file() else None
+
+    row = format_table.Format("toy", "toys", lambda folder, files, inner: "toy" in files, read)
+    for iteration in (3, 12):
+        (tmp_path / f"step-{iteration}").mkdir()
+        (tmp_path / f"step-{iteration}" / "toy").write_text(str(iteration))
+    assert opening.find(tmp_path / "step-12") is None and "step-12" not in opening.hint(tmp_path)
+    monkeypatch.setattr(format_table, "FORMATS", (*format_table.FORMATS, row))
+    assert opening.index_of(tmp_path / "step-12").iteration == 12
+    assert "step-12" in opening.hint(tmp_path)

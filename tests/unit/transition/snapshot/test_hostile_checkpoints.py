@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from unicron_transition.snapshot import contents, reading
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
-from unicron_transition.snapshot.formats import opening, pickles, verify
+from unicron_transition.snapshot.formats import opening, pickles
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Block, Raw, Tensor, in_pieces, tiles
 from unicron_transition.snapshot.image_format import BadImage, read_page
 from unicron_transition.snapshot.migrate import TrainingState
@@ -124,7 +124,7 @@ def refusal(folder: Path) -> str:
     try:
         with reading.files_of(folder):
             opening.index_of(folder)
-            _, wrong = verify.problems(folder)
+            _, wrong = opening.verify(folder)
     except (BadCheckpoint, OSError) as error:
         wrong = [str(error)]
     assert all(0 < len(said) < 600 and "\n" not in said and "defect" not in said for said in wrong), wrong
@@ -336,7 +336,7 @@ def test_verify_names_a_cut_file_of_unicrons_own(tmp_path):
     _, image = written(tmp_path)
     found = read_page(image)
     os.truncate(image, found.used - 1)
-    assert verify.problems(tmp_path)[1] and "cut off" in verify.problems(tmp_path)[1][0]
+    assert opening.verify(tmp_path)[1] and "cut off" in opening.verify(tmp_path)[1][0]
     with pytest.raises((BadImage, OSError), match="cut off"):
         found.check_file()
 
@@ -381,6 +381,8 @@ EXPANDING: dict[str, bytes] = {
     "text of a path": said_again(TEXT + b"q\x010cpathlib\nPosixPath\nq\x020", b"h\x02h\x01h\x01\x86R", 20000),
     "announced bytes": b"\x80\x05\x96" + struct.pack("<Q", 1 << 38) + b"xx.",
     "announced text": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 38) + b"xx.",
+    "bytes of a number": b"\x80\x02c__builtin__\nbytearray\nJ" + struct.pack("<i", 64 << 20) + b"\x85R.",
+    "a key that is never hashed": b"\x80\x02}" + pickle.dumps(pairs(60), 2)[2:-1] + b"K\1s.",
     "a frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 38) + b"N.",
 }
 
@@ -392,6 +394,12 @@ def test_what_expands_is_refused(tmp_path, what, where):
     if where == ".metadata":
         (folder / ".metadata").write_bytes(EXPANDING[what])
     assert refusal(folder)
+
+
+def test_torchs_own_reader_makes_room_for_what_a_pickle_only_announces(tmp_path):
+    """docs/behaviour/checkpoint-files.md: why ours is there."""
+    path = archive(tmp_path / "x", EXPANDING["bytes of a number"])
+    assert path.stat().st_size < 2000 and len(torch.load(path, weights_only=True, mmap=True)) == 64 << 20
 
 
 def test_a_far_place_in_the_memo_takes_no_room():

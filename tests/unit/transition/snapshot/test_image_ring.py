@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from unicron_transition.snapshot import cuts
+from unicron_transition.snapshot.cuts import ImageRing
 from unicron_transition.snapshot.image_format import Key
-from unicron_transition.snapshot.image_ring import ImageRing
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from unicron_transition.snapshot import reading
-from unicron_transition.snapshot.formats import verify
+from unicron_transition.snapshot.formats import opening
 
 ALICE, BOB = 65533, 65534
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root reads for another user")
@@ -47,7 +47,7 @@ def refusal(folder: Path) -> str:
     """Why root does not read a checkpoint: empty where it is read."""
     try:
         with reading.files_of(folder):
-            _, wrong = verify.problems(folder)
+            _, wrong = opening.verify(folder)
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     return "".join(wrong)

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 
 from unicron_transition.snapshot.checkpoint import Checkpoints
-from unicron_transition.snapshot.formats import convert, opening, pickles, verify
+from unicron_transition.snapshot.formats import convert, opening, pickles
 from unicron_transition.snapshot.formats.index import RAW
 from unicron_transition.snapshot.migrate import TrainingState
 
@@ -97,7 +97,7 @@ def test_files_without_checksums_are_read(tmp_path, without_checksums):
     torch.save(told, tmp_path / "one.pt")
     with zipfile.ZipFile(tmp_path / "one.pt") as packed:
         assert not any(each.CRC for each in packed.infolist())
-    index, wrong = verify.problems(tmp_path / "there")
+    index, wrong = opening.verify(tmp_path / "there")
     assert index is not None and wrong == [] and index.iteration == 5
     archive = pickles.archive(tmp_path / "one.pt")
     assert pickles.plain(archive.content, archive)["step"] == 5

@@ -14,18 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unicron_transition.snapshot import folders
-from unicron_transition.snapshot.formats import beside, dcp, own, rank_files, safetensors, torch_files
+from unicron_transition.snapshot.formats import beside, dcp, format_table
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
 from unicron_transition.snapshot.formats.pickles import archive
-from unicron_transition.snapshot.formats.tracker import TRACKER
 
 LEVELS, MOST_ENTRIES = 4, 20_000  # how far below a folder is looked, and at how many names in all
 MOST_TRIES, MOST_ASKED = 4, 8  # checkpoints that are no good and are opened; files that are asked for their step
 SECONDS = 2.0  # after which no other file is opened; what a killed training leaves takes milliseconds
-FIRST = {TRACKER, dcp.METADATA, torch_files.FIRST} | {
-    f"{name}{end}" for name in (safetensors.NAME, torch_files.MODEL) for end in ("", ".index.json")
-}
 STEP = re.compile(r"(?<![a-z])(?:step|iter|iteration|checkpoint|ba)[=_-]?(\d{1,15})(?!\d|\.\d)", re.IGNORECASE)
 NUMBER = re.compile(r"(?<![\d.])\d{1,15}(?!\d|\.\d)")  # others are a loss
 # Names of what is being written (docs/behaviour/checkpoint-layouts.md).
@@ -33,7 +28,7 @@ TEMPORARY = re.compile(r"tmp[-_.].*|.*[-_.](?:tmp|partial|incomplete)", re.IGNOR
 MARKER = "-unfinished"  # NeMo's: a file beside its checkpoint, of the same name
 NOT_DONE = "its saving was not finished"
 OPTIMIZER = "optim"  # begins the name of a folder that has no model
-SHARD, FILE = ".distcp", ".ckpt"  # how the names of torch DCP's files end, and of Lightning's
+FILE = ".ckpt"  # how the names of Lightning's files end
 Find = Callable[[Path], Index | None]
 
 
@@ -47,14 +42,14 @@ def named_unfinished(path: Path) -> str:
 
 def without_metadata(folder: Path, names: list[str]) -> str:
     """That a folder with these names has files of torch DCP, and not what is written when all of them are there."""
-    some = any(name.endswith(SHARD) for name in names)
+    some = any(name.endswith(dcp.SUFFIX) for name in names)
     return f"no {dcp.METADATA}: {NOT_DONE}" if some and not dcp.is_one(folder) else ""
 
 
 @dataclass
 class Below:
-    """What is below a folder. newest: the newest whole checkpoint, None for none. why_not: newer ones that are not
-    whole, with the reason. cut: there may be more than what was looked at. find: opens a checkpoint."""
+    """The checkpoints below a folder. newest: the newest whole checkpoint, None for none. why_not: newer ones that are
+    not whole, with the reason. cut: there may be more than what was looked at. find: opens a checkpoint."""
 
     find: Find
     newest: Path | None = None
@@ -164,13 +159,7 @@ class Below:
 
 def _is_one(folder: Path, names: list[str], inner: list[str]) -> bool:
     """Whether a folder is a checkpoint, or was to be one, by the names in it."""
-    if not FIRST.isdisjoint(names) or any(name.endswith((SHARD, safetensors.SUFFIX)) for name in names):
-        return True
-    if any(name.startswith("mp_rank_") for name in inner) and rank_files.is_one(folder):
-        return True
-    if any(folders.FOLDER.fullmatch(name) for name in [folder.name, *inner]) and own.newest(folder) is not None:
-        return True
-    return beside.is_unread(names)
+    return any(each.is_there(folder, names, inner) for each in format_table.FORMATS) or beside.is_unread(names)
 
 
 def _time(path: Path) -> float:

@@ -1,5 +1,5 @@
-"""What training libraries put beside a model's weights: how far the training is, and states that nothing here reads.
-What each of them writes is in docs/behaviour/checkpoint-layouts.md."""
+"""The files that training libraries put beside a model's weights: how far the training is, and states that nothing here
+reads. What each of them writes is in docs/behaviour/checkpoint-layouts.md."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ import fnmatch
 import itertools
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unicron_transition.snapshot.formats import deepspeed
 from unicron_transition.snapshot.formats.index import Index
 from unicron_transition.snapshot.formats.pickles import Archive, archive, plain
-from unicron_transition.snapshot.reading import open_plain, parsed
+from unicron_transition.snapshot.reading import MOST_ENTRIES, names_in, open_plain, parsed
 
 TRAINER = "trainer_state.json"  # of transformers' Trainer
 LIGHTNING = "meta.pt"  # of Lightning, beside what torch DCP has of its model
 STEP = "global_step"
 COUNTS = ("iter_num", "iteration", STEP, "step")  # of iterations, in a file of a training script; the first one counts
 OF_FSDP = "pytorch_model_fsdp_"  # begins the folder, in such a folder, in which Accelerate saves what FSDP has cut
-MOST_ENTRIES = 100_000  # names of a folder that are looked at
-MOST_TAG = 200  # bytes of the name of a checkpoint of DeepSpeed's
 MOST, MOST_STEP = 1 << 20, 10**15  # bytes of a state that are read: its history has a line for each step
 FILES = re.compile(r".+\.(?:pt|pth|bin|pkl)|adapter_model\.safetensors")
 FOLDERS = re.compile(r"global_step\d+|pytorch_model(?:_\d+|_fsdp_\d+)?|optimizer(?:_\d+)?|recipe_state")
@@ -50,17 +48,13 @@ WHY_NOT = (
     ("*.pth", "{} is a file of torch.save: name the file itself, or save its weights as model.safetensors"),
     ("*.pt", "{} is a file of torch.save: name the file itself, or save its weights as model.safetensors"),
 )
-# DeepSpeed's: its script, the file that names the newest checkpoint, and how the files of weights and states end.
-SCRIPT, LATEST, WEIGHTS, STATES = "zero_to_fp32.py", "latest", "_model_states.pt", "_optim_states.pt"
-TAG = re.compile(r"global_step(\d{1,15})")  # what DeepSpeed calls a checkpoint unless it is told another name
-CUT = "zero_pp_rank_"  # begins the file of a rank that has a part only: of the weights from stage 3 on
 
 
 def hint(folder: Path) -> str:
     """Why the files of a folder are not read, and what to do; "" where none is known."""
     names = names_in(folder)
-    if is_deepspeeds(names):
-        return f"; {_of_deepspeed(folder, names)}"
+    if deepspeed.is_one(names):
+        return f"; {deepspeed.describe(folder, names)}"
     known = ((why, found[0]) for pattern, why in WHY_NOT if (found := fnmatch.filter(names, pattern)))
     return next((f"; {why.format(name)}" for why, name in known), "")
 
@@ -68,74 +62,19 @@ def hint(folder: Path) -> str:
 def is_unread(names: Sequence[str]) -> bool:
     """Whether a folder with these names has weights that nothing here reads. One of any file of torch.save does not
     count."""
-    return is_deepspeeds(names) or any(fnmatch.filter(names, pattern) for pattern, _ in WHY_NOT[:-2])
-
-
-def is_deepspeeds(names: Sequence[str]) -> bool:
-    """Whether a folder has one of DeepSpeed's checkpoints, or is one."""
-    return SCRIPT in names or any(name.endswith(WEIGHTS) for name in names)
-
-
-def names_in(folder: Path) -> list[str]:
-    """The names in a folder, no more than are looked at; none of one that cannot be read."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(each.name for each in itertools.islice(entries, MOST_ENTRIES))
-    except OSError:
-        return []
-
-
-def _of_deepspeed(folder: Path, names: Sequence[str]) -> str:
-    """What a folder of DeepSpeed's has, and what makes safetensors of it."""
-    root, at = (folder.parent, folder) if any(name.endswith(WEIGHTS) for name in names) else (folder, None)
-    if at is None:
-        tags = sorted((int(match[1]), match[0]) for name in names if (match := TAG.fullmatch(name)))
-        newest = tags[-1][1] if tags else ""
-        if not (tag := _latest(folder) or newest):
-            return (
-                f"this is of DeepSpeed: `python {SCRIPT} FOLDER OUT --safe_serialization` makes model.safetensors of it"
-            )
-        at = folder / tag
-        if not at.is_dir():
-            other = f": write {newest} into it" if newest else ""
-            return f"{LATEST} of DeepSpeed names {tag}, which is not there{other}"
-    there = names_in(at)
-    weights, states = ([name for name in there if name.endswith(end)] for end in (WEIGHTS, STATES))
-    if not weights:
-        return f"{at.name} of DeepSpeed has no file of weights (*{WEIGHTS}): its saving was not finished"
-    stage = "3" if any(name.startswith(CUT) for name in weights) else "1 or 2" if any(CUT in s for s in states) else ""
-    if not stage:
-        return (
-            f"{weights[0]} is of DeepSpeed, and no state of ZeRO is beside it, so {SCRIPT} makes nothing of it: "
-            'save what it calls "module" as model.safetensors'
-        )
-    script = str(root / SCRIPT) if (root / SCRIPT).is_file() else "-m deepspeed.utils.zero_to_fp32"
-    words = [*script.split(" ", script.startswith("-m")), str(root), "OUT", "-t", at.name, "--safe_serialization"]
-    return f"this is of DeepSpeed, ZeRO stage {stage}: `python {shlex.join(words)}` makes model.safetensors of it"
-
-
-def _latest(folder: Path) -> str:
-    """The checkpoint that DeepSpeed's file names; "" for none."""
-    try:
-        with open_plain(folder / LATEST) as file:
-            tag = file.read(MOST_TAG).decode(errors="replace").strip()
-    except OSError:
-        return ""
-    return tag if tag.isprintable() and "/" not in tag and tag not in (".", "..") else ""
+    return deepspeed.is_one(names) or any(fnmatch.filter(names, pattern) for pattern, _ in WHY_NOT[:-2])
 
 
 def adopt(index: Index, at: Path) -> None:
     """Say in `index`, which was read from the folder or file `at`, what is beside its weights, and take its iteration
     from there. Raises OSError."""
     folder = at.parent if at.is_file() or at.name.startswith(OF_FSDP) else at
-    state = folder / TRAINER
-    if at.is_file() and not state.is_file():
+    if at.is_file() and not (folder / TRAINER).is_file():
         return  # nothing says that other files there have to do with it
     names = _states(folder, at.name)
     optimizers = [] if index.has_optimizer() else [name for name in names if OPTIMIZERS.fullmatch(name)]
-    if not state.is_file() and (folder / LIGHTNING).is_file():
-        state = folder / LIGHTNING
-    if state.is_file():
+    state = next((folder / name for name in (TRAINER, LIGHTNING) if (folder / name).is_file()), None)
+    if state is not None:
         try:
             index.iteration = trainers_step_in(folder) or 0
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -146,12 +85,13 @@ def adopt(index: Index, at: Path) -> None:
     if names:
         index.common.left.append(f"states beside the weights ({', '.join(names)})")
     if optimizers and not index.common.unread:
-        apart = (folder / optimizers[0] / ".metadata").is_file()
-        index.common.unread = f"{optimizers[0]} is " + (
-            "a checkpoint of torch DCP by itself, which nothing here joins to the weights"
-            if apart
-            else "of a library whose format nothing here reads"
-        )
+        index.common.unread = _why_unread(folder / optimizers[0])
+
+
+def _why_unread(optimizer: Path) -> str:
+    if (optimizer / ".metadata").is_file():
+        return f"{optimizer.name} is a checkpoint of torch DCP by itself, which nothing here joins to the weights"
+    return f"{optimizer.name} is of a library whose format nothing here reads"
 
 
 def doubt(index: Index, text: str) -> None:
@@ -172,7 +112,7 @@ def _states(folder: Path, but: str) -> list[str]:
 
 
 def lightnings_step(found: Archive) -> int:
-    """How many iterations Lightning's trainer has done. Raises ValueError where its file does not say it."""
+    """Return how many iterations Lightning's trainer has done. Raises ValueError where its file does not say it."""
     return _checked(plain(found.content.get(STEP), found) if isinstance(found.content, dict) else None)
 
 
@@ -193,16 +133,16 @@ def counted(found: Archive) -> tuple[int, str]:
 
 
 def trainers_step_in(folder: Path) -> int | None:
-    """How many iterations a trainer had done by the files of a folder; None where it has none that tells it. Raises
-    OSError, and as damaged files have it."""
+    """Return how many iterations a trainer had done by the files of a folder; None where it has none that tells it.
+    Raises OSError, and as damaged files have it."""
     if (state := folder / TRAINER).is_file():
         return _trainers_step(state)
     return lightnings_step(archive(state)) if (state := folder / LIGHTNING).is_file() else None
 
 
 def _trainers_step(path: Path) -> int:
-    """How many iterations transformers' Trainer has done. Raises ValueError, KeyError, TypeError for a damaged file,
-    OSError."""
+    """Return how many iterations transformers' Trainer has done. Raises ValueError, KeyError, TypeError for a damaged
+    file, OSError."""
     with open_plain(path) as file:
         data, size = file.read(MOST), os.fstat(file.fileno()).st_size
         end = os.pread(file.fileno(), 64, max(0, size - 64))

@@ -1,10 +1,10 @@
-"""What Megatron's distributed optimizer saves in the order of its buckets (`dp_reshardable`), by parameter.
+"""The state that Megatron's distributed optimizer saves in the order of its buckets (`dp_reshardable`), by parameter.
 
 Each model-parallel rank has a buffer for each chunk of its model. A buffer holds the chunk's parameters, the last one
 first, and each begins at a multiple of 64 elements. It is cut into buckets. The checkpoint has a flat tensor for each
 bucket and kind of state, without the names of the parameters. So their order is that of Megatron's modules, and it is
 proven twice. Every parameter has to begin and end where chunks of the flat tensors do. And wherever main parameters are
-read, they have to be the model's own parameters, bit for bit, once they are rounded to its precision (`proof.py`).
+read, they have to be the model's own parameters, bit for bit, once they are rounded to its precision (`prove`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from unicron_transition.snapshot.formats import proof
+import numpy as np
+
 from unicron_transition.snapshot.formats.index import (
     EMBEDDING,
     LAYERS,
     MAINS,
     OUTPUT,
     STATE,
+    Array,
     BadCheckpoint,
     Block,
     Index,
@@ -31,12 +33,14 @@ from unicron_transition.snapshot.formats.index import (
     Tensor,
     raw_type,
 )
+from unicron_transition.snapshot.formats.written import cast
 
 PREFIX = "optimizer.distributed."
 NAME = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\([^)]*\)\.bucket_idx_(\d+)\.(\w+)"
 )
 ALIGN = 64  # elements
+PROOF_ELEMENTS = 1 << 20  # that are compared at once
 INSTEAD = "save it once with --dist-ckpt-optim-fully-reshardable"
 # Parameters in the order in which Megatron's modules register them.
 BEFORE = (EMBEDDING, "embedding.position_embeddings.weight")
@@ -97,7 +101,7 @@ class _Bucket:
         return next(iter(self.kinds.values()))
 
     def edges(self) -> set[int]:
-        """Where its chunks begin and end."""
+        """The places at which its chunks begin and end."""
         return {edge for block in self._any.blocks for edge in (block.offset[0], block.offset[0] + block.extent[0])}
 
 
@@ -240,7 +244,7 @@ class _Model:
 
 
 def _placed(parameters: Sequence[_Parameter], buckets: Sequence[_Bucket]) -> list[tuple[_Parameter, _Bucket, int]]:
-    """Where each begins, and in which bucket; no bucket has room for more."""
+    """Find where each begins, and in which bucket; no bucket has room for more."""
     sizes = [bucket.numel for bucket in buckets]
     found: list[tuple[_Parameter, _Bucket, int]] = []
     number = at = 0
@@ -261,7 +265,7 @@ def _placed(parameters: Sequence[_Parameter], buckets: Sequence[_Bucket]) -> lis
 
 
 def aligned(at: int) -> int:
-    """Where the next parameter begins in a bucket that is filled so far."""
+    """Return where the next parameter begins in a bucket that is filled so far."""
     return -(-at // ALIGN) * ALIGN
 
 
@@ -270,7 +274,7 @@ def _add(found: dict[str, Tensor], parameter: _Parameter, bucket: _Bucket, at: i
     whole = parameter.tensor
     for key, flat in bucket.kinds.items():
         name = f"{STATE}{key}.{whole.name}"
-        check = partial(proof.prove, whole, flat.dtype) if key in MAINS else None
+        check = partial(prove, whole, flat.dtype) if key in MAINS else None
         tensor = found.setdefault(name, Tensor(name, whole.shape, flat.dtype, [], check))
         begin = at
         for box in parameter.boxes:
@@ -292,7 +296,7 @@ def _blocks(flat: Tensor, start: int, box: Box) -> Iterator[Block]:
 
 
 def _cut(chunk: Block, begin: int, count: int) -> Raw:
-    """Where these elements of a chunk lie. Raises BadCheckpoint, OSError."""
+    """Return where these elements of a chunk lie. Raises BadCheckpoint, OSError."""
     assert chunk.find is not None
     raw = chunk.find()
     if raw.strides is not None or raw.shape != chunk.extent:
@@ -300,3 +304,22 @@ def _cut(chunk: Block, begin: int, count: int) -> Raw:
     size = raw_type(raw.dtype).itemsize
     crc = raw.crc if (count,) == raw.shape else None
     return Raw(raw.path, raw.offset + begin * size, raw.dtype, (count,), None, crc)
+
+
+# ------------------------------------------------------------ whether main parameters are those of the model
+def prove(whole: Tensor, dtype: str, found: Array, offset: Place, extent: Place) -> None:
+    """Raises BadCheckpoint where these main parameters, rounded, are not the model's of that place; OSError."""
+    flat, its = found.reshape(-1), whole.read(offset, extent).reshape(-1)
+    for begin in range(0, flat.size, PROOF_ELEMENTS):
+        piece = slice(begin, begin + PROOF_ELEMENTS)
+        if not np.array_equal(_bits(cast(flat[piece], dtype, whole.dtype)), _bits(its[piece])):
+            raise BadCheckpoint(
+                f"{whole.name}: what its optimizer has in this place, rounded, is not the model's parameter: give "
+                '--no-load-optim (begin_with="model"), or save it once with --ckpt-format torch_dist '
+                "--dist-ckpt-optim-fully-reshardable"
+            )
+
+
+def _bits(array: Array) -> Array:
+    """Elements as bytes: no number is like another."""
+    return np.ascontiguousarray(array).view(np.uint8)

@@ -10,25 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from unicron_transition.snapshot.formats import (
-    dcp,
-    megatron_arguments,
-    names,
-    own_file,
-    safetensors,
-    torch_files,
-    write_dcp,
-)
-from unicron_transition.snapshot.formats.index import LAYERS, BadCheckpoint, Index
-from unicron_transition.snapshot.formats.tracker import RELEASE, TRACKER
-from unicron_transition.snapshot.formats.written import FLOATS, Out, of
+from unicron_transition.snapshot.formats import format_table, megatron_arguments, names, own, safetensors, torch_files
+from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
+from unicron_transition.snapshot.formats.written import FLOATS, Options
 from unicron_transition.snapshot.model_facts import other_arithmetic, other_heads
 
-UNLIKE = ("apply_layernorm_1p", "rotary_interleaved")  # Megatron's options with other values under the same names
 NO_ROOM = "{} cannot be written ({}): make room, or give another folder"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Made = TypeVar("Made")
-FORMATS = (dcp.TORCH_DIST, dcp.DCP, safetensors.FORMAT)
 
 
 def export(
@@ -40,68 +29,19 @@ def export(
     dtype: str = "",
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Write the checkpoint in `out`, which must not be there yet. form: one of FORMATS. table, config: Hugging Face's
-    names and config.json, where one side of it has them. dtype: of the model's tensors. say: gets lines for people.
+    """Write the checkpoint in `out`, which must not be there yet. form: one of `format_table.EXPORTS`. table, config,
+    dtype, say: as in `Options`.
 
     Raises BadCheckpoint, OSError; then nothing is left of it.
     """
     _adopt(index, config)
-    if form == dcp.DCP and table:
-        raise BadCheckpoint("--format dcp renames nothing: leave --names out, or give it to `checkpoint import` first")
-    if form == dcp.TORCH_DIST and not names.of_megatron(index):
-        index = _megatrons(index, table)
-    elif form == dcp.TORCH_DIST and table not in ("", names.MEGATRON):
-        raise BadCheckpoint("the names are Megatron's already, as torch_dist has them: leave --names out")
-    if dtype and (dtype not in FLOATS or form != safetensors.FORMAT):
+    write = format_table.BY_NAME[form].write
+    if write is None or (dtype and (dtype not in FLOATS or form != safetensors.FORMAT)):
         raise BadCheckpoint(f"--dtype is one of {', '.join(FLOATS)}, and for safetensors")
     for line in index.common.lost():
         say(line)
-    if form == dcp.TORCH_DIST:
-        for line in megatron_arguments.unknown(index):
-            say(line)
-    _whole(out, lambda folder: _write(index, folder, form, table, config, dtype, say))
-
-
-def _write(
-    index: Index, folder: Path, form: str, table: str, config: Path | None, dtype: str, say: Callable[[str], None]
-) -> None:
-    if form == dcp.DCP:
-        write_dcp.write_dcp(folder, index)
-    elif form == dcp.TORCH_DIST:
-        # Of a release Megatron-LM loads the model alone, without an option that says so.
-        release = index.iteration == 0 and not index.has_optimizer()
-        at = folder / (RELEASE if release else f"iter_{index.iteration:07d}")
-        at.mkdir()
-        write_dcp.write_torch_dist(at, index)
-        (folder / TRACKER).write_text(RELEASE if release else str(index.iteration))
-    else:
-        about = {"iteration": str(index.iteration)}
-        safetensors.write(folder / safetensors.NAME, list(_tensors(index, table, dtype, say)), about)
-        if config is not None:
-            shutil.copyfile(config, folder / safetensors.CONFIG)
-
-
-def _tensors(index: Index, table: str, dtype: str, say: Callable[[str], None]) -> list[Out]:
-    """What a file of safetensors has: the model's tensors."""
-    facts, args = index.common.facts, index.common.args
-    unlike = next((option for option in UNLIKE if args.get(option)), "")
-    if unlike and table != names.MEGATRON:
-        option = f"--{unlike.replace('_', '-')}"
-        raise BadCheckpoint(f"no table of names knows {option}: keep Megatron's names with --names {names.MEGATRON}")
-    of_model = {
-        tensor.name: dtype or str(facts.get("dtype") or "") if index.states(tensor.name) or dtype else ""
-        for tensor in index.parameters()
-    }
-    try:
-        found = names.outs(index, table, of_model)
-    except BadCheckpoint:
-        if table:
-            raise
-        found = None
-        say("the names are Megatron's: its heads are not known, give the model's config.json with --config")
-    if found is None and any(name.startswith(LAYERS) for name in of_model) and table != names.MEGATRON:
-        say("the names are Megatron's: no table of names fits this model, give one with --names")
-    return list(found) if found is not None else [of(t, dtype=of_model[t.name]) for t in index.parameters()]
+    options = Options(table, config, dtype, say)
+    _whole(out, lambda folder: write(folder, index, options))
 
 
 def _adopt(index: Index, config: Path | None) -> None:
@@ -116,16 +56,6 @@ def _adopt(index: Index, config: Path | None) -> None:
         raise BadCheckpoint(f"{config} is of another model ({difference}): give this model's")
     common.facts = facts | {key: value for key, value in common.facts.items() if value}
     common.args = args | {key: value for key, value in common.args.items() if value is not None}
-
-
-def _megatrons(index: Index, table: str) -> Index:
-    """The index under Megatron's names: `torch_dist` with others is of no use to anybody. Raises BadCheckpoint."""
-    if not table and names.chosen("", index, to_theirs=False) is None:
-        raise BadCheckpoint(
-            "torch_dist is for Megatron-LM, and these names are not a Megatron model's: write --format dcp or "
-            "safetensors, or give a table of names with --names FILE"
-        )
-    return names.renamed(index, table, index.common.facts)
 
 
 def import_(
@@ -148,7 +78,7 @@ def import_(
     kinds = {tensor.dtype for tensor in index.parameters() if index.states(tensor.name)}
     if len(kinds) == 1 and not index.common.facts.get("dtype"):
         index.common.facts["dtype"] = kinds.pop()
-    return _undone(out, lambda: own_file.write(out, index))
+    return _undone(out, lambda: own.write(out, index))
 
 
 def _whole(out: Path, write: Callable[[Path], None]) -> None:

@@ -30,6 +30,7 @@ from unicron_transition.snapshot.formats.pickles import Archive, TensorReference
 from unicron_transition.snapshot.reading import ROOM, parsed, read_small, written
 
 DCP, TORCH_DIST = "dcp", "torch_dist"
+SUFFIX = ".distcp"  # of the files with the tensors
 METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
 COMMON_OBJECT = "common_state/shard_0_1"  # in place of that file, from Megatron 0.19 on
 # of a distributed optimizer in the order of its buckets: what Megatron has in its common part -> its name
@@ -177,7 +178,8 @@ def _object(where: Any) -> Any:
 
 
 def _add_objects(index: Index, objects: dict[str, Any]) -> None:
-    """What a plain script's checkpoint may say of the iteration, and its optimizer's state under this index's names."""
+    """Add what a plain script's checkpoint may say of the iteration, and its optimizer's state, under this index's
+    names."""
     _strip_root(index, objects)
     told = _object(objects.pop(TOLD)) if TOLD in objects else None
     _adopt_iteration(index, objects)
@@ -192,7 +194,7 @@ def _add_objects(index: Index, objects: dict[str, Any]) -> None:
 
 
 def _adopt_iteration(index: Index, objects: dict[str, Any]) -> None:
-    """How far the script was: a whole number, or a tensor of one beside the model's."""
+    """Find how far the script was: a whole number, or a tensor of one beside the model's."""
     beside = {name.partition(".")[0] for name in index.tensors} <= {"model", PROGRESS, *OPTIMIZER_ROOTS, *ITERATIONS}
     for name in (f"{PROGRESS}.step", *ITERATIONS):
         tensor = index.tensors.get(name)
@@ -212,33 +214,37 @@ def _adopt_iteration(index: Index, objects: dict[str, Any]) -> None:
 
 
 def _adopt_roots(index: Index, objects: dict[str, Any]) -> list[str]:
-    """An optimizer's state that lies elsewhere, at the top for one, gets the root under which it is looked for. Where
-    there are several, all are taken out of the index, and their roots are returned."""
-    found: dict[str, set[str]] = {}
-    for name in [*index.tensors, *objects]:
-        if match := GROUPS.match(name):
-            found.setdefault(match[1] or "", set()).add(match[2] or "")
-    for root, parameters in found.items():
-        if len(found) == 1 and root in OPTIMIZER_ROOTS:
-            break
+    """Give an optimizer's state that lies elsewhere, at the top for one, the root under which it is looked for. Where
+    there are several, take all out of the index and return their roots."""
+    roots = _optimizers(objects, [*index.tensors, *objects])
+    if len(roots) == 1 and set(roots) <= set(OPTIMIZER_ROOTS):
+        return []
+    fresh = f"{OPTIMIZER_ROOTS[1]}." if len(roots) == 1 else ""
+    for root, parameters in roots.items():
         head = f"{root}." if root else ""
-        if not root:  # not flat: the parameters of a group are a list
-            lists = [objects[name] for name in objects if name.startswith("param_groups.") and ".params" in name]
-            values = [_object(each) for each in lists if each is not None]
-            parameters.update(str(each) for value in values for each in (value if type(value) is list else [value]))
-        fresh = OPTIMIZER_ROOTS[1] if len(found) == 1 else ""
-        for each in (index.tensors, objects):
-            for name in [name for name in each if name.startswith((f"{head}state.", f"{head}param_groups."))]:
+        for values in (index.tensors, objects):
+            for name in [name for name in values if name.startswith((f"{head}state.", f"{head}param_groups."))]:
                 short = name.removeprefix(head)
                 owner = short.partition(".")[2].rpartition(".")[0]
-                settings = short.startswith("param_groups.")
-                if not (root or settings or owner in parameters or owner in index.tensors):
+                if not root and short.startswith("state.") and owner not in parameters and owner not in index.tensors:
                     continue  # of a model's module of that name
-                value: Any = each.pop(name)
+                value: Any = values.pop(name)
                 if fresh:
-                    name = f"{fresh}.{short}"
-                    each[name] = replace(value, name=name) if isinstance(value, Tensor) else value
-    return [root or "at the top" for root in found] if len(found) > 1 else []
+                    short = fresh + short
+                    values[short] = replace(value, name=short) if isinstance(value, Tensor) else value
+    return [root or "at the top" for root in roots] if len(roots) > 1 else []
+
+
+def _optimizers(objects: dict[str, Any], names: Iterable[str]) -> dict[str, set[str]]:
+    """Return the root of each optimizer's state, with the names or numbers of the parameters in its groups."""
+    found: dict[str, set[str]] = {}
+    for match in filter(None, map(GROUPS.match, names)):
+        found.setdefault(match[1] or "", set()).add(match[2] or "")
+    if "" in found:  # not flat: the parameters of a group are a list
+        lists = [each for name, each in objects.items() if name.startswith("param_groups.") and ".params" in name]
+        for value in (_object(each) for each in lists if each is not None):
+            found[""].update(map(str, value if type(value) is list else [value]))
+    return found
 
 
 def _schedule(objects: dict[str, Any]) -> dict[str, Any] | None:
@@ -265,35 +271,28 @@ def _strip_root(index: Index, objects: dict[str, Any]) -> None:
 
 
 def _adopt_torchs_optimizer(index: Index, objects: dict[str, Any]) -> None:
-    """The optimizer's state as `torch.distributed.checkpoint.state_dict.get_state_dict` names it, ROOT.state.NAME.KEY
-    and ROOT.param_groups.NUMBER.KEY, gets this index's names. Where it has other names, it is said to be unread."""
+    """Give the optimizer's state the names of this index. `torch.distributed.checkpoint.state_dict.get_state_dict` has
+    ROOT.state.NAME.KEY and ROOT.param_groups.NUMBER.KEY; state with other names is left out, and this is said."""
     of_model = {name for name in index.tensors if name.partition(".")[0] not in OPTIMIZER_ROOTS}
     heads = dict.fromkeys(["model.", "", *(f"{name.partition('.')[0]}." for name in of_model)])
     groups: dict[str, dict[str, Any]] = {}
-    steps, unknown = [], ""
+    unknown = ""
     for name in [*index.tensors, *objects]:
         root, _, rest = name.partition(".")
         if root not in OPTIMIZER_ROOTS or (name.startswith(STATE) and name.split(".", 3)[-1] in of_model):
             continue
-        parameter, _, key = rest.partition(".")[2].rpartition(".")
+        kind, _, path = rest.partition(".")
+        parameter, _, key = path.rpartition(".")
         tensor = index.tensors.pop(name, None)
-        value = _value(tensor, objects.pop(name, None)) if tensor is None or not tensor.shape else None
-        if rest.startswith("param_groups."):
-            groups.setdefault(parameter, {})[key] = value
-            continue
+        value = _value(tensor, objects.pop(name, None))
         owner = next((head + parameter for head in heads if head + parameter in of_model), None)
-        if not rest.startswith("state.") or owner is None or not (tensor or isinstance(value, int | float)):
+        if kind == "param_groups":
+            groups.setdefault(parameter, {})[key] = value
+        elif kind != "state" or owner is None or not (tensor or isinstance(value, int | float)):
             unknown = unknown or name
-            continue
-        if key == "step":
-            steps.append(float(value or 0))
-        if tensor is None:
-            index.others.setdefault(owner, {})[key] = value
         else:
-            fresh = f"{STATE}{key}.{owner}"
-            index.tensors[fresh] = replace(tensor, name=fresh)
-    index.common.step = max(steps, default=None)
-    index.common.groups = _folded(groups)
+            _keep_state(index, owner, key, tensor, value)
+    index.common.groups = _join_groups(groups)
     if unknown:
         number = unknown.split(".")[2:3]
         names = "numbers" if number and number[0].isdecimal() else "names that are not known"
@@ -303,11 +302,23 @@ def _adopt_torchs_optimizer(index: Index, objects: dict[str, Any]) -> None:
         )
 
 
+def _keep_state(index: Index, owner: str, key: str, tensor: Tensor | None, value: Any) -> None:
+    if key == "step":
+        index.common.step = max(index.common.step or 0.0, float(value or 0))
+    if tensor is None:
+        index.others.setdefault(owner, {})[key] = value
+    else:
+        name = f"{STATE}{key}.{owner}"
+        index.tensors[name] = replace(tensor, name=name)
+
+
 def _value(tensor: Tensor | None, where: Any) -> Any:
-    return _object(where) if tensor is None else tensor.read().item()
+    if tensor is None:
+        return _object(where)
+    return None if tensor.shape else tensor.read().item()
 
 
-def _folded(groups: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _join_groups(groups: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """The settings of an optimizer's groups. Flattened they have the names of parameters in place of numbers, and those
     of one group are equal."""
     found: list[dict[str, Any]] = []
@@ -319,7 +330,7 @@ def _folded(groups: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def adopt_told(index: Index, told: dict[str, Any]) -> None:
-    """What a checkpoint that Unicron has exported says besides its tensors."""
+    """Add what a checkpoint that Unicron has exported says besides its tensors."""
     common = index.common
     index.iteration, index.layout = int(told.get("iteration", index.iteration)), str(told.get("layout", ""))
     common.groups = [dict(group) for group in told.get("groups") or []]
@@ -332,7 +343,7 @@ def adopt_told(index: Index, told: dict[str, Any]) -> None:
 
 
 def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
-    """What Megatron keeps beside the tensors."""
+    """Add what Megatron keeps beside the tensors."""
     index.format = TORCH_DIST
     if (folder / CONFIG).is_file():
         try:
@@ -403,7 +414,7 @@ def common_of(told: dict[str, Any]) -> Common:
 
 
 def facts_of(args: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron-LM's arguments say of the model, as `snapshot.contents.facts` does."""
+    """Return what Megatron-LM's arguments say of the model, as `model_facts` does."""
     heads = args.get("num_attention_heads")
     if not isinstance(heads, int):
         return {}

@@ -85,9 +85,9 @@ def raw_type(dtype: str) -> np.dtype[Any]:
 
 @dataclass(slots=True)  # not frozen, which takes four times as long: a large model has hundreds of thousands of these
 class Raw:
-    """Where elements lie in a file: from byte `offset` on, of this shape; strides in elements, None for row-major. crc:
-    the checksum (CRC-32) of these very bytes, where the file has one. Called, it is itself: a block needs no other to
-    find it."""
+    """The place of elements in a file: from byte `offset` on, of this shape; strides in elements, None for row-major.
+    crc: the checksum (CRC-32) of these very bytes, where the file has one. Called, it is itself: a block needs no other
+    to find it."""
 
     path: Path
     offset: int
@@ -225,7 +225,7 @@ class Block:
         return raw.array().reshape(shape)[wanted]
 
     def raw(self, dtype: str) -> Raw | None:
-        """Where its elements lie; None for zeros. Raises BadCheckpoint, OSError."""
+        """Return where its elements lie; None for zeros. Raises BadCheckpoint, OSError."""
         if self.find is None:
             return None
         try:
@@ -355,7 +355,7 @@ def box_of(part: Slices) -> tuple[Place, Place]:
 
 
 def overlap(one: tuple[Place, Place], other: tuple[Place, Place]) -> tuple[Slices, Slices] | None:
-    """What two boxes have in common, as slices of each; None for nothing."""
+    """Return what two boxes have in common, as slices of each; None for nothing."""
     mine, its = [], []
     for at, size, there, extent in zip(*one, *other, strict=True):
         begin, end = max(at, there), min(at + size, there + extent)
@@ -387,7 +387,7 @@ class Common:
     doubt: str = ""
 
     def lost(self) -> list[str]:
-        """What is not in the index, in lines for people."""
+        """List what is not in the index, in lines for people."""
         found = [f"the optimizer's state is left out: {self.unread}"] if self.unread else []
         found += [self.doubt] if self.doubt else []
         return found + ([f"left out, for nothing here reads it: {some(self.left)}"] if self.left else [])
@@ -421,7 +421,7 @@ class Index:
         return (tensor for name, tensor in self.tensors.items() if not name.startswith(STATE))
 
     def states(self, name: str) -> dict[str, Tensor]:
-        """What the optimizer has for the model's tensor of this name, by key, main parameters included."""
+        """Return what the optimizer has for the model's tensor of this name, by key, main parameters included."""
         return self._by_parameter().get(name, {})
 
     def _by_parameter(self) -> dict[str, dict[str, Tensor]]:

@@ -17,7 +17,7 @@ POSITIONS = "embedding.position_embeddings.weight"
 
 
 def arguments(index: Index) -> dict[str, Any]:
-    """What Megatron-LM reads of them, of an index with its names."""
+    """Return those that Megatron-LM reads, of an index with its names."""
     common, facts = index.common, index.common.facts
     sizes = {word: int(size) for word, size in re.findall(r"([A-Z]+)(\d+)", index.layout)}
     schedule = common.schedule or {}
@@ -64,7 +64,7 @@ def unknown(index: Index) -> Iterator[str]:
 
 
 def _of_tensors(index: Index) -> dict[str, Any]:
-    """What names and shapes say, of layers that are stacked."""
+    """Return what names and shapes say, of layers that are stacked."""
     tensors = index.tensors
     inner = tensors.get(f"{LAYERS}mlp.linear_fc2.weight")
     if inner is None or len(inner.shape) != 3:
@@ -103,7 +103,7 @@ OURS = (UNMATCHED, "activation")  # which Megatron-LM's are not
 
 
 def of_config(path: Path) -> dict[str, Any]:
-    """What a model's config.json says of them. Raises BadCheckpoint, OSError."""
+    """Read what a model's config.json says of them. Raises BadCheckpoint, OSError."""
     try:
         told = parsed(read_small(path))
         found = {
@@ -127,7 +127,7 @@ def _activation(told: dict[str, Any]) -> str:
 
 
 def _unmatched(told: dict[str, Any]) -> Iterator[str]:
-    """What changes the arithmetic, and no weight shows."""
+    """Name what changes the arithmetic, and no weight shows."""
     if told.get("model_type") and told["model_type"] not in TRIED:
         yield f"model_type {told['model_type']}"
     if (activation := _activation(told)) and activation not in ACTIVATIONS:
@@ -140,8 +140,8 @@ def _unmatched(told: dict[str, Any]) -> Iterator[str]:
 
 
 def _of_rotary(told: dict[str, Any]) -> dict[str, Any]:
-    """What it says of the rotary embedding. Newer releases have it under `rope_parameters`, some models for each kind
-    of layer, which Megatron has not."""
+    """Read what it says of the rotary embedding. Newer releases have it under `rope_parameters`, some models for each
+    kind of layer, which Megatron has not."""
     rope = told.get("rope_parameters") or {}
     kinds = [each for each in rope.values() if isinstance(each, dict)]
     scaling = told.get("rope_scaling") or rope

@@ -237,7 +237,7 @@ def renamed(index: Index, names: str, facts: Mapping[str, Any]) -> Index:
 
 
 def _layers(entry: Entry, index: Index) -> int:
-    """How many layers have it; 0 where none has."""
+    """Count the layers that have it."""
     if not entry.layered:
         return int(entry.theirs[0] in index.tensors)
     count = 0
@@ -291,7 +291,7 @@ def _rest(entry: Entry, tensor: Tensor) -> Place:
 
 
 def _part(tensor: Tensor, piece: Piece, transposed: bool) -> Raw:
-    """Where those rows lie."""
+    """Return where those rows lie."""
     block = tensor.blocks[0]
     if len(tensor.blocks) != 1 or not block.whole or block.find is None:
         raise BadCheckpoint(f"{tensor.name} is cut into blocks: it cannot be renamed")
@@ -384,20 +384,12 @@ def match(there: Mapping[str, bool], mine: Mapping[str, str]) -> Match | None:
     not there. there: name -> whether an optimizer has a state for it. mine: name -> the first name of the same tensor.
     Raises BadCheckpoint where they are there twice."""
     bare = {WRAPPERS.sub("", name): name for name in there}
-    short = {WRAPPERS.sub("", name.partition(".")[2]): first for name, first in mine.items()}
-    longest = max(short, key=lambda key: key.count("."), default="")
-    anchors = [key for key, first in short.items() if first == short[longest]]
-    heads = dict.fromkeys(pair for key in anchors for name in bare if (pair := _heads(name, key)) is not None)
-    fitting = []
-    for head, tail in sorted(heads, key=lambda pair: OUTER.index(pair[0]) if pair[0] in OUTER else len(OUTER)):
-        names = {head + key.removeprefix(tail): first for key, first in short.items() if key.startswith(tail)}
-        if {first for name, first in names.items() if name in bare} == set(mine.values()):
-            fitting.append((head, names))
+    fitting = _fitting_heads(bare, mine)
     if not fitting:
         return None
     head, names = fitting[0]
-    root = head.removeprefix("0.").partition(".")[0]
-    twice = next((other for other, _ in fitting if other.removeprefix("0.").partition(".")[0] != root), None)
+    root = _root(head)
+    twice = next((other for other, _ in fitting if _root(other) != root), None)
     if twice is not None and head not in OUTER:
         raise BadCheckpoint(f"it has the model twice, as {head}* and as {twice}*: save one of them")
     found: dict[str, list[str]] = {}
@@ -407,12 +399,31 @@ def match(there: Mapping[str, bool], mine: Mapping[str, str]) -> Match | None:
     chosen = {first: max(same, key=lambda name: there[name]) for first, same in found.items()}
     twins = [(chosen[first], name) for first, same in found.items() for name in same if name != chosen[first]]
     others = [name for name in there if WRAPPERS.sub("", name) not in names]
-    beside = [name for name in others if root and name.removeprefix("0.").partition(".")[0] != root]
+    beside = [name for name in others if root and _root(name) != root]
     return Match(chosen, twins, [name for name in others if name not in beside], beside)
 
 
+def _fitting_heads(bare: Mapping[str, str], mine: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
+    """List the beginnings with which all of a module's tensors are there, the likeliest first, with the names that they
+    make of the module's. bare: the names there, without wrappers."""
+    short = {WRAPPERS.sub("", name.partition(".")[2]): first for name, first in mine.items()}
+    longest = max(short, key=lambda key: key.count("."), default="")
+    anchors = [key for key, first in short.items() if first == short[longest]]
+    pairs = dict.fromkeys(filter(None, (_heads(name, key) for key in anchors for name in bare)))
+    found = []
+    for head, tail in sorted(pairs, key=lambda pair: OUTER.index(pair[0]) if pair[0] in OUTER else len(OUTER)):
+        names = {head + key.removeprefix(tail): first for key, first in short.items() if key.startswith(tail)}
+        if {first for name, first in names.items() if name in bare} == set(mine.values()):
+            found.append((head, names))
+    return found
+
+
+def _root(name: str) -> str:
+    return name.removeprefix("0.").partition(".")[0]
+
+
 def _heads(name: str, key: str) -> tuple[str, str] | None:
-    """How two names begin that end alike, None where they do not."""
+    """Return the beginnings of two names that end alike, None where they do not."""
     one, other = name.split("."), key.split(".")
     count = sum(
         1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one[::-1], other[::-1], strict=False))

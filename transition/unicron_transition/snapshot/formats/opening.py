@@ -1,4 +1,4 @@
-"""Which format a folder has, and its index."""
+"""Finds the checkpoint of a folder, of any format, and makes its index."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unicron_transition.snapshot import folders
-from unicron_transition.snapshot.formats import below, beside, dcp, own, rank_files, safetensors, torch_files
-from unicron_transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Index, some
-from unicron_transition.snapshot.formats.tracker import RELEASE, TRACKER, is_number, problem, tracked
-
-KNOWN = "Unicron's own, Megatron-LM's torch_dist and torch, torch DCP, pytorch_model.bin, safetensors"
+from unicron_transition.snapshot.formats import below, beside, dcp, format_table, own
+from unicron_transition.snapshot.formats.format_table import KNOWN, newest_own
+from unicron_transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Index, Tensor, some
+from unicron_transition.snapshot.formats.tracker import TRACKER
+from unicron_transition.snapshot.reading import names_in
 
 
 def index_of(folder: Path) -> Index:
-    """The index of the newest checkpoint in a folder, or of the checkpoint that the folder is. Raises BadCheckpoint,
-    OSError."""
+    """Return the index of the newest checkpoint in a folder, or of the checkpoint that the folder is. Raises
+    BadCheckpoint, OSError."""
     try:
         found = find(folder)
     except OSError as error:
@@ -33,36 +33,36 @@ def index_of(folder: Path) -> Index:
 
 
 def hint(folder: Path, how: str = "unicronctl checkpoint show {}") -> str:
-    """What people may have meant by a folder without a checkpoint: why it is none, or the newest whole one below it,
-    and why newer ones are not whole. how: what people write to name one."""
+    """Say what people may have meant by a folder without a checkpoint: why it is none, or the newest whole one below
+    it, and why newer ones are not whole. how: what people write to name one."""
     if not folder.is_dir():
         return ""
-    names = beside.names_in(folder)
+    names = names_in(folder)
     if why := below.without_metadata(folder, names) or (names and below.named_unfinished(folder.absolute())):
         return f"; {why}"
     found = below.Below(find)
     found.look_below(folder)
     mine = "" if found.newest else beside.hint(folder)
-    why_not = [f"{path.relative_to(folder)} ({why})" for path, why in found.why_not.items()]
-    said = [mine] if mine else []
+    lines = [mine] if mine else []
     if found.newest:
-        said.append(f"; the newest whole one below it: {how.format(shlex.quote(str(found.newest)))}")
+        lines.append(f"; the newest whole one below it: {how.format(shlex.quote(str(found.newest)))}")
         its = found.newest.with_name(found.newest.name.replace(beside.OF_FSDP, "optimizer_"))
         if its != found.newest and dcp.is_one(its):
-            said.append(f"; its optimizer is in {its.name} beside it, torch DCP, too")
-    if why_not and not mine:
-        said.append(f"; {'newer ones' if found.newest else 'those below it'} cannot be read: {some(why_not)}")
+            lines.append(f"; its optimizer is in {its.name} beside it, torch DCP, too")
+    if found.why_not and not mine:
+        why_not = [f"{path.relative_to(folder)} ({why})" for path, why in found.why_not.items()]
+        lines.append(f"; {'newer ones' if found.newest else 'those below it'} cannot be read: {some(why_not)}")
     if found.cut and not mine:
-        said.append("; there is more below it than what was looked at: name a folder nearer to it")
-    return "".join(said)
+        lines.append("; there is more below it than what was looked at: name a folder nearer to it")
+    return "".join(lines)
 
 
 def find(folder: Path) -> Index | None:
-    """Find the same; None where there is no checkpoint at all. Raises BadCheckpoint, OSError."""
+    """Do the same, but return None where there is no checkpoint at all. Raises BadCheckpoint, OSError."""
     collects = gc.isenabled()
     gc.disable()  # what is made here stays: looking through it for garbage takes longer than reading it
     try:
-        index = _find(folder)
+        index = _read(folder.resolve())
         if index is not None:
             _check_blocks(folder, index)
         return index
@@ -77,6 +77,18 @@ def find(folder: Path) -> Index | None:
             gc.enable()
 
 
+def _read(folder: Path) -> Index | None:
+    for each in format_table.FORMATS:
+        index = each.read(folder)
+        if index is not None and each.neighbours:
+            beside.adopt(index, folder)
+            if why := below.named_unfinished(folder):
+                beside.doubt(index, f"{folder}: {why}")
+        if index is not None:
+            return index
+    return None
+
+
 def _check_blocks(folder: Path, index: Index) -> None:
     for tensor in index.tensors.values():
         try:
@@ -87,11 +99,11 @@ def _check_blocks(folder: Path, index: Index) -> None:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[Path]:
-    """The checkpoint that :func:`index_of` finds stays meanwhile, though a job may remove its old ones and write new
+    """Keep the checkpoint that :func:`index_of` finds meanwhile, though a job may remove its old ones and write new
     ones. Gives the folder to read it from. Raises OSError, and BadCheckpoint for one that was removed all the same."""
     with contextlib.ExitStack() as stack:
         at, kept = folder.resolve(), True
-        while (whole := _own(at)) is not None:
+        while (whole := newest_own(at)) is not None:
             kept = stack.enter_context(folders.held(whole.folder))
             if kept or whole.folder.exists():
                 at = whole.folder
@@ -107,52 +119,42 @@ def held(folder: Path) -> Iterator[Path]:
             ) from None
 
 
-def _own(folder: Path) -> folders.Found | None:
-    """The newest one, where it is one of Unicron's own."""
-    whole = own.newest(folder) if folder.is_dir() else None
-    return whole if whole is not None and whole.iteration >= megatrons_iteration(folder) else None
+# ------------------------------------------------------------ whether it is sound
+def verify(folder: Path) -> tuple[Index | None, list[str]]:
+    """Return the index, and a line for each thing that is wrong with the files, as far as their format can tell.
 
-
-def _find(folder: Path) -> Index | None:
+    Every tensor is read, one block after the other. Unicron's own files have a checksum of all bytes, those of torch
+    one of each tensor; of safetensors there is none, so that only lengths and shapes are compared.
+    """
     folder = folder.resolve()
-    if (whole := _own(folder)) is not None:
-        return own.read(whole)
-    if (folder / TRACKER).is_file():
-        return _of_megatron_lm(folder)
-    if rank_files.is_one(folder) and not dcp.is_one(folder):
-        return rank_files.read(folder)
-    index = dcp.read(folder) if dcp.is_one(folder) else safetensors.read(folder) or torch_files.read(folder)
-    if index is not None:
-        beside.adopt(index, folder)
-        if why := below.named_unfinished(folder):
-            beside.doubt(index, f"{folder}: {why}")
-    return index
+    try:
+        index = index_of(folder)
+    except BadCheckpoint as error:
+        return None, [str(error)]
+    if index.format == own.FORMAT:
+        found = own.newest(folder)
+        wrong = own.check(found) if found is not None else [f"{folder}: it has been removed meanwhile"]
+        if wrong:
+            return index, wrong
+    wrong = []
+    for tensor in index.tensors.values():
+        try:
+            _check(tensor)
+        except (BadCheckpoint, OSError) as error:
+            wrong.append(str(error))
+        except DAMAGE as error:
+            wrong.append(f"{tensor.name}: damaged ({type(error).__name__}: {error})")
+    return index, wrong
 
 
-def megatrons_iteration(folder: Path) -> int:
-    """The iteration of the newest checkpoint of Megatron-LM's own in a folder; -1 where it names none. Raises
-    OSError."""
-    text = tracked(folder)
-    return int(text) if is_number(text) else -1
-
-
-def _of_megatron_lm(folder: Path) -> Index:
-    if why := problem(folder):
-        raise BadCheckpoint(why)
-    text = tracked(folder)
-    at = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
-    if not at.is_dir():
-        if (of_verl := folder / f"global_step_{text}").is_dir():
-            raise BadCheckpoint(f"{folder / TRACKER} is verl's, and names {of_verl.name}: its actor is the model")
-        raise BadCheckpoint(f"{folder / TRACKER} names {at.name}, which is not there: write the number of one that is")
-    if not dcp.is_one(at) and not rank_files.is_one(at):
-        raise BadCheckpoint(
-            f"{at} is half-written, or neither torch_dist nor torch: write the number of another one into {TRACKER}, "
-            "or convert it with Megatron-LM"
-        )
-    index = dcp.read(at) if dcp.is_one(at) else rank_files.read(at)
-    if text != RELEASE and index.iteration == 0:
-        index.iteration = int(text)
-    if text == RELEASE:
-        index.iteration = 0
-    return index
+def _check(tensor: Tensor) -> None:
+    """Raises BadCheckpoint, OSError."""
+    for block in tensor.blocks:
+        if (raw := block.raw(tensor.dtype)) is not None:
+            try:
+                raw.check()
+            except BadCheckpoint:
+                raise BadCheckpoint(f"{raw.path}: the bytes of {tensor.name} do not match their checksum") from None
+    if tensor.check is not None:
+        for box in tensor.boxes():
+            tensor.read(*box)

@@ -1,14 +1,25 @@
-"""Unicron's own checkpoints, by their index."""
+"""Unicron's own checkpoints: the index of one, and one written from an index. It is one file with all of it then, which
+ranks of any layout read."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import math
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from unicron_transition.snapshot import checkpoint_file, folders
+import msgpack
+import numpy as np
+import xxhash
+
+from unicron_transition.snapshot import checkpoint_file, folders, image_format
+from unicron_transition.snapshot.checkpoint_file import finished, folder_name, stem, unfinished
 from unicron_transition.snapshot.formats.index import (
+    MAINS,
     PARAMETER,
     STATE,
     BadCheckpoint,
@@ -16,9 +27,21 @@ from unicron_transition.snapshot.formats.index import (
     Common,
     Index,
     Raw,
+    Tensor,
     raw_type,
 )
-from unicron_transition.snapshot.image_format import ALIGN, STEP, BadImage, Found, read_page
+from unicron_transition.snapshot.formats.written import pieces_of
+from unicron_transition.snapshot.image_format import (
+    ALIGN,
+    DIGEST,
+    STEP,
+    SUFFIX,
+    BadImage,
+    Found,
+    Key,
+    file_front,
+    read_page,
+)
 from unicron_transition.snapshot.reading import unpacked
 
 FORMAT = "unicron"
@@ -85,7 +108,7 @@ def laid_out(tensors: list[Any], begin: int) -> list[tuple[str, int, int]]:
 
 
 def _tensors(page: Found, head: dict[str, Any], steps: list[float]) -> Iterator[tuple[Any, ...]]:
-    """What :meth:`Index.add` takes, of each tensor in a file. steps: gets the counts of steps that it names."""
+    """Yield what :meth:`Index.add` takes, of each tensor in a file. steps: gets the counts of steps that it names."""
     places = laid_out(head["about"]["tensors"], page.offset)
     for name, whole, offset, extent, begin, end, keys, others, values in head["about"]["index"]:
         for key, number in keys.items():
@@ -131,7 +154,7 @@ def read_sound(found: folders.Found) -> Index:
 
 
 def check(found: folders.Found) -> list[str]:
-    """What is wrong with the files of one, a line each. All of them are read."""
+    """Read all files of one, and list what is wrong, a line each."""
     wrong = []
     for path in found.paths:
         try:
@@ -141,3 +164,112 @@ def check(found: folders.Found) -> list[str]:
         except (BadImage, OSError) as error:
             wrong.append(str(error))
     return wrong
+
+
+# ------------------------------------------------------------ writing
+def write(folder: Path, index: Index) -> Path:
+    """Into the folder of checkpoints; returns that of this one. One block is in memory at a time. Raises BadCheckpoint,
+    OSError."""
+    at = folder / folder_name(index.iteration)
+    if at.exists():
+        raise BadCheckpoint(f"{at} is there already: move it away, or give another folder")
+    about, tensors = _about(index)
+    mark = hashlib.blake2b(repr((index.layout, index.iteration, "import")).encode(), digest_size=4).hexdigest()
+    key = Key(image_format.STATE, 0, index.iteration, mark=mark)
+    head = _head_of(index, about)
+    path = at / f"{stem(key)}{SUFFIX}"
+    size = sum(-(-block.nbytes // ALIGN) * ALIGN for block in tensors)
+    at.mkdir(parents=True)
+    new = unfinished(path)
+    try:
+        with new.open("wb") as file:
+            file.write(file_front(key, head, size, bytes(DIGEST)))
+            total = xxhash.xxh3_128()
+            for block in tensors:
+                _write(file, total, block)
+            file.seek(0)
+            file.write(file_front(key, head, size, total.digest()))
+            file.flush()
+            os.fsync(file.fileno())
+        finished(path, mark)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+            at.rmdir()
+        raise
+    return at
+
+
+class _Piece:
+    """A block of a tensor that is to be written."""
+
+    def __init__(self, tensor: Tensor, offset: tuple[int, ...], extent: tuple[int, ...]):
+        self.tensor, self.offset, self.extent = tensor, offset, extent
+        self.count = math.prod(extent)
+        self.nbytes = self.count * raw_type(tensor.dtype).itemsize
+
+
+def _write(file: BinaryIO, total: Any, block: _Piece) -> None:
+    for part in pieces_of((block.offset, block.extent)):
+        array = np.ascontiguousarray(block.tensor.read(*part))
+        data = memoryview(array.data).cast("B") if array.size else b""
+        file.write(data)
+        total.update(data)
+    padding = bytes(-block.nbytes % ALIGN)
+    file.write(padding)
+    total.update(padding)
+
+
+def _about(index: Index) -> tuple[bytes, list[_Piece]]:
+    """(as `snapshot.contents` has it, the blocks in their order)."""
+    lines: list[Any] = []
+    values: dict[str, Any]
+    blocks: list[_Piece] = []
+    step = index.common.step
+    # A plain module's names begin with the number of its chunk, Megatron's do not.
+    chunk = "" if any(name.startswith("decoder.") for name in index.tensors) else "0."
+    for tensor in index.parameters():
+        found = {key: state for key, state in index.states(tensor.name).items() if key not in MAINS}
+        states = {key: state for key, state in found.items() if state.shape == tensor.shape and state.shape}
+        main = index.main(tensor.name)
+        if main.shape != tensor.shape:
+            raise BadCheckpoint(f"{tensor.name}: its optimizer's state is of another shape")
+        others, values = index.others.get(tensor.name, {}), {}
+        for key, state in found.items():
+            if key not in states:
+                values[key] = [len(blocks), state.shape]
+                blocks.append(_Piece(state, (0,) * len(state.shape), state.shape))
+        for offset, extent in main.boxes():
+            keys = {}
+            for key, each in {PARAMETER: main, **states}.items():
+                keys[key] = len(blocks)
+                blocks.append(_Piece(each, offset, extent))
+            if states and step is not None and "step" not in values.keys() | others.keys():
+                values["step"] = [-1, ()]
+            line = chunk + tensor.name, tensor.shape, offset, extent, 0, math.prod(extent), keys, others, values
+            lines.append(line)
+    kinds: list[tuple[Any, ...]] = [(block.tensor.dtype, block.count) for block in blocks]
+    for *_, values in lines:  # all that are not there are the one in the head
+        if values.get("step", (0,))[0] < 0:
+            values["step"] = [len(blocks), ()]
+    kinds.append(("float32", 1, STEP))
+    return msgpack.packb({"index": lines, "tensors": kinds}), blocks
+
+
+def _head_of(index: Index, about: bytes) -> bytes:
+    common = index.common
+    told = {
+        "iteration": index.iteration,
+        "layout": index.layout,
+        "groups": common.groups,
+        "scheduler": common.schedule,
+        "scales": common.scales,
+        "seed": common.seed,
+        "loss": common.loss,
+        "step": common.step or 0.0,
+        "untrained": "",
+        "about": about,
+        "facts": common.facts | {"arguments": common.args},
+    }
+    packed: bytes = msgpack.packb(told)
+    return packed

@@ -34,7 +34,7 @@ VALUE, READ = 32, 4096  # what a value costs, about its bytes; what it costs to 
 
 
 class Budget:
-    """What the reading of so many bytes may cost. Raises BadCheckpoint where it is spent."""
+    """The costs that the reading of so many bytes may have. Raises BadCheckpoint where it is spent."""
 
     def __init__(self, path: Path, size: int):
         self._path, self._left = path, LEAST + DENSE * size
@@ -47,7 +47,7 @@ class Budget:
 
 
 class Record:
-    """What is kept of an object: the arguments that it was made with, and its state."""
+    """An object that does nothing: the arguments that it was made with, and its state."""
 
     state: Any = None
 
@@ -372,7 +372,7 @@ def _record(module: str, name: str) -> type[Record]:
 
 
 def unpickled(data: bytes, path: Path, budget: Budget | None = None) -> Any:
-    """What a pickle says, as plain values and records. path: for people. Raises BadCheckpoint."""
+    """Read a pickle as plain values and records. path: for people. Raises BadCheckpoint."""
     try:
         return _Restricted(data, path, budget or Budget(path, len(data))).load()
     except BadCheckpoint:
@@ -425,7 +425,7 @@ class Archive:
     budget: Budget
 
     def raw(self, tensor: TensorReference) -> Raw:
-        """Where the elements lie. Raises BadCheckpoint where they are not there."""
+        """Return where the elements lie. Raises BadCheckpoint where they are not there."""
         kind = tensor.storage.dtype
         if tensor.storage.key not in self.storages or kind not in RAW:
             raise BadCheckpoint(f"{self.path}: the bytes of one of its tensors are not there")

@@ -4,7 +4,7 @@ The files say neither how tensor parallelism cuts a tensor nor which parameter a
 the tensor's name, and a name that is not known is refused. The optimizer numbers its parameters in the order of the
 modules, those without weight decay by themselves. A distributed optimizer has its buffers in a second file, one bucket
 after the other (`buckets.py`). Where there are main parameters, they have to be the model's own once they are rounded
-(`proof.py`).
+(`buckets.prove`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unicron_transition.snapshot.formats import buckets, dcp, proof
+from unicron_transition.snapshot.formats import buckets, dcp
 from unicron_transition.snapshot.formats.index import (
     EMBEDDING,
     LAYERS,
@@ -138,7 +138,7 @@ def _files(folder: Path) -> dict[tuple[int, int], Archive]:
 
 
 def _settings(file: Archive) -> dict[str, Any]:
-    """What an optimizer has besides its state. Raises BadCheckpoint."""
+    """Return what an optimizer has besides its state. Raises BadCheckpoint."""
     optimizer = file.content.get("optimizer")
     if optimizer is None:
         return {}
@@ -312,7 +312,7 @@ class _Model:
             if not isinstance(found, TensorReference) or not found.shape:
                 continue
             name, dtype = f"{STATE}{key}.{own.whole}", found.storage.dtype
-            check = partial(proof.prove, whole, dtype) if key in MAINS else None
+            check = partial(buckets.prove, whole, dtype) if key in MAINS else None
             tensor = index.tensors.setdefault(name, Tensor(name, whole.shape, dtype, [], check))
             tensor.blocks += [block for _, block in self._blocks(own, found)]
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
 import re
 import struct
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from unicron_transition.snapshot.formats.index import (
     raw_type,
     some,
 )
-from unicron_transition.snapshot.formats.written import Out
 from unicron_transition.snapshot.reading import (
     MOST_FILES,
     MOST_NAMES,
@@ -56,7 +53,7 @@ CONSOLIDATED = "consolidated"  # how files begin that Mistral has beside Hugging
 MOST = 100_000_000  # bytes of a header, as the library has it
 VALUES, MOST_TEXTS = 6, 10_000  # of a header: for each tensor, torch's place of it included; and besides them
 Entry = tuple[str, Place, int, int]  # of a tensor: its kind as the library has it, its shape, its bytes
-_KINDS = {
+KINDS = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -78,7 +75,6 @@ _KINDS = {
     "F4": PAIRS,
     "C64": "complex64",
 }
-_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def files(folder: Path) -> list[Path]:
@@ -173,10 +169,10 @@ def read(folder: Path) -> Index | None:
         there.update(name for name in told if name in tensors)
         for name, (kind, shape, first, last) in tensors.items():
             check_name(name)
-            if kind not in _KINDS:
+            if kind not in KINDS:
                 index.common.left.append(f"{name} ({kind}, which is not supported)")
                 continue
-            raw = _raw(path, name, _KINDS[kind], shape, (begin + first, last - first))
+            raw = _raw(path, name, KINDS[kind], shape, (begin + first, last - first))
             if offsets is not None:
                 if len(offset := offsets.get(name, ())) != len(shape):
                     raise BadCheckpoint(f"{path}: it does not say where in {name} its piece is")
@@ -213,7 +209,7 @@ def adopt_folder(index: Index, folder: Path, name: str, missed: Sequence[str]) -
 
 
 def _raw(path: Path, name: str, kind: str, shape: Place, place: tuple[int, int]) -> Raw:
-    """Where a tensor lies. place: its first byte, and how many there are. Raises BadCheckpoint."""
+    """Return where a tensor lies. place: its first byte, and how many there are. Raises BadCheckpoint."""
     if kind == PAIRS:
         if not shape or shape[-1] % 2:
             raise BadCheckpoint(f"{path}: {name} has half a byte at the end of a row")
@@ -263,7 +259,7 @@ def _check_ranks(folder: Path, ranks: int, index: Index) -> None:
 
 
 def _offsets(path: Path, about: Any) -> dict[str, Place] | None:
-    """Where in whole tensors those of a file are, None where they are whole. Raises BadCheckpoint."""
+    """Return where in whole tensors those of a file are, None where they are whole. Raises BadCheckpoint."""
     told = about.get(OFFSETS) if isinstance(about, dict) else None
     if told is None:
         return None
@@ -331,7 +327,7 @@ def _adopt(index: Index, told: Any) -> None:
 
 
 def facts_of(config: Path) -> dict[str, Any]:
-    """What a model's config.json says of it, as `snapshot.contents.facts` does. Raises BadCheckpoint, OSError."""
+    """Read what a model's config.json says of it, as `model_facts` does. Raises BadCheckpoint, OSError."""
     try:
         told = parsed(read_small(config))
         heads = told.get("num_attention_heads") or told.get("n_head")
@@ -342,32 +338,3 @@ def facts_of(config: Path) -> dict[str, Any]:
         return {name: int(value) for name, value in found.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{config}: not a model's configuration ({error})") from None
-
-
-def write(path: Path, outs: Sequence[Out], about: dict[str, str]) -> None:
-    """One file of these tensors, in this order, one tensor in memory at a time. about: texts by name, for the header.
-    Raises BadCheckpoint, OSError."""
-    told: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
-    at = 0
-    for out in outs:
-        if out.dtype not in _NAMES:
-            raise BadCheckpoint(f"{out.name}: safetensors has no {out.dtype}")
-        end = at + out.nbytes
-        shape = [*out.shape[:-1], 2 * out.shape[-1]] if out.dtype == PAIRS else list(out.shape)
-        told[out.name] = {"dtype": _NAMES[out.dtype], "shape": shape, "data_offsets": [at, end]}
-        at = end
-    header = json.dumps(told, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        for piece in _pieces(outs):
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _pieces(outs: Iterable[Out]) -> Iterable[memoryview]:
-    for out in outs:
-        for array in out.whole():
-            assert array.dtype == raw_type(out.dtype)
-            yield memoryview(array.data).cast("B") if array.size else memoryview(b"")

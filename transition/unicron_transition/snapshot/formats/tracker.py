@@ -18,7 +18,7 @@ SECONDS = 1.0  # to read it before a process starts; a file system that hangs is
 
 
 def tracked(folder: Path) -> str:
-    """What the file says, "" for no file. Raises OSError."""
+    """Read the file; "" for no file. Raises OSError."""
     path = folder / TRACKER
     if not path.is_file():
         return ""
@@ -29,6 +29,13 @@ def tracked(folder: Path) -> str:
 def is_number(text: str) -> bool:
     """Whether it is an iteration."""
     return text.isascii() and text.isdecimal() and len(text) < MOST_DIGITS
+
+
+def megatrons_iteration(folder: Path) -> int:
+    """Return the iteration of the newest checkpoint that Megatron-LM has in a folder, -1 where the file names none.
+    Raises OSError."""
+    text = tracked(folder)
+    return int(text) if is_number(text) else -1
 
 
 def problem(folder: Path) -> str:

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -17,14 +18,19 @@ from typing import IO, Any
 import numpy as np
 
 from unicron_transition.seams import table, torch_chunks
+from unicron_transition.snapshot.formats import names
 from unicron_transition.snapshot.formats.dcp import COMMON, CONFIG, METADATA, RESHARDABLE, TOLD, TORCH_DIST
 from unicron_transition.snapshot.formats.index import LAYERS, MAINS, STATE, Array, BadCheckpoint, Common, Index
-from unicron_transition.snapshot.formats.megatron_arguments import arguments
-from unicron_transition.snapshot.formats.written import Out, of
+from unicron_transition.snapshot.formats.megatron_arguments import arguments, unknown
+from unicron_transition.snapshot.formats.tracker import RELEASE, TRACKER
+from unicron_transition.snapshot.formats.written import Options, Out, of
 
 DATA = "__0_0.distcp"
 FIELDS = 5  # of a tensor's properties, which all releases of torch read
-NEEDED = "torch is needed to write {}: pip install torch, or write safetensors"
+WITHOUT_TORCH = (
+    "torch is needed to write {0}, and {1} has none: run unicronctl in the environment of the job, or "
+    "`{1} -m pip install torch`, or write safetensors"
+)
 
 
 class _Pickler(pickle.Pickler):
@@ -51,7 +57,7 @@ class _Writer:
 
             storage = torch_chunks.storage_info()
         except ImportError:
-            raise BadCheckpoint(NEEDED.format(what)) from None
+            raise BadCheckpoint(WITHOUT_TORCH.format(what, sys.executable)) from None
         except table.UnsupportedLayout as error:
             raise BadCheckpoint(str(error)) from None
         self._torch, self._types, self._storage = torch, metadata, storage
@@ -107,7 +113,7 @@ class _Writer:
 
 
 def told_of(index: Index) -> dict[str, Any]:
-    """What :func:`dcp.adopt_told` reads."""
+    """Return what :func:`dcp.adopt_told` reads."""
     common = index.common
     return {
         "iteration": index.iteration,
@@ -124,12 +130,36 @@ def told_of(index: Index) -> dict[str, Any]:
     }
 
 
-def write_dcp(folder: Path, index: Index) -> None:
-    """All tensors of the index under its names. Raises BadCheckpoint, OSError."""
+def write_dcp(folder: Path, index: Index, options: Options) -> None:
+    """Write all tensors under the names of the index. Raises BadCheckpoint, OSError."""
+    if options.names:
+        raise BadCheckpoint("--format dcp renames nothing: leave --names out, or give it to `checkpoint import` first")
     _Writer(folder, "dcp").write(map(of, index.tensors.values()), {}, {TOLD: told_of(index)})
 
 
 # ------------------------------------------------------------ Megatron's
+def write_megatrons(folder: Path, index: Index, options: Options) -> None:
+    """Write a folder from which Megatron-LM loads, under its names: others are of no use to anybody. Raises
+    BadCheckpoint, OSError."""
+    if not names.of_megatron(index):
+        if not options.names and names.chosen("", index, to_theirs=False) is None:
+            raise BadCheckpoint(
+                "torch_dist is for Megatron-LM, and these names are not a Megatron model's: write --format dcp or "
+                "safetensors, or give a table of names with --names FILE"
+            )
+        index = names.renamed(index, options.names, index.common.facts)
+    elif options.names not in ("", names.MEGATRON):
+        raise BadCheckpoint("the names are Megatron's already, as torch_dist has them: leave --names out")
+    for line in unknown(index):
+        options.say(line)
+    # Of a release Megatron-LM loads the model alone, without an option that says so.
+    release = index.iteration == 0 and not index.has_optimizer()
+    at = folder / (RELEASE if release else f"iter_{index.iteration:07d}")
+    at.mkdir()
+    write_torch_dist(at, index)
+    (folder / TRACKER).write_text(RELEASE if release else str(index.iteration))
+
+
 def write_torch_dist(folder: Path, index: Index) -> None:
     """Write the tensors as Megatron's releases since 0.16 load it, with a distributed optimizer or without. Raises
     BadCheckpoint, OSError."""
@@ -140,13 +170,13 @@ def write_torch_dist(folder: Path, index: Index) -> None:
         main = next((states[key] for key in MAINS if key in states), None)
         dtype = str(index.common.facts.get("dtype") or tensor.dtype) if states else tensor.dtype
         same = main is None and dtype == tensor.dtype
-        names = [f"{STATE}{key}.{tensor.name}" for key in MAINS] if states else []
+        mains = [f"{STATE}{key}.{tensor.name}" for key in MAINS] if states else []
         outs.append(of(tensor, dtype=dtype))
         if same:
-            aliases[tensor.name] = names
-        elif names:
-            outs.append(of(main or tensor, names[0]))
-            aliases[names[0]] = names[1:]
+            aliases[tensor.name] = mains
+        elif mains:
+            outs.append(of(main or tensor, mains[0]))
+            aliases[mains[0]] = mains[1:]
         kept = {key: state for key, state in states.items() if key not in (*MAINS, "step")}
         if other := next((key for key, state in kept.items() if state.shape != tensor.shape), ""):
             raise BadCheckpoint(f"no optimizer of Megatron's has {other} for {tensor.name}: write --format dcp")
@@ -191,7 +221,7 @@ def _common(index: Index, writer: _Writer) -> dict[str, Any]:
 
 
 def _optimizer(common: Common, writer: _Writer) -> dict[str, Any]:
-    """What each of Megatron's optimizers looks for, each at its own place."""
+    """Return what Megatron's optimizers look for, each at its own place."""
     groups = []
     for group in common.groups:
         told = {key: tuple(value) if key == "betas" else value for key, value in group.items() if key != "params"}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +20,23 @@ def pieces_of(box: tuple[Place, Place]) -> Iterator[tuple[Place, Place]]:
     """The parts in which a block is read and written. A block that is put together from ranges is put together for each
     of them: there are some eight."""
     return in_pieces(*box, max(LEAST, math.prod(box[1]) // 8))
+
+
+@dataclass(frozen=True)
+class Options:
+    """The choices of whoever exports a checkpoint."""
+
+    names: str = ""
+    """The table of Hugging Face's names, where one side of it has them."""
+
+    config: Path | None = None
+    """The model's config.json."""
+
+    dtype: str = ""
+    """The precision of the model's tensors, "" for that of the model."""
+
+    say: Callable[[str], None] = lambda line: None
+    """Called with each line for people."""
 
 
 @dataclass(frozen=True)

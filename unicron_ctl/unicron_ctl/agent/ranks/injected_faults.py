@@ -71,7 +71,7 @@ class Trials:
             self._hole = None
         return True
 
-    def ended(self, rank: Rank) -> None:
+    def on_end(self, rank: Rank) -> None:
         """The rank's process is gone: what was put around it goes, too."""
         cage = self._cages.pop(rank.slot, None)
         if cage is not None:

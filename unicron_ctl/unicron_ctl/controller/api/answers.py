@@ -23,7 +23,7 @@ from unicron_ctl.controller.model.job_state import Failure
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.nodes import isolation, readmission
 from unicron_ctl.controller.plan import planning
-from unicron_ctl.controller.plan.inputs import fixed, inputs, usable_nodes
+from unicron_ctl.controller.plan.inputs import inputs, usable_nodes, why_fixed
 from unicron_ctl.shared.log import records, savings, week
 from unicron_ctl.shared.log.naming import KINDS_WITH_NODES
 from unicron_ctl.shared.log.store import EventFilter, Store
@@ -297,10 +297,10 @@ def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> schem
 def scenario(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Scenario:
     """The planner's input of this moment, in the structure of a scenario file (unicron_planner/problem/scenario.py)."""
     config, seen = core.config, core.view.slurm.seen
-    running = [state for state in core.state.jobs.values() if not state.over and not fixed(core.view, state)]
+    running = [state for state in core.state.jobs.values() if not state.over and not why_fixed(core.view, state)]
     found = inputs(core.view, running)
     rates = [i.rate / i.measured_nodes for i in found if i.rate and i.measured_nodes]
-    usual = sum(rates) / len(rates) if rates else planning.UNMEASURED
+    usual = sum(rates) / len(rates) if rates else planning.NOMINAL_RATE
     cluster = schema.ScenarioCluster(
         nodes=len(usable_nodes(core.view, seen, running)) if seen else sum(i.nodes for i in found),
         mtbf_node_hours=config.mtbf_node_hours,

@@ -13,7 +13,7 @@ from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import AgentRecord, Failure, JobState, Phase
-from unicron_ctl.controller.plan.inputs import bounds, fixed, waiting, weight
+from unicron_ctl.controller.plan.inputs import bounds, waiting, weight, why_fixed
 from unicron_ctl.controller.plan.reconcile import shortage
 from unicron_ctl.shared.protocol import answer_schema as schema
 from unicron_detector.words import counted
@@ -98,7 +98,7 @@ def explanation(core: Core, state: JobState) -> schema.Explanation:
 
 
 def _bounds(core: Core, state: JobState) -> str:
-    if why := fixed(core.view, state):
+    if why := why_fixed(core.view, state):
         nodes = counted(state.settings.max_nodes, "node")
         return f"it is one allocation, of {nodes}, which the plan leaves as it is: {why}"
     if state.settings.allocation:
@@ -212,7 +212,7 @@ def _elements(core: Core, state: JobState) -> list[schema.Element]:
 def _planned_with(core: Core, state: JobState) -> list[JobState]:
     """The jobs that are planned for together with this one."""
     acts = permission.acts(core.view, state)
-    jobs = (job for job in core.state.jobs.values() if not job.over and not fixed(core.view, job))
+    jobs = (job for job in core.state.jobs.values() if not job.over and not why_fixed(core.view, job))
     return [job for job in jobs if permission.acts(core.view, job) is acts]
 
 

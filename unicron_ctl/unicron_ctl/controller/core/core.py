@@ -34,7 +34,7 @@ from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.fold import fold
 from unicron_ctl.controller.model.job_state import JobState, Phase
-from unicron_ctl.controller.model.quotas import Written
+from unicron_ctl.controller.model.quotas import LogQuota
 from unicron_ctl.controller.model.requests import Action, Knock, Probe, Run
 from unicron_ctl.controller.model.view import Listing, Live, Outcome, Send, SlurmView, View
 from unicron_ctl.controller.nodes import isolation, readmission
@@ -99,7 +99,7 @@ class Core:
         self.node_events = judge_nodes.NodeEventQueue(waiting=judge_nodes.undecided_events(self.state.nodes))
         self._looked_at = self.started_at
         self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
-        self.written = Written()
+        self.written = LogQuota()
         self._containment = JobContainment(self.view, self.append, self.written)
         self._dirty: set[str] = set()
         self._findings: deque[Finding] = deque()
@@ -378,7 +378,7 @@ class Core:
     def _sense_cluster(self, sensor: ClusterSensor) -> None:
         for agent in leases.late_agents(self.view):
             if self.view.unread(agent.route):  # it is not silent: this controller is behind
-                self.view.live.heard(agent, self.now)
+                self.view.live.note_word(agent, self.now)
         outcome = sensor.sense(self.view)
         for finding in outcome.findings:
             self._fell_silent(finding)
@@ -394,7 +394,7 @@ class Core:
         if agent is None or live is None:
             return
         agent.expired = True
-        self.view.live.silenced(agent)
+        self.view.live.drop_lease(agent)
         live.changed.update(agent.slots)
         live.ready.discard(agent.element)
 
@@ -415,7 +415,7 @@ class Core:
 
     def on_slurm_error(self, message: str) -> None:
         """Takes in that Slurm did not answer the question."""
-        self.slurm.listed(self.now, self.config.slurm_poll_seconds, self.now - self.slurm.asked_at, failed=True)
+        self.slurm.on_listing(self.now, self.config.slurm_poll_seconds, self.now - self.slurm.asked_at, failed=True)
         if not self.view.slurm.error:
             self.view.slurm.error_since = self.now
         other = message != self.view.slurm.error and self.now - self.view.slurm.error_told >= COMPLAIN_AGAIN
@@ -431,7 +431,7 @@ class Core:
         self.view.slurm.private, self.view.slurm.domains = site.private, site.domains
         self.view.slurm.kill_wait, self.view.slurm.grace = site.kill_wait, site.grace
         self.view.slurm.shrinks = site.shrinks
-        self.slurm.listed(self.now, self.config.slurm_poll_seconds, took)
+        self.slurm.on_listing(self.now, self.config.slurm_poll_seconds, took)
         if self.view.slurm.error:
             self.append("", 0, records.SlurmBack(reason="Slurm answers again"))
             self.view.slurm.error = ""
@@ -457,4 +457,4 @@ class Core:
 
     def on_actions_done(self, urgent: bool = False) -> None:
         """Takes in that all actions of a request are through, and has their outcome looked at."""
-        self.slurm.acted(self.now, urgent)
+        self.slurm.on_actions_done(self.now, urgent)

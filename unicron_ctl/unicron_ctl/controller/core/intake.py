@@ -15,7 +15,7 @@ from unicron_ctl.controller.model.agent_view import AgentView, Route
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.quotas import OF_NODE_EVENTS, Written
+from unicron_ctl.controller.model.quotas import OF_NODE_EVENTS, LogQuota
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.controller.sense.sensors import When
 from unicron_ctl.shared.log import records
@@ -38,7 +38,7 @@ class Intake:
         node_events: judge_nodes.NodeEventQueue,
         carry_out: Callable[[Outcome], bool],
         run_sensors: Callable[[JobState, When], None],
-        written: Written,
+        written: LogQuota,
     ) -> None:
         self._view, self._runtime, self._node_events, self._carry_out = view, runtime, node_events, carry_out
         self._run_sensors, self._written = run_sensors, written
@@ -66,7 +66,7 @@ class Intake:
                     network_partitions.on_reached(self._view.live.jobs[message.job].survey, agent, message)
             case wire.RecallAnswer():
                 if (agent := self._of_agent(route, key, message)) is not None:
-                    adoption.recalled(self._view.job(self._view.state.jobs[message.job]), agent, message)
+                    adoption.take_in_plan(self._view.job(self._view.state.jobs[message.job]), agent, message)
             case wire.NodeEvent():
                 if (agent := self._of_agent(route, key, message)) is not None:
                     whose = self._view.state.jobs[message.job].owner
@@ -112,7 +112,7 @@ class Intake:
         if agent.key != key:
             return False
         agent.route = route
-        self._view.live.heard(agent, self._view.now)
+        self._view.live.note_word(agent, self._view.now)
         return True
 
     # ------------------------------------------------------------ agents
@@ -138,7 +138,7 @@ class Intake:
             self._take_steps(state, agent, message.steps)
         was_expired, agent.route, agent.expired = agent.expired, route, False
         changed = agent.on_status(message, self._view.now)
-        self._view.live.heard(agent, self._view.now)
+        self._view.live.note_word(agent, self._view.now)
         if message.answer:
             self._carry_out(Outcome(sends=[Send(route, wire.Pong(number=message.number))]))
         job = self._view.job(state)
@@ -151,7 +151,7 @@ class Intake:
         if message.noticed and not message.leaving:
             self._note_notice(job, agent)
         if message.leaving:
-            self._view.live.silenced(agent)
+            self._view.live.drop_lease(agent)
             self._runtime(state).sensors.speaker = agent
             self._run_sensors(state, When.LEAVING)
         self._note_changes(job, agent, changed)

@@ -7,7 +7,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 
-from unicron_ctl.controller.model.quotas import OF_A_JOB, OF_AN_OWNER, Written
+from unicron_ctl.controller.model.quotas import OF_A_JOB, OF_AN_OWNER, LogQuota
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event, Record
@@ -24,7 +24,7 @@ class JobContainment:
     append: the core's. written: what jobs and their owners have written into the log of late.
     """
 
-    def __init__(self, view: View, append: Callable[[str, int, Record], Event], written: Written) -> None:
+    def __init__(self, view: View, append: Callable[[str, int, Record], Event], written: LogQuota) -> None:
         self._view, self._append, self._written = view, append, written
         self._complained: dict[str, float] = {}
         self._steps: Counter[str] = Counter()  # by job, since its last other record

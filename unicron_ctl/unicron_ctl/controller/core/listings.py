@@ -12,7 +12,7 @@ from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.plan import reconcile
-from unicron_ctl.controller.plan.inputs import around, fixed, inputs, replan
+from unicron_ctl.controller.plan.inputs import around, inputs, replan, why_fixed
 from unicron_ctl.controller.plan.slurm_actions import Desk
 from unicron_ctl.controller.sense.sensors import When
 
@@ -69,7 +69,7 @@ class Listings:
         brief = {element.job for element in listing.elements if element.brief}
         jobs = registration.confirmed_jobs(view, view.managed_jobs())
         jobs = [job for job in jobs if listing.of(job.job) or job.job not in brief]
-        kept = [job for job in jobs if fixed(view, job)]
+        kept = [job for job in jobs if why_fixed(view, job)]
         self._carry_out(reconcile.keeping(view, listing, kept))
         jobs = [job for job in jobs if job not in kept]
         planned = [job for job in jobs if permission.acts(view, job)]

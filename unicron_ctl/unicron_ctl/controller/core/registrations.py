@@ -20,7 +20,7 @@ from unicron_ctl.controller.job.registration import (
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import AgentRecord, JobState, owner
-from unicron_ctl.controller.model.quotas import Written
+from unicron_ctl.controller.model.quotas import LogQuota
 from unicron_ctl.controller.model.view import Outcome, Send, View
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
@@ -39,7 +39,7 @@ class Registrations:
         view: View,
         carry_out: Callable[[Outcome], bool],
         on_replaced: Callable[[JobState, AgentRecord], None],
-        written: Written,
+        written: LogQuota,
     ) -> None:
         self._view, self._carry_out, self._on_replaced, self._written = view, carry_out, on_replaced, written
         self._waiting: dict[tuple[str, int, str], Request] = {}
@@ -165,7 +165,7 @@ class Registrations:
         agent.images_at, agent.token = message.images, message.token
         agent.number = 0  # whatever it sends from now on is newer
         agent.repeated.clear()
-        live.heard(agent, view.now)
+        live.note_word(agent, view.now)
         job.touched.add(message.element)
         job.changed.update(record.slots)
         self._carry_out(Outcome(sends=[Send(route, welcome(view, job.state))]))

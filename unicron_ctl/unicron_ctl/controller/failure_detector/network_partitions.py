@@ -47,7 +47,7 @@ def check_partitions(view: View, job: JobView, survey: Survey) -> Outcome:
         if not survey.asked or view.now - survey.begun > SURVEY_SECONDS:
             survey.number = 0
             _conclude(view, job, survey, out)
-    elif state.phase is Phase.ENTERING and job.awaited and job.waited(view.now) > ENTER_SECONDS:
+    elif state.phase is Phase.ENTERING and job.awaited and job.seconds_in_phase(view.now) > ENTER_SECONDS:
         if survey.generation != state.generation:
             survey.generation, survey.rounds_left = state.generation, _rounds(job)
         if survey.rounds_left and view.now - survey.begun > SURVEY_SECONDS:

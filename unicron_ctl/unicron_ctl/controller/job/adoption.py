@@ -18,7 +18,7 @@ import msgspec
 
 from unicron_ctl.controller.failure_detector import quorum
 from unicron_ctl.controller.job.candidates import forming_slots, missing_places, of_another_size, waiting_elements
-from unicron_ctl.controller.job.deciding import decided
+from unicron_ctl.controller.job.deciding import decide
 from unicron_ctl.controller.job.runtime import JobRuntime
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding
@@ -41,7 +41,7 @@ MAY_LIVE = (
     NODE_ENDED,
 )  # of an agent that is gone so, ranks may live; `failure_detector.quorum` shows their end
 LOOK_SECONDS = 0.5  # between two looks at who is missing of a job that is to be formed
-ASKED = 3  # agents that are asked at once what the plan was
+RECALLS_AT_ONCE = 3  # agents that are asked at once what the plan was
 
 
 def unknown(job: JobState, agent: AgentView) -> bool:
@@ -137,13 +137,13 @@ def _take_over(view: View, job: JobView, chosen: list[wire.Agreement], out: Outc
         return
     crews, missing = found
     reason = f"generation {plan.generation} was agreed on while this controller was away: {first.reason}"
-    out.findings += _missed(view, job, chosen, plan)
+    out.findings += _find_missed(view, job, chosen, plan)
     out.record(
         job.state, records.GenerationAdopted(plan=plan, crews=crews, whole=not missing, reason=reason), plan.generation
     )
 
 
-def _missed(view: View, job: JobView, chosen: list[wire.Agreement], plan: wire.Plan) -> Iterator[Finding]:
+def _find_missed(view: View, job: JobView, chosen: list[wire.Agreement], plan: wire.Plan) -> Iterator[Finding]:
     """Findings about processes that were left out and whose agent can no longer be asked: another agent has the
     element, or none has come.
 
@@ -201,7 +201,7 @@ def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
         f"within {view.config.state_wait_seconds:g} s nobody could say what the plan of generation {generation} was"
     )
     here = {agent.element for agent in job.alive()}
-    absent = [element for element in _known(view, job) if element not in here]
+    absent = [element for element in _known_elements(view, job) if element not in here]
     comes = view.now - job.last_arrival < view.config.forming_settle_seconds
     if comes or _too_many(view, job, absent, len(here) + len(absent), out):
         return
@@ -218,7 +218,7 @@ def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
     out.record(state, records.GenerationAdopted(plan=plan, crews=crews, whole=False, reason=reason), generation)
 
 
-def _known(view: View, job: JobView) -> list[int]:
+def _known_elements(view: View, job: JobView) -> list[int]:
     """Elements that the log or Slurm knows to have processes."""
     seen = view.slurm.seen
     listed = seen.of(job.state.job) if seen is not None else {}
@@ -289,11 +289,11 @@ def _may_come(view: View, job: JobView, element: int) -> bool:
 
 def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:
     asked = [job.agents[e] for e in sorted(job.ahead) if job.agents[e].newest == generation]
-    for agent in asked[:ASKED]:
+    for agent in asked[:RECALLS_AT_ONCE]:
         _once(view, agent, f"recall {generation}", wire.Recall(generation=generation), out)
 
 
-def recalled(job: JobView, agent: AgentView, message: wire.RecallAnswer) -> None:
+def take_in_plan(job: JobView, agent: AgentView, message: wire.RecallAnswer) -> None:
     """Takes in an agent's answer to `wire.Recall`; one that holds no plan is ignored."""
     try:
         plan = shared_plans.whole(message.share)
@@ -313,7 +313,7 @@ def may_come_back(view: View, job: JobView) -> list[int]:
     state = job.state
     if not state.mode.keeps_state or state.phase is not Phase.BREAKING:
         return []
-    if job.waited(view.now) > _patience(view, job):
+    if job.seconds_in_phase(view.now) > _patience(view, job):
         return []
     found = []
     for slot, identity in state.lost.items():
@@ -370,11 +370,11 @@ def report_awaited(view: View, job: JobView, runtime: JobRuntime) -> Outcome:
         return out
     if state.phase is Phase.FORMING:
         return _report_incomplete(view, job)
-    here = state.phase is Phase.BREAKING and not job.awaited and job.waited(view.now) > SAY_SECONDS
+    here = state.phase is Phase.BREAKING and not job.awaited and job.seconds_in_phase(view.now) > SAY_SECONDS
     if not here or runtime.state_awaited == state.broken:
         return out
     slots = may_come_back(view, job)
-    if slots and (not job.anybody_stopped() or (job.replica > 1 and decided(job) is None)):
+    if slots and (not job.anybody_stopped() or (job.replica > 1 and decide(job) is None)):
         runtime.state_awaited = state.broken
         nodes = ", ".join(sorted({state.node(slot) for slot in slots}))
         reason = (

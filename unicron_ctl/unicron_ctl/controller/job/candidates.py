@@ -48,7 +48,7 @@ def able(job: JobView, agent: AgentView, slot: int, forming: bool = False) -> bo
 
 def _in_layout(job: JobView, status: RankStatus) -> bool:
     wanted = job.state.layout
-    return not wanted or status.layout == layout.stated(wanted).layout.text
+    return not wanted or status.layout == layout.parse_layout(wanted).layout.text
 
 
 def waiting_elements(view: View, job: JobView, forming: bool = False) -> list[int]:
@@ -99,9 +99,9 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
     if late and state.mode.joins and not _coming(view, job):
         found = dict(sorted((found | late).items()))
     found = {element: found[element] for element in in_whole_blocks(state, found, state.inside)}
-    taken = spares.admitted(view, job, found) if found else ()
+    taken = spares.entrants(view, job, found) if found else ()
     chosen = [slot for element, slots in found.items() if element in taken for slot in slots]
-    return layout.arranged(layout.compose(chosen, job.replica)[0])
+    return layout.arrange(layout.compose(chosen, job.replica)[0])
 
 
 def _entering(job: JobView, agent: AgentView) -> list[int]:
@@ -132,7 +132,7 @@ def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> li
     gone = set(leavers)
     groups = layout.replicas(members, size)
     whole = [replica for replica in groups if gone.isdisjoint(replica)]
-    return layout.arranged(whole or layout.compose((slot for slot in members if slot not in gone), size)[0])
+    return layout.arrange(whole or layout.compose((slot for slot in members if slot not in gone), size)[0])
 
 
 def leavers(job: JobView) -> list[int]:

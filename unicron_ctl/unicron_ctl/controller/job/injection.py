@@ -34,7 +34,7 @@ def perform(
     Returns the answer and what is to be done. A fault that the command itself carries out (a node's power) is only
     logged here.
     """
-    name = _checked(view, job, fault)
+    name = _check_fault(view, job, fault)
     if name == "corrupt-checkpoint" and slot is None and node is None and job.state.members:
         slot = min(job.state.members)  # the next newcomer gets the state from it
     agent, slot = _target(job, slot, node)
@@ -62,7 +62,7 @@ def perform(
     return done, out
 
 
-def _checked(view: View, job: JobView, fault: str) -> str:
+def _check_fault(view: View, job: JobView, fault: str) -> str:
     """The fault's name. Raises NotInjected."""
     if not view.config.allow_inject:
         how = "set `allow_inject = true` under [controller] in unicron.toml"

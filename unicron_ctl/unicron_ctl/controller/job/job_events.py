@@ -34,7 +34,7 @@ from unicron_detector.words import all_of, counted
 FEW = 64  # elements that are looked through at each turn; many are now and then
 START_SECONDS = 60.0  # of a process, on a file system that is busy
 BEGIN_SECONDS = 600.0  # for all nodes of an allocation whose owner has stated no minimum; as long as torchrun waits
-KEPT = ("stopped", "standby")  # states of ranks that have a training state
+WITH_STATE = ("stopped", "standby")  # states of ranks that have a training state
 
 
 def next_event(view: View, job: JobView) -> Trigger | None:
@@ -47,7 +47,7 @@ def next_event(view: View, job: JobView) -> Trigger | None:
 
 
 # ---------------------------------------------------------------- all phases with members
-def _finished(view: View, job: JobView) -> Trigger | None:
+def _all_finished(view: View, job: JobView) -> Trigger | None:
     state = job.state
     if state.members and not job.unfinished and len(state.lost) < len(state.members):
         if all(job.finished(slot) for slot in state.survivors()):
@@ -67,10 +67,10 @@ def _losses(view: View, job: JobView) -> Trigger | None:
     gone = job.state.condemned
     if not gone:
         return None
-    return Trigger(Event.LOSS, _named(gone))
+    return Trigger(Event.LOSS, _in_words(gone))
 
 
-def _named(gone: Mapping[int, str]) -> str:
+def _in_words(gone: Mapping[int, str]) -> str:
     first = sorted(gone.items())[:20]
     more = f" and {len(gone) - len(first)} more slots" if len(gone) > len(first) else ""
     return "; ".join(f"slot {slot} {reason}" for slot, reason in first) + more
@@ -95,8 +95,8 @@ def _patient(view: View, job: JobView) -> bool:
     """Ranks have kept a state that is useful once the missing ones come back. They are waited for as long as the work
     would take that is done again without them."""
     worth = min(view.config.state_wait_seconds, lost_seconds(view, job))
-    kept = any(status.state in KEPT or status.shards for _, _, status in job.all_ranks())
-    return kept and job.waited(view.now) < worth
+    kept = any(status.state in WITH_STATE or status.shards for _, _, status in job.all_ranks())
+    return kept and job.seconds_in_phase(view.now) < worth
 
 
 def _alike(job: JobView) -> bool:
@@ -107,7 +107,7 @@ def _alike(job: JobView) -> bool:
     return not job.state.lost and len(same) == 1 and all(status.phase != "synced" for status in stops)
 
 
-def _strayed(view: View, job: JobView) -> Trigger | None:
+def _any_strayed(view: View, job: JobView) -> Trigger | None:
     """The members took an offer while it was being withdrawn."""
     if not job.strayed:
         return None
@@ -126,7 +126,7 @@ def _ready(view: View, job: JobView) -> Trigger | None:
     slots = sorted(forming_slots(view, job, whole))
     if missing_places(slots, job.replica) or not job.has_store() or _too_few(view, job, len(whole)):
         return None
-    inside, expected = set(whole), view.expected(state)
+    inside, expected = set(whole), view.expected_elements(state)
     coming = [e for e, a in job.agents.items() if a.alive and e not in inside and may_work(view, job, e)]
     none_else = expected is not None and inside.issuperset(expected) and not coming
     if len(whole) >= job.wanted or none_else:
@@ -164,7 +164,7 @@ def _settle_seconds(view: View, state: JobState) -> float:
 
 
 def _ready_nodes(state: JobState, slots: Iterable[int]) -> str:
-    """How many nodes can begin, and which the job has lost."""
+    """Say how many nodes can begin, and which the job has lost."""
     count = len(state.elements(slots))
     gone = sorted({agent.node for agent in state.agents.values() if agent.lost})[:8]
     without = f" without {', '.join(gone)}" if gone else ""
@@ -176,7 +176,7 @@ def _partial(view: View, job: JobView, slots: Iterable[int]) -> bool:
     for as long as a start takes, and as the work would take that is done again without them."""
     worth = min(view.config.state_wait_seconds, max(START_SECONDS, lost_seconds(view, job)))
     reports = {slot: status for slot in slots if (status := job.status(slot)) is not None}
-    if job.waited(view.now) >= worth or not any(each.shards for each in reports.values()):
+    if job.seconds_in_phase(view.now) >= worth or not any(each.shards for each in reports.values()):
         return False
     found = formable(reports, job.replica)
     return found is None or found.state is None
@@ -191,7 +191,7 @@ def _look_now(view: View, job: JobView, count: int) -> bool:
 
 
 def _hopeless(view: View, job: JobView) -> Trigger | None:
-    reason = mode_of(job.state).exhausted(job.state) or must_end(view, job.state)
+    reason = mode_of(job.state).why_exhausted(job.state) or must_end(view, job.state)
     return Trigger(Event.FAILED, reason, code=1) if reason else None
 
 
@@ -220,7 +220,7 @@ def _change(view: View, job: JobView) -> Trigger | None:
 
 
 # ---------------------------------------------------------------- entering and offering
-def _entered(view: View, job: JobView) -> Trigger | None:
+def _all_entered(view: View, job: JobView) -> Trigger | None:
     plan = job.state.offer or job.state.plan
     if plan is None or job.awaited:
         return None
@@ -242,20 +242,20 @@ def _withdraw(view: View, job: JobView) -> Trigger | None:
     if gone:
         if any(slot in state.members for slot in gone) or offer_taken(job, state.offer):
             return None
-        return Trigger(Event.WITHDRAW, _named(gone))
+        return Trigger(Event.WITHDRAW, _in_words(gone))
     reason = offer_ignored(view, job, job.progress)
     return Trigger(Event.WITHDRAW, reason) if reason else None
 
 
 # ---------------------------------------------------------------- breaking
-def _reported(view: View, job: JobView) -> Trigger | None:
+def _all_reported(view: View, job: JobView) -> Trigger | None:
     """Every survivor is at rest, or nobody is left."""
     if job.awaited:
         return None
     if len(job.state.lost) >= len(job.state.members):
         trigger: Trigger | None = Trigger(Event.NOBODY, "no member is left that has the training state")
     else:
-        trigger = mode_of(job.state).stopped(view, job)
+        trigger = mode_of(job.state).after_stop(view, job)
     if trigger is None:
         return None
     nobody = trigger.event is Event.NOBODY
@@ -270,9 +270,9 @@ def _reported(view: View, job: JobView) -> Trigger | None:
 _Look = Callable[[View, JobView], Trigger | None]
 _LOOK: dict[Phase, tuple[_Look, ...]] = {
     Phase.FORMING: (_fatal, _hopeless, _relayout, _ready),
-    Phase.ENTERING: (_fatal, _finished, _losses, _regroup, _entered, _enter_timeout),
-    Phase.RUNNING: (_fatal, _finished, _losses, _regroup, _strayed, _relayout, _change),
-    Phase.OFFERING: (_fatal, _finished, _withdraw, _losses, _regroup, _strayed, _entered, _enter_timeout),
-    Phase.BREAKING: (_fatal, _finished, _losses, _reported),
+    Phase.ENTERING: (_fatal, _all_finished, _losses, _regroup, _all_entered, _enter_timeout),
+    Phase.RUNNING: (_fatal, _all_finished, _losses, _regroup, _any_strayed, _relayout, _change),
+    Phase.OFFERING: (_fatal, _all_finished, _withdraw, _losses, _regroup, _any_strayed, _all_entered, _enter_timeout),
+    Phase.BREAKING: (_fatal, _all_finished, _losses, _all_reported),
     Phase.ENDED: (),
 }

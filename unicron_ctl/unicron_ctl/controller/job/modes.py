@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unicron_ctl.controller.job.candidates import waiting_elements
-from unicron_ctl.controller.job.deciding import decided
+from unicron_ctl.controller.job.deciding import decide
 from unicron_ctl.controller.model import healing_modes
 from unicron_ctl.controller.model.agent_view import keeps
 from unicron_ctl.controller.model.job_state import JobState, Phase
@@ -60,7 +60,7 @@ class Session:
         """Newcomers wait, or members are to leave: at the next boundary."""
         return Trigger(Event.CHANGE, words, tuple(joiners), tuple(leavers))
 
-    def stopped(self, view: View, job: JobView) -> Trigger | None:
+    def after_stop(self, view: View, job: JobView) -> Trigger | None:
         """All survivors are at rest: they go on, if those who know the training state make a replica."""
         if nobody := _nobody(view, job):
             return Trigger(Event.NOBODY, nobody)
@@ -68,12 +68,12 @@ class Session:
             return None
         return Trigger(Event.REPORTED, "all survivors have stopped")
 
-    def exhausted(self, job: JobState) -> str:
+    def why_exhausted(self, job: JobState) -> str:
         """Why it is no use to form another generation; empty while it is."""
         return ""
 
     def report(self, view: View, job: JobView, said: LoggedNewcomers) -> Outcome:
-        """What goes on record of a running job. Called at every tick."""
+        """Record what is new of a running job. Called at every tick."""
         return Outcome()
 
 
@@ -82,7 +82,7 @@ def _nobody(view: View, job: JobView) -> str:
     if view.now < job.nobody_until or not job.anybody_stopped():
         return "no member is left that has the training state"
     reports = job.reports()
-    if reports and (not any(keeps(status) for status in reports.values()) or decided(job) is not None):
+    if reports and (not any(keeps(status) for status in reports.values()) or decide(job) is not None):
         return ""
     job.nobody_until = look_again(view.now, len(job.state.members))
     return "the survivors make no replica with a training state that is whole"
@@ -90,7 +90,7 @@ def _nobody(view: View, job: JobView) -> str:
 
 @dataclass
 class LoggedNewcomers:
-    """What the log says about a job's newcomers."""
+    """The newcomers that the log says wait, by generation."""
 
     newcomers: tuple[int, tuple[int, ...]] | None = None
 
@@ -120,10 +120,10 @@ class Restart:
             good, reason = worth(inside, more, view.now - state.since, view.config)
         return Trigger(Event.FAULT, f"{words}: {reason}") if good else None
 
-    def stopped(self, view: View, job: JobView) -> Trigger | None:
+    def after_stop(self, view: View, job: JobView) -> Trigger | None:
         return Trigger(Event.NOBODY, "all processes of the world have ended")
 
-    def exhausted(self, job: JobState) -> str:
+    def why_exhausted(self, job: JobState) -> str:
         if job.restarts < MOST_RESTARTS:
             return ""
         last = job.failures[-1].record.reason if job.failures else ""

@@ -23,7 +23,8 @@ BREAKABLE = frozenset({"waiting", "entering", "running", "stopped", "standby"})
 
 
 class StandingOrders:
-    """What is the same for all agents of a job, made and encoded once: the Break, and the common part of the plan.
+    """Orders that are the same for all agents of a job, made and encoded once: the Break, and the common part of the
+    plan.
 
     arrivals: when an agent registered last, for the plan tells who leads and where they are reached. plan: another one
     than the job's phase is about. blocked: ranks that stopped where the others of their replica wait for them; to these
@@ -81,7 +82,7 @@ class StandingOrders:
 
     @cached_property
     def _proposers(self) -> list[structs.Peer]:
-        return proposers_of(self.plan, partial(reached, self._job), self._per_node) if self.plan is not None else []
+        return proposers_of(self.plan, partial(peer_of, self._job), self._per_node) if self.plan is not None else []
 
     @cached_property
     def _proposing(self) -> frozenset[int]:
@@ -90,7 +91,7 @@ class StandingOrders:
 
     @cached_property
     def common(self) -> msgspec.Raw:
-        """What all agents are told of the plan, encoded."""
+        """The part of the plan that all agents get, encoded."""
         if self.plan is None:
             return msgspec.Raw(b"")
         return shared_plans.common(self.plan, self._proposers, () if self._job.mode.keeps_state else self._nodes)
@@ -126,7 +127,7 @@ class StandingOrders:
     @cached_property
     def peers(self) -> list[structs.Peer]:
         """The agents of the plan's members, for those who lead."""
-        return [peer for element in self._elements if (peer := reached(self._job, element)) is not None]
+        return [peer for element in self._elements if (peer := peer_of(self._job, element)) is not None]
 
 
 def _plan(job: JobState) -> wire.Plan | None:
@@ -134,7 +135,7 @@ def _plan(job: JobState) -> wire.Plan | None:
     return {Phase.ENTERING: job.plan, Phase.OFFERING: job.offer}.get(job.phase)
 
 
-def reached(job: JobState, element: int) -> structs.Peer | None:
+def peer_of(job: JobState, element: int) -> structs.Peer | None:
     """The element's agent as the others reach it; None when they cannot."""
     one = job.agents.get(element)
     return structs.Peer(element, one.agent, one.peer, one.peer_key) if one is not None and one.peer else None
@@ -164,7 +165,7 @@ def due_orders(job: JobView, agent: AgentView, orders: StandingOrders, now: floa
     if job.state.gives_back(agent.element):
         yield "end", wire.End(code=0, reason=f"the plan gives {agent.node} back to Slurm: this agent ends")
         return
-    if agent.status.noticed and (released := _released(job, agent)) is not None:
+    if agent.status.noticed and (released := _release_order(job, agent)) is not None:
         yield "released", released
     elif agent.status.noticed and agent.shown in WORKS and agent.grace:
         yield "grace", wire.Grace(seconds=agent.grace)
@@ -181,7 +182,7 @@ def due_orders(job: JobView, agent: AgentView, orders: StandingOrders, now: floa
         yield from _processes(job, agent, now)
 
 
-def _released(job: JobView, agent: AgentView) -> wire.Release | None:
+def _release_order(job: JobView, agent: AgentView) -> wire.Release | None:
     """The word to an agent whose element is to end that it need not wait any more; None while it has to: for its ranks
     to leave, or for Slurm to show whether it preempts the element or ends it."""
     state = job.state
@@ -245,7 +246,7 @@ def _processes(job: JobView, agent: AgentView, now: float) -> Iterator[tuple[str
             order = wire.StopRank(slot=slot, incarnation=status.incarnation, reason=known.why, save=save)
             yield f"{'save' if save else 'stop'} {slot} {status.incarnation}", order
         elif now >= known.not_before and not _saving(job, now):
-            yield f"start {slot} {known.wanted}", started(state, slot)
+            yield f"start {slot} {known.wanted}", start_order(state, slot)
 
 
 def _saving(job: JobView, now: float) -> bool:
@@ -260,7 +261,7 @@ def _saving(job: JobView, now: float) -> bool:
     return job.saves
 
 
-def started(job: JobState, slot: int) -> wire.StartRank:
+def start_order(job: JobState, slot: int) -> wire.StartRank:
     """The order to start the process that is to be in the slot."""
     known = job.slot(slot)
     return wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why, layout=job.layout)

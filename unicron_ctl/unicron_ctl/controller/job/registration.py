@@ -206,7 +206,7 @@ def one_element(settings: Settings) -> bool:
     return settings.allocation or settings.max_nodes == settings.block
 
 
-def _replaced(case: Case) -> wire.Message | None:
+def _has_successor(case: Case) -> wire.Message | None:
     """Another agent has come for the element since."""
     if case.job is None or case.message.agent not in case.job.superseded or case.begins:
         return None
@@ -276,7 +276,7 @@ def _has_ended(case: Case) -> wire.Message | None:
 
 
 def _too_many(case: Case) -> wire.Message | None:
-    """What may be made up while Slurm does not show a job is bounded, for each user and for all."""
+    """Jobs and agents that Slurm does not show may be made up: they are bounded, for each user and for all."""
     job, asker = case.job, case.request.asker
     if not case.view.slurm.used or case.info is not None or case.is_back:
         return None
@@ -296,7 +296,7 @@ CHECKS: tuple[Check, ...] = (
     _not_the_owner,
     _another_self,
     _other_step,
-    _replaced,
+    _has_successor,
     _left_alone,
     _unlike_the_others,
     _has_ended,

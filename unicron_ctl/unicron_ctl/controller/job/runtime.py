@@ -110,7 +110,7 @@ class JobRuntime:
         bound = float("inf") if state.phase is Phase.BREAKING else max(self.disturbed_until, self.unheard_until)
         self.sensors.times.on_step(message, state.mode.reports)
         drops = state.replica > 1 or (state.plan is not None and state.plan.state is not None)
-        accounts = self.ledger.add(message, self._expected(state), lambda iteration: iteration <= bound, drops)
+        accounts = self.ledger.add(message, self._reporters(state), lambda iteration: iteration <= bound, drops)
         nan_since = state.nan_since
         for account in accounts:
             finite = account.loss is None or math.isfinite(account.loss)
@@ -121,7 +121,7 @@ class JobRuntime:
                 loss=account.loss if finite else None,
                 nan_since=nan_since,
                 seconds=account.seconds,
-                ranks=account.ranks if state.replica == 1 else len(self._expected(state)),
+                ranks=account.ranks if state.replica == 1 else len(self._reporters(state)),
                 nodes=len(state.inside),
                 flops=status.flops_per_iteration if status else 0.0,
                 train_iterations=status.train_iterations if status else 0,
@@ -138,8 +138,8 @@ class JobRuntime:
                 out.record(state, _violation(account), account.generation)
         return out
 
-    def _expected(self, job: JobState) -> Collection[int]:
-        """Who is to report; worked out once per membership and loss."""
+    def _reporters(self, job: JobState) -> Collection[int]:
+        """The slots that are to report; worked out once per membership and loss."""
         if not job.lost:
             return job.members
         key = id(job.members), len(job.lost)
@@ -148,7 +148,7 @@ class JobRuntime:
         return self.expected[1]
 
     def on_timing(self, job: JobState, message: wire.Timing) -> Outcome:
-        """How long a recovery took in one rank; of many ranks, the first few are kept."""
+        """Record how long a recovery took in one rank, for the first few ranks."""
         out = Outcome()
         if not 0 <= job.generation - message.generation <= 1:
             return out

@@ -20,7 +20,7 @@ from unicron_transition.generations import layout
 
 OWN_SECONDS = 1.0  # for a lost process to be there again before a spare takes its place: about what that takes
 STANDING_SECONDS = 1.0  # between two looks at who waits as a spare
-NAMED = 20  # elements in a text
+MOST_NAMED = 20  # elements in a text
 HERE = (Phase.RUNNING, Phase.OFFERING)
 
 
@@ -49,7 +49,7 @@ def pick(
     return taken | chosen
 
 
-def admitted(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> set[int]:
+def entrants(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> set[int]:
     """The elements that come in, of those that can: as many as there is room for. An element that has trained, and
     whose processes were started again in place, comes first; so does one whose processes may be there before a
     spare would have joined."""
@@ -164,7 +164,7 @@ def _ready(job: JobView, element: int) -> bool:
 
 
 def misfit(job: JobView) -> str:
-    """What is wrong with the number of spares, and what is done instead; empty where it fits."""
+    """Say what is wrong with the number of spares, and what is done instead; empty where it fits."""
     settings, unit = job.state.settings, job.state.unit(job.replica)
     asked, given = settings.spares, settings.max_nodes - job.wanted
     if not asked or asked == given:
@@ -178,7 +178,7 @@ def misfit(job: JobView) -> str:
 
 @dataclass
 class LoggedSpares:
-    """What the log says about a job's spares. look_at: when they are looked at next."""
+    """The spares as the log has them. look_at: when they are looked at next."""
 
     said: tuple[tuple[int, str], ...] = ()
     misfit: str = ""
@@ -205,7 +205,7 @@ def report_spares(view: View, job: JobView, last: LoggedSpares) -> Outcome:
     last.said, last.misfit = said, wrong
     ready = [element for element, how in said if how == "ready"]
     starting = [element for element, how in said if how != "ready"]
-    words = [f"elements {some[:NAMED]} {how}" for some, how in ((ready, "are ready"), (starting, "start")) if some]
+    words = [f"elements {some[:MOST_NAMED]} {how}" for some, how in ((ready, "are ready"), (starting, "start")) if some]
     news.append(f"spares: {', '.join(words)}" if words else "no spare is left")
     out.record(state, records.Spares(ready=ready, starting=starting, reason="; ".join(news)))
     return out

@@ -1,4 +1,16 @@
-"""What the state machine's actions do: each records one decision; orders to the agents follow from the state."""
+"""The actions of a job's state machine: each records one decision; orders to the agents follow from the state.
+
+The invariant that every one of them keeps (`tests/unit/unicron_ctl/controller/job/test_generations.py` checks it):
+
+FORMING    no plan and no offer; nobody is a member, lost or joining
+ENTERING   plan = generation > broken: the members' processes are those of the plan
+RUNNING    generation >= plan > broken: a number that was offered, or only begun, is never used again
+OFFERING   offer = generation > plan > broken: joining has the processes that only the offer names
+BREAKING   generation = broken >= plan: whoever is lost is a member, and nobody joins
+
+`plan`, `offer` and `broken` stand for their numbers. So a rank obeys whatever has the highest number, a message of an
+older generation harms nobody, and any loss, in any step, is just another Break.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +18,7 @@ from collections.abc import Callable, Iterable
 
 from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.job.candidates import remaining
-from unicron_ctl.controller.job.deciding import decided
+from unicron_ctl.controller.job.deciding import decide
 from unicron_ctl.controller.job.modes import Trigger
 from unicron_ctl.controller.judge.remedies import start_rank
 from unicron_ctl.controller.model.finding import Finding, Source, What
@@ -95,12 +107,12 @@ def break_generations(view: View, job: JobView, trigger: Trigger) -> Outcome:
     tries = state.tries + 1 if trigger.event is Event.TIMEOUT else 0
     planned = not state.mode.joins and trigger.event is Event.FAULT and not state.regroup
     reached = saved.iteration if (saved := newest_saved(job)) is not None else -1
-    record = records.Break(number, lost, tries, planned, reached, _repeated(job), reason=trigger.reason)
+    record = records.Break(number, lost, tries, planned, reached, _iterations_again(job), reason=trigger.reason)
     out.record(state, record, number)
     return out
 
 
-def _repeated(job: JobView) -> int:
+def _iterations_again(job: JobView) -> int:
     """Iterations that a world of plain programs has made since its last checkpoint; 0 where none was seen."""
     saved = max((s.saved for slot in job.state.members if (s := job.status(slot)) is not None), default=-1)
     return max(0, job.state.iteration + 1 - saved) if saved >= 0 and not job.state.mode.reports else 0
@@ -108,7 +120,7 @@ def _repeated(job: JobView) -> int:
 
 def resume_training(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Plans how the survivors, who have stopped, go on."""
-    out, state, decision = Outcome(), job.state, decided(job)
+    out, state, decision = Outcome(), job.state, decide(job)
     unusable = decision.unusable if decision else dict.fromkeys(job.reports(), "its report cannot be worked with")
     if unusable:
         out.findings = [_unusable(view, job, slot, why) for slot, why in sorted(unusable.items())]
@@ -170,7 +182,7 @@ def offer_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
     number = state.generation + 1
     plan = Plan(
         generation=number,
-        members=layout.arranged([*layout.replicas(staying, size), *layout.replicas(joiners, size)]),
+        members=layout.arrange([*layout.replicas(staying, size), *layout.replicas(joiners, size)]),
         store=store_of(job, staying),
         prefix=prefix(state, number),
         boundary=True,

@@ -89,7 +89,7 @@ class AgentView:
         return not self.expired and not self.status.leaving
 
     def start(self, slot: int) -> str:
-        """How the slot's process was started: warm, or cold and why; empty while there is none."""
+        """Say whether the slot's process was started warm, or cold and why; empty while there is none."""
         if not self.ranks[slot].pid:
             return ""
         cold = self.status.cold

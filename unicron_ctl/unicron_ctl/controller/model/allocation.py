@@ -17,7 +17,7 @@ from unicron_ctl.shared.slurm.squeue import nodes_of
 
 
 def by_node(rows: Sequence[ElementInfo], jobs: Mapping[str, JobState]) -> Iterator[ElementInfo]:
-    """What Slurm shows, with one for each node of an element that has several."""
+    """Yield the rows, with one for each node of an element that has several."""
     blocks = _blocks(rows, jobs)
     for info in rows:
         names = nodes_of(info)

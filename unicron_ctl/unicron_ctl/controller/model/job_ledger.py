@@ -16,7 +16,7 @@ from unicron_ctl.shared.protocol.structs import RankStep, StepReport
 OPEN_ITERATIONS = 8  # per job: what is still incomplete when so many newer ones are open is reported as it is
 MOST_TOTAL = 1 << 22  # micro-batches of an iteration
 PROBLEMS_KEPT = 1000
-NAMED = 100  # of the micro-batches that nobody reported
+MOST_NAMED = 100  # of the micro-batches that nobody reported
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class OpenIteration:
         that lived on may have had to compute something again."""
         missing = []
         if len(self.summed) < self.total + len(self.strangers):
-            missing = list(islice((index for index in range(self.total) if index not in self.summed), NAMED))
+            missing = list(islice((index for index in range(self.total) if index not in self.summed), MOST_NAMED))
         problems = [
             f"micro-batch {index} is in {self.summed[index]} gradients"
             for index in sorted(self.summed_again - self.strangers)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView
 from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
-from unicron_ctl.controller.model.live import READY, Fence, Fetching, ProgressWatch, Stepped
+from unicron_ctl.controller.model.live import READY, Fence, Fetching, LastStep, ProgressWatch
 from unicron_ctl.controller.model.survey import Survey
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_ctl.shared.protocol.wire import Plan
-from unicron_transition.generations.layout import stated
+from unicron_transition.generations.layout import parse_layout
 
 AT_REST = ("stopped", "waiting", "standby")
 PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then has not got in
@@ -50,7 +50,7 @@ class JobView:
     """What the controller before this one knew of such agents is there, too."""
     stalled: float = 0.0
     """Seconds of the present phase in which this process stood still."""
-    stepped: Stepped = field(default_factory=Stepped)
+    stepped: LastStep = field(default_factory=LastStep)
     """Of the present phase."""
     last_arrival: float = 0.0
     """When an agent registered last."""
@@ -156,16 +156,16 @@ class JobView:
         ranks say it."""
         if self.state.plan is not None:
             return self.state.plan.replica
-        return stated(self.state.layout).layout.size if self.state.layout else self.rank_replica
+        return parse_layout(self.state.layout).layout.size if self.state.layout else self.rank_replica
 
     @property
     def wanted(self) -> int:
         """Elements that are to train when all are there."""
-        return self.state.wanted(self.replica)
+        return self.state.elements_wanted(self.replica)
 
     @property
     def room(self) -> int:
-        """How many more of them there may be. Without spares whoever comes is wanted."""
+        """The number of elements that may still come in. Without spares whoever comes is wanted."""
         settings = self.state.settings
         return self.wanted - len(self.state.inside) if settings.spares else settings.max_nodes
 
@@ -179,7 +179,7 @@ class JobView:
         members, lost, plan = self.state.members, self.state.lost, self.state.plan
         came: set[int] = set()  # with a state of their own, which is not that of the present plan until they are in
         if plan is not None and plan.replica > 1:
-            came = {*plan.joiners, *(members.keys() - self._planned(plan.members))}
+            came = {*plan.joiners, *(members.keys() - self._plan_members(plan.members))}
         return {
             slot: status
             for _, agent in sorted(self.agents.items())
@@ -196,7 +196,7 @@ class JobView:
         found = (self.status(slot) for slot in slots)
         return any(status is not None and status.state in ("stopped", "standby") for status in found)
 
-    def waited(self, now: float) -> float:
+    def seconds_in_phase(self, now: float) -> float:
         """Seconds in the present phase, without those in which this process stood still."""
         return now - self.state.since - self.stalled
 
@@ -251,7 +251,7 @@ class JobView:
 
     # ------------------------------------------------------------ keeping the sets up
     def note_shape(self, agent: AgentView, slots: Iterable[int]) -> None:
-        """What a new process says of the job's replicas once it is ready."""
+        """Note what new processes say of the job's replicas once they are ready."""
         for slot in slots:
             rank = agent.ranks.get(slot)
             if rank is not None and rank.state in READY:
@@ -265,7 +265,7 @@ class JobView:
         state, phase = self.state, self.state.phase
         self.stopped.clear()
         self.strayed.clear()
-        self.stalled, self.stepped = 0.0, Stepped()
+        self.stalled, self.stepped = 0.0, LastStep()
         self.progress.reset()
         self.ready_look_at = self.nobody_until = 0.0
         self.unfinished = set(state.survivors())
@@ -308,7 +308,9 @@ class JobView:
             waits = waits and not (self.finished(slot) or self.at_rest(slot, now))
         elif phase in (Phase.ENTERING, Phase.OFFERING):
             plan = self.state.offer or self.state.plan
-            waits = plan is not None and slot in self._planned(plan.members) and not self.inside(slot, plan.generation)
+            waits = (
+                plan is not None and slot in self._plan_members(plan.members) and not self.inside(slot, plan.generation)
+            )
         else:
             waits = False
         if waits:
@@ -330,7 +332,7 @@ class JobView:
         offered = state.offer.generation if state.offer is not None else 0
         return state.plan.generation < within <= state.generation and within != offered
 
-    def _planned(self, members: list[int]) -> frozenset[int]:
+    def _plan_members(self, members: list[int]) -> frozenset[int]:
         """The plan's members as a set, made once per plan."""
         if self.planned[0] is not members:
             self.planned = members, frozenset(members)

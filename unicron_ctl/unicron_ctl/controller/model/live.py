@@ -9,7 +9,7 @@ READY = ("waiting", "entering", "running", "standby")
 
 
 @dataclass
-class Stepped:
+class LastStep:
     """The newest iteration that a member reported as ended, when that was heard, and when the one before it had ended,
     at the latest that is certain: the newest began after that, with all members."""
 
@@ -24,7 +24,7 @@ class Stepped:
 
 
 class ImageRoute(NamedTuple):
-    """How an image comes to a rank: to which element, from which address, and the same for people."""
+    """The way of an image to a rank: to which element, from which address, and the same for people."""
 
     receiver: int
     source: str
@@ -33,34 +33,39 @@ class ImageRoute(NamedTuple):
 
 @dataclass
 class Fetching:
-    """Images of a state on their way to ranks that lack them. moved: bytes that all agents had moved, and when that
-    rose, or an image came, last. most: seconds that are waited in all. left: how many lack. words: (kind, place, shard)
-    of each -> where it comes from."""
+    """Images of a state on their way to ranks that lack them."""
 
     state: tuple[int, str] = (-1, "")
     began: float | None = None
     moved: int = 0
+    """Bytes that all agents had moved."""
     moved_at: float = 0.0
+    """When that rose, or an image came, last."""
     most: float = 0.0
+    """Seconds that are waited in all."""
     again_at: float = 0.0
     left: int = 0
+    """How many ranks lack them."""
     words: dict[tuple[str, int, int], ImageRoute] = field(default_factory=dict)
+    """(kind, place, shard) of each -> where it comes from."""
 
 
 @dataclass(frozen=True)
 class Fence:
-    """What an agent of restart mode left behind that fell silent. heard: when it was last; nodes: of its world; fenced:
-    its processes end by themselves where it is cut off."""
+    """The processes of an agent of restart mode that fell silent."""
 
     element: int
     heard: float
+    """When the agent was, last."""
     nodes: int
+    """Of its world."""
     fenced: bool
+    """Its processes end by themselves where it is cut off."""
 
 
 @dataclass
 class ProgressWatch:
-    """What sensors have found about members that do not come where the others wait for them, in the present phase."""
+    """Findings about members that do not come where the others wait for them, in the present phase."""
 
     overdue: str = ""
     """Why the time to enter the present plan or offer is over."""

@@ -1,4 +1,4 @@
-"""What the admin allows for a job, a node and a call of Slurm: the configuration's partitions applied to what Slurm
+"""The admin's permission for a job, a node and a call of Slurm: the configuration's partitions applied to what Slurm
 shows. Pure.
 
 Only what touches Slurm needs permission. A job is healed within the nodes that it has in every mode: its owner asks for

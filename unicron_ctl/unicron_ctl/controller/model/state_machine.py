@@ -17,7 +17,7 @@ from unicron_ctl.shared.log import records
 
 
 class Event(enum.StrEnum):
-    """What the statuses of its ranks, or the clock, say."""
+    """Events of a job's state machine, from the statuses of its ranks or the clock."""
 
     READY = "ready"  # forming: enough ranks wait
     LOSS = "loss"  # a failure says that members must be left out
@@ -34,7 +34,7 @@ class Event(enum.StrEnum):
 
 
 class Action(enum.StrEnum):
-    """What the controller does about an event, and the record that comes of it where all goes well."""
+    """The controller's answer to an event, with the record that comes of it where all goes well."""
 
     FORM = "form"  # PlanMade
     BREAK = "break"  # Break

@@ -1,4 +1,4 @@
-"""What deciders read (:class:`View`) and what they return (:class:`Outcome`)."""
+"""The input of deciders (:class:`View`) and their result (:class:`Outcome`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAITS_FOR_NODES = frozenset({"", "None", "Priority", "Resources"})  # other reas
 
 @dataclass
 class Listing:
-    """What Slurm showed, and when it was asked (seconds since the epoch).
+    """Slurm's nodes and elements, and when it was asked (seconds since the epoch).
 
     elements: one for each node of an element that has several. rows: each element as Slurm gives and takes it; the same
     where none has several nodes.
@@ -174,7 +174,7 @@ class Live:
             self.keys.add(agent.key)
         self.greet_at[agent.node] = 0.0
         self.greet_at.move_to_end(agent.node, last=False)
-        self.heard(agent, agent.last_heard)
+        self.note_word(agent, agent.last_heard)
 
     def remove(self, job: str, element: int) -> None:
         live = self.jobs.get(job)
@@ -194,12 +194,12 @@ class Live:
             self.greet_at.pop(agent.node, None)
 
     def forget(self, job: str) -> None:
-        """What is known for now of a job that is over."""
+        """Drop a job that is over."""
         for element in list(self.jobs[job].agents) if job in self.jobs else ():
             self.remove(job, element)
         self.jobs.pop(job, None)
 
-    def heard(self, agent: AgentView, now: float) -> None:
+    def note_word(self, agent: AgentView, now: float) -> None:
         """The agent has spoken: its lease begins again."""
         agent.last_heard = now
         key = agent.job, agent.element
@@ -210,7 +210,7 @@ class Live:
             agent.suspect_since = None
             self.suspects.pop(key, None)
 
-    def silenced(self, agent: AgentView) -> None:
+    def drop_lease(self, agent: AgentView) -> None:
         """The agent's lease ran out, or it has left: nobody waits for its next word."""
         self.leases.pop((agent.job, agent.element), None)
         self.suspects.pop((agent.job, agent.element), None)
@@ -258,7 +258,7 @@ class View:
     """Whether messages of this connection wait to be heard: then its agent is not silent, this controller is behind."""
 
     def rules(self, partition: str) -> Rules:
-        """What may be done in this partition now ("" for one that is not known)."""
+        """The rules of this partition now ("" for one that is not known)."""
         rules = self.config.rules(partition)
         return rules.as_paused() if self.state.is_paused(partition, self.now) else rules
 
@@ -289,7 +289,7 @@ class View:
         """No agent at all is heard: nothing is judged and nothing is done."""
         return self.suspicions.alone_since is not None
 
-    def avoided(self, job: JobState) -> frozenset[str]:
+    def avoided_nodes(self, job: JobState) -> frozenset[str]:
         """Nodes on which no element of the job is to start: one that may be at fault until a pair test has cleared it,
         for a day at most; any other for as long as the same fault escalates."""
         found = []
@@ -301,11 +301,11 @@ class View:
                 found.append(node)
         return frozenset(found)
 
-    def refused(self, job: JobState) -> dict[str, str]:
+    def refused_nodes(self, job: JobState) -> dict[str, str]:
         """Nodes on which Slurm did not start an element of the job that was told to start there, and why."""
         return {node: one.said for node, one in job.refused.items() if self.now < one.until}
 
-    def expected(self, job: JobState) -> list[int] | None:
+    def expected_elements(self, job: JobState) -> list[int] | None:
         """Elements that run or are about to; None while that is not known freshly enough. Not those that were asked to
         end: Slurm may have given their nodes away, and they may wait long for others."""
         seen = self.slurm.seen
@@ -333,7 +333,7 @@ class Order(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What a sensor has found or a decider wants. Empty means that there is nothing to do."""
+    """The result of a sensor or a decider. Empty means that there is nothing to do."""
 
     records: list[tuple[str, int, Record]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)

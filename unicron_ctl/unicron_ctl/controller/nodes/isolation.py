@@ -127,7 +127,7 @@ def _other_node(view: View, job: JobState, node: str) -> bool:
     if seen is None:
         return False
     taken = {name for e in seen.elements if e.state in OCCUPIES for name in seen.nodes_of(e)}
-    taken |= {node, *view.avoided(job), *view.state.out_of_service}
+    taken |= {node, *view.avoided_nodes(job), *view.state.out_of_service}
     return any(info.healthy and info.name not in taken for info in seen.nodes)
 
 

@@ -36,7 +36,7 @@ ALWAYS = float("-inf")  # a rival may get the node at any time
 
 
 class Ground:
-    """What Slurm showed, for jobs that are planned for: `managed`, by id. now: seconds since the epoch.
+    """A listing of Slurm, for jobs that are planned for: `managed`, by id. now: seconds since the epoch.
 
     What anybody has pending costs a bounded time: of so many kinds
     (RIVALS) it is looked at where they fit, the most urgent first; of the others all nodes of their partitions count.
@@ -135,7 +135,7 @@ class Ground:
         if not listed:
             return Reach(frozenset())
         ask = next((e for e in listed if e.state == "PENDING"), listed[-1])
-        barred = self._barred(ask) | {name: f"refused by Slurm ({why})" for name, why in refused.items()}
+        barred = self._bars(ask) | {name: f"refused by Slurm ({why})" for name, why in refused.items()}
         self._bar_for_rivals(barred, ask, min((e.priority for e in listed if e.priority), default=0))  # 0 while held
         here = {name for name in occupied if name in good}
         nodes = frozenset(name for name in good if name not in barred) | here
@@ -152,7 +152,7 @@ class Ground:
                 if rival is not None:
                     barred[name] = f"about to go to pending job {rival.job}"
 
-    def _barred(self, ask: ElementInfo) -> dict[str, str]:
+    def _bars(self, ask: ElementInfo) -> dict[str, str]:
         """node -> why Slurm would not start the element there."""
         barred: dict[str, str] = {}
         where = self._where(ask)
@@ -192,7 +192,7 @@ def in_partition(ask: ElementInfo, node: NodeInfo) -> bool:
 
 
 def _limits(ask: ElementInfo, node: NodeInfo) -> list[PartitionInfo]:
-    """What each partition allows by which the element may come to the node."""
+    """The limits of each partition by which the element may come to the node."""
     asked = {name for name in ask.partition.split(",") if name} & set(node.partitions)
     limits = {limit.name: limit for limit in node.limits}
     return [limits.get(name, PartitionInfo(name, 0, "")) for name in sorted(asked)] or [PartitionInfo("", 0, "")]
@@ -212,7 +212,7 @@ def _allows(partition: PartitionInfo, ask: ElementInfo) -> bool:
 
 
 def too_small(ask: Needs, size: Size) -> str:
-    """What a node of this size lacks; empty when it is large enough, or Slurm did not say how large it is."""
+    """Say what a node of this size lacks; empty when it is large enough, or Slurm did not say how large it is."""
     if not size.cpus:
         return ""
     cores = -(-size.cpus // size.threads)  # without those that are kept for the system

@@ -1,4 +1,4 @@
-"""What has happened to a job, in its AdminComment: for `squeue`, `sacct` and the site's own tools.
+"""The story of a job in its AdminComment, for `squeue`, `sacct` and the site's own tools.
 
 Everybody may read a comment. So it says what `squeue` and `unicronctl jobs` tell everybody: how many failures, how much
 time, and since when; neither a cause nor a node.
@@ -24,7 +24,7 @@ MOST_AT_ONCE = 10  # jobs; the others wait for the next listing
 
 @dataclass
 class Comments:
-    """What was written of late: job -> the text, and when. It is lost with the process; Slurm shows it."""
+    """The comments of late: job -> the text, and when. Lost with the process; Slurm shows them."""
 
     written: dict[str, tuple[str, float]] = field(default_factory=dict)
 

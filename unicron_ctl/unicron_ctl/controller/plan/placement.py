@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from unicron_ctl.controller.model.cluster_state import Pin
-from unicron_ctl.controller.model.requests import RELEASED, Action
+from unicron_ctl.controller.model.requests import RELEASE_COMMENT, Action
 from unicron_ctl.shared.slurm import pending_reasons
 from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX
 from unicron_ctl.shared.slurm.pending_reasons import Bar
@@ -32,37 +32,45 @@ MOST_HOLDS = 100  # of one job at once: each is two calls of Slurm; the others f
 
 @dataclass(frozen=True)
 class Need:
-    """What a job is to have, in elements of `block` nodes each. members: those that train. dead: those whose agent died
-    while the node lives. ended: those that ended before their agent came again. ending: those that Slurm shows ended,
-    of which nothing is decided yet. leaving: chosen before to leave. home: the nodes that an element ran on last.
-    lives: where an element's agents are heard; also those that Slurm counts as ended and has not reached yet, so that
-    it would launch no second copy there, and drain the node. requeued: when Slurm was asked to start an element again
-    whose agents have not come yet. avoid: nodes where none is to start. refused: nodes on which Slurm starts none,
-    and which nobody avoids. reach: the nodes that its elements may be given; None for all. unit: so many elements
-    in a row hold whole replicas. least: with fewer elements it does not train. allocation: the nodes of a job that
-    is one allocation, in Slurm's order. stays: elements whose nodes it does not give back. empty: those on whose
-    nodes nothing of it runs any more."""
+    """The elements that a job is to have, of `block` nodes each."""
 
     job: str
     desired: int
     members: frozenset[int] = frozenset()
+    """Those that train."""
     dead: frozenset[int] = frozenset()
+    """Those whose agent died while the node lives."""
     ended: frozenset[int] = frozenset()
+    """Those that ended before their agent came again."""
     ending: frozenset[int] = frozenset()
+    """Those that Slurm shows ended, of which nothing is decided yet."""
     leaving: tuple[int, ...] = ()
+    """Those chosen before to leave."""
     home: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """The nodes that an element ran on last."""
     lives: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """Where an element's agents are heard; also those that Slurm counts as ended and has not reached yet, so that it
+    would launch no second copy there, and drain the node."""
     requeued: Mapping[int, float] = field(default_factory=dict)
+    """When Slurm was asked to start an element again whose agents have not come yet."""
     avoid: frozenset[str] = frozenset()
+    """Nodes where none is to start."""
     refused: frozenset[str] = frozenset()
+    """Nodes on which Slurm starts none, and which nobody avoids."""
     why: str = ""
     reach: frozenset[str] | None = None
+    """The nodes that its elements may be given; None for all."""
     unit: int = 1
+    """So many elements in a row hold whole replicas."""
     least: int = 1
+    """With fewer elements it does not train."""
     block: int = 1
     allocation: tuple[str, ...] = ()
+    """The nodes of a job that is one allocation, in Slurm's order."""
     stays: frozenset[int] = frozenset()
+    """Elements whose nodes it does not give back."""
     empty: frozenset[int] = frozenset()
+    """Those on whose nodes nothing of it runs any more."""
 
     @property
     def size(self) -> int:
@@ -217,7 +225,7 @@ class _Place:
     def start(self, e: ElementInfo, node: str, reason: str) -> None:
         self.act("pin", e, node, reason)
         if e.held:
-            self.act("release", e, node, reason, RELEASED)
+            self.act("release", e, node, reason, RELEASE_COMMENT)
         self.taken.update(names_of(node))
 
     def choose(self, need: Need, e: ElementInfo, free: Sequence[str], needs: Sequence[Need]) -> str:
@@ -254,9 +262,8 @@ def place(
     held: Collection[tuple[str, int]] = (),
     domains: Mapping[str, str] = {},
 ) -> Placement:
-    """What to do now so that every job gets its nodes. `needs` are the managed jobs; other jobs' elements only
-    occupy nodes. held: elements that were held here. domains: node -> the switch or the block with which it fails.
-    """
+    """Return what to do now so that every job gets its nodes. `needs` are the managed jobs; other jobs' elements only
+    occupy nodes. held: elements that were held here. domains: node -> the switch or the block with which it fails."""
     work = _Place(elements, nodes, pins, put_aside, now, held, domains)
     work.choose_leavers(needs)
     _give_free_nodes(work, needs)

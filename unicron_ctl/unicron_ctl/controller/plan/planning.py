@@ -20,43 +20,48 @@ from unicron_planner.solver.spares import worth
 
 NOWHERE: Mapping[str, int] = {}
 REFRESH_RATIO = 0.05  # a table is made anew when a measured rate has moved by more than this
-UNMEASURED = 1e9  # FLOP/s per node of a job when nothing at all has been measured: only ratios matter then
+NOMINAL_RATE = 1e9  # FLOP/s per node of a job when nothing at all has been measured: only ratios matter then
 
 
 @dataclass(frozen=True)
 class JobInput:
-    """A job as the planner sees it. nodes: what it had before the event; alive: how many of them are left. rate:
-    measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration. rates: the same by node count,
-    for every size that is to be trusted. reach: the nodes that it may be given. spare_nodes: those that growth leaves
-    free. unit: nodes of whole replicas; others count as the next smaller multiple of it. layouts: for a job that can
-    run in several, aggregate FLOP/s by layout and node count, in place of the rates; layout: the one that it is in.
-    block: nodes of an element, which it gets and gives up together. restart_seconds: what it costs to start it in
-    another one. working: how many of max_nodes train at most, 0 for all; those above are hot spares, and without one a
-    lost node's place stays empty for wait_seconds. owner: whose FLOP/s its own are compared with; a job without one is
-    compared with itself only. trained: it has begun, so that it may have a state to lose; one that has not yet gives up
-    nodes that are too few to begin with.
-    """
+    """A job as the planner sees it (`plan.inputs` makes it)."""
 
     job: str
     weight: float
     min_nodes: int
     max_nodes: int
     nodes: int
+    """How many it had before the event."""
     alive: int
+    """How many of them are left."""
     rate: float = 0.0
+    """Measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration."""
     measured_nodes: int = 0
     rates: Mapping[int, float] = field(default_factory=dict)
+    """The same by node count, for every size that is to be trusted."""
     reach: frozenset[str] = frozenset()
+    """The nodes that it may be given."""
     spare_nodes: int = 0
+    """Nodes that growth leaves free."""
     unit: int = 1
+    """Nodes of whole replicas; others count as the next smaller multiple of it."""
     layouts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """Aggregate FLOP/s by layout and node count, in place of the rates, for a job that can run in several."""
     layout: str = ""
+    """The one that it is in."""
     restart_seconds: float = 0.0
+    """What it costs to start it in another one."""
     working: int = 0
+    """How many of max_nodes train at most, 0 for all; those above are hot spares."""
     wait_seconds: float = 0.0
+    """Without a spare a lost node's place stays empty for so long."""
     owner: str = ""
+    """With whose FLOP/s its own are compared; a job without one is compared with itself only."""
     trained: bool = True
+    """It has begun, so that it may have a state to lose. Otherwise it gives up nodes that are too few to begin with."""
     block: int = 1
+    """Nodes of an element, which it gets and gives up together."""
 
     @property
     def holds_state(self) -> bool:
@@ -109,7 +114,7 @@ def _by_nodes(job: JobInput, per_node: float) -> dict[int, float]:
 
 
 def spares(job: JobInput, per_node: float, mtbf_node_hours: float) -> dict[int, float]:
-    """What its hot spares save, FLOP/s, by the number of nodes that it has with them."""
+    """FLOP/s that its hot spares save, by the number of nodes that it has with them."""
     if not job.spares:
         return {}
     flops = job.layouts[job.layout] if job.layouts else throughput(job, per_node)
@@ -127,7 +132,7 @@ def scenario(
     """The planner's scenario (docs/design/planning.md). `jobs` must not be empty. elsewhere: nodes that owners are
     given beside these."""
     rates = [job.rate / job.measured_nodes for job in jobs if job.rate > 0 and job.measured_nodes > 0]
-    usual = sum(rates) / len(rates) if rates else UNMEASURED
+    usual = sum(rates) / len(rates) if rates else NOMINAL_RATE
     return Scenario(
         nodes=nodes,
         jobs=tuple(
@@ -195,13 +200,13 @@ def plan(
 
 def _with_fixed(found: Plan, fixed: Mapping[str, int], jobs: Sequence[JobInput], nodes: int) -> Plan:
     assignment = {**found.assignment, **fixed}
-    reasons = {**found.reasons, **{job: _kept(count) for job, count in fixed.items()}}
+    reasons = {**found.reasons, **{job: _keep_reason(count) for job, count in fixed.items()}}
     layouts = {**found.layouts, **{job.job: job.layout for job in jobs if job.job in fixed and job.layout}}
     spares = max(0, nodes - sum(assignment.values()))
     return replace(found, assignment=assignment, reasons=reasons, layouts=layouts, spares=spares)
 
 
-def _kept(count: int) -> str:
+def _keep_reason(count: int) -> str:
     return f"keeps {counted(count, 'node')}: its training state lives there and nowhere else"
 
 
@@ -311,5 +316,5 @@ def event_between(
 
 
 def _unchanging(job: JobInput) -> tuple[float, ...]:
-    """What no event changes."""
+    """The fields that no event changes."""
     return job.nodes, job.min_nodes, job.max_nodes, job.working, job.wait_seconds, job.weight, job.unit, job.block

@@ -1,4 +1,4 @@
-"""What is wanted against what Slurm shows: the actions that bring one to the other.
+"""The plan against what Slurm shows: the actions that bring one to the other.
 
 Nothing here waits: polls, actions and probes are requests that a thread carries out, and their results come back as
 inputs. Without a fresh listing nothing is decided.
@@ -22,12 +22,12 @@ from unicron_ctl.controller.plan.inputs import (
     dead_elements,
     ended_in_allocation,
     ending,
-    fixed,
     inputs,
     key_of,
     plan_for,
     reaches,
     unit_of,
+    why_fixed,
 )
 from unicron_ctl.controller.plan.job_comments import comment_on_jobs
 from unicron_ctl.controller.plan.placement import PIN_SECONDS, Need, Placement, held_by_others, place
@@ -45,8 +45,8 @@ from unicron_ctl.shared.slurm.states import ENDED_BADLY, OCCUPIES, OVER, WORKS
 from unicron_detector.words import counted
 
 # How the elements of a job may end that has not trained to its end, the most telling first
-UNFINISHED = (*sorted(OVER - ENDED_BADLY - {"COMPLETED"}), *sorted(ENDED_BADLY))
-STOPPED = 128 + signal.SIGTERM  # exit code of a job that was stopped, as a shell shows it
+ENDS_BEFORE_FINISH = (*sorted(OVER - ENDED_BADLY - {"COMPLETED"}), *sorted(ENDED_BADLY))
+STOP_EXIT_CODE = 128 + signal.SIGTERM  # exit code of a job that was stopped, as a shell shows it
 # After the last word of an agent that has left, where nobody says that its task has ended: it may still write files
 # for a minute (agent.loop.agent.FILES_SECONDS)
 ENDS_SECONDS = 75.0
@@ -124,13 +124,13 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
     actions += readmission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way, out)
     for job in list(view.state.jobs.values()):
         actions += _over(view, desk, listing, job, out)
-    actions += _preempted(view, listing) + _stranded(view, out)
+    actions += _requeue_preempted(view, listing) + _requeue_stranded(view, out)
     request_actions(view, desk.retries, actions, out)
     comment_on_jobs(view, desk.comments, listing, out)
     return out.merge([isolation.proven_bad(view)])
 
 
-def _preempted(view: View, listing: Listing) -> list[Action]:
+def _requeue_preempted(view: View, listing: Listing) -> list[Action]:
     """Elements that Slurm preempts and that have left their jobs: requeued, their nodes are free before the grace time
     is over. Slurm starts them again when it can. Their agents may have ended all ranks and wait for that."""
     found = {}
@@ -147,7 +147,7 @@ def _preempted(view: View, listing: Listing) -> list[Action]:
     return list(found.values())
 
 
-def _stranded(view: View, out: Outcome) -> list[Action]:
+def _requeue_stranded(view: View, out: Outcome) -> list[Action]:
     """Jobs that are one allocation and can form no world again are requeued, for they would keep their nodes in vain.
     Their logs say so. `job_events` ends those that cannot be requeued."""
     found = []
@@ -213,10 +213,14 @@ def _after_end(view: View, desk: Desk, listing: Listing, job: JobState) -> list[
 def _how_it_ended(elements: Iterable[ElementInfo]) -> tuple[int, str]:
     """(exit code, reason) of a job of which Slurm runs nothing any more."""
     reason = "Slurm no longer runs any of its elements"
-    bad = min((e for e in elements if e.state in UNFINISHED), key=lambda e: UNFINISHED.index(e.state), default=None)
+    bad = min(
+        (e for e in elements if e.state in ENDS_BEFORE_FINISH),
+        key=lambda e: ENDS_BEFORE_FINISH.index(e.state),
+        default=None,
+    )
     if bad is None:
         return 0, reason
-    return 1 if bad.state in ENDED_BADLY else STOPPED, f"{reason}; {describe(bad)}"
+    return 1 if bad.state in ENDED_BADLY else STOP_EXIT_CODE, f"{reason}; {describe(bad)}"
 
 
 def _without_script(job: JobState, listing: Listing) -> bool:
@@ -228,8 +232,8 @@ def _without_script(job: JobState, listing: Listing) -> bool:
 
 
 def _script_again(desk: Desk, job: JobState, why: str) -> Action:
-    """What follows the training of a job whose batch script went with its host: Slurm runs the script again, in which
-    the training finds its last checkpoint. A job that has failed, or that Slurm does not requeue, is ended."""
+    """End, or begin again, a job whose batch script went with its host: Slurm runs the script again, in which the
+    training finds its last checkpoint. A job that has failed, or that Slurm does not requeue, is ended."""
     why = f"{why}; its batch host {job.nodes[0]} is gone, and its script with it"
     again = Action("requeue", job.job, 0, "", why)
     if job.ended is None or job.ended.code or desk.retries.is_refused(again):
@@ -271,7 +275,7 @@ def _refused_pins(view: View, listing: Listing, jobs: Sequence[JobState], out: O
             seconds, said = SILENT_SECONDS, said or "no reason"
         if not seconds:
             continue
-        known = found.setdefault(name, set(view.refused(job)))
+        known = found.setdefault(name, set(view.refused_nodes(job)))
         if known.issuperset(nodes):
             continue
         known.update(nodes)
@@ -308,8 +312,8 @@ def _place(
             home=_by_block(job, job.agents.items()),
             lives=_by_block(job, ((e, agent) for e, agent in view.job(job).agents.items() if agent.alive)),
             requeued=job.requeued,
-            avoid=view.avoided(job),
-            refused=frozenset(view.refused(job)).union(refused.get(job.job, ())),
+            avoid=view.avoided_nodes(job),
+            refused=frozenset(view.refused_nodes(job)).union(refused.get(job.job, ())),
             why=reasons.get(job.job, ""),
             reach=within[job.job].nodes,
             unit=unit_of(view, job) // block,
@@ -337,7 +341,7 @@ def _need_of_allocation(
     reasons: Mapping[str, str],
     reach: frozenset[str],
 ) -> Need:
-    """What a job is to have that is one allocation: it gives nodes back, but never that of its batch script, and gets
+    """The need of a job that is one allocation: it gives nodes back, but never that of its batch script, and gets
     none."""
     listed = listing.of(job.job)
     idle = 0 in ended_in_allocation(job)  # its node stays all the same, and counts for nothing
@@ -386,7 +390,7 @@ def keeping(view: View, listing: Listing, jobs: Sequence[JobState], why: str = "
         elements = listing.of(job.job)
         view.slurm.expected[job.job] = sorted(n for n, e in elements.items() if e.state in WORKS)
         if job.allotted is not None and set(job.allotted) != set(elements):  # it was planned for before
-            reason = f"{why or fixed(view, job)}: all elements may work"
+            reason = f"{why or why_fixed(view, job)}: all elements may work"
             out.record(job, records.ElementsAllotted(elements=sorted(elements), leaving=[], reason=reason))
     return out
 

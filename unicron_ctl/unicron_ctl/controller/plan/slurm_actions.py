@@ -39,7 +39,7 @@ Target = tuple[str, int]  # (job, element), or (node, -1)
 
 @dataclass
 class RetryState:
-    """How often one thing was asked of Slurm for one element or node, while Slurm shows the same of it.
+    """One thing that was asked of Slurm for one element or node, while Slurm shows the same of it.
 
     shown: what Slurm showed of it when it was asked. at: when it was last asked. refused: Slurm refused it.
     """
@@ -58,7 +58,7 @@ class RetryState:
 
 @dataclass
 class Retries:
-    """What was asked of Slurm of late. states: (element or node, what is wanted of it) -> how that went."""
+    """The requests to Slurm of late. states: (element or node, what is wanted of it) -> how that went."""
 
     states: dict[tuple[Target, str], RetryState] = field(default_factory=dict)
 
@@ -67,31 +67,33 @@ class Retries:
         self.states = {
             key: one
             for key, one in self.states.items()
-            if (one.shown and one.shown == _shown(view, key[0]) and view.now - one.at < 2 * LONGEST_RETRY)
+            if (one.shown and one.shown == _state_shown(view, key[0]) and view.now - one.at < 2 * LONGEST_RETRY)
             or (one.refused and view.now < one.until)
         }
 
     def without_delayed(self, actions: Sequence[Action], now: float) -> list[Action]:
         """The actions but those for elements and nodes of which something has to wait before it is asked again."""
-        asked = ((action.target, self.states.get(_wanted(action))) for action in actions)
+        asked = ((action.target, self.states.get(_aim(action))) for action in actions)
         wait = {target for target, before in asked if before is not None and now < before.until}
         return [action for action in actions if action.target not in wait]
 
     def note_requests(self, view: View, actions: Sequence[Action]) -> None:
         """Notes that these actions are asked for now."""
-        for key in dict.fromkeys(map(_wanted, actions)):
+        for key in dict.fromkeys(map(_aim, actions)):
             before = self.states.get(key)
-            self.states[key] = RetryState(_shown(view, key[0]), before.times + 1 if before is not None else 1, view.now)
+            self.states[key] = RetryState(
+                _state_shown(view, key[0]), before.times + 1 if before is not None else 1, view.now
+            )
 
     def note_outcome(self, action: Action, error: str) -> None:
         """Notes whether Slurm refused an action."""
-        before = self.states.get(_wanted(action))
+        before = self.states.get(_aim(action))
         if before is not None:
             before.refused = before.refused or bool(error)
 
     def is_refused(self, action: Action) -> bool:
         """Whether Slurm has refused this action of late."""
-        before = self.states.get(_wanted(action))
+        before = self.states.get(_aim(action))
         return before is not None and before.refused
 
 
@@ -111,13 +113,13 @@ def request_actions(view: View, retries: Retries, actions: Sequence[Action], out
             out.requests.append(Run(allowed))
 
 
-def _wanted(action: Action) -> tuple[Target, str]:
-    """What is wanted of which element or node: for one, its start on certain nodes."""
+def _aim(action: Action) -> tuple[Target, str]:
+    """The element or node, and what is wanted of it: its start on certain nodes, for one."""
     return action.target, f"start {action.node}" if action.action in STARTS else action.action
 
 
-def _shown(view: View, target: Target) -> tuple[object, ...]:
-    """What Slurm shows of the element or the node: while that stays, what is wanted has not come about."""
+def _state_shown(view: View, target: Target) -> tuple[object, ...]:
+    """The element or the node as Slurm shows it: while that stays, what is wanted has not come about."""
     name, element = target
     if element < 0:
         info = view.slurm.node(name)
@@ -148,7 +150,7 @@ def record_intents(view: View, run: Run) -> Outcome:
 
 
 def _for_failures(job: JobState, action: Action, out: Outcome) -> None:
-    """What is done for an element whose failure is not mended yet belongs to that failure's story."""
+    """Record what is done for an element whose failure is not mended yet in that failure's story."""
     element = f"{action.job}_{action.element}"
     text = f"start element {element} on {action.node}" if action.action == "pin" else f"requeue {element}"
     for failure in job.failures:
@@ -186,7 +188,7 @@ def on_outcome(view: View, retries: Retries, gate: readmission.Gate, action: Act
 # ---------------------------------------------------------------- what is under way
 @dataclass
 class Desk:
-    """What is under way with Slurm; lost with the process. Times in seconds on the controller's clock."""
+    """The requests under way with Slurm; lost with the process. Times in seconds on the controller's clock."""
 
     asked_at: float = 0.0
     busy: bool = False
@@ -215,7 +217,7 @@ class Desk:
             self.early.charge("", now, price)
             self.next_poll = soon
 
-    def listed(self, now: float, usual: float, took: float, failed: bool = False) -> None:
+    def on_listing(self, now: float, usual: float, took: float, failed: bool = False) -> None:
         """Slurm has answered, or has not: says when it is asked again. usual: the seconds between two listings. took:
         those that this one took."""
         self.busy, self.took = False, took
@@ -223,7 +225,7 @@ class Desk:
         pause = max(self.took, usual * min(MOST_FAILURES, self.failures)) if failed else self.took / SHARE
         self.next_poll = now + max(usual, min(LONGEST_PAUSE, pause))
 
-    def acted(self, now: float, urgent: bool) -> None:
+    def on_actions_done(self, now: float, urgent: bool) -> None:
         """All actions of a request are through: what became of them is looked at soon."""
         self.busy = self.busy and urgent
         self.hurry(now, 0.0)

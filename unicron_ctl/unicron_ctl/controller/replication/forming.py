@@ -61,7 +61,7 @@ def _from_files(reports: Mapping[int, RankStatus], size: int) -> FormableGenerat
             source = min(sources)
             others, _ = layout.compose((slot for slot in reports if slot not in source), size)
             joiners = sorted(slot for replica in others for slot in replica)
-            return FormableGeneration(layout.arranged([source, *others]), joiners, source[0], iteration)
+            return FormableGeneration(layout.arrange([source, *others]), joiners, source[0], iteration)
     return None
 
 
@@ -105,7 +105,7 @@ def _from_shards(reports: Mapping[int, RankStatus], size: int) -> FormableGenera
     first, _ = layout.compose(holders, size)
     inside = {slot for replica in first for slot in replica}
     others, _ = layout.compose((slot for slot in reports if slot not in inside), size)
-    members = layout.arranged([*first, *others])
+    members = layout.arrange([*first, *others])
     state, holders = newest_state(reports, members, size)
     if state is None:
         return None

@@ -22,7 +22,7 @@ from unicron_ctl.controller.replication.whole_states import SessionStates
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_transition.generations import layout
-from unicron_transition.generations.sharding import MARK_BITS, named, partner_shifts
+from unicron_transition.generations.sharding import MARK_BITS, partner_shifts, state_base
 from unicron_transition.snapshot.image_format import SHARD, UNTRAINED
 
 Part = tuple[int, int]  # (place, shard)
@@ -110,7 +110,7 @@ def images(agents: Iterable[AgentView]) -> dict[ShardedState, dict[Part, Where]]
     for agent in agents:
         for image in agent.status.images:
             if image.kind == SHARD and (mark := _number(image.mark)) is not None:
-                state = ShardedState(image.iteration, named(image.base, mark), image.count)
+                state = ShardedState(image.iteration, state_base(image.base, mark), image.count)
                 found[state][image.place, image.shard][agent.node] = agent, image
     return found
 

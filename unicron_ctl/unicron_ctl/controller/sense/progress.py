@@ -87,7 +87,7 @@ def check_late_to_stop(view: View, job: JobView, times: JobTimes, progress: Prog
     log says so once.
     """
     out, state = Outcome(), job.state
-    if state.phase is not Phase.BREAKING or job.waited(view.now) <= view.config.report_timeout:
+    if state.phase is not Phase.BREAKING or job.seconds_in_phase(view.now) <= view.config.report_timeout:
         return out
     if view.now < progress.majority_until:
         return out
@@ -162,7 +162,7 @@ def _late(view: View, job: JobView, slot: int, times: JobTimes, hit: bool) -> st
     first = job.state.mode.reports and _first_iteration(status)
     if first or (status.state == "running" and not hit):
         limit = max(limit, times.within(slot, times.limit(job.state, config), config))
-    return f"did not stop within {limit:g} s" if min(unchanged, job.waited(view.now)) > limit else ""
+    return f"did not stop within {limit:g} s" if min(unchanged, job.seconds_in_phase(view.now)) > limit else ""
 
 
 def _first_iteration(status: RankStatus) -> bool:
@@ -224,7 +224,7 @@ def check_late_to_enter(view: View, job: JobView, times: JobTimes, progress: Pro
 
 def _overdue(view: View, job: JobView, times: JobTimes, progress: ProgressWatch) -> str:
     state, limit = job.state, view.config.enter_timeout
-    plan, waited = state.offer or state.plan, job.waited(view.now)
+    plan, waited = state.offer or state.plan, job.seconds_in_phase(view.now)
     if plan is None or state.phase not in (Phase.ENTERING, Phase.OFFERING) or not job.awaited or waited < limit:
         return ""
     if view.now < progress.enter_check_at or (state.offer is not None and not offer_taken(job, plan)):
@@ -261,7 +261,7 @@ def offer_taken(job: JobView, offer: Plan) -> bool:
 def offer_ignored(view: View, job: JobView, progress: ProgressWatch) -> str:
     """Why an offer is to be made anew: it has been out for long, and the members train on without it."""
     state = job.state
-    waited, limit = job.waited(view.now), view.config.enter_timeout
+    waited, limit = job.seconds_in_phase(view.now), view.config.enter_timeout
     if state.offer is None or waited < limit or view.now < progress.enter_check_at:
         return ""
     limit = max(limit, ITERATIONS_TO_TAKE_AN_OFFER * (state.seconds or 0.0))

@@ -439,7 +439,7 @@ class Server:
             self._answered.keep_answer(question, data, self.now() - began, self.now())
         if self._munge:
             now = self.now()
-            self._quotas.answered(question.pays, question.address, now, cost(len(data), now - began) - 1.0)
+            self._quotas.charge_answer(question.pays, question.address, now, cost(len(data), now - began) - 1.0)
         self._send_bytes(question.route, data)
 
     def _make_answer(self, question: Question) -> bytes:

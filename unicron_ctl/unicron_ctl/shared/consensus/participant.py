@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from unicron_ctl.shared.consensus.acceptor import Acceptor, AcceptorAction, AcceptorState
-from unicron_ctl.shared.consensus.controller_silence import ASK_SECONDS, AWAY_SECONDS, TELL_SECONDS, ControllerSilence
 from unicron_ctl.shared.consensus.proposals import Membership, is_agents_prefix, is_whole, proposal_for
 from unicron_ctl.shared.consensus.proposer import Proposer, ProposerState
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
@@ -30,6 +29,39 @@ from unicron_ctl.shared.protocol.peer_messages import (
 REPEAT_SECONDS = 0.5  # between two requests for a plan; when no proposer has answered, the next one is asked
 TICK_SECONDS = 0.02  # between two ticks while something is going on
 INSTANCES_KEPT = 2  # the present one, and the one before, whose last messages may still come
+ASK_SECONDS = 1.0  # between an answer of the controller and the next question while something needs it
+TELL_SECONDS = 0.25  # without an answer; then a proposer is told
+AWAY_SECONDS = 0.7  # without an answer; then the controller counts as away
+
+
+class ControllerSilence:
+    """The time for which one agent's question to the controller has had no answer, on a clock that does not jump."""
+
+    def __init__(self) -> None:
+        self._asked_at: float | None = None
+        self._answered_at = float("-inf")
+
+    def on_question(self, now: float) -> None:
+        """The agent asks the controller for an answer."""
+        if self._asked_at is None:
+            self._asked_at = now
+
+    def on_answer(self, now: float) -> None:
+        """The controller has said something, whatever it is."""
+        self._asked_at, self._answered_at = None, now
+
+    @property
+    def waiting(self) -> bool:
+        """True while a question has no answer."""
+        return self._asked_at is not None
+
+    def may_ask(self, now: float) -> bool:
+        """True if no question is open and the last answer is old enough for another one."""
+        return self._asked_at is None and now - self._answered_at >= ASK_SECONDS
+
+    def seconds(self, now: float) -> float:
+        """For how long the open question has had no answer; 0 without one."""
+        return 0.0 if self._asked_at is None else now - self._asked_at
 
 
 class _Instance:

@@ -94,7 +94,7 @@ def decide(
         top = max(top, finished_at or 0)
         _leave_behind(usable, unusable, top)
     healthy, composed, standbys = _replicas(usable, size, former)
-    members = layout.arranged([*healthy, *composed])
+    members = layout.arrange([*healthy, *composed])
     if not members:
         return None
     way = _newest(survivors, members, healthy, size) if sharded else _step_rule(usable, top, members, healthy)

@@ -77,7 +77,7 @@ class Fault(msgspec.Struct, kw_only=True, gc=False):
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A rank's part of the optimizer's state after `version` steps, which is sharded `count` ways over the replicas
-    of a generation, that is named by `base` (:func:`sharding.named`): the shards `held` of its place, its
+    of a generation, that is named by `base` (:func:`sharding.state_base`): the shards `held` of its place, its
     own and copies of others'."""
 
     base: ranges.Count

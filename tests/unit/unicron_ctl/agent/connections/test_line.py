@@ -63,7 +63,8 @@ def served(lines: Line) -> bool:
 
 
 def register(lines: Line, sent: list[wire.Message]) -> None:
-    lines.register(PLACE, "agent", "127.0.0.1:1", "", ("", ""), sent.append)
+    fields = {name: getattr(PLACE, name) for name in ("job", "element", "node", "address", "slots", "settings")}
+    lines.register(wire.Register(agent="agent", **fields), sent.append)
 
 
 def test_the_loop_goes_on_while_munge_makes_a_credential(lines: Line, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ def test_a_record_costs_what_is_written_of_it():
 
 def test_a_large_job_that_fails_every_few_minutes_is_not_set_aside():
     """16,384 ranks on 2,048 nodes write 0.8 MB at every failure; a small one that trains some kB."""
-    written = quotas.Written()
+    written = quotas.LogQuota()
     for failure in range(10_000):
         now = 180.0 * failure
         for job, elements, size in (("1", 2048, 800_000), ("2", 1, 15_000)):

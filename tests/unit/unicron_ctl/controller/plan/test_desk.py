@@ -57,18 +57,18 @@ def test_an_early_listing_is_paid_only_where_it_comes_earlier():
 def test_slurm_is_asked_as_usual_and_more_seldom_where_it_takes_long_or_fails():
     for took, pause in ((0.5, USUAL), (2.0, 20.0), (30.0, LONGEST_PAUSE)):
         desk = Desk(busy=True)
-        desk.listed(NOW, USUAL, took)
+        desk.on_listing(NOW, USUAL, took)
         assert (desk.next_poll, desk.busy) == (NOW + pause, False), took
     desk = Desk()
     pauses = []
     for _ in range(MOST_FAILURES + 1):
-        desk.listed(NOW, USUAL, 0.5, failed=True)
+        desk.on_listing(NOW, USUAL, 0.5, failed=True)
         pauses.append(desk.next_poll - NOW)
     assert pauses == [USUAL, 2 * USUAL, 2 * USUAL]
-    desk.listed(NOW, USUAL, 0.5)
-    desk.listed(NOW, USUAL, 0.5, failed=True)
+    desk.on_listing(NOW, USUAL, 0.5)
+    desk.on_listing(NOW, USUAL, 0.5, failed=True)
     assert desk.next_poll == NOW + USUAL, "it had answered in between"
-    desk.listed(NOW, USUAL, 30.0, failed=True)
+    desk.on_listing(NOW, USUAL, 30.0, failed=True)
     assert desk.next_poll == NOW + 30.0
 
 
@@ -79,7 +79,7 @@ def test_what_became_of_actions_is_looked_at_at_once_unless_a_listing_is_under_w
         (False, True, False, NOW),
     ):
         desk = Desk(busy=busy, next_poll=NOW + 30.0)
-        desk.acted(NOW, urgent)
+        desk.on_actions_done(NOW, urgent)
         assert (desk.busy, desk.next_poll) == (still_busy, next_poll), (busy, urgent)
 
 

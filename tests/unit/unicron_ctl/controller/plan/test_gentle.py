@@ -208,14 +208,14 @@ def test_listings_that_take_long_are_few() -> None:
     """A tenth of the time, and as much for early ones."""
     world = Watched(FakeSlurm(2))
     desk = world.core.slurm
-    desk.listed(world.now + 3.0, 2.0, 3.0)
+    desk.on_listing(world.now + 3.0, 2.0, 3.0)
     assert desk.next_poll == pytest.approx(world.now + 33.0)
     desk.hurry(world.now + 3.0)
     first = desk.next_poll
-    desk.listed(first + 3.0, 2.0, 3.0)
+    desk.on_listing(first + 3.0, 2.0, 3.0)
     desk.hurry(first + 3.0)
     assert desk.next_poll > first + 5.0
-    desk.listed(first + 3600.0, 2.0, 3597.0)
+    desk.on_listing(first + 3600.0, 2.0, 3597.0)
     assert desk.next_poll == first + 3600.0 + slurm_actions.LONGEST_PAUSE
 
 

@@ -8,10 +8,10 @@ from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.replication.cuts import newest_good, newest_whole
 from unicron_ctl.controller.replication.strategies import SHARDS
 from unicron_ctl.shared.protocol import structs, wire
-from unicron_transition.generations.sharding import named
+from unicron_transition.generations.sharding import state_base
 
 MARK, BASE = "0000a", 1
-NAME = named(BASE, int(MARK, 16))
+NAME = state_base(BASE, int(MARK, 16))
 
 
 class Node(FakeAgent):

@@ -9,8 +9,14 @@ import pytest
 
 from tests.support.consensus import ME, company, plan, promise, share
 from unicron_ctl.shared.consensus.acceptor import AcceptorState
-from unicron_ctl.shared.consensus.controller_silence import ASK_SECONDS, AWAY_SECONDS, TELL_SECONDS
-from unicron_ctl.shared.consensus.participant import REPEAT_SECONDS, TICK_SECONDS, Participant
+from unicron_ctl.shared.consensus.participant import (
+    ASK_SECONDS,
+    AWAY_SECONDS,
+    REPEAT_SECONDS,
+    TELL_SECONDS,
+    TICK_SECONDS,
+    Participant,
+)
 from unicron_ctl.shared.consensus.proposals import make_proposal, proposal_for
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 from unicron_ctl.shared.protocol.peer_messages import (

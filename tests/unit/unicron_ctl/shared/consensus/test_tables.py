@@ -7,8 +7,7 @@ import pytest
 
 from tests.support.consensus import ME, company, pairs, plan, promise, share
 from unicron_ctl.shared.consensus import acceptor, proposer
-from unicron_ctl.shared.consensus.controller_silence import ASK_SECONDS, ControllerSilence
-from unicron_ctl.shared.consensus.participant import Participant
+from unicron_ctl.shared.consensus.participant import ASK_SECONDS, ControllerSilence, Participant
 from unicron_ctl.shared.consensus.proposals import (
     PROPOSERS,
     has_stopped,

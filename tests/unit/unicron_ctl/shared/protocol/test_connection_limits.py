@@ -149,15 +149,15 @@ def test_an_answer_counts_for_who_asked_wherever_he_asks() -> None:
     """Defect: at each address a user had as much as at one, and 12 of them kept the loop from turning."""
     quotas, ask = Quotas(), wire.Ask(what="ping")
     here, there = (Question((b"r",), ask, Asker(1001), address).pays for address in ("10.0.0.1", "10.0.0.2"))
-    quotas.answered(here, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
+    quotas.charge_answer(here, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
     assert not quotas.may_ask(here, "10.0.0.1", 0.0) and not quotas.may_ask(there, "10.0.0.2", 0.0)
     assert quotas.may_ask("1000", "10.0.0.1", 0.0) and drain(quotas, "a stranger's") == OF_A_STRANGER[1]
     nobody = Question((b"r",), ask, NOBODY, "10.0.0.1").pays
-    quotas.answered(nobody, "10.0.0.1", 0.0, OF_AN_ADDRESS[1])
+    quotas.charge_answer(nobody, "10.0.0.1", 0.0, OF_AN_ADDRESS[1])
     assert drain(quotas, "another's") == 0 and not quotas.may_ask(nobody, "10.0.0.1", 0.0)
     root = Asker(0, "root", admin=True)
     here, there = (Question((b"r",), ask, root, address).pays for address in ("10.0.0.1", "10.0.0.2"))
-    quotas.answered(here, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
+    quotas.charge_answer(here, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
     assert quotas.may_ask(there, "10.0.0.2", 0.0), "its checks run on all nodes at once"
 
 
@@ -174,7 +174,7 @@ def test_a_network_of_ipv6_has_as_much_as_one_address_of_ipv4() -> None:
     assert admitted(here, 40) == admitted(["10.0.0.1"], 40) == [OF_AN_ADDRESS[1], OF_A_USER[1]]
     assert admitted(["2001:db8::1", "2001:db8:0:1::1"], 40) == [2 * OF_AN_ADDRESS[1], 2 * OF_A_USER[1]]
     quotas, ask = Quotas(), wire.Ask(what="ping")
-    quotas.answered("", here[0], 0.0, OF_AN_ADDRESS[1])
+    quotas.charge_answer("", here[0], 0.0, OF_AN_ADDRESS[1])
     assert not quotas.may_ask("", here[1], 0.0)
     for asker in (NOBODY, Asker(0, "root", admin=True)):
         first, second = (Question((b"r",), ask, asker, address) for address in here[:2])

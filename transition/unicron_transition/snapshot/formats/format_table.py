@@ -1,0 +1,149 @@
+"""The table of formats: how a checkpoint of each is recognised, read and written. A new format is a row here, and the
+modules that its row names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unicron_transition.snapshot import folders
+from unicron_transition.snapshot.formats import (
+    dcp,
+    own,
+    rank_files,
+    safetensors,
+    torch_files,
+    write_dcp,
+    write_safetensors,
+)
+from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
+from unicron_transition.snapshot.formats.tracker import RELEASE, TRACKER, megatrons_iteration, problem, tracked
+from unicron_transition.snapshot.formats.written import Options
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format. The rows are asked in their order, and the first that reads a folder counts."""
+
+    name: str
+    """The name in `--format` and in what `show` prints."""
+
+    label: str
+    """The name for people."""
+
+    is_there: Callable[[Path, Sequence[str], Sequence[str]], bool]
+    """Whether a folder with these files and these folders in it was to be one, whole or not."""
+
+    read: Callable[[Path], Index | None]
+    """Returns the index of a folder or file, None for another format. Raises BadCheckpoint, OSError."""
+
+    write: Callable[[Path, Index, Options], None] | None = None
+    """Fills an empty folder. Raises BadCheckpoint, OSError. None for a format that is only read."""
+
+    neighbours: bool = False
+    """Whether training libraries put their own files beside it."""
+
+    checksums: bool = True
+    """Whether damage to a tensor's bytes shows."""
+
+
+def newest_own(folder: Path) -> folders.Found | None:
+    """Return the newest checkpoint of Unicron's own, None where one of Megatron-LM's in that folder is newer."""
+    whole = own.newest(folder) if folder.is_dir() else None
+    return whole if whole is not None and whole.iteration >= megatrons_iteration(folder) else None
+
+
+def _read_own(folder: Path) -> Index | None:
+    whole = newest_own(folder)
+    return own.read(whole) if whole is not None else None
+
+
+def _read_megatrons(folder: Path) -> Index | None:
+    """Read the checkpoint that Megatron-LM's tracker file names."""
+    if not (folder / TRACKER).is_file():
+        return None
+    if why := problem(folder):
+        raise BadCheckpoint(why)
+    text = tracked(folder)
+    at = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
+    if not at.is_dir():
+        if (of_verl := folder / f"global_step_{text}").is_dir():
+            raise BadCheckpoint(f"{folder / TRACKER} is verl's, and names {of_verl.name}: its actor is the model")
+        raise BadCheckpoint(f"{folder / TRACKER} names {at.name}, which is not there: write the number of one that is")
+    index = _read_dcp(at) or _read_rank_files(at)
+    if index is None:
+        raise BadCheckpoint(
+            f"{at} is half-written, or neither torch_dist nor torch: write the number of another one into {TRACKER}, "
+            "or convert it with Megatron-LM"
+        )
+    if text == RELEASE:
+        index.iteration = 0
+    elif index.iteration == 0:
+        index.iteration = int(text)
+    return index
+
+
+def _read_dcp(folder: Path) -> Index | None:
+    return dcp.read(folder) if dcp.is_one(folder) else None
+
+
+def _read_rank_files(folder: Path) -> Index | None:
+    return rank_files.read(folder) if rank_files.is_one(folder) else None
+
+
+def _has_own(folder: Path, files: Sequence[str], inner: Sequence[str]) -> bool:
+    return any(folders.FOLDER.fullmatch(name) for name in [folder.name, *inner]) and own.newest(folder) is not None
+
+
+def _has_rank_files(folder: Path, files: Sequence[str], inner: Sequence[str]) -> bool:
+    return any(name.startswith("mp_rank_") for name in inner) and rank_files.is_one(folder)
+
+
+def _files(*names: str, suffix: str = "\0") -> Callable[[Path, Sequence[str], Sequence[str]], bool]:
+    """Look for one of these files, or for one that ends so."""
+
+    def is_there(folder: Path, files: Sequence[str], inner: Sequence[str]) -> bool:
+        return not set(names).isdisjoint(files) or any(name.endswith(suffix) for name in files)
+
+    return is_there
+
+
+FORMATS = (
+    Format(own.FORMAT, "Unicron's own", _has_own, _read_own),
+    Format(
+        dcp.TORCH_DIST,
+        "Megatron-LM's torch_dist and torch",
+        _files(TRACKER),
+        _read_megatrons,
+        write=write_dcp.write_megatrons,
+    ),
+    Format(
+        dcp.DCP,
+        "torch DCP",
+        _files(dcp.METADATA, suffix=dcp.SUFFIX),
+        _read_dcp,
+        write=write_dcp.write_dcp,
+        neighbours=True,
+    ),
+    Format(rank_files.FORMAT, "mp_rank_*", _has_rank_files, _read_rank_files),
+    Format(
+        safetensors.FORMAT,
+        "safetensors",
+        _files(f"{safetensors.NAME}.index.json", suffix=safetensors.SUFFIX),
+        safetensors.read,
+        write=write_safetensors.write,
+        neighbours=True,
+        checksums=False,
+    ),
+    Format(
+        torch_files.FORMAT,
+        "pytorch_model.bin",
+        _files(torch_files.FIRST, torch_files.MODEL, f"{torch_files.MODEL}.index.json"),
+        torch_files.read,
+        neighbours=True,
+    ),
+)
+BY_NAME = {each.name: each for each in FORMATS}
+EXPORTS = tuple(each.name for each in FORMATS if each.write is not None)
+KNOWN = ", ".join(each.label for each in FORMATS)
