@@ -52,7 +52,7 @@ def state_of(megabytes: int) -> TrainingState:
 def copies(megabytes: int) -> dict[str, float]:
     """Median seconds of each part, and the state's size in GB."""
     state = state_of(megabytes)
-    gathered, _ = contents.gathered(state)
+    gathered, _ = contents.gather(state)
     gigabytes, seconds = gathered.size / 1e9, lambda began: time.perf_counter() - began
     with tempfile.TemporaryDirectory(dir=iterations.SHM) as shared, tempfile.TemporaryDirectory() as disk:
         image = Image(Path(shared, "x.image"), 1 << 20, gathered.size)

@@ -36,13 +36,13 @@ from unicron_transition.snapshot.image_format import (
     read_page,
     write_note,
 )
-from unicron_transition.snapshot.reading import unpacked
+from unicron_transition.snapshot.reading import unpack
 
 NOTE = "files.msgpack"  # beside the images: where their checkpoints go
 ASIDE = "due-"  # how the second name of an image begins that is to become a file
 PIECE = 1 << 22  # bytes
 WORD = 8  # bytes: what stands behind a shard's data begins at a multiple
-DAMAGED = "damaged"  # how the name of a file ends that says what is wrong with the others of its mark
+DAMAGE_SUFFIX = "damaged"  # how the name of a file ends that says what is wrong with the others of its mark
 
 
 def folder_name(iteration: int) -> str:
@@ -66,20 +66,20 @@ def file_head(key: Key, head: bytes) -> bytes:
     empty where no file can be made of the image. Raises ValueError."""
     if key.kind != SHARD:
         return head
-    *_, told = unpacked(head)
+    *_, told = unpack(head)
     return bytes(told)
 
 
-def unfinished(path: Path) -> Path:
+def unfinished_path(path: Path) -> Path:
     """The name under which this thread writes `path`."""
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_native_id()}.new")
 
 
-def finished(path: Path, mark: str) -> None:
+def give_final_name(path: Path, mark: str) -> None:
     """Give the file that this thread has written under its unfinished name, and is on disk, its own name."""
-    unfinished(path).replace(path)
+    unfinished_path(path).replace(path)
     with contextlib.suppress(FileNotFoundError):
-        (path.parent / f"{mark}.{DAMAGED}").unlink()
+        (path.parent / f"{mark}.{DAMAGE_SUFFIX}").unlink()
 
 
 class Destination(NamedTuple):
@@ -206,13 +206,13 @@ def persist(found: Found, folder: Path, pace: Callable[[int], None] = lambda siz
     """
     path = folder / folder_name(found.key.iteration) / f"{stem(found.key)}{SUFFIX}"
     mark = path.name.split(".")[0]
-    if path.exists() and not (path.parent / f"{mark}.{DAMAGED}").exists():
+    if path.exists() and not (path.parent / f"{mark}.{DAMAGE_SUFFIX}").exists():
         return path
     head = found.head()
     untrained = _untrained_of(found, head)
     size = found.data_bytes if untrained is None else behind(found.data_bytes) + untrained.data_bytes
     path.parent.mkdir(parents=True, exist_ok=True)
-    new, total = unfinished(path), xxhash.xxh3_128()
+    new, total = unfinished_path(path), xxhash.xxh3_128()
     try:
         with new.open("wb") as file:
             file.write(file_front(found.key, head, size, bytes(DIGEST)))
@@ -228,7 +228,7 @@ def persist(found: Found, folder: Path, pace: Callable[[int], None] = lambda siz
             os.fsync(file.fileno())
         if any(each is not None and read_page(each.path) != each for each in (found, untrained)):
             raise BadImage(f"{found.path}: overwritten while it was copied")
-        finished(path, mark)
+        give_final_name(path, mark)
     finally:
         with contextlib.suppress(OSError):
             new.unlink()

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from unicron_transition.snapshot import checkpoint_file, folders, image_format
-from unicron_transition.snapshot.checkpoint_file import finished, folder_name, stem, unfinished
+from unicron_transition.snapshot.checkpoint_file import folder_name, give_final_name, stem, unfinished_path
 from unicron_transition.snapshot.formats.index import (
     MAINS,
     PARAMETER,
@@ -42,7 +42,7 @@ from unicron_transition.snapshot.image_format import (
     file_front,
     read_page,
 )
-from unicron_transition.snapshot.reading import unpacked
+from unicron_transition.snapshot.reading import unpack
 
 FORMAT = "unicron"
 
@@ -88,8 +88,8 @@ def read(found: folders.Found) -> Index:
 def _head(page: Found) -> dict[str, Any]:
     head = page.head()
     try:
-        told: dict[str, Any] = unpacked(checkpoint_file.file_head(page.key, head))
-        told["about"] = unpacked(told["about"])
+        told: dict[str, Any] = unpack(checkpoint_file.file_head(page.key, head))
+        told["about"] = unpack(told["about"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadImage(f"{page.path}: not a training state of this release ({error})") from None
     return told
@@ -180,7 +180,7 @@ def write(folder: Path, index: Index) -> Path:
     path = at / f"{stem(key)}{SUFFIX}"
     size = sum(-(-block.nbytes // ALIGN) * ALIGN for block in tensors)
     at.mkdir(parents=True)
-    new = unfinished(path)
+    new = unfinished_path(path)
     try:
         with new.open("wb") as file:
             file.write(file_front(key, head, size, bytes(DIGEST)))
@@ -191,7 +191,7 @@ def write(folder: Path, index: Index) -> Path:
             file.write(file_front(key, head, size, total.digest()))
             file.flush()
             os.fsync(file.fileno())
-        finished(path, mark)
+        give_final_name(path, mark)
     except BaseException:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
