@@ -1,1 +1,1 @@
-"""What Unicron costs while nothing fails, in each layout, against plain Megatron-core."""
+"""The cost of Unicron while nothing fails, in each layout, against plain Megatron-core."""

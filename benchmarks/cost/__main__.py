@@ -1,4 +1,4 @@
-"""What Unicron costs while nothing fails: iteration time with a Session over plain Megatron-core, layout by layout.
+"""The cost of Unicron while nothing fails: iteration time with a Session over plain Megatron-core, layout by layout.
 
     python -m benchmarks.cost [--pairs 12] [--only "DP2 TP2, distributed optimizer"]... [--ranks 2]
 
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.leaderboard.systems.unicron import Shipped
-from benchmarks.marks import print_figure
+from benchmarks.report import print_figure
 from tests.support import rank_harness
 from tests.support.processes import outside_slurm
 from tests.support.rank_harness import Ranks
@@ -149,7 +149,7 @@ def run(layout: Layout, model: dict[str, str], pairs: int, each: int) -> dict[st
 
 
 def run_module(module: Module, pairs: int, size: int) -> dict[str, list[tuple[float, float]]]:
-    """The same of a plain module, in so many ranks."""
+    """Measure a plain module in so many ranks."""
     with tempfile.TemporaryDirectory(prefix="unicron-bench-") as name, shared_memory() as memory:
         folder = Path(name)
         turns = Turns(folder, pairs, size)
@@ -191,7 +191,7 @@ def port() -> int:
 
 
 def plain_environment(common: dict[str, str], folder: Path, rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun gives a rank."""
+    """Return what torchrun gives a rank."""
     world = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     out = folder / f"out.{rank}"
     out.mkdir()

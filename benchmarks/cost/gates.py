@@ -1,4 +1,4 @@
-"""How a rank of ``benchmarks.cost`` takes turns with the other set.
+"""Turns of a rank of ``benchmarks.cost`` with the other set.
 
 Environment: COST_FOLDER the folder with the gates, COST_RANK for a plain rank, COST_BLOCKS, COST_EACH iterations of a
 block, COST_WARM_UP. After the warm-up a rank waits at its gate, a FIFO, before each block, and says afterwards how long

@@ -1,4 +1,4 @@
-"""What both sets of ranks of ``benchmarks.cost`` run of a plain module: under an agent a Session, else the loop that
+"""Train a plain module in both sets of ranks of ``benchmarks.cost``: under an agent a Session, else the loop that
 torch's documents have, with DistributedDataParallel. The model and its data are the leaderboard's.
 
 Environment: COST_* as for ``ranks``, LEADERBOARD_DEVICE_SECONDS as for ``benchmarks.leaderboard.ranks.core``.

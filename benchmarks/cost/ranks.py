@@ -1,4 +1,4 @@
-"""What both sets of ranks of ``benchmarks.cost`` run: under an agent's stand-in a Session, else plain Megatron-core.
+"""Train in both sets of ranks of ``benchmarks.cost``: under an agent's stand-in a Session, else plain Megatron-core.
 
 Environment: tiny_gpt's for the model, and that of ``gates``.
 """

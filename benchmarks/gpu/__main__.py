@@ -1,4 +1,4 @@
-"""What Unicron does on one card: a table of checks, made in under nine minutes (docs/gpu.md). The cost of a step, the
+"""Unicron on one card: a table of checks, made in under nine minutes (docs/gpu.md). The cost of a step, the
 templates and, with --nccl, the other way of NCCL are made with --only.
 
     python -m benchmarks.gpu [--device cuda|cpu] [--nccl LIBRARY] [--only NAME]... [--seconds 520] [--out FOLDER]
@@ -191,7 +191,7 @@ def asked_of_torch(library: str | None) -> str:
 
 
 def versions(device: str, library: str | None) -> tuple[str, dict[str, Any]]:
-    """What this machine is."""
+    """Return what this machine is."""
     found = {"python": platform.python_version(), "kernel": platform.release(), "cores": os.cpu_count()}
     for name in ("torch", "megatron-core", "numpy", "pyzmq", "msgspec"):
         try:

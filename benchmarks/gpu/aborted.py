@@ -1,4 +1,4 @@
-"""What becomes of a collective whose peer is gone, without sessions: three ranks, of which the last dies or stops.
+"""A collective whose peer is gone, without sessions: three ranks, of which the last dies or stops.
 
     python -m benchmarks.gpu.aborted gloo|nccl|apart
 
@@ -59,7 +59,7 @@ class Survivor:
         print(json.dumps({"rank": self.rank, "what": what, **figures}), flush=True)
 
     def limited(self, work: Callable[[], Any], limit: float = STEP_LIMIT) -> dict[str, Any]:
-        """How `work` ended in a thread of its own: "returned VALUE", "raised ERROR" or "hangs", after so many
+        """Return how `work` ended in a thread of its own: "returned VALUE", "raised ERROR" or "hangs", after so many
         seconds."""
         found: dict[str, Any] = {"how": "hangs"}
 

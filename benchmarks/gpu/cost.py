@@ -1,4 +1,4 @@
-"""What a session costs a real step on the card: a rank of a session and one of plain Megatron-core take turns."""
+"""The cost of a session in a real step on the card: a rank of a session and one of plain Megatron-core take turns."""
 
 from __future__ import annotations
 

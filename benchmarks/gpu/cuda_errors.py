@@ -47,7 +47,7 @@ KINDS: dict[str, Callable[[], None]] = {
 
 
 def can_go_on() -> str:
-    """What the process can do after an error: "yes", or the error of the next thing that it does on its device."""
+    """Try to go on after an error: "yes", or the error of the next thing that it does on its device."""
     try:
         assert float(torch.ones(8, device=DEVICE).sum()) == 8.0
     except Exception as error:

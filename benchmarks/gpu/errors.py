@@ -27,7 +27,7 @@ def call(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def classified(text: str, source: str) -> dict[str, object]:
-    """What `unicronctl classify` says of a text."""
+    """Return what `unicronctl classify` says of a text."""
     done = call(*UNICRONCTL, "classify", "--json", "--source", source, "-", text=text)
     try:
         return json.loads(done.stdout.splitlines()[0])
@@ -36,7 +36,7 @@ def classified(text: str, source: str) -> dict[str, object]:
 
 
 def kernel_lines() -> list[str]:
-    """What the driver has told the kernel so far."""
+    """Return what the driver has told the kernel so far."""
     done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=10, check=False)
     return [line for line in done.stdout.splitlines() if "NVRM" in line or "Xid" in line]
 

@@ -216,7 +216,7 @@ def drive(case: Case, out: Path, backend: str, shared: str, warm: bool) -> Ranks
 
 
 def notes(out: Path, what: str) -> list[dict[str, Any]]:
-    """What the ranks have noted of a kind, with their slots."""
+    """Return what the ranks have noted of a kind, with their slots."""
     found = []
     for path in sorted(out.glob("notes.*")):
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]

@@ -86,7 +86,7 @@ class OneByOne:
 
 
 def note_aborts() -> None:
-    """How long aborts and the end of groups take, and what the main thread got of it: an exception, or nothing."""
+    """Note how long aborts and the end of groups take, and the exception that the main thread got of it."""
     run, recover, tear_down = nccl._Abort.run, session.Session._recover, process_groups.tear_down
 
     def running(self: Any) -> None:
@@ -110,7 +110,7 @@ def note_aborts() -> None:
 
 
 def note_copies() -> None:
-    """How long a copy of the state to the node's memory takes, its checksum, and how long the training waits for it."""
+    """Note the seconds of a copy of the state to the node's memory, of its checksum, and that the training waits."""
 
     def timed(owner: Any, name: str, what: str) -> None:
         original = getattr(owner, name)

@@ -1,4 +1,4 @@
-"""What a check has seen: one JSON line each, printed at once."""
+"""Rows of the table: one JSON line each, printed at once."""
 
 from __future__ import annotations
 

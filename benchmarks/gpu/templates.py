@@ -36,7 +36,7 @@ SCRIPTS = Path(build_dataset.__file__).parent
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """Of each template: a command without the folder of its checkpoints and its metrics."""
+    """Return a command for each template, without the folder of its checkpoints and its metrics."""
     prefix = folder / "text"
     build_dataset.build(build_dataset.find_files(SCRIPTS, [".py"], recursive=False), prefix)
     plain = [str(SCRIPTS / "train_plain.py"), "--text", str(SCRIPTS), "--iterations", FOREVER]

@@ -21,13 +21,13 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from benchmarks.commit import commit
 from benchmarks.leaderboard import notes, play, rows
 from benchmarks.leaderboard.failures import EVERY, FAILURES, Missed
 from benchmarks.leaderboard.play import BROKE_OFF, Limits, said
 from benchmarks.leaderboard.rows import Row, Share
 from benchmarks.leaderboard.systems import SYSTEMS, System
 from benchmarks.leaderboard.systems.base import Absent
+from benchmarks.report import commit
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError, one_line
 
 FULL, QUICK = Limits(120.0, 120.0), Limits(60.0, 45.0)
@@ -54,7 +54,7 @@ class Board:
 
     @property
     def untrained(self) -> bool:
-        """Of this run's rows one says that the system did not train to begin with."""
+        """Whether a row of this run says that the system did not train to begin with."""
         return any(row.why.startswith(NO_TRAINING) for row in self.rows[self._before :])
 
     @property
@@ -67,7 +67,7 @@ class Board:
 
 
 def _content(path: Path) -> bytes:
-    """Of a file that can be written, and is made where there is none. Raises UserError."""
+    """Return the content of a file that can be written; it is made where there is none. Raises UserError."""
     try:
         with path.open("ab+") as file:
             file.seek(0)

@@ -1,4 +1,4 @@
-"""What is done to a system, and when. Nodes are numbered from 0; one rank runs on each."""
+"""Failures, and when they strike. Nodes are numbered from 0; one rank runs on each."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Target(Protocol):
 
 
 class Repair(NamedTuple):
-    """What is to be done so many seconds after the failure, whatever the system does."""
+    """An action so many seconds after the failure, whatever the system does."""
 
     after: float
     action: Callable[[], None]

@@ -1,4 +1,4 @@
-"""What the training processes have noted (`ranks/core.Notes`), and the figures that follow from it. Pure."""
+"""Notes of the training processes (`ranks/core.Notes`), and the figures that follow from them. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import msgspec
 
-from benchmarks.losses import relative_difference
+from benchmarks.report import relative_difference
 
 AGREES = 1e-12  # below it a relative difference is not told from rounding
 
@@ -31,7 +31,7 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What one failure has cost, to the end of the watch. Seconds count from the failure; None: it did not happen.
+    """The cost of one failure, to the end of the watch. Seconds count from the failure; None: it did not happen.
 
     longest_pause_seconds: between two steps of whomever, or the failure and the first. iterations_lost: optimizer steps
     that had been taken and were taken again, by every rollback. micro_batches_again: computations of a
@@ -85,7 +85,7 @@ def _began(notes: Iterable[Note]) -> dict[str, float]:
 
 
 def figures(notes: Sequence[Note], struck: float, ranks: int, micro_batches: int) -> Figures:
-    """What the failure at `struck` has cost a job of so many ranks."""
+    """Return what the failure at `struck` has cost a job of so many ranks."""
     after = steps_after(notes, struck)
     whole = next((note for note in after if note.world == ranks), None)
     lost = sum(len(undone) for note, undone in rollbacks(steps(notes), _began(notes)) if note.time > struck)
@@ -183,7 +183,7 @@ def difference(found: Mapping[int, Sequence[float]], reference: Mapping[int, flo
 
 
 def compared(found: Iterable[int], reference: Iterable[int]) -> int:
-    """How many iterations that is the difference of."""
+    """Return how many iterations that is the difference of."""
     return len(set(found) & set(reference))
 
 

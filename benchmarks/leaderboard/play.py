@@ -39,7 +39,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct):
-    """Of one failure. losses: of the whole run, by iteration."""
+    """The outcome of one failure. losses: of the whole run, by iteration."""
 
     survived: bool
     figures: Figures
@@ -48,7 +48,7 @@ class Outcome(msgspec.Struct):
 
 
 class Stream(msgspec.Struct):
-    """What a job made of a stream of failures. micro_batches: that were of use in so many seconds, of rounds and of
+    """A job under a stream of failures. micro_batches: that were of use in so many seconds, of rounds and of
     spells in which not all ranks trained. undisturbed: micro-batches a second in each other spell, in their order; the
     first one is that of ranks of which none was started again. struck: failures that found whom to strike; missed:
     those that did not. losses: of the whole run, by iteration."""
@@ -63,7 +63,7 @@ class Stream(msgspec.Struct):
     why: str = ""
 
     def share(self, undisturbed: float) -> float:
-        """Of what a job with that rate would have done in the same time."""
+        """Return the share of what a job with that rate would have done in the same time."""
         return self.micro_batches / self.seconds / undisturbed
 
 
@@ -80,7 +80,7 @@ Seen = TypeVar("Seen", Outcome, Stream)
 
 
 def seen(kind: type[System], folder: Path, look: Callable[[System], Seen]) -> Seen:
-    """What `look` sees of a job of this system that has trained some iterations with all its ranks. A job's end that
+    """Return what `look` sees of a job that has trained some iterations with all its ranks. A job's end that
     fails takes nothing of that away: `why` has it. Raises AssertionError when it does not train."""
     system = kind(folder)
     try:
@@ -96,7 +96,7 @@ def seen(kind: type[System], folder: Path, look: Callable[[System], Seen]) -> Se
 
 
 def _end(system: System) -> str:
-    """Of its job. What failed there, or nothing."""
+    """End its job. Return what failed there, or nothing."""
     try:
         system.close()
     except BROKE_OFF as error:
@@ -105,7 +105,7 @@ def _end(system: System) -> str:
 
 
 def said(error: BaseException) -> str:
-    """What an error tells, with what a command has said and what failed after it."""
+    """Return what an error tells, with what a command has said and what failed after it."""
     words = [str(error) or type(error).__name__, getattr(error, "stderr", None), *getattr(error, "__notes__", ())]
     return " ".join(str(word).strip()[-2000:] for word in words if word)
 

@@ -19,7 +19,7 @@ def find(run: str, node: str = "") -> list[int]:
 
 
 def belongs(pid: int, run: str, node: str = "") -> bool:
-    """It lives, and is of this run, and of this node of it."""
+    """Return whether the process lives and is of this run, and of this node of it."""
     wanted = {f"{RUN}={run}".encode(), *([f"{NODE}={node}".encode()] if node else [])}
     path = Path("/proc") / str(pid)
     try:

@@ -48,7 +48,7 @@ class Row(msgspec.Struct):
 
 
 class Share(msgspec.Struct):
-    """What a system made of its time under a stream of failures, over its own undisturbed rate: the mean of the spells
+    """The useful time of a system under a stream of failures, over its own undisturbed rate: the mean of the spells
     without failures before, between and after them, `undisturbed` in their order. share_of_first: over the first of
     them alone, in which no rank had been started again. struck: failures that found whom to strike; None where that
     was not counted. missed: those that did not. loss_difference and iterations_compared are as a Row's."""
@@ -78,7 +78,7 @@ def encode(row: Row | Share) -> dict[str, Any]:
 
 
 def decode(objects: Any) -> list[Row | Share]:
-    """What was written as JSON. Raises msgspec.ValidationError for anything else."""
+    """Return what was written as JSON. Raises msgspec.ValidationError for anything else."""
     rows = msgspec.convert(objects, list[dict[str, Any]])
     return [msgspec.convert(each, Share if "useful_share" in each else Row, strict=False) for each in rows]
 
@@ -132,7 +132,7 @@ def taken(rows: Sequence[Row | Share]) -> str:
 
 
 def heads() -> list[str]:
-    """Of those lines."""
+    """Return the heads of those lines."""
     return ["failure", "system", "survived", *COLUMNS.values(), "remarks"]
 
 

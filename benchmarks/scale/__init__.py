@@ -1,1 +1,1 @@
-"""How the controller's work grows with agents and ranks: a real unicrond and simulated agents over loopback."""
+"""Growth of the controller's work with agents and ranks: a real unicrond and simulated agents over loopback."""

@@ -134,7 +134,7 @@ class Agent:
         return wire.encode(wire.Steps(job=JOB, element=self.element, agent=self.name, reports=reports))
 
     def metrics(self) -> bytes:
-        """What the node measures, the same everywhere."""
+        """Return what the node measures, the same everywhere."""
         ranks = {slot: {"rank_cpu": 1.0, "rank_memory": 2e10} for slot in self.ranks}
         message = wire.Metrics(
             job=JOB, element=self.element, agent=self.name, host=f"host{self.element}", node=METRICS, ranks=ranks
@@ -159,7 +159,7 @@ class Agent:
                 rank.iteration_seconds, rank.loss, rank.changed = seconds, 1.0 + 10.0 / (iteration + 1), now
 
     def deal(self, layout: Layout) -> None:
-        """What its ranks compute in an undisturbed iteration."""
+        """Set what its ranks compute in an undisturbed iteration."""
         self.shares = {slot: layout.share(slot, self.total) for slot in self.ranks if slot in layout.places}
 
     def die(self, slot: int, now: float, code: int = -9, last_line: str = "") -> None:

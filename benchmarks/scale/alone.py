@@ -74,7 +74,7 @@ class Alone:
         self._store.close()
 
     def _turn(self) -> None:
-        """As `Server.run`."""
+        """Take a turn as `Server.run` does."""
         core = self.core
         until = self.now() + max(RECEIVE_SECONDS, min(self._settled_in, PAUSE_SECONDS))
         while self._arrived and self.now() < until:
@@ -107,7 +107,7 @@ class Alone:
             self.core.receive(route, message, self.now())
 
     def _let_out(self) -> None:
-        """As `Server.flush`."""
+        """Flush as `Server.flush` does."""
         core = self.core
         if core.events:
             events, core.events = core.events, []

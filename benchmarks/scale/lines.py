@@ -1,4 +1,4 @@
-"""How simulated agents reach the controller, and what time it is for them."""
+"""Lines from simulated agents to the controller, and their clock."""
 
 from __future__ import annotations
 

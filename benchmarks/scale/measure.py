@@ -59,9 +59,12 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Options:
-    """ranks: per agent. seconds: of the steady window. failures: of single ranks, one after the other; the median
+    """Sizes of a run.
+
+    ranks: per agent. seconds: of the steady window. failures: of single ranks, one after the other; the median
     counts. metrics: seconds between the nodes' metrics, 0 for none. progress: statuses as often as the controller
-    allows."""
+    allows.
+    """
 
     ranks: int = 8
     seconds: float = 20.0
@@ -143,8 +146,7 @@ def _live(agents: int, options: Options, controller: Controller, figures: dict[s
 
 
 def _idle(agents: int, controller: Controller, figures: dict[str, Any]) -> None:
-    """As many connections as there will be agents, none of which says anything: what they cost beyond an idle
-    controller."""
+    """Measure the cost of as many silent connections as there will be agents, beyond an idle controller."""
     host, port = controller.endpoint
     alone = _share_while_asleep(controller)
     idle: list[Connection] = []
@@ -249,7 +251,7 @@ def _mass_failure(simulation: Simulation, options: Options, figures: dict[str, A
 
 
 def _recovery(simulation: Simulation, victims: dict[int, list[int]]) -> dict[str, float]:
-    """How long the parts of one recovery took.
+    """Return how long the parts of one recovery took.
 
     break_ms: from the first report of a death until the last agent that trains has the Break. report_ms: the sending
     of all reports; plan_ms: from the last of them until the last member has the plan. rejoin_seconds: from the death

@@ -37,7 +37,7 @@ PARTS = ("turn", "fold", "flush", "plan", "listing", "message")
 
 
 def timed(call: Callable[..., Any], times: array[float]) -> Callable[..., Any]:
-    """The same, and how long each call took."""
+    """Return the same function, which notes how long each call took."""
 
     def wrapped(*arguments: Any, **named: Any) -> Any:
         began = time.perf_counter()

@@ -51,7 +51,7 @@ class Round:
 
 @dataclass
 class Training:
-    """What the members do: `iteration` began at `began` in the generation of the layout."""
+    """The members' work: `iteration` began at `began` in the generation of the layout."""
 
     layout: Layout
     iteration: int
@@ -75,7 +75,7 @@ class StepReports:
 
 @dataclass
 class Counts:
-    """What was sent and seen since the window began."""
+    """Counts since the window began."""
 
     heartbeats: int = 0
     steps: int = 0
@@ -85,7 +85,7 @@ class Counts:
 
 
 def names(agents: int) -> list[str]:
-    """Of the lines: one for each agent, and the last one for questions."""
+    """Return the names of the lines: one for each agent, and the last one for questions."""
     return [f"{JOB}-{index}" for index in range(agents + 1)]
 
 
@@ -228,7 +228,7 @@ class Simulation:
             agent.deal(training.layout)
 
     def _finish_reports(self) -> None:
-        """Who has not reported the last iteration does so now."""
+        """Report the last iteration for those who have not done so."""
         while self._reports is not None and self._reports.left:
             self._report_steps(self._reports, self._reports.left.popleft(), self.lines.now())
 
@@ -317,7 +317,7 @@ class Simulation:
                 self._on_welcome(agent, message)
             case wire.Ping():
                 self._say(agent)
-            case wire.Refused():
+            case wire.Refusal():
                 self._on_refused(agent, message)
             case wire.Withdraw():
                 if self.offering is not None and self.offering.generation == message.generation:
@@ -343,7 +343,7 @@ class Simulation:
             self._later(self.lines.now() + READY_SECONDS, lambda: self._ready(agent))
         self._say(agent)
 
-    def _on_refused(self, agent: Agent, message: wire.Refused) -> None:
+    def _on_refused(self, agent: Agent, message: wire.Refusal) -> None:
         self.counts.refused += 1
         if message.final:
             raise Failed(f"the controller refused agent {agent.element}: {message.reason}")

@@ -1,4 +1,4 @@
-"""A Slurm for simulated nodes, inside the controller's process: what it starts and ends is told to the simulator.
+"""A Slurm for simulated nodes, inside the controller's process, that reports what it starts and ends to the simulator.
 
 It answers at once and forks no commands, so what they cost is not measured. All else is as with the real one: the
 controller's threads call it, lists of all nodes and elements are made anew for each poll.
@@ -9,35 +9,34 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from benchmarks.scale.agents import JOB
 from tests.support.world import FakeSlurm
-from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo, Queue
 
 ADDRESS_ROOM = 250  # addresses 127.1.X.Y, X and Y from 1 on
 
 
 def address_of(index: int) -> str:
-    """Of node `index` (0 ...), one of this machine's own."""
+    """Return the address of node `index`, one of this machine's own."""
     return f"127.1.{1 + index // ADDRESS_ROOM}.{1 + index % ADDRESS_ROOM}"
 
 
 def names(count: int) -> list[str]:
-    """Of all nodes, as :class:`FakeSlurm` has them."""
+    """Return the names of all nodes, as `FakeSlurm` has them."""
     return [f"n{index}" for index in range(1, count + 1)]
 
 
-def _told(call: Callable[..., Any]) -> Callable[..., Any]:
-    """One call at a time; the simulator is told what it has started and ended."""
+def _serialized(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that makes one call at a time, and reports to the simulator what it has started and ended."""
 
     @wraps(call)
     def wrapped(self: LiveSlurm, *arguments: Any) -> Any:
         with self.lock:
             answer = call(self, *arguments)
-            self.tell()
+            self.report()
             return answer
 
     return wrapped
@@ -57,11 +56,11 @@ class LiveSlurm(FakeSlurm):
         self._simulator.connect(simulator)
         with self.lock:
             self.submit(JOB, elements)
-            self.tell()
+            self.report()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def tell(self) -> None:
-        """What runs where, as far as it has changed: one line [element, node or null] each."""
+    def report(self) -> None:
+        """Send what runs where, as far as it has changed: one line [element, node or null] each."""
         lines = []
         for (_, element), entry in self.queue.items():
             node = entry["node"] if entry["state"] == "RUNNING" else None
@@ -71,7 +70,7 @@ class LiveSlurm(FakeSlurm):
         self._simulator.sendall("".join(lines).encode())
 
     def _listen(self) -> None:
-        """The simulator says which node's slurmd was started again, and when: one line [node, seconds] each."""
+        """Read which node's slurmd the simulator has started again, and when: one line [node, seconds] each."""
         with self._simulator.makefile("r") as lines:
             for line in lines:
                 node, at = json.loads(line)
@@ -94,47 +93,12 @@ class LiveSlurm(FakeSlurm):
     def domains(self) -> dict[str, str]:
         return {}
 
-    @_told
-    def nodes(self) -> list[NodeInfo]:
-        return super().nodes()
-
-    @_told
-    def elements(self, jobs: Collection[str] | None = None) -> list[ElementInfo]:
-        return super().elements(jobs)
-
-    @_told
-    def others(self, but: Collection[str] = ()) -> Queue:
-        return super().others(but)
-
-    @_told
-    def down(self, node: str, reason: str) -> None:
-        super().down(node, reason)
-
-    @_told
-    def drain(self, node: str, reason: str) -> None:
-        super().drain(node, reason)
-
-    @_told
-    def resume(self, node: str) -> None:
-        super().resume(node)
-
-    @_told
-    def requeue(self, job: str, element: int) -> None:
-        super().requeue(job, element)
-
-    @_told
-    def requeue_hold(self, job: str, element: int, comment: str) -> None:
-        super().requeue_hold(job, element, comment)
-
-    @_told
-    def release(self, job: str, element: int, comment: str = "") -> None:
-        super().release(job, element, comment)
-
-    @_told
-    def pin(self, job: str, element: int, node: str | None) -> None:
-        super().pin(job, element, node)
-
-    @_told
     def start_now(self, job: str, element: int) -> None:
         super().start_now(job, element)
         self.schedule()
+
+
+READS = ("nodes", "elements", "others")
+ORDERS = ("down", "drain", "resume", "requeue", "requeue_hold", "release", "pin", "start_now")
+for _name in (*READS, *ORDERS):
+    setattr(LiveSlurm, _name, _serialized(getattr(LiveSlurm, _name)))

@@ -1,8 +1,8 @@
 """``python -m benchmarks.scale.small``: the scale benchmark's small form, which `make test` runs.
 
 256 agents of 8 ranks drive the controller's core alone (:mod:`benchmarks.scale.alone`). What it takes is its CPU time,
-in units of a calibration loop (:mod:`benchmarks.scale.calibration`) that runs by turns with it: how fast or how busy
-the machine is cancels out.
+in units of a calibration loop that runs by turns with it: plain Python and msgspec, in which none of the controller's
+code is. So how fast or how busy the machine is cancels out.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import gc
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
+import msgspec
+
 from benchmarks.scale.alone import Alone
-from benchmarks.scale.calibration import Calibration
 from benchmarks.scale.simulation import ITERATION_SECONDS, Simulation
 
 AGENTS, RANKS = 256, 8
@@ -24,6 +26,64 @@ STEADY_SECONDS = 4.0
 TIMES = 3  # that each thing is done; the least counts
 CALIBRATE_AFTER = 0.01  # seconds of the controller's CPU time between two runs of the calibration loop
 PATIENCE = 60.0  # seconds of the clock
+
+
+class Row(msgspec.Struct, array_like=True, gc=False):
+    """About as large as the status of a rank."""
+
+    state: str
+    changed: float
+    incarnation: int
+    generation: int
+    iteration: int
+    phase: str
+    done: list[int]
+    seconds: float
+    pid: int
+    loss: float | None = None
+
+
+class Message(msgspec.Struct, tag="calibration"):
+    job: str
+    sent: float
+    number: int
+    rows: dict[int, Row]
+
+
+class Calibration:
+    """The loop over the state of so many nodes: its memory is as large as what the controller has of them."""
+
+    def __init__(self, nodes: int) -> None:
+        self._decoder = msgspec.msgpack.Decoder(Message)
+        self._messages = [msgspec.msgpack.encode(_message(node)) for node in range(nodes)]
+        self._known: list[dict[int, Row]] = [{} for _ in range(nodes)]
+        self._since: dict[int, float] = {}
+        self._turn = 0
+        self.seconds(), self.seconds()  # the memory is there, and has been written once
+
+    def seconds(self) -> float:
+        """CPU seconds that one message of each node takes now."""
+        began = time.process_time()
+        self._turn += 1
+        changed: set[int] = set()
+        for data, known in zip(self._messages, self._known, strict=True):
+            for slot, row in self._decoder.decode(data).rows.items():
+                old = known.get(slot)
+                if old is None or (old.state == "running" and old.phase == row.phase):
+                    known[slot] = row
+                    self._since[slot] = row.changed + self._turn
+                    changed.add(slot)
+        left = sum(1 for slot in sorted(changed) if self._since[slot] >= self._turn)
+        assert left == len(self._since)
+        return time.process_time() - began
+
+
+def _message(node: int) -> Message:
+    rows = {
+        slot: Row("running", 1e9 + slot, 0, 3, 1000, "reducing", [slot], 1.0, 100_000 + slot, 1.5)
+        for slot in range(8 * node, 8 * node + 8)
+    }
+    return Message("1", 1e9 + node, node, rows)
 
 
 class Metered(Alone):
@@ -100,7 +160,7 @@ class _Small:
 
 
 def measure(agents: int = AGENTS) -> dict[str, float]:
-    """What each thing costs: in rounds of the calibration loop, one of which decodes a message of each agent."""
+    """Return what each thing costs: in rounds of the calibration loop, one of which decodes a message of each agent."""
     gc.collect()
     gc.disable()  # pauses depend on what else is in this process
     try:

@@ -14,10 +14,12 @@ import json
 import math
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,9 +27,8 @@ from typing import Any
 
 from benchmarks.scale.lines import Failed
 from benchmarks.scale.observed import PARTS
-from benchmarks.scale.observing import observed_controller
 from benchmarks.scale.process import Controller, NotStarted, allow_descriptors, cores
-from benchmarks.scale.traced import Traced, schedule
+from benchmarks.scale.traced import Hosts, Traced, schedule
 from benchmarks.scale.verdict import Judged, judge
 from unicron_ctl.shared.log.store import Store
 from unicron_planner.simulate.generate import LLAMA3_COUNTS, LLAMA3_PER_NODE_DAY, poisson
@@ -46,8 +47,11 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Options:
-    """agents: with `ranks` ranks each, and `spares` nodes more. seconds: in which failures happen, `speed` times as
-    fast as in the trace."""
+    """Sizes of a run.
+
+    agents: with `ranks` ranks each, and `spares` nodes more. seconds: in which failures happen, `speed` times as fast
+    as in the trace.
+    """
 
     agents: int
     ranks: int
@@ -61,12 +65,41 @@ class Options:
         return self.agents + self.spares
 
 
+@contextmanager
+def observed_controller(folder: Path, options: Options) -> Iterator[tuple[Controller, Traced]]:
+    """Run a unicrond on its own core, and on another the simulated agents of a job, on a simulated Slurm.
+
+    What its parts took is in `folder`/figures.json afterwards. Raises Failed, NotStarted, OSError.
+    """
+    hosts, door = Hosts(options.nodes), folder / "slurm"
+    about = {"nodes": options.nodes, "elements": options.agents, "port": hosts.port, "simulator": str(door)}
+    about |= {"speed": options.speed, "figures": str(folder / "figures.json")}
+    (folder / "observed.json").write_text(json.dumps(about))
+    program = ("-m", "benchmarks.scale.observed", str(folder / "observed.json"))
+    controller = Controller(folder, cores()[0], metrics=10.0, slurm="command", program=program)
+    try:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(door))
+            listening.listen(1)
+            controller.start()
+            slurm, _ = listening.accept()
+        with slurm:
+            simulation = Traced(controller.endpoint, slurm, hosts, options.nodes, options.agents, options.ranks)
+            try:
+                yield controller, simulation
+            finally:
+                simulation.close()
+        controller.stop()
+    finally:
+        controller.kill()
+        hosts.close()
+
+
 def run(options: Options, folder: Path) -> dict[str, Any]:
     """All figures. Raises Failed, NotStarted, OSError."""
     rate = LLAMA3_PER_NODE_DAY * FULL / options.agents  # as many failures, however many agents there are
     trace = poisson(options.agents, options.seconds * options.speed, rate, LLAMA3_COUNTS, options.seed, "llama3")
-    with observed_controller(folder, options.nodes, options.agents, options.ranks, options.speed) as seen:
-        controller, simulation = seen
+    with observed_controller(folder, options) as (controller, simulation):
         figures = _live(simulation, controller, options, schedule(trace, options.speed))
     times = json.loads((folder / "figures.json").read_text())
     figures["parts"] = {name: _spread(times[name]) for name in PARTS}

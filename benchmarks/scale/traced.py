@@ -1,7 +1,6 @@
 """The simulated agents under a trace of failures: nodes that break, fall silent, are left and come back.
 
-What is told of each failure to the controller is :mod:`benchmarks.scale.looks`; who runs where is
-:class:`benchmarks.scale.slurm.LiveSlurm`'s to say.
+`LOOKS` has what the controller hears of each failure; `LiveSlurm` decides who runs where.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 
 from benchmarks.scale.agents import JOB, Agent
 from benchmarks.scale.lines import Sockets
-from benchmarks.scale.looks import LOOKS, Look
 from benchmarks.scale.simulation import ITERATION_SECONDS, REGISTER_RATE, Simulation
 from benchmarks.scale.simulation import names as lines
 from benchmarks.scale.slurm import address_of, names
@@ -27,6 +25,48 @@ START_SECONDS = 1.0  # from Slurm's start of an element until its agent comes
 LATER_SECONDS = 0.5  # before a failure is tried again that found nobody to strike
 LOOK_SECONDS = 0.1  # between two looks whether all train again
 EXITS = 1  # status of a rank that ends by an exception
+
+
+@dataclass(frozen=True)
+class Look:
+    """The look of a failure.
+
+    kernel: a line of the node's kernel log. error: the last line of a rank whose process ends, or, with `stops`, what
+    ranks of two nodes say that stop in a collective. Neither: the node falls silent, with all that is on it.
+    """
+
+    kernel: str = ""
+    error: str = ""
+    stops: bool = False
+
+    @property
+    def silent(self) -> bool:
+        return not (self.kernel or self.error)
+
+
+# The causes of unicron_planner.simulate.generate.LLAMA3_COUNTS; lines from public threads (tests/data/errors.jsonl).
+LOOKS = {
+    "gpu_lost": Look("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus", "RuntimeError: CUDA error: unknown"),
+    "ecc_error": Look(
+        "NVRM: Xid (PCI:0000:07:00): 48, pid='<unknown>', name=<unknown>, An uncorrectable double bit error (DBE)",
+        "RuntimeError: CUDA error: uncorrectable ECC error encountered",
+    ),
+    "nic_error": Look("mlx5_core 0000:5e:00.0: device's health compromised - reached miss count"),
+    "host_hardware_error": Look(
+        "EDAC MC3: 1 UE memory read error on CPU_SrcID#1_MC#1_Chan#2_DIMM#0 (channel:2 slot:0)"
+    ),
+    "local_disk_error": Look("Buffer I/O error on device nvme0n1p1, logical block 1066386"),
+    "node_failed": Look(),
+    "other_software_error": Look(error="RuntimeError: NCCL communicator was aborted on rank 1."),
+    "numerical_error": Look(error="AssertionError: Rank 3: found NaN in local grad norm in backward pass. Device: 3"),
+    "nccl_timeout": Look(
+        error="[Rank 7] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)", stops=True
+    ),
+    "other_network_error": Look(
+        error="NET/IB : Got completion from peer 10.0.0.1<48598> with error 12, opcode 0, len 0, vendor err 129",
+        stops=True,
+    ),
+}
 
 
 @dataclass
@@ -85,7 +125,7 @@ class Hosts:
         blackhole.deafen(self._listening[node])
 
     def revive(self, node: str) -> None:
-        """It answers again."""
+        """Let it answer again."""
         blackhole.undeafen(self._listening[node])
 
     def close(self) -> None:
@@ -95,7 +135,7 @@ class Hosts:
 
 @dataclass
 class Moves:
-    """What Slurm did with elements after the first start: when which one got which node."""
+    """Starts and ends of elements by Slurm, after the first start."""
 
     started: list[tuple[float, int, str]] = field(default_factory=list)
     ended: list[tuple[float, int]] = field(default_factory=list)
@@ -303,13 +343,13 @@ class Traced(Simulation):
             words = [
                 Reach.SILENT if target.rpartition(":")[0] in silent else Reach.REACHED for target in message.targets
             ]
-            reached = wire.Reached(
+            reached = wire.ReachAnswer(
                 job=JOB, element=agent.element, agent=agent.name, number=message.number, words=[str(w) for w in words]
             )
             self._later(time.time() + 0.7, lambda: self._answer(agent, reached))
         else:
             super()._on_message(agent, data, at)
 
-    def _answer(self, agent: Agent, reached: wire.Reached) -> None:
+    def _answer(self, agent: Agent, reached: wire.ReachAnswer) -> None:
         if self.agents[agent.element] is agent:
             self._send(agent.element, wire.encode(reached))

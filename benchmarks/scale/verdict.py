@@ -1,4 +1,4 @@
-"""What the controller made of each failure, by its own log, beside what was done to the agents."""
+"""Compare the controller's log with what was done to the agents, failure by failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ MOVE_SECONDS = 5.0  # an element leaves its node within it; one whose ranks go o
 
 @dataclass
 class Judged:
-    """detected: seconds from each failure that was found to its event. wrong: what does not fit, in words."""
+    """The verdict on a run.
+
+    detected: seconds from each failure that was found to its event. wrong: what does not fit, in words.
+    """
 
     detected: list[tuple[str, float]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -120,22 +123,29 @@ def _over(one: Injected) -> float:
 
 
 def _strangers(injected: Sequence[Injected], events: Sequence[Event], ranks: int) -> list[str]:
-    found = []
-    for event in events:
-        hit = [one for one in injected if one.at - EARLY_SECONDS <= event.time <= _over(one)]
-        left = {element for one in hit if one.severity == 1 for element in one.elements}
-        died = {one.node for one in hit if one.cause == "node_failed"}
-        touched = {slot for element in left for slot in range(element * ranks, element * ranks + ranks)}
-        touched |= {slot for one in hit if one.severity == 2 for slot in one.slots}
-        match event.record:
-            case records.Break(lost=lost, reason=why) if others := {one.slot for one in lost} - touched:
-                found.append(f"left out although nothing happened to them: slots {sorted(others)[:8]} ({why})")
-            case records.RankStart(slot=slot, reason=why) if slot not in touched:
-                found.append(f"started again although nothing happened to it: slot {slot} ({why})")
-            case records.SlurmAction(action=action, element=element) if (
-                action in ("requeue", "requeue_hold", "hold", "cancel") and element not in left
-            ):
-                found.append(f"{action} of element {element}, to which nothing happened")
-            case records.SlurmAction(action=action, node=node) if action in ("down", "drain") and node not in died:
-                found.append(f"{action} of {node}, which had not died")
-    return found
+    """Describe each record that touched somebody to whom nothing had happened."""
+    found = (_stranger(event, _hit(injected, event.time), ranks) for event in events)
+    return [text for text in found if text]
+
+
+def _hit(injected: Sequence[Injected], time: float) -> list[Injected]:
+    """Return the failures that were not over at a time."""
+    return [one for one in injected if one.at - EARLY_SECONDS <= time <= _over(one)]
+
+
+def _stranger(event: Event, hit: Sequence[Injected], ranks: int) -> str:
+    """Describe whom the record touched beside those who were hit; empty where it touched nobody else."""
+    left = {element for one in hit if one.severity == 1 for element in one.elements}
+    touched = {slot for element in left for slot in range(element * ranks, element * ranks + ranks)}
+    touched |= {slot for one in hit if one.severity == 2 for slot in one.slots}
+    match event.record:
+        case records.Break(lost=lost, reason=why) if others := {one.slot for one in lost} - touched:
+            return f"left out although nothing happened to them: slots {sorted(others)[:8]} ({why})"
+        case records.RankStart(slot=slot, reason=why) if slot not in touched:
+            return f"started again although nothing happened to it: slot {slot} ({why})"
+        case records.SlurmAction(action="requeue" | "requeue_hold" | "hold" | "cancel" as action, element=element):
+            return "" if element in left else f"{action} of element {element}, to which nothing happened"
+        case records.SlurmAction(action="down" | "drain" as action, node=node):
+            died = any(one.node == node for one in hit if one.cause == "node_failed")
+            return "" if died else f"{action} of {node}, which had not died"
+    return ""

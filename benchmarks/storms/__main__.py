@@ -38,7 +38,7 @@ class TooLong(Exception):
 
 @dataclass
 class Result:
-    """What became of a row. `error`: it could not be played to its end."""
+    """The result of a row. `error`: it could not be played to its end."""
 
     row: Row
     seconds: float

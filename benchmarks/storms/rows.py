@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.storms.soak import soak
 from benchmarks.storms.stage import BUSY_PAUSE, ELEMENTS, NEVER, Clock, Storm, halted, stopped
@@ -314,130 +315,56 @@ def _pauses(storm: Storm, seconds: float) -> None:
 
 
 def rows(loss_seconds: float, kills: int, soak_seconds: float, seed: int) -> list[Row]:
-    """The table, in the order in which it is run. loss_seconds: how long packets are lost. kills: of unicrond.
-    soak_seconds, seed: of the soak, the last row."""
-    make = functools.partial
+    """Return the table, in the order in which it is run.
+
+    loss_seconds: how long packets are lost. kills: of unicrond. soak_seconds, seed: of the soak, the last row.
+    """
     untouched = "no node drained or down, no job broken, no iteration lost"
     kept = "no job lost, no node leaked"
     unnoticed = "training does not notice"
-    return [
-        *(
-            Row(f"head-{n}", f"the head cut off for {n} s", untouched, make(head_silent, seconds=n), 300 + n)
-            for n in (3, 15, 60)
-        ),
-        *(
-            Row(name, f"the same, {what}", untouched, make(controller_away, seconds=15, forgets=forgets), 420)
-            for name, what, forgets in (("restart", "unicrond restarted", False), ("empty", "its state emptied", True))
-        ),
-        *(
-            Row(
-                f"{name}-kill",
-                f"a rank killed while unicrond is away, {what}",
-                "next step <= 2 s, whole later",
-                make(rank_lost_while_away, seconds=10, forgets=forgets),
-                420,
-            )
-            for name, what, forgets in (("restart", "restarted then", False), ("empty", "its state emptied then", True))
-        ),
-        Row(
-            "rank-silence",
-            "a rank killed while unicrond is stopped for 60 s",
-            "next step <= 2 s",
-            make(rank_lost_in_silence, seconds=60),
-            480,
-        ),
-        Row(
-            "node-silence",
-            "a node lost while the head is cut off",
-            "next step <= 5 s after the silence",
-            make(node_lost_in_silence, seconds=15),
-            480,
-        ),
-        Row(
-            "kills",
-            f"kill -9 of unicrond at {kills} random moments, ranks killed meanwhile",
-            kept,
-            make(controller_killed, count=kills),
-            420 + 6 * kills,
-        ),
-        Row("power", f"the last 1 to {MOST_CUT} records of the log lost", kept, make(log_cut, times=8), 600),
-        *(
-            Row(
-                f"cut-{name}",
-                f"a node cut off in {what}",
-                "next step <= 3 s",
-                make(node_cut_off, at=at, count=1, slot=1),
-                480,
-            )
-            for name, what, at in (("computing", "computing", "fetch"), ("reduce", "the reduce", "reduce"))
-        ),
-        Row(
-            "cut-transfer",
-            "a node cut off in a transfer",
-            "next step <= 3 s",
-            make(node_cut_off, at="transfer", count=0, slot=0, first=lambda storm: storm.kill_rank(2)),
-            480,
-        ),
-        *(
-            Row(
-                f"back-{n}",
-                f"a node cut off for {n} s and back",
-                "whole <= 15 s, replacement unharmed, no node out of service",
-                make(cut_off_and_back, seconds=n),
-                480,
-            )
-            for n in (1, 5, 9, 30)
-        ),
-        Row(
-            "pair",
-            "two nodes that cannot reach each other",
-            "goes on <= 5 s after it is found, no node blamed",
-            make(cut_apart, left=(0,), right=(1,)),
-            480,
-        ),
-        Row(
-            "halves",
-            "a job cut into one node and two",
-            "the larger half goes on <= 5 s after it is found",
-            make(cut_apart, left=(1,), right=(0, 2)),
-            480,
-        ),
-        Row(
-            "halves-head",
-            "a job cut apart, the head with the smaller half",
-            "never two halves, on <= 15 s after it",
-            make(cut_through_the_head, seconds=30),
-            480,
-        ),
-        Row(
-            "loss",
-            "10 % of packets lost everywhere, then 30 % at one node; agents pause",
-            "no false loss",
-            make(packets_lost, seconds=loss_seconds),
-            420 + 2 * loss_seconds,
-        ),
-        Row("slurmctld", "slurmctld hung for 20 s", unnoticed, make(slurmctld_hung, seconds=20), 300),
-        Row("slurmctld-slow", "slurmctld slow for 30 s", unnoticed, make(slurmctld_slow, seconds=30), 300),
-        Row(
-            "slurmctld-dead",
-            "slurmctld killed, back after 20 s",
-            unnoticed,
-            make(daemons_restarted, kind="slurmctld", seconds=20),
-            300,
-        ),
-        Row(
-            "slurmds",
-            "slurmd restarted everywhere (an upgrade)",
-            unnoticed,
-            make(daemons_restarted, kind="slurmd", seconds=5),
-            300,
-        ),
-        Row("clocks", "clocks stepped by +-60 s", unnoticed, clocks_stepped, 420),
-        Row(
-            "soak",
-            "all of it, drawn at random, again and again",
-            "whole each time, nothing lost, never two halves",
-            make(soak, seconds=soak_seconds, seed=seed),
-            420 + 2 * soak_seconds,
-        ),
-    ]
+    kill, cut = "next step <= 2 s", "next step <= 3 s"
+    unharmed = "whole <= 15 s, replacement unharmed, no node out of service"
+    found: list[Row] = []
+
+    def add(name: str, what: str, asked: str, limit: float, play: Callable[..., None], **settings: Any) -> None:
+        found.append(Row(name, what, asked, functools.partial(play, **settings), limit))
+
+    for n in (3, 15, 60):
+        add(f"head-{n}", f"the head cut off for {n} s", untouched, 300 + n, head_silent, seconds=n)
+    ways = (("restart", "unicrond restarted", False), ("empty", "its state emptied", True))
+    for name, what, forgets in ways:
+        add(name, f"the same, {what}", untouched, 420, controller_away, seconds=15, forgets=forgets)
+    for name, what, forgets in (("restart-kill", "restarted", False), ("empty-kill", "its state emptied", True)):
+        what = f"a rank killed while unicrond is away, {what} then"
+        add(name, what, f"{kill}, whole later", 420, rank_lost_while_away, seconds=10, forgets=forgets)
+    what = "a rank killed while unicrond is stopped for 60 s"
+    add("rank-silence", what, kill, 480, rank_lost_in_silence, seconds=60)
+    what = "a node lost while the head is cut off"
+    add("node-silence", what, "next step <= 5 s after the silence", 480, node_lost_in_silence, seconds=15)
+    what = f"kill -9 of unicrond at {kills} random moments, ranks killed meanwhile"
+    add("kills", what, kept, 420 + 6 * kills, controller_killed, count=kills)
+    add("power", f"the last 1 to {MOST_CUT} records of the log lost", kept, 600, log_cut, times=8)
+    for name, what, at in (("computing", "computing", "fetch"), ("reduce", "the reduce", "reduce")):
+        add(f"cut-{name}", f"a node cut off in {what}", cut, 480, node_cut_off, at=at, count=1, slot=1)
+    transfer = {"at": "transfer", "count": 0, "slot": 0, "first": lambda storm: storm.kill_rank(2)}
+    add("cut-transfer", "a node cut off in a transfer", cut, 480, node_cut_off, **transfer)
+    for n in (1, 5, 9, 30):
+        add(f"back-{n}", f"a node cut off for {n} s and back", unharmed, 480, cut_off_and_back, seconds=n)
+    asked = "goes on <= 5 s after it is found, no node blamed"
+    add("pair", "two nodes that cannot reach each other", asked, 480, cut_apart, left=(0,), right=(1,))
+    asked = "the larger half goes on <= 5 s after it is found"
+    add("halves", "a job cut into one node and two", asked, 480, cut_apart, left=(1,), right=(0, 2))
+    what, asked = "a job cut apart, the head with the smaller half", "never two halves, on <= 15 s after it"
+    add("halves-head", what, asked, 480, cut_through_the_head, seconds=30)
+    what = "10 % of packets lost everywhere, then 30 % at one node; agents pause"
+    add("loss", what, "no false loss", 420 + 2 * loss_seconds, packets_lost, seconds=loss_seconds)
+    add("slurmctld", "slurmctld hung for 20 s", unnoticed, 300, slurmctld_hung, seconds=20)
+    add("slurmctld-slow", "slurmctld slow for 30 s", unnoticed, 300, slurmctld_slow, seconds=30)
+    what = "slurmctld killed, back after 20 s"
+    add("slurmctld-dead", what, unnoticed, 300, daemons_restarted, kind="slurmctld", seconds=20)
+    what = "slurmd restarted everywhere (an upgrade)"
+    add("slurmds", what, unnoticed, 300, daemons_restarted, kind="slurmd", seconds=5)
+    add("clocks", "clocks stepped by +-60 s", unnoticed, 420, clocks_stepped)
+    what, asked = "all of it, drawn at random, again and again", "whole each time, nothing lost, never two halves"
+    add("soak", what, asked, 420 + 2 * soak_seconds, soak, seconds=soak_seconds, seed=seed)
+    return found

@@ -67,7 +67,7 @@ def node_cut_off(storm: Storm, chance: random.Random) -> None:
 
 
 def node_without_power(storm: Storm, chance: random.Random) -> None:
-    """It boots later, and an admin takes it back where Slurm wants that."""
+    """Take its power; it boots later, and an admin takes it back where Slurm wants that."""
     victim = _some_node(storm, chance)
     storm.site.cluster.power_off(victim)
     time.sleep(chance.uniform(3.0, 15.0))
@@ -113,7 +113,7 @@ def controller_killed(storm: Storm, chance: random.Random) -> None:
 
 
 def controller_stopped(storm: Storm, chance: random.Random) -> None:
-    """As a machine that swaps: for up to 10 s."""
+    """Stop the controller for up to 10 s, as a machine that swaps does."""
     storm.site.controller.freeze()
     time.sleep(chance.uniform(0.5, 10.0))
     storm.site.controller.thaw()

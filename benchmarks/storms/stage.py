@@ -32,7 +32,7 @@ OUT_OF_SERVICE = {"DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL"}
 
 @dataclass
 class Storm:
-    """What rows work with. `wrong`: what was asked and not seen; `seen`: the figures."""
+    """The job and the questions of a row. `wrong`: what was asked and not seen; `seen`: the figures."""
 
     site: LinksCluster
     seen: dict[str, str] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Storm:
         return time.time()
 
     def kill_some_rank(self, chance: random.Random) -> bool:
-        """The same of any rank; False when it does not run now."""
+        """Kill any rank; False when it does not run now."""
         try:
             self.kill_rank(chance.randrange(ELEMENTS))
         except (LookupError, ProcessLookupError):
@@ -84,7 +84,7 @@ class Storm:
         return True
 
     def cut_log(self, count: int) -> None:
-        """What a power cut may do to a unicrond that does not run: its log loses the last records."""
+        """Take the last records off the log of a unicrond that does not run, as a power cut may."""
         with contextlib.closing(sqlite3.connect(self.site.controller.state_folder / LOG)) as db, db:
             db.execute("DELETE FROM event WHERE id > (SELECT MAX(id) FROM event) - ?", (count,))
             db.execute("DELETE FROM state WHERE event > (SELECT MAX(id) FROM event)")
@@ -143,7 +143,7 @@ class Storm:
             return NEVER
 
     def failures(self) -> list[dict[str, Any]]:
-        """What the controller has on record of this job."""
+        """Return what the controller has on record of this job."""
         return [failure for failure in self.site.controller.failures() if failure["job"] == self.job.id]
 
     def out_of_service(self) -> list[str]:
@@ -151,7 +151,7 @@ class Storm:
         return sorted(node for node, states in self.site.nodes().items() if states & OUT_OF_SERVICE)
 
     def requeues(self) -> int:
-        """How often Slurm has requeued elements of the job."""
+        """Return how often Slurm has requeued elements of the job."""
         listed = self.site.slurm("squeue", "-h", "-r", "-j", self.job.id, "-O", "RestartCnt:10", check=False)
         return sum(int(word) for word in listed.split())
 

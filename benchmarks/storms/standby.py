@@ -156,7 +156,7 @@ def freeze(pair: Pair, head: Head) -> Callable[[], object]:
 
 
 def freeze_and_cut(pair: Pair, head: Head) -> Callable[[], object]:
-    """The same, and nobody answers for it; it wakes first, and then its link is mended."""
+    """Freeze the host and cut it off; it wakes first, and then its link is mended."""
     pair.site.cut(head.host)
     head.process.send_signal(signal.SIGSTOP)
 

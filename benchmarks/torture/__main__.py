@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.commit import commit
+from benchmarks.report import commit
 from benchmarks.torture import leaks, picture, progress, proof, schedule
 from benchmarks.torture.deeds import refused
 from benchmarks.torture.progress import Progress
@@ -94,7 +94,7 @@ class Torture:
         self.curves: list[picture.Curves] = []
 
     def stop(self, *_: object) -> None:
-        """As a signal handler; the second time at once."""
+        """Stop as a signal handler; the second time at once."""
         if self.wanted:
             raise KeyboardInterrupt
         self.wanted = True
@@ -155,7 +155,7 @@ class Torture:
             site.close()
 
     def _judge(self, site: Site, part: Run) -> None:
-        """What a leg has shown, however it ended: what grew, what the ranks have read, the account of micro-batches."""
+        """Add what a leg has shown, however it ended: what grew, what the ranks have read, the ledger."""
         run = self.progress
         grown = leaks.growth(part.samples)
         run.lives = {what: run.lives.get(what, 0) + grown.lives.get(what, 0) for what in leaks.WHAT}
@@ -166,7 +166,7 @@ class Torture:
                 run.wrong.append(f"{name}: {job.violations} violations of the ledger")
 
     def _leaks(self, site: Site, part: Run, before: leaks.Inventory) -> None:
-        """What the jobs have left, after the next one has passed by on each node."""
+        """Add what the jobs have left, after the next one has passed by on each node."""
         passed, deadline = False, time.monotonic() + TIDY_LIMIT
         while (found := leaks.leaked(before, site.inventory())) and time.monotonic() < deadline:
             part.turn()
@@ -176,7 +176,7 @@ class Torture:
         self.progress.wrong += [f"left: {what}" for what in found]
 
     def _undisturbed(self) -> float:
-        """The same trainings without a fault. Raises Stopped."""
+        """Run the same trainings without a fault. Raises Stopped."""
         last = {t.name: -1 for t in TRAININGS}
         for number in range(len(self.progress.legs)):
             for name in last:

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.losses import relative_difference
+from benchmarks.report import relative_difference
 
 NAMED = 5  # iterations in one line
 Step = Mapping[str, Any]
 
 
 def not_once(steps: Iterable[Step], reduced: Iterable[Step], first: int, last: int, micro_batches: int) -> list[str]:
-    """What is not exactly once in iterations `first` to `last`; empty when each micro-batch is in one gradient.
+    """Return what is not exactly once in iterations `first` to `last`; empty when each micro-batch is in one gradient.
 
     reduced: what each rank noted when it began to reduce. Whoever is gone without a word after that has its part in the
     sum all the same, if it was in the generation that reduced last: in that one the others have stepped.
@@ -74,14 +74,14 @@ def curve(steps: Iterable[Step], first: int, last: int) -> tuple[dict[int, float
 
 
 def spans(began: Sequence[int], last: int) -> list[tuple[int, int]]:
-    """Of each leg the first and the last iteration that counts: what the next leg trains again does not."""
+    """Return the first and the last iteration of each leg that count: what the next leg trains again does not."""
     ends = [*(first - 1 for first in began[1:]), last]
     return [(first, end) for first, end in zip(began, ends, strict=True)]
 
 
 @dataclass(frozen=True)
 class Apart:
-    """How far a curve is from another. largest: relative, at iteration `where`; infinite where one of the two is no
+    """The distance of two curves. largest: relative, at iteration `where`; infinite where one of the two is no
     number. missing: iterations of only one."""
 
     iterations: int

@@ -1,4 +1,4 @@
-"""How a fault is inflicted, and what follows later: power comes back, a daemon is started again, an admin repairs."""
+"""Faults are inflicted here, and what follows later: power comes back, a daemon is started again, an admin repairs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOGETHER = 1.0  # from a daemon's death to that of a rank, at most
 
 @dataclass
 class Agenda:
-    """What is to be done later. `away`: nodes without power, and daemons that do not run."""
+    """Work that is due later. `away`: nodes without power, and daemons that do not run."""
 
     due: list[tuple[float, float, str, Callable[[], object]]] = field(default_factory=list)
     away: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""What must not grow: processes, descriptors, files, shared memory. Looked at from outside, and judged."""
+"""Leaks: processes, descriptors, files and shared memory that must not grow, seen from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARE = 0.2  # nor is one below this part of what was there
 
 @dataclass(frozen=True)
 class Sample:
-    """What one process held at a time. what: one of WHAT. started: with the pid it names the process for good.
+    """A sample of one process. what: one of WHAT. started: with the pid it names the process for good.
     age: seconds since then."""
 
     time: float
@@ -34,7 +34,7 @@ class Sample:
 
 
 def sample(now: float, what: str, pid: int) -> Sample | None:
-    """Of a living process; None when it is gone."""
+    """Return a sample of a living process; None when it is gone."""
     try:
         started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         age = float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")
@@ -46,14 +46,17 @@ def sample(now: float, what: str, pid: int) -> Sample | None:
 
 @dataclass(frozen=True)
 class Growth:
-    """lives: of each kind, how many were long enough to be judged. found: what grew, in one line each."""
+    """Growth of the processes.
+
+    lives: of each kind, how many were long enough to be judged. found: what grew, in one line each.
+    """
 
     lives: Mapping[str, int]
     found: tuple[str, ...]
 
 
 def growth(samples: Iterable[Sample]) -> Growth:
-    """What a process holds more and more of in its life, and what each life has more of than those before it had at
+    """Find what a process holds more and more of in its life, and each life more of than those before it had at
     the same age: daemons are killed every minute here, and what one of them leaves the next one may take up."""
     by_process: dict[tuple[int, int, str], list[Sample]] = defaultdict(list)
     for each in sorted(samples, key=lambda one: one.time):
@@ -81,7 +84,7 @@ def _early(life: Sequence[Sample], name: str) -> float:
 
 
 def _rising(items: Sequence[T], held: Callable[[T, str], float]) -> list[str]:
-    """Of what the last third has more than the middle one, and that one more than the first."""
+    """Return what the last third has more of than the middle one, and that one more than the first."""
     third, found = len(items) // 3, []
     parts = items[:third], items[third : 2 * third], items[2 * third :]
     for name, slack in SLACK.items():
@@ -93,7 +96,7 @@ def _rising(items: Sequence[T], held: Callable[[T, str], float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What is there while no job runs. processes: by kind. files: path -> bytes, of the folders that are looked at.
+    """An inventory while no job runs. processes: by kind. files: path -> bytes, of the folders that are looked at.
     nodes: out of service, with why. held: elements that Slurm still knows, with their state."""
 
     processes: Mapping[str, int]
@@ -117,7 +120,7 @@ def files(folders: Mapping[str, Path]) -> dict[str, int]:
 
 
 def leaked(before: Inventory, after: Inventory) -> list[str]:
-    """What is there afterwards and was not before, in one line each."""
+    """Return what is there afterwards and was not before, in one line each."""
     found = [
         f"{count - before.processes.get(kind, 0)} {kind} more than before"
         for kind, count in sorted(after.processes.items())

@@ -14,7 +14,7 @@ TINIEST = 1e-12  # where a logarithm needs something to show
 
 @dataclass(frozen=True)
 class Curves:
-    """Of one job, by iteration. faults: the iterations in which one struck."""
+    """The curves of one job, by iteration. faults: the iterations in which one struck."""
 
     name: str
     losses: Mapping[int, float]

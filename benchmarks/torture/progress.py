@@ -1,4 +1,4 @@
-"""Where a run stands: what a `--resume` needs. Written at once or not at all, after every fault."""
+"""The progress of a run, for `--resume`. Written at once or not at all, after every fault."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Leg(msgspec.Struct):
-    """What was run without an interruption. began: iteration that each job trained first. ended: why; empty where the
+    """An uninterrupted part of the run. began: iteration that each job trained first. ended: why; empty where the
     machine went down. reads: lines by which ranks had told, when both jobs trained, that they had read a
     checkpoint. read: the same when the leg ended."""
 
@@ -66,7 +66,7 @@ class Progress(msgspec.Struct):
 
     @property
     def inflicted(self) -> list[Done]:
-        """Those that count as failures."""
+        """The faults that count as failures."""
         return [one for one in self.done if not one.refused]
 
     def refuse(self, job: str, kind: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.losses import relative_difference
+from benchmarks.report import relative_difference
 from benchmarks.torture import curves
 from benchmarks.torture.picture import Curves
 from benchmarks.torture.progress import Leg, Progress
@@ -33,7 +33,7 @@ def losses_of(folder: Path) -> dict[int, float]:
 
 
 class Undisturbed:
-    """The same training outside Slurm in `ranks` processes to which nothing happens."""
+    """An undisturbed training outside Slurm in `ranks` processes."""
 
     def __init__(self, folder: Path, training: Training, iterations: int, ranks: int = 1):
         self.folder, self.iterations, self.name = folder, iterations, training.name
@@ -92,7 +92,7 @@ def _drive(runs: Sequence[Undisturbed], look: Callable[[int], None]) -> None:
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks of a job of one leg have noted of their steps."""
+    """Return what the ranks of a job of one leg have noted of their steps."""
     return notes_of(folder, "losses")
 
 
@@ -105,7 +105,7 @@ def notes_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def read_again(leg: Leg, logs: Path, checkpoints: Path) -> int:
-    """How often a job's ranks have read a checkpoint since both jobs trained; 0 where they never did. Of a leg that
+    """Count how often ranks have read a checkpoint since both jobs trained; 0 where they never did. Of a leg that
     ended with its machine the logs tell it, for nobody has counted."""
     name = logs.name
     if name not in leg.reads:

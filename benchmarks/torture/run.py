@@ -37,7 +37,7 @@ class Stopped(Exception):
 
 
 class Defect(Exception):
-    """What was promised did not come. One line."""
+    """A promise was not kept. One line."""
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Run:
         time.sleep(POLL)
 
     def _hear(self, now: float) -> None:
-        """Of the controller and the ranks."""
+        """Hear the controller and the ranks."""
         self._fresh = 0.0
         if "unicrond" not in self.agenda.away:
             if not self.site.controller.alive:
@@ -198,7 +198,7 @@ class Run:
                     self.owners[node] = job.name
 
     def _events(self) -> None:
-        """What the log has got since the last look."""
+        """Read what the log has got since the last look."""
         told: list[dict[str, Any]] = self.site.controller.ask("events", after=self._event, limit=PAGE, without=QUIET)
         for event in told:
             self._event = max(self._event, event["id"])

@@ -1,4 +1,4 @@
-"""What is broken, and in which order: drawn from a seed, the same however often a run is interrupted. Pure."""
+"""The schedule of faults: drawn from a seed, the same however often a run is interrupted. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ RANK, NODE, NOBODY = "rank", "node", "nobody"  # whom a fault may take away from
 
 @dataclass(frozen=True)
 class Kind:
-    """takes: RANK, or NODE with all that is in its memory, or NOBODY. breaks: the job's generation ends by it. seconds:
-    how long it lasts, (0, 0) for its own time."""
+    """A kind of fault.
+
+    takes: RANK, or NODE with all that is in its memory, or NOBODY. breaks: the job's generation ends by it. seconds:
+    how long it lasts, (0, 0) for its own time.
+    """
 
     takes: str
     breaks: bool = True

@@ -1,4 +1,4 @@
-"""What is happening: a progress bar with a line below it in a terminal, plain lines elsewhere."""
+"""The progress for people: a bar with a line below it in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Show(LiveRegion):
         self._console.print(line, soft_wrap=True)
 
     def now(self, text: str) -> None:
-        """What is happening at this moment."""
+        """Show what is happening at this moment."""
         if self._live and text != self._line:
             self._line = text
             self._live.update(Group(self._bar, Text(text)))

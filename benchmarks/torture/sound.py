@@ -1,4 +1,4 @@
-"""What a job looks like from outside, and whether it may be struck again. Pure."""
+"""The state of a job from outside, and whether it may be struck again. Pure."""
 
 from __future__ import annotations
 

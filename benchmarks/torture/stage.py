@@ -52,7 +52,7 @@ class Training:
     settings: dict[str, str]
 
 
-# A task that can be learnt, at a low rate: on noise Adam makes 1e-3 of another order of sums (benchmarks/layouts).
+# A task that can be learnt, at a low rate: on noise Adam makes 1e-3 of another order of sums (docs/measurements.md).
 COMMON = {"TINY_RATE": "1e-3", "TINY_SAVE": "0", "TINY_MICRO_BATCHES": str(MICRO_BATCHES)}
 TRAININGS = (
     Training("large", 3, 2.0, COMMON | {"TINY_RULE": "0.6"}),
@@ -68,13 +68,13 @@ class SiteController(Controller):
 
 
 class Tail:
-    """What a rank appends to its file, a JSON object a line."""
+    """Lines that a rank appends to its file, a JSON object each."""
 
     def __init__(self, path: Path):
         self._path, self._offset = path, 0
 
     def more(self) -> list[dict[str, Any]]:
-        """What has come since the last look; a line half written waits for its rest."""
+        """Return what has come since the last look; a line half written waits for its rest."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -178,7 +178,7 @@ class Site:
         return {job.name: job for job in found}
 
     def listen(self) -> None:
-        """What the ranks have noted since the last look comes into `stepped`."""
+        """Read what the ranks have noted since the last look into `stepped`."""
         for name, last in self.stepped.items():
             for slot in range(ELEMENTS[name]):
                 tail = self._tails.setdefault((name, slot), Tail(self.folder / name / f"losses.{slot}"))
@@ -191,7 +191,7 @@ class Site:
         return max((step.iteration for step in self.stepped[name].values()), default=-1)
 
     def reads(self, name: str) -> int:
-        """How often a rank of the job has said that it begins with a checkpoint's file
+        """Return how often a rank of the job has said that it begins with a checkpoint's file
         (`unicron_transition/snapshot/whole_state.py`)."""
         return reads(self.folder / name, self.checkpoints / name)
 
@@ -217,7 +217,7 @@ class Site:
                 cluster_processes.kill(process)
 
     def inventory(self) -> leaks.Inventory:
-        """What is there. Raises SlurmError."""
+        """Return what is there. Raises SlurmError."""
         kinds: dict[str, int] = {}
         for process in self.cluster.processes():
             kinds[process.kind] = kinds.get(process.kind, 0) + 1
@@ -228,7 +228,7 @@ class Site:
 
 
 def reads(logs: Path, checkpoints: Path) -> int:
-    """As `Site.reads`, of a job's logs in a folder, be the cluster up or not."""
+    """Count as `Site.reads`, in a job's logs in a folder, be the cluster up or not."""
     said = f"goes on from {checkpoints}"
     return sum(path.read_text(errors="replace").count(said) for path in logs.glob("*.log"))
 

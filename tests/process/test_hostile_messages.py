@@ -1,15 +1,15 @@
-"""Neither a controller nor an agent dies of what it is sent; the whole thousand is `python -m benchmarks.detection`."""
+"""Neither a controller nor an agent dies of what it is sent; `python -m benchmarks.cases hostile` sends a thousand."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.detection.__main__ import attack
+from benchmarks.cases.hostile import attack
 
 pytestmark = pytest.mark.process
 
 
 def test_hostile_messages_change_nothing():
-    done = attack(200)
-    assert done["controller"] == {"alive": True, "same_generation": True, "failures": 0}
-    assert done["agent"]["alive"] and done["agent"]["statuses_afterwards"] >= 3
+    outcome = attack(200)
+    assert outcome.controller_alive and outcome.same_generation and outcome.failures == 0
+    assert outcome.agent_alive and outcome.statuses >= 3

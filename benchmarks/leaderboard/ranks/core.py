@@ -72,7 +72,7 @@ class Model(nn.Module):
 
 
 def build() -> tuple[Model, torch.optim.Optimizer]:
-    """The same on every rank."""
+    """Build the same model and optimizer on every rank."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     model = Model()
@@ -100,7 +100,7 @@ def loss_of(model: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor)
 
 
 class Notes:
-    """What the benchmark reads: a JSON object a line, each written at once, in a file of this process's own.
+    """Notes for the benchmark: a JSON object a line, each written at once, in a file of this process's own.
 
     {"what": "start", node, pid, rank}; {"what": "micro", iteration, index} when a micro-batch was computed; {"what":
     "step", iteration, loss, world, micro} when the optimizer has stepped: micro is what this rank had in it. All have

@@ -17,7 +17,7 @@ from benchmarks.leaderboard.ranks import core
 
 
 class Keeper(Protocol):
-    """Where the state is kept."""
+    """The place of the state."""
 
     def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int: ...
 

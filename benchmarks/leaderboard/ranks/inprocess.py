@@ -1,4 +1,4 @@
-"""The same training inside NVRx's in-process wrapper, as its `optimal_example.py` has it: model and optimizer are made
+"""Train inside NVRx's in-process wrapper, as its `optimal_example.py` has it: model and optimizer are made
 once, what depends on the process group at every restart, and the state is read from the newest checkpoint, as its usage
 guide heavily recommends.
 

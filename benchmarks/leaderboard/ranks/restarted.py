@@ -1,4 +1,4 @@
-"""The same script in Unicron's restart mode: the two lines of `unicron.memory` in place of the checkpoint file."""
+"""Train in Unicron's restart mode: the two lines of `unicron.memory` in place of the checkpoint file."""
 
 from __future__ import annotations
 

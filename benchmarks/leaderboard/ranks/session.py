@@ -1,4 +1,4 @@
-"""The same training by `unicron.Session`: Unicron's session mode."""
+"""Train by `unicron.Session`: Unicron's session mode."""
 
 from __future__ import annotations
 

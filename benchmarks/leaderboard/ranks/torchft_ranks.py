@@ -1,4 +1,4 @@
-"""The same training with torchft: one replica group a node, as its `train_ddp.py` has it.
+"""Train with torchft: one replica group a node, as its `train_ddp.py` has it.
 
 The manager's step is the iteration, so a step that was not committed is done again with the same data. Micro-batches
 are dealt over whoever takes part, so none is left out while a replica is away; for that the quorum is waited for before

@@ -1,4 +1,4 @@
-"""How each system is started, struck and ended; `SYSTEMS` is the table."""
+"""The systems: each is started, struck and ended in its own way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all systems have in common: a folder, nodes, a coordinator, and notes."""
+"""The base of all systems: a folder, nodes, a coordinator, and notes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class System:
         raise NotImplementedError
 
     def begin_again(self) -> None:
-        """What an operator does with a job that has stopped: all of it ends and is started once more."""
+        """End all of a job that has stopped and start it once more, as an operator does."""
         for node in range(NODES):
             self.power_off(node)
         self.kill_coordinator()
@@ -96,7 +96,7 @@ class System:
 
     # ------------------------------------------------------------ what is seen of it
     def read(self) -> list[Note]:
-        """What its ranks have noted since the last call; all of it is in `notes`."""
+        """Return what its ranks have noted since the last call; all of it is in `notes`."""
         new: list[Note] = []
         for path in sorted(self.out.glob("notes.*")):
             with path.open("rb") as file:
@@ -124,7 +124,7 @@ class System:
             raise Missed(f"the rank of node {node} has just ended") from None
 
     def node_of_rank_0(self) -> int:
-        """Where the process runs that was rank 0 at its last step."""
+        """Return where the process runs that was rank 0 at its last step."""
         nodes = {note.process: note.node for note in self.notes if note.what == "start"}
         zeros = [note for note in notes.steps(self.notes) if note.rank == 0]
         return nodes[zeros[-1].process]
@@ -160,7 +160,7 @@ class Launched(System):
         return PEERS / self.environment / "bin" / "python"
 
     def program(self, name: str) -> Path:
-        """Of its environment."""
+        """Return a program of its environment."""
         return self.python.with_name(name)
 
     def power_on(self, node: int) -> None:

@@ -9,9 +9,9 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.commit import commit
 from benchmarks.leaderboard import processes
 from benchmarks.leaderboard.systems.base import NODES, RANKS, System
+from benchmarks.report import commit
 from tests.support.jobs import World
 
 

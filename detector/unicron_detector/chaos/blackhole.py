@@ -49,7 +49,7 @@ def deafen(one: socket.socket) -> None:
 
 
 def undeafen(one: socket.socket) -> None:
-    """What is sent to this socket reaches it again. Raises OSError for one that was not deaf."""
+    """Let what is sent to this socket reach it again. Raises OSError for one that was not deaf."""
     one.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
 

@@ -1,1 +1,1 @@
-"""What failed and how bad it is: texts and exits, the severity table, and escalation."""
+"""Failures and their severity: texts and exits, the severity table, and escalation."""

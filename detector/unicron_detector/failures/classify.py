@@ -25,11 +25,11 @@ from unicron_detector.failures.severity import (
     Table,
     Verdict,
     default_table,
-    folded,
+    fold_case,
 )
 from unicron_detector.failures.speakers import library_lines, own_words
 from unicron_detector.failures.statements import (
-    REPORTED,
+    EXIT_REPORT,
     bare_line,
     head_and_tail,
     is_information,
@@ -51,7 +51,7 @@ _XID = re.compile(
 )
 _ERRNO = re.compile(r"-E[A-Z][A-Z0-9]{1,14}\b")
 _STATUS_NAMES = re.compile(r"(Derived)?ExitCode[=:]\s*|\(.*\)$", re.IGNORECASE)
-_RAISED = re.compile(r"RaisedSignal:(\d+)\S*", re.IGNORECASE)
+_SIGNAL_FLAG = re.compile(r"RaisedSignal:(\d+)\S*", re.IGNORECASE)
 _SLURM_STATUS = re.compile(r"\s*(\d+):(\d+)\s*")
 
 
@@ -153,39 +153,58 @@ class Classifier:
         return said, verdict
 
     def _match_text(self, text: str, source: str, generic: bool, weak: bool = False) -> Verdict | None:
-        of_a_program = source != "kernel"
-        if not of_a_program:
-            if "\n" in text.strip():  # each line is a statement; the worst of them is what happened
-                lines = (self._match_text(line, source, generic, weak) for line in text.splitlines())
-                return self._worst(verdict for verdict in lines if verdict)
-            xids = [self.xid(int(hit[2]), hit[1] or "", hit[3]) for hit in _XID.finditer(text)]
-            if xids:
-                return self._worst(xids)
-            text = _ERRNO.sub(lambda hit: " " * len(hit.group()), text)  # a driver's status, whatever its subject
-        elif report := REPORTED.search(text):
+        if source == "kernel":
+            return self._match_kernel(text, generic, weak)
+        if report := EXIT_REPORT.search(text):
             code, number = _split_status(int(report.group(1)))
             said = f"{source} text has a launcher's report: {_status_words(code, number)}"
             return self._by_status(code, number, said)
-        by_libraries = library_lines(text) if of_a_program else text
-        low = folded(text)
-        low_by_libraries = folded(by_libraries) if of_a_program else low
-        low_of_network = folded(own_words(text)) if of_a_program else low
-        views = {view: self.table.candidates(view) for view in {low, low_by_libraries, low_of_network}}
+        by_libraries = library_lines(text)
+        views = fold_case(text), fold_case(by_libraries), fold_case(own_words(text))
+        return self._by_rules(text, by_libraries, views, source, generic, weak)
+
+    def _match_kernel(self, text: str, generic: bool, weak: bool) -> Verdict | None:
+        """Judge each line of a kernel as a statement; the worst of them is what happened."""
+        if "\n" in text.strip():
+            lines = (self._match_kernel(line, generic, weak) for line in text.splitlines())
+            return self._worst(verdict for verdict in lines if verdict)
+        xids = [self.xid(int(hit[2]), hit[1] or "", hit[3]) for hit in _XID.finditer(text)]
+        if xids:
+            return self._worst(xids)
+        text = _ERRNO.sub(lambda hit: " " * len(hit.group()), text)  # a driver's status, whatever its subject
+        low = fold_case(text)
+        return self._by_rules(text, text, (low, low, low), "kernel", generic, weak)
+
+    def _by_rules(
+        self, text: str, by_libraries: str, views: tuple[str, str, str], source: str, generic: bool, weak: bool
+    ) -> Verdict | None:
+        """Return the verdict of the first rule that finds its words.
+
+        views: the lower-case text for most rules, that of libraries for rules of hardware, and the program's own words
+        for rules of the network.
+        """
+        low, low_by_libraries, low_of_network = views
+        candidates = {view: self.table.candidates(view) for view in set(views)}
         rules = self.table.of_kind("text")
-        for number in sorted({number for found in views.values() for number in found}):
+        for number in sorted({number for found in candidates.values() for number in found}):
             rule = rules[number]
-            if rule.only_from and source not in rule.only_from:
-                continue
-            if not of_a_program and not rule.only_from and self._is_of_programs(rule):
-                continue
-            if (rule.generic and not generic) or (rule.weak and not weak):
+            if not self._applies(rule, source, generic, weak):
                 continue
             network = self.table.causes[rule.cause].scope == "network"
             view = low_by_libraries if rule.hardware else low_of_network if network else low
-            if hit := search(views[view].get(number, ()), view):
+            if hit := search(candidates[view].get(number, ()), view):
                 words = (by_libraries if rule.hardware else text)[hit.start() : hit.end()]
-                return self._verdict(rule, f"{source} text has {_quoted(alike(words) if of_a_program else words)}")
+                shown = _quotation(words if source == "kernel" else alike(words))
+                return self._verdict(rule, f"{source} text has {shown}")
         return None
+
+    def _applies(self, rule: Rule, source: str, generic: bool, weak: bool) -> bool:
+        if rule.only_from:
+            if source not in rule.only_from:
+                return False
+        elif source == "kernel" and self._is_of_programs(rule):
+            return False
+        return (generic or not rule.generic) and (weak or not rule.weak)
 
     def _is_of_programs(self, rule: Rule) -> bool:
         """Whether only programs say this: a kernel's words for its own affairs are like theirs for set-ups and
@@ -208,7 +227,7 @@ class Classifier:
         unless it ended with 0. Raises ValueError for a text that is no status.
         """
         if isinstance(status, str):
-            raised = _RAISED.match(status.strip())
+            raised = _SIGNAL_FLAG.match(status.strip())
             status = f"0:{raised.group(1)}" if raised else _STATUS_NAMES.sub("", status).strip()
             if rule := self._by_name("slurm", status):  # statuses by which Slurm tells of itself
                 return self._verdict(rule, f"Slurm's exit status {status}")
@@ -241,7 +260,7 @@ class Classifier:
         """
         said = f"Xid {code}" + (f" at {where}" if where else "")
         for rule in self.table.of_kind("xid"):
-            if code in rule.codes and (not rule.pattern or rule.regex.search(folded(rest))):
+            if code in rule.codes and (not rule.pattern or rule.regex.search(fold_case(rest))):
                 return self._verdict(rule, said)
         return self._make("cuda_error", "xid-default", f"{said} is not in the table; taken as the application's")
 
@@ -284,16 +303,18 @@ class Classifier:
     def _unknown(self, text: str, source: str) -> Verdict:
         line = next((line.strip() for line in reversed(text.splitlines()) if re.search(r"\w", line)), "")
         if source == "kernel":  # most of what a kernel says is no fault
-            return self._make("hardware_warning", "kernel-default", f"no rule knows {_quoted(line)}; nothing is done")
+            return self._make(
+                "hardware_warning", "kernel-default", f"no rule knows {_quotation(line)}; nothing is done"
+            )
         part = head_and_tail(text, MAX_TEXT)
         spoken = (self._match(each, source, True) for each in part.splitlines() if not of_nccl(each))
         if tells_of_no_end(part) and all(each is None or each.scope == "application" for each in spoken):
             return self._make("no_fault", "information", f"{source} text has information and warnings alone")
-        said = f"no rule knows {_quoted(line)}; the default is to restart the process and to escalate if that fails"
+        said = f"no rule knows {_quotation(line)}; the default is to restart the process and to escalate if that fails"
         return self._make(self.table.default, "default", said)
 
 
-def _quoted(text: str) -> str:
+def _quotation(text: str) -> str:
     text = " ".join(text.split())
     return '"' + (text if len(text) <= 90 else text[:87] + "...") + '"'
 

@@ -1,4 +1,4 @@
-"""What the writer of a line says about its weight: labels of loggers and of libraries, each as they write them.
+"""Labels of loggers and libraries, as they write them: the weight of a line.
 
 Standard library only: ranks and agents use it.
 """
@@ -10,7 +10,7 @@ import re
 
 
 class Weight(enum.IntEnum):
-    """What a statement's writer says about it."""
+    """The weight that a statement's writer gives it."""
 
     NOISE = 0  # information, a warning, or a part of a report that says nothing by itself
     PLAIN = 1  # no label
@@ -31,7 +31,7 @@ _LOGGER = re.compile(
 )
 HEADER = re.compile(rf"[^\n]{{0,120}}?(?<![=\w.])(?:{INFO}|{WARN}|{BAD})\b[\s:|\])>-]{{0,20}}")
 LEVEL = re.compile(rf"\blevel\"?[=:] ?\"?(?:({INFO}|{WARN})|{BAD})\b", re.IGNORECASE)
-_LOGGED = re.compile(  # a line of a logger begins so: its level, a date, or something in brackets
+_LOG_LINE = re.compile(  # a line of a logger begins so: its level, a date, or something in brackets
     rf" ?(?:{INFO}|{WARN}|{BAD})\b[\s:|\[-]| ?\[|\(|<|\d{{2,4}}[-/:.](?:\d\d|[A-Z][a-z]{{2}}-\d)|time=|ts=|\{{\"|"
     r"[A-Z][a-z]{2} +\d+ [\d:]+"
 )
@@ -60,6 +60,12 @@ _SLURM = re.compile(
 
 def label(text: str) -> Weight | None:
     """The weight that the line's own writer gives it; None for a line without a label."""
+    weight = _label_of_transport(text)
+    return weight if weight is not None else _label_of_logger(text)
+
+
+def _label_of_transport(text: str) -> Weight | None:
+    """The label of a library of collectives or of the network."""
     if hit := NCCL.search(text[:200]):  # a WARN of NCCL is the worst that it says
         bad = hit.group(1) in ("WARN", "ABORT") and not _NCCL_GOES_ON.search(text)
         return Weight.ERROR if bad else Weight.NOISE
@@ -71,6 +77,10 @@ def label(text: str) -> Weight | None:
         return Weight.ERROR if hit.group(1) in ("warn", "critical") else Weight.NOISE
     if hit := _UCX.search(text[:160]):
         return Weight.ERROR if hit.group(1) in ("ERROR", "FATAL") else Weight.NOISE
+    return None
+
+
+def _label_of_logger(text: str) -> Weight | None:
     if hit := GLOG.match(text) or _TENSORFLOW.match(text) or _NEMO.match(text):
         # TensorFlow logs what failed an operation as a warning, and torchrun what ended it.
         if "/op_kernel.cc:" in text[:120] or _DEATH_SIGNAL.search(text):
@@ -80,7 +90,7 @@ def label(text: str) -> Weight | None:
         return Weight.NOISE
     if _SLURM.match(text):
         return Weight.ERROR
-    if _LOGGED.match(text):
+    if _LOG_LINE.match(text):
         if hit := LEVEL.search(text[:200]):
             return Weight.NOISE if hit.group(1) else Weight.ERROR
         if hit := _LOGGER.search(text[:120]):

@@ -102,7 +102,7 @@ def _read(tokens: Sequence[str], at: int) -> tuple[list[tuple[int, int, tuple[Wo
 
 
 def _of_one(branches: Sequence[tuple[Words, ...]]) -> list[Words]:
-    """What a group requires of which one branch matches."""
+    """Return the words that a group requires of which one branch matches."""
     if not all(branches):
         return []
     longest = [max(each, key=lambda words: min(map(len, words))) for each in branches]
@@ -169,8 +169,7 @@ def _pieces(text: str) -> set[int]:
 
 
 def search(parts: Iterable[Alternative], text: str) -> re.Match[str] | None:
-    """What the pattern finds of which these are parts: the match that begins first, of several there that of the first
-    part."""
+    """Return a pattern's match by its parts: the one that begins first, of several there that of the first part."""
     best: tuple[int, int, re.Match[str]] | None = None
     for part in parts:
         hit = part.regex.search(text)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from unicron_detector.failures.labels import Weight
 from unicron_detector.failures.severity import Verdict
-from unicron_detector.failures.statements import REPORTED, Kind, Statement, statements
+from unicron_detector.failures.statements import EXIT_REPORT, Kind, Statement, statements
 
 Judge = Callable[[str, bool], Verdict | None]
 """The verdict on a statement's text; generic: rules that say no more than "there was an exception" count, too."""
@@ -31,7 +31,7 @@ SUMMARIES = (
 )
 # Rules that name who failed; another error may say what it failed of.
 # torchrun ends the other ranks by SIGTERM after one of them ended by itself, that is not with one of these.
-ASKED = ("-15", "-2", "143", "130")
+END_REQUESTS = ("-15", "-2", "143", "130")
 _ASKED_TO_END = re.compile(r"SIGTERM|\bsignal:? ?15\b|^\s*Terminated\s*$", re.IGNORECASE)
 PLACES = ("container", "dataloader-child", "accelerator-hang", "accelerator-error")
 GENERAL = ("python", "python-exception")  # rules of exceptions by their class alone
@@ -55,22 +55,34 @@ _THROUGH = re.compile(rf"(?:^|/)((?:{'|'.join(map(re.escape, _LIBRARIES))})/?[\w
 
 def cause(text: str, judge: Judge) -> tuple[str, Verdict | None]:
     """The statement that says why the process ended, and the verdict on it; an empty statement for an empty text."""
-    said = [one for one in statements(text) if one.weight is not Weight.NOISE]
-    if any((first := REPORTED.search(one.text)) and first.group(1) not in ASKED for one in said):
-        said = [one for one in said if not _ASKED_TO_END.search(one.text)]
+    said = _own_statements(text)
     fatal = [one for one in said if one.weight is Weight.FATAL]
-    best = _of_the_fatal(fatal, judge)
-    errors = _last([one for one in said if one.weight is Weight.ERROR], judge)
-    if _rank(best) <= _SUMMARY:
-        best = _better(best, errors, _of_the_plain([one for one in said if one.weight is Weight.PLAIN], judge))
-    elif _rank(best) == _PLACE:
-        best = _better(best, errors)
-    elif best and best[1] and errors and errors[1] and _explains(errors[1], best[1]):
-        best = errors  # the library or Slurm says what the program's exception does not
+    best = _most_telling(said, fatal, judge)
     if best is not None:
         return best
     rest = fatal or said
     return (words(rest[-1]) if rest else ""), None
+
+
+def _own_statements(text: str) -> list[Statement]:
+    """The statements that count; where a rank ended by itself, the SIGTERM of the others does not."""
+    said = [one for one in statements(text) if one.weight is not Weight.NOISE]
+    reports = [hit.group(1) for one in said if (hit := EXIT_REPORT.search(one.text))]
+    if any(status not in END_REQUESTS for status in reports):
+        return [one for one in said if not _ASKED_TO_END.search(one.text)]
+    return said
+
+
+def _most_telling(said: Sequence[Statement], fatal: Sequence[Statement], judge: Judge) -> Finding:
+    best = _of_the_fatal(fatal, judge)
+    errors = _last([one for one in said if one.weight is Weight.ERROR], judge)
+    if _rank(best) <= _SUMMARY:
+        return _better(best, errors, _of_the_plain([one for one in said if one.weight is Weight.PLAIN], judge))
+    if _rank(best) == _PLACE:
+        return _better(best, errors)
+    if best and best[1] and errors and errors[1] and _explains(errors[1], best[1]):
+        return errors  # the library or Slurm says what the program's exception does not
+    return best
 
 
 def _explains(error: Verdict, end: Verdict) -> bool:
@@ -96,12 +108,12 @@ def words(one: Statement) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ which of them
-Found = tuple[str, Verdict | None] | None
+Finding = tuple[str, Verdict | None] | None
 _NONE, _CRASH, _SUMMARY, _NETWORK, _PLACE, _SPECIFIC = range(6)
 
 
-def _rank(found: Found) -> int:
-    """How much a statement says: nothing, how the process ended, what the others looked like, who failed, or why."""
+def _rank(found: Finding) -> int:
+    """Rank a statement: it says nothing, how the process ended, what the others saw, who failed, or why."""
     if found is None or found[1] is None:
         return _NONE
     rule = found[1].rule
@@ -113,33 +125,33 @@ def _rank(found: Found) -> int:
     return _NETWORK if found[1].scope == "network" else _SPECIFIC
 
 
-def _better(*found: Found) -> Found:
+def _better(*found: Finding) -> Finding:
     """The one that says most; of equals the first."""
     return max(found, key=_rank)
 
 
-def _judged(one: Statement, judge: Judge, generic: bool = False) -> Found:
+def _judge_statement(one: Statement, judge: Judge, generic: bool = False) -> Finding:
     text = words(one)
     verdict = judge(text, generic)
     return (text, verdict) if verdict is not None else None
 
 
-def _last(said: Sequence[Statement], judge: Judge) -> Found:
+def _last(said: Sequence[Statement], judge: Judge) -> Finding:
     """The last one that a rule knows; one that does not say why yields to one before it that says more."""
-    best: Found = None
+    best: Finding = None
     for one in reversed(said):
-        best = _better(best, _judged(one, judge))
+        best = _better(best, _judge_statement(one, judge))
         if _rank(best) in (_NETWORK, _SPECIFIC):
             break
     return best
 
 
-def _is_broken(found: Found) -> bool:
+def _is_broken(found: Finding) -> bool:
     """Whether it is hardware that broke: what other ranks say then is what that looks like from there."""
     return found is not None and found[1] is not None and (found[1].scope, found[1].severity) == ("hardware", 1)
 
 
-def _of_the_fatal(fatal: Sequence[Statement], judge: Judge) -> Found:
+def _of_the_fatal(fatal: Sequence[Statement], judge: Judge) -> Finding:
     if not fatal:
         return None
     last = fatal[-1]
@@ -147,19 +159,19 @@ def _of_the_fatal(fatal: Sequence[Statement], judge: Judge) -> Found:
     best = _of_a_chain(links, judge)
     alone = len({one.speaker for one in fatal}) == 1 and not last.grouped
     if not alone and (
-        broken := next((each for one in reversed(fatal) if _is_broken(each := _judged(one, judge))), None)
+        broken := next((each for one in reversed(fatal) if _is_broken(each := _judge_statement(one, judge))), None)
     ):
         return broken
     if last.kind is not Kind.EXCEPTION or not alone:
         for one in reversed(fatal[: len(fatal) - len(links)]):
             if _rank(best) == _SPECIFIC:
                 break
-            best = _better(best, _judged(one, judge))
+            best = _better(best, _judge_statement(one, judge))
     if best is not None:
         return best
     # A class of exceptions that no rule knows is the program's own; so is a fatal line.
     own = [one for one in reversed(fatal) if one.kind is not Kind.LAUNCHER]
-    return next((found for one in own if (found := _judged(one, judge, True))), None)
+    return next((found for one in own if (found := _judge_statement(one, judge, True))), None)
 
 
 def _chain(fatal: Sequence[Statement]) -> Sequence[Statement]:
@@ -170,10 +182,10 @@ def _chain(fatal: Sequence[Statement]) -> Sequence[Statement]:
     return fatal[first:]
 
 
-def _of_a_chain(links: Sequence[Statement], judge: Judge) -> Found:
+def _of_a_chain(links: Sequence[Statement], judge: Judge) -> Finding:
     """The last one that a rule knows. Errors of devices and files do not steer a program: one before it stands above an
     exception that its class alone describes, and one of the hardware above all."""
-    found = [_judged(one, judge) for one in links]
+    found = [_judge_statement(one, judge) for one in links]
     best = next((each for each in reversed(found) if each is not None), None)
     for each in found:
         if each is None or each[1] is None or best is None or best[1] is None:
@@ -185,7 +197,7 @@ def _of_a_chain(links: Sequence[Statement], judge: Judge) -> Found:
     return best
 
 
-def _of_the_plain(plain: Sequence[Statement], judge: Judge) -> Found:
+def _of_the_plain(plain: Sequence[Statement], judge: Judge) -> Finding:
     """Lines without a label are judged as one text, by the table's order."""
     text = "\n".join(one.text for one in plain)
     verdict = judge(text, False) if text else None

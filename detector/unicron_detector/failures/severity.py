@@ -21,7 +21,7 @@ TABLE_PATH = Path(__file__).with_name("severity_table.toml")
 
 
 class Severity(enum.IntEnum):
-    """How bad a fault is; the smaller the worse."""
+    """The severity of a fault; the smaller the worse."""
 
     SEV1 = 1
     SEV2 = 2
@@ -54,7 +54,7 @@ def _folded_pattern(pattern: str) -> str:
     )
 
 
-def folded(text: str) -> str:
+def fold_case(text: str) -> str:
     """The text in lower case, of the same length, so that positions in it are positions in the text."""
     lower = text.lower()
     return (
@@ -104,7 +104,7 @@ class Rule:
 
     @functools.cached_property
     def regex(self) -> re.Pattern[str]:
-        """Ignores case, and is only right for text that went through ``folded``."""
+        """Ignores case, and is only right for text that went through ``fold_case``."""
         return re.compile(_folded_pattern(self.pattern), self._flags)
 
     @functools.cached_property
@@ -119,7 +119,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a signal means. ``rule`` is the id of the table's row that decided, ``reason`` a sentence for people."""
+    """The meaning of a signal. ``rule`` is the id of the table's row that decided, ``reason`` a sentence for people."""
 
     cause: str
     severity: Severity
@@ -148,8 +148,10 @@ class Table:
         return self._by_kind[kind]
 
     def candidates(self, low: str) -> dict[int, list[Alternative]]:
-        """The text rules that may match a folded text: the place of each in the table, and its alternatives that may.
-        No pattern matches an empty text."""
+        """Return the text rules that may match a lower-case text: each one's place in the table, and its alternatives.
+
+        No pattern matches an empty text.
+        """
         return self._prefilter.candidates(low) if low else {}
 
     def extended(self, rules: Iterable[Mapping[str, object]], causes: Iterable[Mapping[str, object]] = ()) -> Table:
@@ -161,13 +163,13 @@ class Table:
         for raw in causes:
             cause = parse_cause(raw)
             known[cause.name] = cause
-        added = [_named(parse_rule(raw, known), number) for number, raw in enumerate(rules, 1)]
+        added = [_name_rule(parse_rule(raw, known), number) for number, raw in enumerate(rules, 1)]
         taken = {rule.id for rule in added}
         kept = tuple(rule for rule in self.rules if rule.id not in taken)
         return replace(self, causes=known, rules=(*added, *kept))
 
 
-def _named(rule: Rule, number: int) -> Rule:
+def _name_rule(rule: Rule, number: int) -> Rule:
     return replace(rule, id=rule.id or f"admin-{number}", of_admin=True)
 
 

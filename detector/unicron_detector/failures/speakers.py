@@ -25,7 +25,7 @@ _OF_THE_PROGRAM = re.compile(
     r"(?:\w+\.)*(?:Value|Key|Type|Index|Attribute|Assertion|Name|UnboundLocal|ZeroDivision|NotImplemented|Lookup|Syntax|"
     r"Unicode\w*|JSONDecode|Validation)Error"
 )
-_QUOTED = re.compile(r"\"[^\"\n]{1,300}\"|`[^`\n]{1,300}`|(?<!\w)'[^'\n]{1,300}'(?!\w)")
+_QUOTATION = re.compile(r"\"[^\"\n]{1,300}\"|`[^`\n]{1,300}`|(?<!\w)'[^'\n]{1,300}'(?!\w)")
 # Not types, though they are written like one: a library's own words, and labels of loggers.
 _NO_TYPE = re.compile(
     r"CUDA\w*|HIP\w*|NCCL\w*|RCCL\w*|NVML\w*|NVIDIA\w*|CU[A-Z]+_\w+|INTERNAL|ERROR|FATAL|CRITICAL|E|F|E[0-9A-Z]\d{4}"
@@ -101,13 +101,15 @@ def _is_of_a_library(line: str) -> bool:
 
 
 def own_words(text: str) -> str:
-    """What rules of the network may read, at the same places: an exception of the program's own data tells nothing of
-    the network, and what a message quotes was said elsewhere."""
+    """Blank what rules of the network may not read.
+
+    An exception of the program's own data says nothing of the network, and a quotation was said elsewhere.
+    """
     raised = exception(_bare(text))
     if raised and _OF_THE_PROGRAM.fullmatch(raised.group(1)):
         return ""
     if raised and raised.group(1) in ("RuntimeError", "Exception"):
-        return _QUOTED.sub(lambda quoted: " " * len(quoted.group()), text)
+        return _QUOTATION.sub(lambda quoted: " " * len(quoted.group()), text)
     return text
 
 

@@ -33,7 +33,7 @@ MESSAGE_LINES = 12  # of one message
 
 
 class Kind(enum.Enum):
-    """How a statement was made."""
+    """The form of a statement."""
 
     LINE = "line"
     EXCEPTION = "exception"  # nothing caught it, as far as the log shows
@@ -80,14 +80,14 @@ _OF_A_STREAM = re.compile(r'"(?:stream|pipe|time|timestamp|ts|level|levelname|se
 _HOST = re.compile(r"[A-Za-z][\w.-]{0,62}\d(?:-\w{1,20})?: ")
 _GUTTER = re.compile(r"\s+[|+](?:[ -]|$)[-+ ]*")  # of an ExceptionGroup
 _TRACEBACK = re.compile(r"( *)(?:traceback *: )?(?:Exception Group )?Traceback \(most recent call last\):")
-_IGNORED = re.compile(r"Exception ignored (in|while|on)\b")
+_IGNORED_EXCEPTION = re.compile(r"Exception ignored (in|while|on)\b")
 _IN_THREAD = re.compile(r"Exception in thread |Exception in callback |Task exception was never retrieved")
 _CHAIN = re.compile(
     r"(?:The above exception was the direct cause of|During handling of the above exception, another exception)"
 )
 _EXCEPTION = re.compile(r"((?:[A-Za-z_]\w*(?:\.|::))*[A-Z]\w*)(?:: +|:?\s*$)")
 _CLASS = re.compile(r"(?:Error|Exception|Exit|Interrupt|Timeout|Refused|Expired|Group|Unavailable|Failed)$")
-_NAMED = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
+_EXCEPTION_NAME = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
 _FRAME_BEGINS = re.compile(r'\s+File "[^"]+", line \d+, in ')
 _TRACEBACK_LATER = re.compile(r".*(Traceback \(most recent call last\):)$")  # after a progress bar
 # What stands before a traceback's first line or its frames.
@@ -118,7 +118,7 @@ _LAUNCHER = re.compile(
 )
 # torchrun's report. It names the ranks that it ended itself, too; what it saw first is the reason.
 _ROOT_CAUSE = "Root Cause (first observed failure):"
-REPORTED = re.compile(r"Root Cause \(first observed failure\):.{0,300}?exitcode *: (-?\d{1,3})\b", re.DOTALL)
+EXIT_REPORT = re.compile(r"Root Cause \(first observed failure\):.{0,300}?exitcode *: (-?\d{1,3})\b", re.DOTALL)
 _FIELD = re.compile(r"\s{1,4}(time|host|rank|exitcode|error_file|traceback) *: ?(.*)")
 _HOW_IT_ENDED = re.compile(r"-?\d{1,3} +\(pid: \d+\)|Signal (\d{1,2}) \(SIG\w+\) received by PID")
 _OF_THE_REPORT = re.compile(
@@ -151,7 +151,7 @@ _ADVICE = re.compile(
 
 
 def exception(text: str) -> re.Match[str] | None:
-    """What a message begins with, written as an exception's type (group 1) and what stands before its words."""
+    """Match an exception's type (group 1) at the beginning of a message, and what stands before its words."""
     return _EXCEPTION.match(text)
 
 
@@ -194,7 +194,7 @@ def tells_of_no_end(text: str) -> bool:
 
 
 def statements(text: str) -> list[Statement]:
-    """What was said, in the order of the text; frames of backtraces and the like are left out."""
+    """Return the statements in the order of the text, without frames of backtraces and the like."""
     return list(_Reader(head_and_tail(text, LONGEST_TEXT).splitlines()[-MOST_LINES:]))
 
 
@@ -249,7 +249,7 @@ def _without_collectors(text: str) -> str:
 
 
 def _without_header(text: str) -> str:
-    """What a parent logs of its child's end is an end, whatever level the parent gives it."""
+    """Take off a parent's header: its child's end is an end, whatever level the parent gives it."""
     if not (header := HEADER.match(text)) or label(text) is None:
         return text
     rest = text[header.end() :]
@@ -265,8 +265,7 @@ def _is_end(text: str) -> bool:
 
 
 class _Prefixes:
-    """What stands before the tracebacks of a text, whoever put it there: it stands before other lines of theirs, too,
-    but for its numbers."""
+    """Prefixes of the tracebacks of a text. They stand before other lines of theirs, too, with other numbers."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         shapes: dict[bool, dict[str, None]] = {False: {}, True: {}}
@@ -306,56 +305,61 @@ class _Reader:
         self._lines = [_Line(line, known) for line in lines]
         self._has_root_cause = any(line.text.strip() == _ROOT_CAUSE for line in self._lines)
         self._at = 0
+        self._said: list[Statement] = []
+        self._record: tuple[Weight, bool] | None = None
+        """Weight of the logger's record right before, and whether a warning's."""
+        self._chained = False
 
     def __iter__(self) -> Iterator[Statement]:
-        said: list[Statement] = []
-        owner: tuple[Weight, bool] | None = None  # of the record right before: its weight, and whether a warning's
-        chained = False
         while self._at < len(self._lines):
             line = self._lines[self._at]
-            text = line.text
-            traced = _TRACEBACK.match(text) or self._begins_within_frames(line)
-            if traced:
-                found = self._exception(line, Weight.FATAL if owner is None else owner[0])
-                found.chained = chained
-                said.append(found)
-                owner, chained = None, False
+            if _TRACEBACK.match(line.text) or self._begins_within_frames(line):
+                found = self._exception(line, Weight.FATAL if self._record is None else self._record[0])
+                found.chained = self._chained
+                self._said.append(found)
+                self._record, self._chained = None, False
                 continue
             self._at += 1
-            if _CHAIN.match(text.strip()):
-                chained = True
-                continue
-            if text.strip() == _ROOT_CAUSE:
-                said += self._report(line)
-                continue
-            if self._is_of_a_cut_report(text):
-                self._at -= 1
-                said += self._report(line)
-                continue
-            if not text.strip() or _OF_THE_REPORT.match(text):
-                continue
-            if _IGNORED.match(text):
-                owner = Weight.NOISE, True
-                continue
-            if _IN_THREAD.match(text):
-                owner = Weight.ERROR, False
-                continue
-            if text.startswith("Exception raised from ") and said and said[-1].kind is Kind.LINE:
-                said[-1].weight = max(said[-1].weight, Weight.ERROR)  # torch logs some errors as warnings
-            if _FRAME.match(text) or _HINT.match(text):
-                continue
-            one = self._statement(line)
-            said.append(one)
-            if (
-                PYTHON_WARNING.match(text)
-                and self._at < len(self._lines)
-                and self._lines[self._at].indent > line.indent
-            ):
-                self._at += 1  # its source
-            owner = self._owner(one, text)
-            if owner is None and one.kind is not Kind.LINE:
-                chained = False
-        yield from _settled(said)
+            if not self._read_mark(line) and not self._is_detail(line.text):
+                self._read_statement(line)
+        yield from _settle_weights(self._said)
+
+    def _read_mark(self, line: _Line) -> bool:
+        """Read a line that says how others belong together. Return whether it was one."""
+        text = line.text
+        if _CHAIN.match(text.strip()):
+            self._chained = True
+        elif text.strip() == _ROOT_CAUSE:
+            self._said += self._report(line)
+        elif self._is_of_a_cut_report(text):
+            self._at -= 1
+            self._said += self._report(line)
+        elif not text.strip() or _OF_THE_REPORT.match(text):
+            return True
+        elif _IGNORED_EXCEPTION.match(text):
+            self._record = Weight.NOISE, True
+        elif _IN_THREAD.match(text):
+            self._record = Weight.ERROR, False
+        else:
+            return False
+        return True
+
+    def _is_detail(self, text: str) -> bool:
+        """Whether the line belongs to the one before it; a C++ stack makes that one an error."""
+        if text.startswith("Exception raised from ") and self._said and self._said[-1].kind is Kind.LINE:
+            last = self._said[-1]
+            last.weight = max(last.weight, Weight.ERROR)  # torch logs some errors as warnings
+        return bool(_FRAME.match(text) or _HINT.match(text))
+
+    def _read_statement(self, line: _Line) -> None:
+        one = self._statement(line)
+        self._said.append(one)
+        more = self._at < len(self._lines)
+        if PYTHON_WARNING.match(line.text) and more and self._lines[self._at].indent > line.indent:
+            self._at += 1  # its source
+        self._record = self._owner(one, line.text)
+        if self._record is None and one.kind is not Kind.LINE:
+            self._chained = False
 
     @staticmethod
     def _owner(one: Statement, text: str) -> tuple[Weight, bool] | None:
@@ -388,7 +392,9 @@ class _Reader:
             return Statement("", Weight.NOISE)
         last = self._lines[self._at]
         strip = last.text.strip()
-        if not _NAMED.match(strip) or _HINT.match(strip) or _CRASH.match(strip):  # the log goes on with something else
+        if (
+            not _EXCEPTION_NAME.match(strip) or _HINT.match(strip) or _CRASH.match(strip)
+        ):  # the log goes on with something else
             return Statement("", Weight.NOISE)
         self._at += 1
         text = self._message(last)
@@ -401,7 +407,7 @@ class _Reader:
         return field_ is not None and not self._has_root_cause and _HOW_IT_ENDED.match(field_.group(2)) is not None
 
     def _report(self, line: _Line) -> Iterator[Statement]:
-        """What torchrun says of the rank that ended first: its traceback, where it has one, and its exit code."""
+        """Yield torchrun's report of the rank that ended first: its traceback, where it has one, and its exit code."""
         fields: dict[str, str] = {}
         while self._at < len(self._lines):
             here = self._lines[self._at]
@@ -438,7 +444,10 @@ class _Reader:
     def _begins_anew(text: str) -> bool:
         strip = text.strip()
         return (
-            any(each.match(strip) for each in (_TRACEBACK, _CHAIN, _IGNORED, _IN_THREAD, _TERMINATE, _CRASH, _LAUNCHER))
+            any(
+                each.match(strip)
+                for each in (_TRACEBACK, _CHAIN, _IGNORED_EXCEPTION, _IN_THREAD, _TERMINATE, _CRASH, _LAUNCHER)
+            )
             or _raised(strip)
             or _TRACEBACK.match(text) is not None
             or strip.startswith(("Exception raised from ", "frame #"))
@@ -469,7 +478,7 @@ class _Reader:
         return Statement(text, Weight.PLAIN, Kind.LINE, line.speaker)
 
 
-def _settled(said: Sequence[Statement]) -> Iterator[Statement]:
+def _settle_weights(said: Sequence[Statement]) -> Iterator[Statement]:
     """Without what is empty. An error that somebody logged and after which the process went on was handled."""
     fatal = [number for number, one in enumerate(said) if one.kind is Kind.EXCEPTION and one.weight is Weight.FATAL]
     last = fatal[-1] if fatal else -1

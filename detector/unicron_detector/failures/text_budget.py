@@ -1,5 +1,6 @@
-"""How much of what processes say is judged by its words in one turn of the controller's loop. Pure; it counts
-characters, never time, so that the same messages lead to the same records.
+"""A budget of text that is judged by its words in one turn of the controller's loop.
+
+It counts characters, never time, so that the same messages lead to the same records.
 
 Most failures of many ranks say the same but for a rank, a process, an address or a time: `alike` makes one text of
 them, which is judged once. Texts that differ are charged to their job. Beyond its share the end of a text alone is
@@ -57,7 +58,7 @@ class Budget:
         self._spent.clear()
 
     def judged(self, job: str, text: str, kernel: bool) -> str:
-        """What of a text of this job may be judged: the whole, its end or nothing. The job is charged for it."""
+        """Return the part of a text that may be judged, and charge the job: the whole, its end or nothing."""
         for whole, part in ((True, text), (False, text[-TAIL:])):
             job_spent, all_spent = (job, kernel, whole), ("", kernel, whole)
             most, most_of_all = self.of_a_job[not whole], self.of_all_jobs[not whole]

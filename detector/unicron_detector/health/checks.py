@@ -64,8 +64,10 @@ class HealthConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
 
 
 class Settings(HealthConfig, kw_only=True, frozen=True):
-    """What the checks go by. clock_reference: epoch seconds of the controller, None unknown. severity: [severity] of
-    unicron.toml, the admin's own rules. root: where proc, sys and dev are found; tests put a tree of their own there.
+    """Settings of the checks.
+
+    clock_reference: epoch seconds of the controller, None unknown. severity: [severity] of unicron.toml, the admin's
+    own rules. root: where proc, sys and dev are found; tests put a tree of their own there.
     """
 
     clock_reference: float | None = None
@@ -227,7 +229,7 @@ def _judge_nic(name: str, settings: Settings) -> Finding:
 
 # ----------------------------------------------------------------------------------------- file system, shared memory
 
-_BROKEN = {errno.EIO, errno.EROFS}
+_DEVICE_ERRORS = {errno.EIO, errno.EROFS}
 
 
 def check_file_system(settings: Settings) -> Finding:
@@ -246,7 +248,7 @@ def _try_path(path: Path, settings: Settings, size: int = 1 << 16) -> Finding:
             file.seek(0)
             same = file.read() == content
     except OSError as error:
-        broken = error.errno in _BROKEN and _is_local(path, settings)
+        broken = error.errno in _DEVICE_ERRORS and _is_local(path, settings)
         return Finding(BAD if broken else WARNING, f"{path}: {error.strerror or error}", {str(path): error.errno})
     seconds = time.perf_counter() - start
     if not same:
@@ -306,13 +308,13 @@ def check_clock(settings: Settings, now: Callable[[], float] = time.time) -> Fin
         if abs(skew) > settings.clock_warn:
             return Finding(WARNING, f"the clock is {skew:+.1f} s off the controller's", values)
         return Finding(GOOD, f"{skew:+.3f} s off the controller's", values)
-    kept = _synchronised()
+    kept = _is_clock_synchronised()
     if kept is False:
         return Finding(WARNING, "no time service keeps this clock", {"synchronised": False})
     return Finding(GOOD, "kept by a time service" if kept else "runs", {"synchronised": kept})
 
 
-def _synchronised() -> bool | None:
+def _is_clock_synchronised() -> bool | None:
     """Whether the kernel's clock is disciplined (adjtimex(2), STA_UNSYNC); None when it cannot be asked."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""What a check says of a node."""
+"""Findings of a check about a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel has said of this node's hardware since the last check, for a check that root runs.
+"""Kernel messages about this node's hardware since the last check, for a check that root runs.
 
 The agents read the kernel log, too; but an agent is its user's process, so its word moves its own job only. This one
 may drain the node, so it believes nothing that a user can write: only the kernel's own records count (userspace writes
@@ -20,7 +20,7 @@ from unicron_detector.failures.classify import Classifier
 from unicron_detector.failures.severity import Severity, Verdict
 from unicron_detector.health.kernel_log import RECORD_BYTES, line_of
 
-KEPT = 5  # lines that are remembered
+MOST_LINES = 5  # lines that are remembered
 # Causes that are the hardware's beyond doubt. A driver's failure, an oops or a DMA fault may be a program's doing.
 PROVEN = frozenset({"ecc_error", "gpu_lost", "nvlink_error", "host_hardware_error", "nic_error"})
 UNPROVEN = frozenset({"pcie-hotplug"})  # rules: an admin may pull a device
@@ -41,8 +41,8 @@ _OF_A_USER = re.compile(r",? (?:pid|name|comm)[=:].*")  # the rest of the line m
 
 
 @dataclass
-class Seen:
-    """What earlier checks of this boot have read: the last record's number, and the lines that condemn the node."""
+class KernelState:
+    """State of earlier checks of this boot: the last record's number, and the lines that condemn the node."""
 
     boot: str
     last: int
@@ -68,11 +68,11 @@ def check_kernel_log(log: Path, boot: str, state: Path, classifier: Callable[[],
     seen = _load(state, boot)
     last, bad = (seen.last, seen.bad) if seen else (-1, [])
     for number, line in _records(log):
-        if seen is not None and number > last and len(bad) < KEPT and _OWN.match(line):
+        if seen is not None and number > last and len(bad) < MOST_LINES and _OWN.match(line):
             if verdict := proven(line, classifier()):
                 bad.append(f"{verdict.cause}: {line[:120]}")
         last = max(last, number)
-    _save(state, Seen(boot, last, bad))
+    _save(state, KernelState(boot, last, bad))
     return bad
 
 
@@ -104,18 +104,18 @@ def _read(descriptor: int) -> Iterator[bytes]:
         yield data
 
 
-def _load(state: Path, boot: str) -> Seen | None:
+def _load(state: Path, boot: str) -> KernelState | None:
     try:
         found = json.loads(state.read_text())
-        seen = Seen(str(found["boot"]), int(found["last"]), [str(line) for line in found["bad"]])
+        seen = KernelState(str(found["boot"]), int(found["last"]), [str(line) for line in found["bad"]])
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):  # cut off or of another release: as at the first check
         return None
-    return seen if seen.boot == boot else Seen(boot, -1)
+    return seen if seen.boot == boot else KernelState(boot, -1)
 
 
-def _save(state: Path, seen: Seen) -> None:
+def _save(state: Path, seen: KernelState) -> None:
     folder = state.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     known = folder.stat()

@@ -24,17 +24,17 @@ LONGEST_BURST = 300.0  # one that does not stop is told again after this
 KINDS_KEPT = 200
 PER_MINUTE = 30  # so many different faults a minute are forwarded; a node that says more is broken in one way or other
 _RECORD = re.compile(rb"^\d+,\d+,\d+,[^;]*;")
-_ESCAPED = re.compile(r"\\x([0-9a-fA-F]{2})")
+_ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
 _XID = re.compile(r"Xid\s{0,9}(?:\(([^)\n]{0,120})\))?:?\s{0,9}(\d{1,9})", re.IGNORECASE)
 _PID = re.compile(
     r"\bpid[= ]'?(\d+)|[Kk]ill(?:ed)? process (\d+)|\btask .{1,40}?:(\d{1,9}) blocked|\[(\d+)\]: segfault"
 )
-_KILLED = re.compile(r"\bkill(ed)? process \d+", re.IGNORECASE)
+_KILL = re.compile(r"\bkill(ed)? process \d+", re.IGNORECASE)
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 
 class KernelLog:
-    """What is written to the kernel log from now on. Raises OSError when it cannot be opened.
+    """New lines of the kernel log. Raises OSError when it cannot be opened.
 
     `pollable` says whether its descriptor becomes readable with a new line: a plain file has to be looked at by clock.
     """
@@ -115,7 +115,7 @@ def line_of(record: bytes) -> str:
     first = (record[prefix.end() :] if prefix else record).split(b"\n", 1)[0]
     text = first.decode(errors="replace").strip()
     if prefix:
-        text = _ESCAPED.sub(lambda hit: chr(int(hit.group(1), 16)), text)
+        text = _ESCAPE.sub(lambda hit: chr(int(hit.group(1), 16)), text)
     return " ".join(text.split())[:TEXT_KEPT]
 
 
@@ -175,7 +175,7 @@ def of_a_kernel(verdict: Verdict, line: str) -> bool:
     if verdict.rule.startswith("xid"):
         return True
     if verdict.cause == "host_out_of_memory":
-        return _KILLED.search(line) is not None
+        return _KILL.search(line) is not None
     return verdict.scope != "application" and (verdict.action != REPORT or verdict.cause == "hardware_warning")
 
 

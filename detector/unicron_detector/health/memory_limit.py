@@ -1,5 +1,6 @@
-"""What the limits of a process's memory cgroup leave it. At a limit the kernel's out-of-memory killer ends a process of
-the group, so whoever is about to take much looks first.
+"""Memory below the limits of a process's cgroup.
+
+At a limit the kernel's out-of-memory killer ends a process of the group, so whoever is about to take much looks first.
 
 Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
 """
@@ -19,7 +20,7 @@ _V2 = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_re
 
 
 class Left(NamedTuple):
-    """How much memory is left for this process's group.
+    """Memory that is left for this process's group.
 
     size: bytes, below 0 for a group that is over its limit. folder: the group whose limit is the nearest.
     """
@@ -29,7 +30,7 @@ class Left(NamedTuple):
 
 
 def left(pid: int | str = "self", proc: Path = Path("/proc")) -> Left | None:
-    """What the process's group and those above it leave; None where no limit is to be seen."""
+    """Return what the process's group and those above it leave; None where no limit is to be seen."""
     file = counter_file(pid, proc)
     if file is None:
         return None

@@ -46,7 +46,7 @@ def counter_file(pid: int | str = "self", proc: Path = Path("/proc")) -> Path | 
 
 
 def read_count(file: Path) -> int | None:
-    """How many processes of the cgroup were killed for want of memory; None when that cannot be read."""
+    """Return how many processes of the cgroup were killed for want of memory; None when that cannot be read."""
     try:
         for line in file.read_text().splitlines():
             name, _, value = line.partition(" ")

@@ -102,7 +102,7 @@ class Link:
 
 
 def ports(token: str) -> list[int]:
-    """Where rank 0 may listen: below the kernel's usual range of ephemeral ports, spread by the token."""
+    """Return ports for rank 0: below the kernel's usual range of ephemeral ports, spread by the token."""
     first = 20000 + zlib.crc32(token.encode()) % 12000
     return [first + 13 * i for i in range(PORTS)]
 
@@ -384,14 +384,14 @@ def agree_on_backend(rank: int, nodes: Sequence[str], links: dict[int, Link], wa
     return answer
 
 
-_kept: list[Any] = []  # rank 0's store must live as long as the process
+_stores: list[Any] = []  # rank 0's store must live as long as the process
 
 
 def _store(backend: str, size: int) -> int:
     import torch.distributed as dist
 
     store = dist.TCPStore("0.0.0.0", 0, size, is_master=True, wait_for_workers=False)
-    _kept.append(store)
+    _stores.append(store)
     return store.port
 
 
@@ -406,7 +406,9 @@ def _transports(options: argparse.Namespace, rank: int, links: dict[int, Link]) 
     import torch.distributed as dist
 
     limit = datetime.timedelta(seconds=options.patience)
-    store = _kept[0] if rank == 0 else dist.TCPStore(options.address, port, len(nodes), is_master=False, timeout=limit)
+    store = (
+        _stores[0] if rank == 0 else dist.TCPStore(options.address, port, len(nodes), is_master=False, timeout=limit)
+    )
     devices = [f"cuda:{i}" for i in range(gpus)] if backend == "nccl" else ["cpu"]
     return [functools.partial(Torch, rank, len(nodes), store, backend, device, options.patience) for device in devices]
 

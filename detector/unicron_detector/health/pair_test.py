@@ -106,7 +106,7 @@ def judge(
     known_good: Iterable[str] = (),
     slower: float = 1.5,
 ) -> Judgement:
-    """What both rounds prove. Only a suspect that failed beside a node proven good is bad."""
+    """Judge both rounds. Only a suspect that failed beside a node proven good is bad."""
     limit = _limit(first, slower)
     questionable = set(suspects(first, slower))
     trusted = set(known_good) - questionable

@@ -1,4 +1,4 @@
-"""What a program prints, up to a bound: one that prints without end must not fill this process's memory."""
+"""Output of a program, up to a bound: one that prints without end must not fill this process's memory."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _line(said: Sequence[str], status: int) -> str:
 
 
 def check_program(name: str, given: str | HealthProgram, timeout: float) -> Finding:
-    """What the program says of this node. timeout: seconds. A program that cannot be trusted is not run."""
+    """Run the program and return its finding. timeout: seconds. A program that cannot be trusted is not run."""
     program = as_program(given)
     command = shlex.split(program.command)
     if why := _unfit(command, program.user):
@@ -162,11 +162,11 @@ def _unfit(command: Sequence[str], user: str) -> str:
             pwd.getpwnam(user)
         except KeyError:
             return f"there is no user {user!r} here"
-    others = [] if user else _named(command)
+    others = [] if user else _files_named(command)
     return next(filter(None, (untrusted(command[0]), *(untrusted(path, executed=False) for path in others))), "")
 
 
-def _named(command: Sequence[str]) -> list[str]:
+def _files_named(command: Sequence[str]) -> list[str]:
     """The files in a command's arguments that it may run, also within a text for a shell: programs, and whatever a
     program reads that is known to run what it is given."""
     reads = _RUNS_OTHERS.fullmatch(os.path.basename(command[0]))
@@ -182,7 +182,7 @@ def untrusted(program: str, executed: bool = True) -> str:
     executed: by itself; else an interpreter reads it."""
     for _ in range(MOST_INTERPRETERS):
         try:
-            path, why = _followed(program)
+            path, why = _follow_path(program)
             if why:
                 return why
             if not stat.S_ISREG(os.stat(path).st_mode) or (executed and not os.access(path, os.X_OK)):
@@ -195,9 +195,11 @@ def untrusted(program: str, executed: bool = True) -> str:
     return f"{program} is an interpreter of an interpreter: name one program"
 
 
-def _followed(program: str) -> tuple[str, str]:
-    """Where a path leads, step by step from the root, and who but root and this user may change that; empty for nobody.
-    Each step is looked at when all before it are known to stay. Raises OSError."""
+def _follow_path(program: str) -> tuple[str, str]:
+    """Follow a path step by step from the root. Return its end, and who but root and this user may change that.
+
+    Each step is looked at when all before it are known to stay. Raises OSError.
+    """
     at, rest = "/", program.split("/")[::-1]
     links = 0
     if not program.startswith("/"):
@@ -226,8 +228,10 @@ def _followed(program: str) -> tuple[str, str]:
 
 
 def _changeable(path: str, status: os.stat_result) -> str:
-    """How others may change what is there, and what to do; empty when they cannot. A sticky bit keeps the names in a
-    folder, but not what is in a file. A link has no mode of its own."""
+    """Describe how others may change what is there, and what to do; empty when they cannot.
+
+    A sticky bit keeps the names in a folder, but not what is in a file. A link has no mode of its own.
+    """
     if status.st_uid not in (0, os.geteuid()):
         return f"{path} has to be root's or this user's own: `chown root {path}`"
     kept = stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX)
@@ -235,7 +239,7 @@ def _changeable(path: str, status: os.stat_result) -> str:
 
 
 def _interpreter(path: str) -> str:
-    """What the kernel starts for a script; empty for another program. Raises OSError."""
+    """Return the interpreter of a script; empty for another program. Raises OSError."""
     try:
         with open(path, "rb") as file:
             line = file.read(256).split(b"\n")[0]
@@ -268,7 +272,7 @@ def _environment() -> Mapping[str, str]:
 
 
 def _identity(user: str) -> dict[str, Any]:
-    """What Popen is told of who runs it: a session of its own, and no more groups than the user has."""
+    """Return Popen's arguments for a user: a session of its own, and no more groups than the user has."""
     if not user:
         return {"start_new_session": True}
     known = pwd.getpwnam(user)
@@ -279,7 +283,7 @@ def _identity(user: str) -> dict[str, Any]:
 
 
 def program_problem(name: str, given: str | HealthProgram, taken: Sequence[str]) -> str:
-    """What is wrong with one program's line, or nothing. taken: names of Unicron's own checks."""
+    """Describe what is wrong with one program's line; empty where nothing is. taken: names of Unicron's own checks."""
     if name in taken:
         return f"programs.{name}: this is a check of Unicron's own: give it another name"
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", name) or name == "all":

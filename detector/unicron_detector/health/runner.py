@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from unicron_detector.health.checks import CHECKS, Settings
 from unicron_detector.health.findings import BAD, GOOD, UNKNOWN, WARNING, Finding
 
-SKIPPED = "skipped"
+SKIP_WORD = "skipped"
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,10 @@ class Report:
 
     @property
     def reason(self) -> str:
-        """What stands behind the verdict, in one line: what a drain reason or a log needs. A warning hides no check
-        that gave no answer: one that hangs at every run would never be seen."""
+        """The reason of the verdict in one line, for a drain or a log.
+
+        A warning hides no check that gave no answer: one that hangs at every run would never be seen.
+        """
         shown = (WARNING, UNKNOWN) if self.verdict == WARNING else (self.verdict,)
         telling = [f"{one.name}: {one.reason}" for word in shown for one in self.results if one.verdict == word]
         return "; ".join(telling) if self.verdict != GOOD else "all checks passed"
@@ -106,7 +108,7 @@ class _Job:
 
     def result(self, until: float) -> Result:
         if self._off:
-            return Result(self._name, SKIPPED, "switched off", 0.0, {})
+            return Result(self._name, SKIP_WORD, "switched off", 0.0, {})
         self._thread.join(max(0.0, until - time.perf_counter()))
         if self._answer is None:
             limit = self._settings.timeout

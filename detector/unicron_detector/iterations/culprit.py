@@ -19,7 +19,7 @@ NOTICEABLE = 0.1  # a slowdown of the whole iteration by less does not count
 
 @dataclass(frozen=True)
 class Culprit:
-    """Who is slow or stuck. ``slot`` is None when no single rank is (the network). ``slowdown``: ratio to the peers in
+    """A slow or stuck rank. ``slot`` is None when no single rank is (the network). ``slowdown``: ratio to the peers in
     that phase, infinite when it is stuck."""
 
     slot: int | None
@@ -30,7 +30,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank has come: the number of collectives it has entered, when it entered the last one (seconds on the
+    """Progress of a rank: the number of collectives it has entered, when it entered the last one (seconds on the
     controller's clock, None if unknown), and the phase it reported last."""
 
     collectives: int
@@ -54,11 +54,11 @@ def slowest(
         if (culprit := _own_phase(slot, phase, phases, usual or {})) is not None
     ]
     if found:
-        return max(found, key=lambda item: (_lost(item, phases), -(item.slot or 0)))
+        return max(found, key=lambda item: (_seconds_lost(item, phases), -(item.slot or 0)))
     return _by_waiting(phases, usual or {})
 
 
-def _lost(culprit: Culprit, phases: Mapping[int, Mapping[str, float]]) -> float:
+def _seconds_lost(culprit: Culprit, phases: Mapping[int, Mapping[str, float]]) -> float:
     """The seconds that the culprit's phase takes over its reference: what the others wait for."""
     own = 0.0 if culprit.slot is None else phases[culprit.slot][culprit.phase]
     return own - own / culprit.slowdown
@@ -124,7 +124,7 @@ def _by_waiting(
 
 
 def stuck(progress: Mapping[int, Progress], slots: Iterable[int] | None = None) -> list[Culprit]:
-    """Who has not entered the collective in which the others wait, for an iteration past its deadline.
+    """Find the ranks that have not entered the collective in which the others wait, past the iteration's deadline.
 
     ``progress``: slot -> Progress of those that report; ``slots``: all slots of the job (a silent one is stuck, too).
     Returns the culprits, furthest behind first; empty when nobody is behind (then all wait in the same collective,
@@ -154,8 +154,7 @@ Groups = Mapping[str, tuple[int, int, str]]
 
 
 def lagging(ranks: Mapping[int, Groups]) -> list[Culprit]:
-    """Who has not begun the collective in which others wait, group by group, without those that wait in another group
-    themselves.
+    """Find the ranks that have not begun a collective in which others wait, and wait in no group themselves.
 
     ``ranks``: slot -> process group -> (collectives begun, ended, the last one in words). Empty when nobody lags.
     """

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 
 class Health(enum.Enum):
-    """What the monitor says after an iteration."""
+    """The monitor's verdict after an iteration."""
 
     LEARNING = "learning"
     HEALTHY = "healthy"
@@ -33,7 +33,7 @@ FEW_BLOCKS = 16  # with fewer, the noise that was measured is doubled
 OWN_MARGIN = 1.25  # an iteration of the job's own that ended by itself may come again, and be so much longer
 KEPT_OF_HIGHEST = 1.0 - 3.5e-5  # per iteration, of the longest one: a half-life of about 20,000
 LEAVE = 0.6  # of the way from the baseline to the limit: below it a degraded job is healthy again
-MOVED = 0.5  # of that way: so far must a block have moved without its OUTLIERS slowest iterations
+STEADY_MOVE = 0.5  # of that way: so far must a block have moved without its OUTLIERS slowest iterations
 OUTLIERS = 2
 FASTER, SLOWER = 0.02, 0.002  # shares of the way to the average by which the baseline moves in an iteration
 
@@ -171,7 +171,7 @@ class IterationMonitor:
         leave = self._baseline + (limit - self._baseline) * LEAVE
         # A few slow iterations that lift the mean of their block are no slow job: without them it must have moved, too.
         most = sorted(self._recent)[:-OUTLIERS]
-        moved = sum(most) / len(most) > self._baseline + (limit - self._baseline) * MOVED
+        moved = sum(most) / len(most) > self._baseline + (limit - self._baseline) * STEADY_MOVE
         self._degraded = (recent > limit and moved) or (self._degraded and recent > leave)
         self._follow(ratio * average)
         reason = ""

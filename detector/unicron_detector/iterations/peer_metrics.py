@@ -142,7 +142,7 @@ def read_nics(root: Path = Path("/proc"), classes: Path = Path("/sys/class/net")
 def read_links(
     classes: Path = Path("/sys/class/net"), infiniband: Path = Path("/sys/class/infiniband")
 ) -> dict[str, int]:
-    """How often each link went down or up: ``carrier_changes`` of interfaces, ``link_downed`` of InfiniBand ports."""
+    """Count how often each link changed: ``carrier_changes`` of interfaces, ``link_downed`` of InfiniBand ports."""
     result = {}
     for path in [*classes.glob("*/carrier_changes"), *infiniband.glob("*/ports/*/counters/link_downed")]:
         parts = path.relative_to(classes if path.is_relative_to(classes) else infiniband).parts
@@ -189,7 +189,7 @@ def read_gpus() -> list[dict[str, float]]:
 
 
 def _read_gpu(nvml: Any, index: int) -> dict[str, float]:
-    """What this card offers; a query that it does not support is left out."""
+    """Return the metrics of a card; a query that it does not support is left out."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     queries: dict[str, Callable[[], float]] = {
         "gpu_busy": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0,
@@ -220,7 +220,7 @@ def read_worst_gpu() -> dict[str, float]:
 
 
 def read_node() -> dict[str, float]:
-    """What the kernel counts of the node, which never hangs; a collector that fails is left out."""
+    """Return what the kernel counts of the node, which never hangs; a collector that fails is left out."""
     result: dict[str, float] = {}
     for collector in (read_cpu, read_memory, read_nics):
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError):

@@ -16,7 +16,7 @@ from statistics import fmean, median, pstdev
 
 from unicron_detector.iterations.culprit import OWN_PHASES, Culprit
 
-COMPARED = (*OWN_PHASES, "outside")  # in which a rank works by itself
+OWN_TIMES = (*OWN_PHASES, "outside")  # in which a rank works by itself
 BLOCK, BLOCKS = 8, 6  # iterations of a block; so many blocks in a row
 THRESHOLD = 0.1  # share of the iteration's own work that counts
 PEER_SPREADS = 4.0  # robust standard deviations of the peers among themselves
@@ -35,13 +35,13 @@ class Block:
     squared: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
-        table = {slot: [times.get(name, 0.0) for name in COMPARED] for slot, times in row.items()}
+        table = {slot: [times.get(name, 0.0) for name in OWN_TIMES] for slot, times in row.items()}
         middle = [fmean(column) for column in zip(*table.values(), strict=True)]
         self.iterations += 1
         for slot, values in table.items():
-            seconds = self.seconds.setdefault(slot, [0.0] * len(COMPARED))
-            apart = self.apart.setdefault(slot, [0.0] * len(COMPARED))
-            squared = self.squared.setdefault(slot, [0.0] * len(COMPARED))
+            seconds = self.seconds.setdefault(slot, [0.0] * len(OWN_TIMES))
+            apart = self.apart.setdefault(slot, [0.0] * len(OWN_TIMES))
+            squared = self.squared.setdefault(slot, [0.0] * len(OWN_TIMES))
             for index, value in enumerate(values):
                 difference = value - middle[index]
                 seconds[index] += value
@@ -86,7 +86,7 @@ class Stragglers:
         blocks = list(self._past)[-last:]
         count = sum(block.iterations for block in blocks)
         return {
-            slot: [sum(block.seconds[slot][index] for block in blocks) / count for index in range(len(COMPARED))]
+            slot: [sum(block.seconds[slot][index] for block in blocks) / count for index in range(len(OWN_TIMES))]
             for slot in blocks[-1].seconds
             if all(slot in block.seconds for block in blocks)
         }
@@ -99,7 +99,7 @@ class Stragglers:
         peers = _peers(means, slot, groups)
         if not peers:
             return False
-        excess = _excess(means, slot, peers, COMPARED.index(culprit.phase))
+        excess = _excess(means, slot, peers, OWN_TIMES.index(culprit.phase))
         return excess > 0.5 * THRESHOLD * (sum(means[slot]) - excess)
 
     def _find(self, groups: Mapping[int, Hashable]) -> Culprit | None:
@@ -107,7 +107,7 @@ class Stragglers:
         candidates = []
         for group in {groups.get(slot) for slot in means}:
             slots = [slot for slot in means if groups.get(slot) == group]
-            for index in range(len(COMPARED)) if len(slots) > 1 else ():
+            for index in range(len(OWN_TIMES)) if len(slots) > 1 else ():
                 middle = median(means[slot][index] for slot in slots)
                 candidates.append(max((means[slot][index] - middle, -slot, index) for slot in slots))
         looks = (self._examine(means, -slot, index, groups) for _, slot, index in sorted(candidates, reverse=True)[:3])
@@ -133,11 +133,11 @@ class Stragglers:
             return None
         slowdown = (work + excess) / work
         reason = (
-            f"slot {slot} takes {middle + excess:.3f} s in {COMPARED[index]}, its {len(peers)} "
+            f"slot {slot} takes {middle + excess:.3f} s in {OWN_TIMES[index]}, its {len(peers)} "
             f"peer{'s' * (len(peers) > 1)} {middle:.3f} s, in all of the last {BLOCK * BLOCKS} iterations: "
             f"its own work takes {slowdown:.2f}x as long"
         )
-        return Culprit(slot, COMPARED[index], slowdown, reason)
+        return Culprit(slot, OWN_TIMES[index], slowdown, reason)
 
     def _noise(self, slot: int, index: int) -> float:
         """Standard error of the slot's difference from the others, from single iterations."""
@@ -153,5 +153,5 @@ def _peers(slots: Iterable[int], slot: int, groups: Mapping[int, Hashable]) -> l
 
 
 def _excess(means: Mapping[int, list[float]], slot: int, peers: list[int], index: int) -> float:
-    """How much longer the slot takes than its peers."""
+    """Return how much longer the slot takes than its peers."""
     return means[slot][index] - median(means[other][index] for other in peers)

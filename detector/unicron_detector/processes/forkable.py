@@ -91,7 +91,7 @@ def descriptors() -> dict[int, str]:
 
 
 def opened(known: set[int]) -> str | None:
-    """What the imports have opened and processes must not share: devices, sockets, pipes, polls."""
+    """Describe what the imports have opened and processes must not share: devices, sockets, pipes, polls."""
     for number, target in sorted(descriptors().items()):
         if number in known:
             continue

@@ -18,7 +18,7 @@ READ_BYTES = 1 << 16
 
 
 class JobInput:
-    """What comes by the descriptor `source`; `most` bytes of it are kept for processes that start later."""
+    """Reads `source` and keeps up to `most` bytes for processes that start later."""
 
     def __init__(self, source: int, most: int = MOST_BYTES) -> None:
         self._source, self._most = source, most
@@ -88,7 +88,7 @@ class JobInput:
                 if not self._given:
                     self._close_thread()
                     return
-                poll = self._wanted(wake)
+                poll = self._poll(wake)
             ready = [descriptor for descriptor, _ in poll.poll()]
             if wake in ready:
                 os.read(wake, READ_BYTES)
@@ -100,9 +100,12 @@ class JobInput:
             os.close(descriptor)
         self._wake = None
 
-    def _wanted(self, wake: int) -> select.poll:
-        """What to wait for. The input is read when a process has all that was read before, so that nothing is taken
-        from a stream that nobody reads; where it is no longer kept, when all processes have."""
+    def _poll(self, wake: int) -> select.poll:
+        """Return a poll of what to wait for.
+
+        The input is read when a process has all that was read before, so that nothing is taken from a stream that
+        nobody reads; where it is no longer kept, when all processes have.
+        """
         poll = select.poll()
         poll.register(wake, select.POLLIN)
         at_end = [given == self._read for given in self._given.values()]
@@ -114,7 +117,7 @@ class JobInput:
 
     @property
     def _full(self) -> bool:
-        """What comes now is not kept."""
+        """Whether no more input is kept."""
         return self._lost or self._read + READ_BYTES > self._most
 
     def _read_source(self) -> None:

@@ -1,4 +1,4 @@
-"""How a line in a log looks, for jobs and unicrond, in files and in the journal. Standard library only.
+"""The form of a line in a log, for jobs and unicrond, in files and in the journal. Standard library only.
 
 2026-11-26T05:42:01 WARNING unicron job=131_2 slot=5: checkpoint of iteration 40 not written: No space left
 """

@@ -175,8 +175,10 @@ def micro_batch_of(error: BaseException | None) -> tuple[int | None, int | None]
 
 
 def _cause(lines: str) -> str:
-    """What a traceback names as the reason: the root of a chain, and whose socket it was. Empty where that fails, for
-    a report must go out."""
+    """Return the reason that a traceback names: the root of a chain, and whose socket it was.
+
+    It is empty where that fails, for a report must go out.
+    """
     try:
         return one_line(default_classifier().last_words(lines)[0])
     except Exception:

@@ -130,7 +130,7 @@ class Fault:
 
 @dataclass
 class Status:
-    """What the rank says of itself. For the fields see `unicron_ctl.shared.protocol.structs.RankStatus`."""
+    """A rank's report of itself. For the fields see `unicron_ctl.shared.protocol.structs.RankStatus`."""
 
     kind: ClassVar[str] = "rank"
     state: str

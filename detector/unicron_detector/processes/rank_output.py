@@ -1,4 +1,4 @@
-"""Where the output of a rank goes: to the job's log, and to a file of its own, each line with the time.
+"""Output of a rank: it goes to the job's log, and to a file of its own, each line with the time.
 
 A supervisor reads a rank's standard output by a pipe only where somebody asked for one of the two.
 """

@@ -28,19 +28,21 @@ def ignore_step_signals() -> list[signal.Signals]:
 
 # ---------------------------------------------------------------- what a rank starts
 FOR_THE_RANK = (signal.SIGUSR1, signal.SIGUSR2)
-_spared = False
+_helpers_spared = False
 _before_fork = threading.local()  # the signals that this thread blocked before it forked
 
 
 def spare_helpers() -> None:
-    """What this process starts from here on does not hear the signals for which it has a handler: a worker that loads
-    data, a program. A fork ignores them, and may set a handler of its own. A program that is executed has them
-    blocked: it inherits no handler, and SIGUSR1 would end it. SIGTERM is for a fork, too: one that comes before Python
-    has set up the fork waits until then, or Python would forget it."""
-    global _spared
-    if _spared:
+    """Keep the signals for which this process has a handler from what it starts from here on.
+
+    A fork, such as a worker that loads data, ignores them, and may set a handler of its own. A program that is
+    executed has them blocked: it inherits no handler, and SIGUSR1 would end it. SIGTERM is for a fork, too: one that
+    comes before Python has set up the fork waits until then, or Python would forget it.
+    """
+    global _helpers_spared
+    if _helpers_spared:
         return
-    _spared = True
+    _helpers_spared = True
     os.register_at_fork(before=_block_handled, after_in_parent=_unblock, after_in_child=_ignore_handled)
     deaf = _blocking(_posixsubprocess.fork_exec)
     _posixsubprocess.fork_exec = deaf  # of multiprocessing
@@ -50,12 +52,12 @@ def spare_helpers() -> None:
     os.posix_spawnp = _blocking(os.posix_spawnp)
 
 
-def _handled(numbers: Iterable[signal.Signals] = FOR_THE_RANK) -> list[signal.Signals]:
+def _with_handlers(numbers: Iterable[signal.Signals] = FOR_THE_RANK) -> list[signal.Signals]:
     return [number for number in numbers if callable(signal.getsignal(number))]
 
 
 def _block_handled() -> None:
-    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handled((*FOR_THE_RANK, signal.SIGTERM)))
+    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _with_handlers((*FOR_THE_RANK, signal.SIGTERM)))
 
 
 def _unblock() -> None:
@@ -63,14 +65,14 @@ def _unblock() -> None:
 
 
 def _ignore_handled() -> None:
-    for number in _handled():
+    for number in _with_handlers():
         signal.signal(number, signal.SIG_IGN)
     _unblock()
 
 
 def _blocking(start: Callable[..., int]) -> Callable[..., int]:
     def start_deaf(*arguments: Any, **more: Any) -> int:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _handled())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _with_handlers())
         try:
             return start(*arguments, **more)
         finally:

@@ -54,7 +54,7 @@ def reap_orphans(known: Collection[int]) -> None:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def _shown(line: bytes) -> bytes:
+def _visible_line(line: bytes) -> bytes:
     """The line as a terminal would show it: the part behind its last carriage return. A long line keeps both ends."""
     line = line.rstrip(b"\r").rpartition(b"\r")[2]
     half = LINE_BYTES // 2
@@ -63,7 +63,7 @@ def _shown(line: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where a process's input comes from, where its output goes, and on which CPUs it runs: by default as this process.
+    """Input, output and CPUs of a process: by default those of this process.
 
     stdin, stdout: descriptors. out, err: take what was read of its standard output, where that is a pipe, and of its
     standard error. cpus: empty for those of this process.
@@ -85,7 +85,7 @@ class Surroundings:
 USUAL = Surroundings()
 
 
-class Forked:
+class ForkedProcess:
     """A child of this process that another process has forked, with what :class:`Child` needs of a Popen."""
 
     def __init__(self, pid: int):
@@ -148,10 +148,12 @@ class Child:
         """A child of this process that another one has forked, in a process group of its own; `stderr` is the reading
         end of its standard error."""
         child = cls.__new__(cls)
-        child._adopt_process(Forked(pid), stderr, surroundings)
+        child._adopt_process(ForkedProcess(pid), stderr, surroundings)
         return child
 
-    def _adopt_process(self, process: subprocess.Popen[bytes] | Forked, stderr: int, around: Surroundings) -> None:
+    def _adopt_process(
+        self, process: subprocess.Popen[bytes] | ForkedProcess, stderr: int, around: Surroundings
+    ) -> None:
         self.surroundings = around
         self.started = time.monotonic()  # how long it lives does not change with the time of day
         self._process, self.stderr = process, stderr
@@ -172,8 +174,8 @@ class Child:
             return True
         self.output.write(data, self.surroundings.err)
         *lines, self._partial = (self._partial + data).split(b"\n")
-        self._partial = _shown(self._partial)
-        self._tail.extend(_shown(line).decode(errors="replace") for line in lines if line.strip())
+        self._partial = _visible_line(self._partial)
+        self._tail.extend(_visible_line(line).decode(errors="replace") for line in lines if line.strip())
         return bool(data)
 
     def pass_stdout(self) -> bool:

@@ -174,7 +174,7 @@ Stamp = tuple[int, int, int]
 
 
 def stamp(path: str) -> Stamp | None:
-    """What changes with a file's content."""
+    """Return what changes with a file's content."""
     try:
         found = os.stat(path)
     except OSError:
@@ -220,8 +220,10 @@ class Files:
 
 # ---------------------------------------------------------------- the zygote
 class Zygote:
-    """What serves requests on `line`, for the command `words`. deaf: signals that it ignores, and ranks do not. first:
-    what leads sys.path for it."""
+    """A server of requests on `line`, for the command `words`.
+
+    deaf: signals that it ignores, and ranks do not. first: what leads sys.path for it.
+    """
 
     def __init__(self, line: socket.socket, words: list[str], deaf: Sequence[signal.Signals]):
         self._line, self._words, self._deaf = line, words, deaf
@@ -285,7 +287,7 @@ class Zygote:
             self._import(ast.parse(f"import {name}").body[0], {}, f"import {name}")
 
     def _import_later(self) -> None:
-        """What every rank would import for itself; what cannot be imported is the ranks' matter."""
+        """Import what every rank would import for itself; what cannot be imported is the ranks' matter."""
         with contextlib.suppress(Cold):
             self._import_all([later for now, later in LATER.items() if now in sys.modules])
 

@@ -24,7 +24,7 @@ from unicron_planner.solver.plan import Plan, plan_of
 from unicron_planner.solver.solve import best, by_owner, solve
 
 MOST_JOBS_FOR_PAIRS = 16
-TRACED = 4096  # sizes over which an assignment is traced by name; above, see _Class._walk
+MOST_TRACE_SIZES = 4096  # sizes over which an assignment is traced by name; above, see _Class._walk
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Entry:
 
     @cached_property
     def plan(self) -> Plan:
-        """What solve(self.scenario) gives."""
+        """The plan of solve(self.scenario)."""
         return plan_of(self.scenario, self.assignment)
 
 
@@ -148,7 +148,7 @@ class _Class:
         """The assignment after each event."""
         bound = tables.Bound(self.rows, self.nodes)
         for case in self.cases:
-            case.upper = bound.upper + sum(self._reduced(bound, i, row) for i, row in case.changed.items())
+            case.upper = bound.upper + sum(self._bound_change(bound, i, row) for i, row in case.changed.items())
         gap = bound.core_gap(tables.CORE)
         while True:
             self._values(bound, gap)
@@ -158,8 +158,8 @@ class _Class:
             gap = bound.wider(gap, needed)
         return {case.event: self._trace(bound, case) for case in self.cases}
 
-    def _reduced(self, bound: tables.Bound, i: int, row: Row | None) -> int:
-        """What the change of one row adds to the bound."""
+    def _bound_change(self, bound: tables.Bound, i: int, row: Row | None) -> int:
+        """Return what the change of one row adds to the bound."""
         before = bound.best[i] if i < len(self.rows) else 0
         return (0 if row is None else int((row.keys - bound.price * row.sizes).max())) - before
 
@@ -199,7 +199,7 @@ class _Class:
             if i in case.changed:
                 row = _near(bound.price, case.changed[i], gap)
             else:
-                row = _kept(bound.rows[i], bound.slack[i], gap)
+                row = _row_within(bound.rows[i], bound.slack[i], gap)
             if row is not None:
                 names.append(job.name)
                 rows.append(row)
@@ -207,7 +207,7 @@ class _Class:
         if starting is not None:
             names.append(case.event[1])
             rows.append(starting)
-        if len(case.changed) <= 1 and sum(len(row.sizes) for row in rows if len(row.sizes) > 1) > TRACED:
+        if len(case.changed) <= 1 and sum(len(row.sizes) for row in rows if len(row.sizes) > 1) > MOST_TRACE_SIZES:
             return self._walk(case)
         order = sorted(range(len(names)), key=lambda i: names[i])
         sizes = _reach([rows[i] for i in order], self.nodes)
@@ -251,7 +251,7 @@ def _last(row: Row, rest: np.ndarray, room: int) -> int:
     return int(row.sizes[usable - 1 - int(np.argmax(totals[::-1]))])
 
 
-def _kept(row: Row, slack: np.ndarray, gap: int) -> Row:
+def _row_within(row: Row, slack: np.ndarray, gap: int) -> Row:
     keep = slack <= gap
     return Row(row.sizes[keep], row.keys[keep])
 
@@ -261,7 +261,7 @@ def _near(price: int, row: Row | None, gap: int) -> Row | None:
     if row is None:
         return None
     reduced = row.keys - price * row.sizes
-    return _kept(row, reduced.max() - reduced, gap)
+    return _row_within(row, reduced.max() - reduced, gap)
 
 
 def _merge(before: np.ndarray, row: Row | None, behind: np.ndarray) -> int:

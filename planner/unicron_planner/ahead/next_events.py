@@ -1,4 +1,4 @@
-"""What can happen next to a cluster, and the scenario after it.
+"""Events that can happen next to a cluster, and the scenario after each.
 
 An event is a tuple: ("lost", job, ...) one node of each job named (twice where a job loses two), ("spare",) a spare
 node lost, ("join",) a node joins, ("finish", job) and ("start", job) for a job that is known to wait.
@@ -49,12 +49,12 @@ def after(scenario: Scenario, event: Event, queue: Iterable[Job] = ()) -> Scenar
         for name in lost:
             if scenario.job(name).nodes < event[1:].count(name):
                 raise PlanError(f"job {name} has no more than {scenario.job(name).nodes} to lose")
-        jobs = tuple(_robbed(job, event[1:].count(job.name)) if job.name in lost else job for job in scenario.jobs)
-        return _resized(replace(scenario, jobs=jobs), 1 - len(event))
+        jobs = tuple(_after_loss(job, event[1:].count(job.name)) if job.name in lost else job for job in scenario.jobs)
+        return _with_nodes(replace(scenario, jobs=jobs), 1 - len(event))
     if kind == "spare":
-        return _resized(scenario, -1)
+        return _with_nodes(scenario, -1)
     if kind == "join":
-        return _resized(scenario, 1)
+        return _with_nodes(scenario, 1)
     if kind == "finish":
         gone = scenario.job(event[1])
         if len(scenario.jobs) == 1:
@@ -68,12 +68,12 @@ def after(scenario: Scenario, event: Event, queue: Iterable[Job] = ()) -> Scenar
     raise PlanError(f"unknown event {kind!r}: use lost, spare, join, finish or start")
 
 
-def _robbed(job: Job, count: int) -> Job:
+def _after_loss(job: Job, count: int) -> Job:
     """The job after the loss of `count` nodes."""
     return replace(job, lost_worker=True, keep=min(job.keep, job.nodes - count))
 
 
-def _resized(scenario: Scenario, change: int) -> Scenario:
+def _with_nodes(scenario: Scenario, change: int) -> Scenario:
     """The scenario with `change` nodes more."""
     if scenario.nodes + change < 0:
         raise PlanError("there is no node left to lose")

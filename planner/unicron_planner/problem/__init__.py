@@ -1,1 +1,1 @@
-"""What is to be planned: jobs, their throughput by size and layout, and the cluster."""
+"""The planner's problem: jobs, their throughput by size and layout, and the cluster."""

@@ -1,5 +1,4 @@
-"""What GPUs can do at most, and what they hold, by their type in Slurm's GRES: no job is faster than its nodes,
-whatever it says.
+"""Peak FLOP/s and memory of GPUs by their type in Slurm's GRES: no job is faster than its nodes, whatever it says.
 
 Dense bf16 (fp16 for GPUs without bf16) FLOP/s and memory from the vendors' data sheets, without sparsity.
 """

@@ -43,7 +43,7 @@ def smallest(split: Split, gpus: int) -> int:
 def parallel(
     split: Split, nodes: int, model: Gpt, hardware: Hardware, micro_batch: int = 1, recompute: bool = False
 ) -> Parallel | None:
-    """How the model is run so on `nodes` nodes; None where no replica fits, be it into the GPUs or their memory."""
+    """Return the model's form on `nodes` nodes; None where no replica fits, be it into the GPUs or their memory."""
     dp = min(nodes * hardware.gpus // split.gpus, -(-model.global_batch // micro_batch))
     if dp < 1 or model.heads % split.tp or model.layers % (split.pp * split.virtual):
         return None
@@ -53,7 +53,7 @@ def parallel(
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a job. gpus: of a node. model: None where it is not told. per_node: FLOP/s of a node where
+    """Facts about a job. gpus: of a node. model: None where it is not told. per_node: FLOP/s of a node where
     nothing has been measured."""
 
     gpus: int
@@ -90,14 +90,14 @@ def rates(
 
 
 def _whole(split: Split, known: Known, table: Measured, nodes: int) -> float:
-    """What the replicas that `nodes` nodes complete bring: that of the fewest nodes with as many."""
+    """Return the throughput of the replicas that `nodes` nodes complete: that of the fewest nodes with as many."""
     replicas = nodes * known.gpus // split.gpus
     least = -(-replicas * split.gpus // known.gpus)
     return table.get(least, table.get(nodes, 0.0)) if replicas else 0.0
 
 
 def _through(seen: Measured, guess: Measured) -> dict[int, float]:
-    """What was measured, and the guess moved to go through it: the nearest measured size tells by how much."""
+    """Return the measured sizes, and the guess scaled to go through the nearest of them."""
     found = {}
     for nodes, rate in guess.items():
         near = min(seen, key=lambda size: (abs(size - nodes), size))

@@ -1,4 +1,4 @@
-"""What the planner is told: jobs, their throughput by size, and the cluster.
+"""The planner's input: jobs, their throughput by size, and the cluster.
 
 Words and formulas are those of Unicron (arXiv 2401.00134; docs/design/planning.md): `F(t,x) = w(t) * T(t,x)` where x
 meets the job's requirement, else 0;
@@ -65,7 +65,7 @@ class Rates(dict[int, float]):
         self.rates = np.fromiter(self.values(), dtype=np.float64, count=len(self))
 
 
-def _checked(flops: object, what: str) -> Rates:
+def _rates(flops: object, what: str) -> Rates:
     return flops if isinstance(flops, Rates) else Rates(flops, what)
 
 
@@ -132,7 +132,7 @@ class Job:
             number(seconds, f"{what}: transition {kind}")
         self._check_spares(what)
         self._check_layouts(what)
-        object.__setattr__(self, "flops", _checked(self.flops, what))
+        object.__setattr__(self, "flops", _rates(self.flops, what))
 
     def _check_spares(self, what: str) -> None:
         """At the sizes with spares the job does what it does without them."""
@@ -152,7 +152,7 @@ class Job:
             object.__setattr__(self, "flops", {})
 
     def _with_spares(self, flops: Mapping[int, float], what: str) -> Rates:
-        table = _checked(flops, what)
+        table = _rates(flops, what)
         most = max((size for size in table if size <= self.working), default=0)
         if not most or any(size not in self.spares for size in table if size > self.working):
             raise PlanError(f"{what}: spares must begin above the largest node count in flops")
@@ -164,7 +164,7 @@ class Job:
         return next(iter(self.spares)) - 1 if self.spares else 10**9
 
     def kept(self, nodes: int) -> float:
-        """What the spares among `nodes` nodes save, weighted FLOP/s."""
+        """Return what the spares among `nodes` nodes save, weighted FLOP/s."""
         return self.weight * self.spares.get(nodes, 0.0) if self.runs(nodes) else 0.0
 
     def _check_layouts(self, what: str) -> None:
@@ -176,7 +176,7 @@ class Job:
             raise PlanError(f"{what}: it has no layout {self.layout!r}; its layouts are: {known}")
         if not self.layouts:
             return
-        tables = {name: _checked(flops, f"{what} as {name}") for name, flops in self.layouts.items()}
+        tables = {name: _rates(flops, f"{what} as {name}") for name, flops in self.layouts.items()}
         best = {
             size: max(table.get(size, 0.0) for table in tables.values())
             for size in sorted(set().union(*tables.values()))
@@ -189,7 +189,7 @@ class Job:
     @property
     def rates(self) -> Rates:
         """`flops` with its sizes and rates as arrays."""
-        return _checked(self.flops, f"job {self.name}")
+        return _rates(self.flops, f"job {self.name}")
 
     def f(self, nodes: int, layout: str | None = None) -> float:
         """F(t,x): weighted achieved FLOP/s on `nodes` nodes, in the best layout unless one is named; 0 where the job
@@ -227,7 +227,7 @@ class Job:
         return self.lost_worker or moved or (nodes > 0 and self.changes(layout))
 
     def kind(self, nodes: int, layout: str | None = None) -> str | None:
-        """How the job gets from x_t to `nodes`: None (nothing happens), continue (the survivors go on), restart, move
+        """Return the way from x_t to `nodes`: None (nothing happens), continue (the survivors go on), restart, move
         (a replacement takes the lost node's place) or grow."""
         if not self.disturbed(nodes, layout) or (nodes == 0 and self.nodes == 0):
             return None

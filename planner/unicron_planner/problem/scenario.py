@@ -71,7 +71,7 @@ def load(path: str | Path) -> Scenario:
         raise PlanError(f"{path}: {error}") from None
 
 
-def _known(table: Mapping[str, Any], keys: tuple[str, ...], what: str) -> None:
+def _check_keys(table: Mapping[str, Any], keys: tuple[str, ...], what: str) -> None:
     for key in table:
         if key not in keys:
             near = difflib.get_close_matches(str(key), keys, n=1)
@@ -104,7 +104,7 @@ def _job(value: object, position: int) -> Job:
     if name is None:
         raise PlanError(f"job number {position} has no name")
     what = f"job {name}"
-    _known(table, JOB_KEYS, what)
+    _check_keys(table, JOB_KEYS, what)
     if not {"flops", "layouts"} & table.keys():
         raise PlanError(f"{what} has no throughput: give flops = {{ nodes = FLOP/s, ... }}")
     if "flops" in table:
@@ -122,11 +122,11 @@ def _job(value: object, position: int) -> Job:
 def from_dict(data: Mapping[str, Any]) -> Scenario:
     """A Scenario from the structure of the TOML file; raises PlanError."""
     data = _table(data, "the scenario")
-    _known(data, ("cluster", "job"), "the scenario")
+    _check_keys(data, ("cluster", "job"), "the scenario")
     if "cluster" not in data:
         raise PlanError("there is no [cluster] table: give nodes = COUNT in it")
     cluster = _table(data["cluster"], "cluster")
-    _known(cluster, CLUSTER_KEYS, "cluster")
+    _check_keys(cluster, CLUSTER_KEYS, "cluster")
     if "nodes" not in cluster:
         raise PlanError("cluster: nodes is missing: give the number of nodes that can be used")
     jobs = data.get("job", [])

@@ -19,7 +19,7 @@ from unicron_planner.problem.megatron_costs import Gpt, Hardware, Parallel
 from unicron_planner.problem.objective import PlanError, number, whole
 
 MODEL_ERROR = 0.10  # relative error expected of the model where nothing has been measured nearby [our choice]
-KEPT = 64  # newest samples kept per size
+MOST_SAMPLES = 64  # newest samples kept per size
 NOISE = 0.02  # relative error of one measured iteration time, at least [our choice]
 # Factors of the cost model's compute, tensor-parallel traffic, network traffic and a constant, seconds [our choice]
 PRIOR, SPREAD = np.array([1.0, 1.0, 1.0, 0.0]), np.array([0.3, 0.5, 0.5, 0.05])
@@ -100,7 +100,7 @@ class Throughput:
         number(seconds, "seconds", positive=True)
         kept = self.samples.setdefault(nodes, [])
         kept.append(float(seconds))
-        del kept[:-KEPT]
+        del kept[:-MOST_SAMPLES]
 
     def measured(self) -> dict[int, tuple[float, float]]:
         """(median seconds, its standard error) by size; the error is at least 1 % of the median."""
@@ -129,7 +129,7 @@ class Throughput:
                 error = math.sqrt(float(features @ covariance @ features) + (MODEL_ERROR * seconds / 2) ** 2)
             rate = self.flops_per_iteration / seconds
             raw[nodes] = Estimate(rate, rate * error / seconds, nodes in seen, how)
-        return _repaired(raw)
+        return _make_monotone(raw)
 
     def flops(self, sizes: Iterable[int]) -> dict[int, float]:
         """T by size, as a Job's `flops`."""
@@ -180,7 +180,7 @@ class Throughput:
         return ridge(features, seconds, prior, spread, noise)
 
 
-def _repaired(raw: dict[int, Estimate]) -> dict[int, Estimate]:
+def _make_monotone(raw: dict[int, Estimate]) -> dict[int, Estimate]:
     """The estimates, made non-decreasing in size."""
     weights = [1.0 / max(estimate.sigma, 1e-9 * estimate.flops, 1e-300) ** 2 for estimate in raw.values()]
     largest = max(weights, default=1.0)

@@ -17,14 +17,14 @@ MODELS = {
     "7b": Gpt(32, 4096, 32, global_batch=512),
     "13b": Gpt(40, 5120, 40, global_batch=512),
 }
-MIXED = ("1.3b", "1.3b", "1.3b", "7b", "7b", "13b")
+MIXTURE = ("1.3b", "1.3b", "1.3b", "7b", "7b", "13b")
 WEIGHTS = (0.5, 0.8, 1.1, 1.4, 1.7, 2.0)
 CASES: dict[int, tuple[tuple[str, ...], tuple[float, ...]]] = {
     1: (("7b",) * 6, (1.0,) * 6),
-    2: (MIXED, (1.0,) * 6),
+    2: (MIXTURE, (1.0,) * 6),
     3: (("7b",) * 6, WEIGHTS),
-    4: (MIXED, WEIGHTS),
-    5: (MIXED, WEIGHTS[::-1]),
+    4: (MIXTURE, WEIGHTS),
+    5: (MIXTURE, WEIGHTS[::-1]),
 }
 NODES, CASE = 16, 5
 MTBF_NODE_HOURS = 24 * 1000 / 6.50  # Meta RSC-1 (arXiv 2410.21680): 6.50 failures per 1,000 node-days

@@ -1,4 +1,4 @@
-"""What nobody can beat: an upper bound of the work that any plan gets out of a cluster whose future is known.
+"""An upper bound on the work that any plan gets out of a cluster whose future is known.
 
 Sizes change where the trace has an event, which is no worse than any other moment, for between two events nothing else
 changes. A change costs D_transition at the throughput of the new size, as it does for every policy of the simulator; a
@@ -32,7 +32,7 @@ STEPS = 150  # of the search for prices
 CLOSE = 2e-4  # share: so near to what has been reached it ends
 TINY = 1e-9  # instead of 0: what cannot be run stays minus infinity
 PATIENCE = 8  # steps without a smaller bound; then they are halved
-UNNOTICED = max(max(policy.detect.values()) for policy in POLICIES.values())  # seconds that a loss may be
+LONGEST_DETECTION = max(max(policy.detect.values()) for policy in POLICIES.values())  # seconds that a loss may be
 
 Floats = NDArray[np.float64]
 
@@ -71,11 +71,11 @@ def spans(scenario: Scenario, trace: Trace) -> tuple[list[Span], int]:
             if there:
                 continue
             until(when)
-            soon |= when <= lost + UNNOTICED
+            soon |= when <= lost + LONGEST_DETECTION
             present.add(number)
         elif there and event.failure.name not in REPORTED:
             until(when)
-            soon |= when <= lost + UNNOTICED
+            soon |= when <= lost + LONGEST_DETECTION
             if event.failure.severity == 1:
                 present.discard(number)
                 lost = when
@@ -181,7 +181,7 @@ class _Search:
         return slope**2 * mean / self.seconds, np.full(len(self.spans), stake**2), mean / self.seconds
 
     def _slopes(self) -> Floats:
-        """What the last node brings, without any change."""
+        """Return what the last node brings, without any change."""
         less = {span.nodes: solve(replace(self.scenario, nodes=max(span.nodes - 1, 0))).waf for span in self.spans}
         lower: Floats = np.array([less[span.nodes] for span in self.spans])
         slopes: Floats = self.best - lower

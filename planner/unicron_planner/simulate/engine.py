@@ -31,12 +31,12 @@ from unicron_planner.simulate.simulated_job import (
 from unicron_planner.simulate.trace import Trace, TraceEvent
 from unicron_planner.solver.solve import solve
 
-LOST = {DETECT: "detection", TRANSITION: "transition", RECOMPUTE: "recompute"}
+LOSS_NAMES = {DETECT: "detection", TRANSITION: "transition", RECOMPUTE: "recompute"}
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one policy made of a trace. Shares are of the ideal and add up to 1 with `efficiency`. series: (seconds,
+    """The result of one policy on a trace. Shares are of the ideal and add up to 1 with `efficiency`. series: (seconds,
     WAF), steps; failures: seconds of the failures that hit a job; plans: how often nodes were redistributed."""
 
     policy: str
@@ -126,7 +126,7 @@ class Simulation:
         self.order = itertools.count()
         self.now, self.plans = 0.0, 0
         self.work = 0.0
-        self.lost = dict.fromkeys((*LOST.values(), "sub_healthy"), 0.0)
+        self.lost = dict.fromkeys((*LOSS_NAMES.values(), "sub_healthy"), 0.0)
         self.series: list[tuple[float, float]] = []
         self.failures: list[float] = []
         self.placement = placement_of(policy)
@@ -177,7 +177,7 @@ class Simulation:
                     self.work += level * span
                     running = level
                 else:
-                    self.lost[LOST[phase]] += level * span
+                    self.lost[LOSS_NAMES[phase]] += level * span
             if not self.series or self.series[-1][1] != running:
                 self.series.append((self.now, running))
             for job in self.jobs:
@@ -256,11 +256,11 @@ class Simulation:
     def _hit(self, job: SimulatedJob, event: TraceEvent) -> None:
         if job.phase != DETECT:
             self.add_lost_work(job)
-            self.enter_phase(job, DETECT, detection_seconds(self.policy, event.failure), self._noticed)
+            self.enter_phase(job, DETECT, detection_seconds(self.policy, event.failure), self._on_detection)
         job.worst = min(job.worst, event.failure.severity)
 
     def add_lost_work(self, job: SimulatedJob) -> None:
-        """What the failure makes the job compute again, in seconds of its own work."""
+        """Add what the failure makes the job compute again, in seconds of its own work."""
         if self.policy.checkpoint is not None:
             since = job.worked % self.policy.checkpoint
             job.debt += since
@@ -268,7 +268,7 @@ class Simulation:
         else:
             job.debt = max(job.debt, self.policy.redo * ITERATION)
 
-    def _noticed(self, job: SimulatedJob) -> None:
+    def _on_detection(self, job: SimulatedJob) -> None:
         severity, job.worst = job.worst, NO_FAILURE
         if severity > 1:
             self.recover(job, severity)
@@ -286,11 +286,11 @@ class Simulation:
     def recompute(self, job: SimulatedJob) -> None:
         """All that is due; until then a failure makes all of it due again."""
         if job.debt > 0:
-            self.enter_phase(job, RECOMPUTE, job.debt, self._recomputed)
+            self.enter_phase(job, RECOMPUTE, job.debt, self._on_recompute)
         else:
             self._settle_task(job)
 
-    def _recomputed(self, job: SimulatedJob) -> None:
+    def _on_recompute(self, job: SimulatedJob) -> None:
         job.debt = 0.0
         self._settle_task(job)
 

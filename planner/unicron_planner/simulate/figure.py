@@ -81,7 +81,7 @@ def draw(results: Sequence[Result], until: float, path: str | Path, title: str =
 
 
 def draw_history(history: History, path: str | Path, title: str = "") -> None:
-    """What failures have cost a site so far, and would have with Unicron. As :func:`draw`."""
+    """Draw what failures have cost a site so far, and would have with Unicron. As :func:`draw`."""
     failures = sorted(history.failures, key=lambda failure: failure.run.end)
     began = failures[0].run.end if failures else 0.0
     unit, name = _time_unit(failures[-1].run.end - began if failures else 0.0)

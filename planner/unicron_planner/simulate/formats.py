@@ -90,8 +90,8 @@ class Away(NamedTuple):
     cause: Cause
 
 
-class Told(NamedTuple):
-    """What a file says: when which node was away, and lines for people on what was made of it."""
+class FileOutages(NamedTuple):
+    """The outages in a file, and lines for people on how it was read."""
 
     rows: list[Away]
     notes: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ def cause_of(text: str) -> Cause:
     return CAUSES[name]
 
 
-def merged(rows: Iterable[Away]) -> list[Away]:
+def merge_outages(rows: Iterable[Away]) -> list[Away]:
     """In order of time; of one node's that overlap, one with the first one's cause."""
     out: list[Away] = []
     last: dict[str, int] = {}
@@ -122,7 +122,7 @@ def merged(rows: Iterable[Away]) -> list[Away]:
 
 
 # ------------------------------------------------------------ JSON
-def from_json(path: str | Path, text: str) -> Told:
+def from_json(path: str | Path, text: str) -> FileOutages:
     """Raises PlanError, one line."""
     try:
         told = json.loads(text)
@@ -130,21 +130,31 @@ def from_json(path: str | Path, text: str) -> Told:
         raise PlanError(f"{path} is not valid JSON: {error}") from None
     if isinstance(told, Mapping) and isinstance(told.get("metadata"), Mapping) and "gap_seconds" in told["metadata"]:
         return _at_even_steps(path, told["metadata"]["gap_seconds"], told.get("data"))
-    if isinstance(told, Mapping):
-        told = [
-            {"node": node, "start": pair[0], "end": pair[1]} if _is_pair(pair) else _of_node(node, _object(path, pair))
-            for node, pairs in told.items()
-            for pair in _list(path, pairs)
-        ]
-    rows = [_object(path, row) for row in _list(path, told)]
+    rows = _rows_by_node(path, told) if isinstance(told, Mapping) else [_object(path, row) for row in _list(path, told)]
+    return _from_rows(path, rows)
+
+
+def _rows_by_node(path: str | Path, lists: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of lists by node, of faults or of pairs [start, end]."""
+    return [
+        {"node": node, "start": pair[0], "end": pair[1]} if _is_pair(pair) else _of_node(node, _object(path, pair))
+        for node, pairs in lists.items()
+        for pair in _list(path, pairs)
+    ]
+
+
+def _from_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> FileOutages:
     if rows and "event_type" in rows[0]:
-        return Told(merged(_opened_and_closed(path, rows)))
+        return FileOutages(merge_outages(_opened_and_closed(path, rows)))
     _check_no_jobs(path, {name for row in rows for name in row})
     state = next((name for name in STATES if any(name in row for row in rows)), None)
     if state is None:
-        return Told(merged(_between(path, rows)))
+        return FileOutages(merge_outages(_between(path, rows)))
     gone = [_is_away(path, number, str(row.get(state, "")), state) for number, row in enumerate(rows, 1)]
-    return Told(merged(_between(path, [row for row, away in zip(rows, gone, strict=True) if away])), _left(gone, state))
+    return FileOutages(
+        merge_outages(_between(path, [row for row, away in zip(rows, gone, strict=True) if away])),
+        _skip_note(gone, state),
+    )
 
 
 def _of_node(node: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -156,7 +166,7 @@ def _opened_and_closed(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> l
     """Events of faults in any order, times in days. One that ends on a node without having begun there is left out."""
     events: list[tuple[float, bool, str, str]] = []
     for number, row in enumerate(rows, 1):
-        what, node, fault = row.get("event_type"), _named(path, number, row), _words(row.get("fault_type"))
+        what, node, fault = row.get("event_type"), _node_name(path, number, row), _words(row.get("fault_type"))
         if what not in ("fault_start", "fault_end"):
             raise PlanError(f"{path}, event {number}: event_type must be fault_start or fault_end, not {what!r}")
         when = _number(path, number, row.get("event_time")) * DAY
@@ -202,7 +212,7 @@ def is_start_stop(header: Sequence[str]) -> bool:
     return all(_column(header, names) is not None for names in (NODES, STARTS, STOPS))
 
 
-def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> Told:
+def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> FileOutages:
     """rows: (number of the line, fields), the header first. Raises PlanError, one line."""
     header = [_plain(field) for field in rows[0][1]]
     node, start, stop = (_column(header, names) for names in (NODES, STARTS, STOPS))
@@ -219,7 +229,7 @@ def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> Told:
             raise PlanError(f"{path}, line {number}: expected {len(header)} fields, found {len(row)}")
         text = row[cause] if cause is not None and cause < len(row) else ""
         told.append({"node": row[node], "start": row[start], "end": row[stop], "cause": text, "line": number})
-    return Told(merged(_between(path, told)), notes)
+    return FileOutages(merge_outages(_between(path, told)), notes)
 
 
 def _check_no_jobs(path: str | Path, columns: Iterable[str]) -> None:
@@ -239,7 +249,7 @@ def _plain(field: str) -> str:
 
 
 def other_separator(head: str, wanted: str) -> str:
-    """What stands between the fields of a header in place of one of `wanted`, in words; "" where nothing does."""
+    """Name the separator of a header's fields in place of one of `wanted`; "" where there is none."""
     counts = {words: head.strip().count(mark) for mark, words in SEPARATORS.items() if mark not in wanted}
     most = max(counts, key=lambda words: counts[words])
     if any(mark in head for mark in wanted) and counts[most] <= sum(map(head.count, wanted)):
@@ -272,7 +282,7 @@ def _outages(
     if at is None:
         return rows, ()
     gone = [len(row) <= at or _is_away(path, number, row[at], header[at]) for number, row in rows]
-    return [row for row, away in zip(rows, gone, strict=True) if away], _left(gone, header[at])
+    return [row for row, away in zip(rows, gone, strict=True) if away], _skip_note(gone, header[at])
 
 
 def _is_away(path: str | Path, number: int, text: str, column: str) -> bool:
@@ -288,7 +298,7 @@ def _is_away(path: str | Path, number: int, text: str, column: str) -> bool:
     return not planned and any(word in AWAY for word in words)
 
 
-def _left(gone: Sequence[bool], column: str) -> tuple[str, ...]:
+def _skip_note(gone: Sequence[bool], column: str) -> tuple[str, ...]:
     out = len(gone) - sum(gone)
     return (
         (f"{out} of {len(gone)} rows are left out: by their {column} the node was there, or taken on purpose",)
@@ -342,7 +352,7 @@ def is_counts(first: Sequence[str]) -> bool:
     )
 
 
-def from_counts(path: str | Path, lines: Sequence[tuple[int, list[str]]]) -> Told:
+def from_counts(path: str | Path, lines: Sequence[tuple[int, list[str]]]) -> FileOutages:
     """Lines of a date, a time and how many nodes there are. Raises PlanError."""
     points: list[tuple[float, int]] = []
     for number, row in lines:
@@ -353,7 +363,7 @@ def from_counts(path: str | Path, lines: Sequence[tuple[int, list[str]]]) -> Tol
     return _of_counts(path, sorted(points))
 
 
-def _at_even_steps(path: str | Path, step: object, data: object) -> Told:
+def _at_even_steps(path: str | Path, step: object, data: object) -> FileOutages:
     """Numbers of nodes, one every `step` seconds (skypilot-org/spot-traces). Raises PlanError."""
     seconds = _number(path, 1, step)
     counts = _list(path, data)
@@ -367,7 +377,7 @@ def _at_even_steps(path: str | Path, step: object, data: object) -> Told:
     return _of_counts(path, [(seconds * number, count) for number, count in enumerate(counts)])
 
 
-def _of_counts(path: str | Path, points: Sequence[tuple[float, int]]) -> Told:
+def _of_counts(path: str | Path, points: Sequence[tuple[float, int]]) -> FileOutages:
     """Nodes are numbered from 1; where k are there, those above k are away."""
     most = max(count for _, count in points)
     if most > MOST_NODES:
@@ -382,7 +392,7 @@ def _of_counts(path: str | Path, points: Sequence[tuple[float, int]]) -> Told:
         there = count
     rows += [Away(f"node{node}", start, math.inf, CAUSES["lost_connection"]) for node, start in since.items()]
     note = f"{path} tells how many nodes there are, up to {most}, not which: the last to come is the first to leave"
-    return Told(merged(rows), (note,))
+    return FileOutages(merge_outages(rows), (note,))
 
 
 # ------------------------------------------------------------ both
@@ -402,7 +412,7 @@ def _between(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> list[Away]:
             raise PlanError(f"{path}, line {number}: some times are dates and others seconds: write all in one way")
         if end < begin:
             raise PlanError(f"{path}, line {number}: ends before it starts")
-        spans.append((_named(path, number, row), begin, end, cause_of(_words(_first(row, CAUSE_NAMES)))))
+        spans.append((_node_name(path, number, row), begin, end, cause_of(_words(_first(row, CAUSE_NAMES)))))
     zero = min((span[1] for span in spans), default=0.0) if True in dated else 0.0
     return [Away(node, begin - zero, end - zero, cause) for node, begin, end, cause in spans]
 
@@ -424,7 +434,7 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((row[name] for name in names if row.get(name) not in (None, "")), None)
 
 
-def _named(path: str | Path, number: int, row: Mapping[str, Any]) -> str:
+def _node_name(path: str | Path, number: int, row: Mapping[str, Any]) -> str:
     name = _text(_first(row, NODES))
     if not name:
         raise PlanError(f"{path}, line {number}: the node's name is missing")

@@ -50,7 +50,7 @@ REPAIR_HOURS = 24.0  # median; "hours to days" (Unicron), so log-normal within 1
 
 
 def repair_seconds(draw: random.Random, median_hours: float = REPAIR_HOURS) -> float:
-    """How long a drained node is away: log-normal with that median and sigma 1, cut to 1 h..7 d [choice]."""
+    """Draw a drained node's seconds of absence: log-normal with that median and sigma 1, cut to 1 h..7 d [choice]."""
     return 3600.0 * min(max(median_hours * draw.lognormvariate(0.0, 1.0), 1.0), 168.0)
 
 

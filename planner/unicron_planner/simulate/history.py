@@ -1,4 +1,4 @@
-"""What a site's own history of failures has cost, and what it would have cost with Unicron.
+"""The cost of a site's own history of failures, and what it would have been with Unicron.
 
 The history is what `sacct` prints (see COMMAND). Of each run of a job that a failure has ended, and that went on later,
 three things were lost on all of its nodes: the wait until it ran again, which the history tells; the start; and the
@@ -85,7 +85,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a failure costs without Unicron, in seconds.
+    """Costs of a failure without Unicron, in seconds.
 
     checkpoint: seconds between two of them; setup: from the start of a run to its first iteration; transition:
     D_transition with Unicron."""
@@ -280,7 +280,7 @@ def _severity(run: Run) -> float:
 
 
 def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
-    """What the failures have cost, and would have. runs: by start, as of :func:`load`."""
+    """Return what the failures have cost, and would have. runs: by start, as of :func:`load`."""
     costs = costs or Costs()
     counted = [run for run in runs if run.nodes >= costs.least_nodes]
     by_job, alike = defaultdict(list), defaultdict(list)
@@ -299,7 +299,7 @@ def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
             early += 1
             continue
         same = alike[run.whose, run.name, run.nodes]
-        following = _requeued(run, by_job[run.whose, run.job]) or _next(run, same, taken)
+        following = _next_run(run, by_job[run.whose, run.job]) or _next(run, same, taken)
         if following is not None:
             taken.add(following)
             waited = following.start - run.end
@@ -312,7 +312,7 @@ def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
     return History(len(counted), worked, tuple(failures), early, left, requeued)
 
 
-def _requeued(run: Run, runs: Sequence[Run]) -> Run | None:
+def _next_run(run: Run, runs: Sequence[Run]) -> Run | None:
     """The next run of the same job, if it is not too late. In the hour that is there twice, when clocks go back, it
     seems to begin before this one has ended: sacct prints no time zone."""
     place = bisect.bisect_right(runs, run.start, key=lambda other: other.start)

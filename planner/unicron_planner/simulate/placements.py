@@ -1,4 +1,4 @@
-"""What a system does with nodes: which it gives each job first, when one is lost, and when one comes.
+"""Placements: the nodes that a system gives each job first, when one is lost, and when one comes.
 
 A placement sees and changes the replay through :class:`Replay` only.
 """
@@ -60,7 +60,7 @@ class Placement(Protocol):
         """A node has come and is free."""
 
 
-class Unplanned:
+class NoPlan:
     """A system that shares out nothing: the base of those that only differ in what they make of a loss."""
 
     all_or_none = False
@@ -70,7 +70,7 @@ class Unplanned:
         return solve(run.fresh).assignment
 
 
-class Fixed(Unplanned):
+class WholeJobs(NoPlan):
     """A job runs on all its nodes or not at all."""
 
     all_or_none = True
@@ -92,7 +92,7 @@ class Fixed(Unplanned):
                 self.on_loss(run, job)
 
 
-class Own(Unplanned):
+class Own(NoPlan):
     """Each job keeps its nodes, shrinks and grows by its own losses."""
 
     def on_loss(self, run: Replay, job: SimulatedJob) -> None:
@@ -168,7 +168,7 @@ class Redistributing:
 def placement_of(policy: Policy) -> Placement:
     """A policy's placement, for one replay."""
     if policy.placement == "fixed":
-        return Fixed()
+        return WholeJobs()
     if policy.placement == "own":
         return Own()
     return Redistributing(policy.placement, policy.ahead)

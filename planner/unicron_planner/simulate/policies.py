@@ -1,4 +1,4 @@
-"""How each system detects, recovers and places. Figures come from each system's own paper or code, named beside them,
+"""Detection, recovery and placement by system. Figures come from each system's own paper or code, named beside them,
 and are never fitted to a result. [S] read in a stored source, [R] recalled, [choice] ours. Unicron's own are in
 docs/design/paper.md.
 

@@ -66,7 +66,7 @@ def load(path: str | Path, until: float | None = None) -> Trace:
     after the last event."""
     text = _text(path)
     if text.lstrip()[:1] in ("[", "{"):
-        return _made(formats.from_json(path, text), until, path)
+        return _make_trace(formats.from_json(path, text), until, path)
     try:
         lines = formats.read_csv(text)
     except csv.Error:
@@ -77,15 +77,15 @@ def load(path: str | Path, until: float | None = None) -> Trace:
         raise PlanError(f"{path} is empty: a trace starts with the header {','.join(HEADER)}")
     first = [field.strip().lower() for field in lines[0][1]]
     if formats.is_counts(first):
-        return _made(formats.from_counts(path, lines), until, path)
+        return _make_trace(formats.from_counts(path, lines), until, path)
     if first != HEADER and not _is_churn(first) and formats.is_start_stop(first):
-        return _made(formats.from_csv(path, lines), until, path)
+        return _make_trace(formats.from_csv(path, lines), until, path)
     if first != HEADER and (found := formats.other_separator(next(filter(str.strip, text.split("\n"))), ",|")):
         raise PlanError(f"{path}: there are {found} between its fields: write commas, and decimals with a point")
     return make(_from_zero(_events(path, lines, first)), until, Path(path).stem)
 
 
-def _made(told: formats.Told, until: float | None, path: str | Path) -> Trace:
+def _make_trace(told: formats.FileOutages, until: float | None, path: str | Path) -> Trace:
     trace = make(_from_zero(_nodes_away(told.rows)), until, Path(path).stem)
     return replace(trace, notes=told.notes)
 

@@ -33,7 +33,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a key is packed: the gain is shifted left by `shift`, a disturbance by `move_bits`."""
+    """The layout of a key: the gain is shifted left by `shift`, a disturbance by `move_bits`."""
 
     shift: int
     move_bits: int
@@ -46,11 +46,11 @@ def sizes_of(job: Job, nodes: int) -> tuple[np.ndarray, np.ndarray]:
     low, high = np.searchsorted(sizes, [max(job.min_nodes, 1), min(nodes, job.max_nodes or nodes) + 1])
     zero = np.zeros(1, dtype=np.int64)
     found = np.concatenate([zero, sizes[low:high]])
-    return found, np.concatenate([zero, table.rates[low:high]]) + _saved(job, found)
+    return found, np.concatenate([zero, table.rates[low:high]]) + _spare_savings(job, found)
 
 
-def _saved(job: Job, sizes: np.ndarray) -> np.ndarray:
-    """What the spares save, FLOP/s, by size."""
+def _spare_savings(job: Job, sizes: np.ndarray) -> np.ndarray:
+    """Return what the spares save, FLOP/s, by size."""
     if not job.spares:
         return np.zeros(len(sizes))
     return np.fromiter((job.spares.get(size, 0.0) for size in sizes.tolist()), dtype=np.float64, count=len(sizes))
@@ -91,11 +91,11 @@ def _gains_in(scenario: Scenario, job: Job, sizes: np.ndarray, layout: str) -> n
     table = job.layouts[layout]
     rates = np.fromiter((table.get(size, 0.0) for size in sizes.tolist()), dtype=np.float64, count=len(sizes))
     cost = job.now * transition_seconds(scenario, job, sizes, layout)
-    gain: np.ndarray = job.weight * (rates + _saved(job, sizes)) * scenario.d_running - cost
+    gain: np.ndarray = job.weight * (rates + _spare_savings(job, sizes)) * scenario.d_running - cost
     return gain
 
 
-def _changed(scenario: Scenario, job: Job, sizes: np.ndarray) -> np.ndarray:
+def _changes_layout(scenario: Scenario, job: Job, sizes: np.ndarray) -> np.ndarray:
     """Whether the job goes to another layout, by size."""
     if job.layout is None:
         return np.zeros(len(sizes), dtype=bool)
@@ -133,31 +133,46 @@ def _exact(scenario: Scenario, jobs: Sequence[Job], limit: int) -> list[np.ndarr
         return None
     tables = [sizes_of(job, scenario.nodes) for job in jobs]
     current = [np.array([job.flops[job.nodes] if job.nodes and job.runs(job.nodes) else 0.0]) for job in jobs]
-    rates = _integers([rate for _, rate in tables] + current)
-    if rates is None:
+    integers = _integers([rate for _, rate in tables] + current)
+    if integers is None:
         return None
-    d_running = _decimal(scenario.mtbf_node_hours) * 3600 / max(scenario.nodes, 1)
-    factors = []
-    for index, job in enumerate(jobs):
-        weight, now = _decimal(job.weight), int(rates[len(tables) + index][0])
-        costs = [
-            weight * now * _decimal(scenario.d_transition(job, k)) / d_running if job.disturbed(k) else Fraction(0)
-            for k in _relations(job)
-        ]
-        factors.append((weight, costs))
-    common = math.lcm(*(part.denominator for weight, costs in factors for part in (weight, *costs)))
-    worst = sum(
-        common * (weight * max(int(rates[i].max()), 1) + max(costs)) for i, (weight, costs) in enumerate(factors)
-    )
-    if worst >= 2**62:
+    rates, now = integers[: len(jobs)], [int(each[0]) for each in integers[len(jobs) :]]
+    weights = [_decimal(job.weight) for job in jobs]
+    costs = [_exact_costs(scenario, job, weight * rate) for job, weight, rate in zip(jobs, weights, now, strict=True)]
+    return _scale_gains(jobs, [sizes for sizes, _ in tables], weights, rates, costs, limit)
+
+
+def _scale_gains(
+    jobs: Sequence[Job],
+    sizes: list[np.ndarray],
+    weights: list[Fraction],
+    rates: list[np.ndarray],
+    costs: list[list[Fraction]],
+    limit: int,
+) -> list[np.ndarray] | None:
+    """weight x rate - cost of each job in one unit, or None where the numbers are too large."""
+    common = math.lcm(*(part.denominator for parts in ([weights], costs) for some in parts for part in some))
+    largest = [
+        weight * max(int(rate.max()), 1) + max(some) for weight, rate, some in zip(weights, rates, costs, strict=True)
+    ]
+    if common * sum(largest) >= 2**62:
         return None
     out = []
-    for (weight, costs), rate, job, (sizes, _) in zip(factors, rates[: len(jobs)], jobs, tables, strict=True):
-        cost = _by_relation(job, sizes, tuple(int(common * part) for part in costs))
+    for job, own, weight, rate, some in zip(jobs, sizes, weights, rates, costs, strict=True):
+        cost = _by_relation(job, own, tuple(int(common * part) for part in some))
         out.append(int(common * weight) * rate - cost)
     unit = max(int(np.gcd.reduce(np.abs(np.concatenate(out)))), 1)
     out = [values // unit for values in out]
     return out if sum(int(np.abs(values).max()) for values in out) < limit else None
+
+
+def _exact_costs(scenario: Scenario, job: Job, weighted: Fraction) -> list[Fraction]:
+    """Return a transition's cost in each of the relations, over D_running. weighted: the job's weighted rate now."""
+    d_running = _decimal(scenario.mtbf_node_hours) * 3600 / max(scenario.nodes, 1)
+    return [
+        weighted * _decimal(scenario.d_transition(job, k)) / d_running if job.disturbed(k) else Fraction(0)
+        for k in _relations(job)
+    ]
 
 
 def layout(nodes: int, jobs: Sequence[Job]) -> Layout:
@@ -188,7 +203,7 @@ def rows(scenario: Scenario, jobs: Sequence[Job] | None = None) -> list[Row]:
     for job, (sizes, _), value in zip(jobs, tables, values, strict=True):
         moved = np.abs(sizes - job.nodes)
         works = np.minimum(sizes, job.working) != min(job.nodes, job.working)
-        changed = works | _changed(scenario, job, sizes)
+        changed = works | _changes_layout(scenario, job, sizes)
         disturbed = np.zeros_like(sizes) if job.lost_worker else changed.astype(np.int64)
         out.append(Row(sizes, (value << form.shift) - (disturbed << form.move_bits) - moved))
     return out

@@ -78,14 +78,14 @@ def reason(scenario: Scenario, job: Job, nodes: int, spares: int, share: int | N
         "" if share is None else f"; {job.owner or 'its owner'} has {share} of {nodes_text(scenario.nodes)} by weight"
     )
     if nodes == 0:
-        return _stopped(scenario, job, share) + offer
+        return _stop_reason(scenario, job, share) + offer
     if job.spares and nodes != job.nodes and min(nodes, job.working) == min(job.nodes, job.working):
         return _other_spares(job, nodes) + offer
     return _reason(scenario, job, nodes, spares, share) + _with_spares(job, nodes) + offer
 
 
 def _with_spares(job: Job, nodes: int) -> str:
-    """What the spares among the nodes are for."""
+    """Describe what the spares among the nodes are for."""
     waiting = nodes - job.working
     if waiting <= 0:
         return ""
@@ -143,7 +143,7 @@ def _relaid(scenario: Scenario, job: Job, nodes: int, layout: str | None) -> str
     return f"goes from {job.layout} to {layout} {size}: as {job.layout} {why}"
 
 
-def _stopped(scenario: Scenario, job: Job, share: int | None) -> str:
+def _stop_reason(scenario: Scenario, job: Job, share: int | None) -> str:
     smallest = next((size for size in job.flops if size <= scenario.nodes and job.runs(size)), None)
     before = "stays without nodes" if job.nodes == 0 else f"stops and gives up its {nodes_text(job.nodes)}"
     if smallest is None:

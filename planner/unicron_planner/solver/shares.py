@@ -1,4 +1,4 @@
-"""How the nodes are divided among owners: by weight, and never by what jobs claim to do with them.
+"""Division of the nodes among owners: by weight, and never by what jobs claim to do with them.
 
 The weights are bounded by the admin; FLOP/s, transition times and minima are claims. So only weights, the sizes at
 which jobs can run and the nodes that jobs have now take part here (docs/design/planning.md, *Between owners*).
@@ -23,7 +23,7 @@ HIGHEST = 1e300  # stands for a level at which all have what they can use
 
 @dataclass(frozen=True)
 class Claim:
-    """What one owner can be given. steps: (weight, nodes that jobs of less than this weight, or of it, can use),
+    """Nodes that one owner can be given. steps: (weight, nodes that jobs of less than this weight, or of it, can use),
     ascending; so a small job of much weight does not raise what the others get. totals: bit k is set where the jobs can
     use k nodes in all. holds: nodes that the jobs have. floor: those of them that hold the state of running jobs.
     elsewhere: see `Scenario`."""

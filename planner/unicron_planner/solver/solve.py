@@ -65,6 +65,6 @@ def by_owner(scenario: Scenario, assign: Assign) -> tuple[dict[str, int], dict[s
 
 
 def _standing(jobs: Sequence[Job]) -> tuple[bool, float]:
-    """What an owner has now, by weight; the one whose jobs weigh nothing is the last."""
+    """Order owners by what they have now, by weight; the one whose jobs weigh nothing is the last."""
     weight = max(job.weight for job in jobs)
     return not weight, sum(job.holds for job in jobs) / (weight or 1.0)

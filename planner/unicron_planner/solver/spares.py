@@ -1,4 +1,4 @@
-"""What hot spares are worth: nodes that do not work, so that a lost one's place is taken at once
+"""The worth of hot spares: nodes that do not work, so that a lost one's place is taken at once
 (docs/design/hot-spares.md).
 
 Each of m working nodes fails once in MTBF hours, and without a spare its place stays empty until another node is found

@@ -208,7 +208,7 @@ class Bound:
         return gap - 1 if crowded else gap
 
 
-def _improved(rows: list[Row], sizes: list[int], nodes: int) -> list[int]:
+def _improve(rows: list[Row], sizes: list[int], nodes: int) -> list[int]:
     """A few times, the one job that gains most from the nodes that are left gets them."""
     sizes = list(sizes)
     for _ in range(3):
@@ -230,7 +230,7 @@ def optimum(rows: list[Row], nodes: int) -> tuple[list[int], int]:
     the rows must fit."""
     bound = Bound(rows, nodes)
     fits = sum(bound.chosen) <= nodes  # always, unless a row lacks 0
-    reached = value_of(rows, _improved(rows, bound.chosen, nodes)) if fits else NONE
+    reached = value_of(rows, _improve(rows, bound.chosen, nodes)) if fits else NONE
     gap, goal = bound.core_gap(CORE), bound.upper - reached
     while True:
         gap = min(gap, goal)

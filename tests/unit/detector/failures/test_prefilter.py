@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.depth import cases
 from unicron_detector.failures.prefilter import Prefilter, alternatives, search
-from unicron_detector.failures.severity import default_table, folded, load_table
+from unicron_detector.failures.severity import default_table, fold_case, load_table
 
 LINES = [
     line
@@ -24,7 +24,7 @@ TABLE = default_table()
 
 
 def assert_finds_the_same(text: str) -> None:
-    low = folded(text)
+    low = fold_case(text)
     found = TABLE.candidates(low)
     for number, rule in enumerate(TABLE.of_kind("text")):
         whole, parts = rule.regex.search(low), search(found.get(number, ()), low)

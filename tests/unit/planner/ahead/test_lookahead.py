@@ -43,11 +43,11 @@ def test_equals_solving_anew_for_every_event(scenario, first, second):
 @given(scenarios(most_jobs=5, most_nodes=12), jobs("z"))
 def test_reading_off_the_tables_is_as_good_but_for_names(scenario, waiting):
     """The path for large clusters of jobs that scale alike: same gain, same disturbance, same move."""
-    before, lookahead.TRACED = lookahead.TRACED, 0
+    before, lookahead.MOST_TRACE_SIZES = lookahead.MOST_TRACE_SIZES, 0
     try:
         table = Lookahead(scenario, (waiting,), pairs=False)
     finally:
-        lookahead.TRACED = before
+        lookahead.MOST_TRACE_SIZES = before
     for event, entry in table.entries.items():
         then = after(scenario, event, (waiting,))
         anew = solve(then)

@@ -1,0 +1,141 @@
+"""Measure one case or several, and print each figure beside its goal.
+
+    python -m benchmarks.cases [NAME [SIZE=VALUE]...]... [--smallest] [--json FILE]
+    python -m benchmarks.cases --list
+
+Without a name all cases run, each in a process of its own. Exit status 1 when a case failed, or when a single case
+missed a goal: in a run of several a goal may be missed because of the machine, so the table at the end shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.report import ROOT, Figure, Report
+from unicron_ctl.shared.system.errors import WRONG_USE, UserError, one_line
+
+HERE = Path(__file__).resolve().parent
+NAMES = sorted(path.stem for path in HERE.glob("*.py") if not path.stem.startswith("__"))
+
+
+class Result(msgspec.Struct):
+    """A case that ran in a process of its own."""
+
+    name: str
+    status: int
+    seconds: float
+    figures: list[Figure]
+
+
+def chosen_cases(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each named case with its sizes as text. Raises UserError."""
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if "=" not in word and word not in NAMES:
+            raise UserError(f"no case {word}: choose from {', '.join(NAMES)}", WRONG_USE)
+        if "=" not in word:
+            found.append((word, []))
+        elif not found:
+            raise UserError(f"{word} belongs to no case: write the name of one before it", WRONG_USE)
+        else:
+            found[-1][1].append(word)
+    yield from found
+
+
+def parse_sizes(module: Any, words: Sequence[str], smallest: bool) -> Any:
+    """Return the case's sizes with those that are given. Raises UserError."""
+    given = dict(word.split("=", 1) for word in words)
+    known = module.Sizes.__struct_fields__
+    if wrong := sorted(given.keys() - set(known)):
+        raise UserError(f"no size {wrong[0]}: choose from {', '.join(known)}", WRONG_USE)
+    usual = msgspec.structs.asdict(module.SMALLEST if smallest else module.Sizes())
+    try:
+        return msgspec.convert(usual | given, module.Sizes, strict=False)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{' '.join(words)}: {error}", WRONG_USE) from None
+
+
+def run_here(name: str, words: Sequence[str], smallest: bool, path: Path | None) -> int:
+    """Measure one case in this process."""
+    module = importlib.import_module(f"benchmarks.cases.{name}")
+    report = Report(name, parse_sizes(module, words, smallest))
+    report.head()
+    module.measure(report.sizes, report)
+    if path is not None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    return int(not all(figure.met for figure in report.figures))
+
+
+def run_beside(name: str, words: Sequence[str], smallest: bool) -> Result:
+    """Measure one case in a process of its own."""
+    print(f"\n==== {name} " + "=" * (72 - len(name)), flush=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "figures")
+        options = ["--json", str(path), *(["--smallest"] if smallest else [])]
+        command = [sys.executable, "-u", "-m", "benchmarks.cases", name, *words, *options]
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        data = path.read_bytes() if path.exists() else b""
+    figures = msgspec.json.decode(data, type=Report).figures if data else []
+    return Result(name, 0 if data else status or 1, time.monotonic() - began, figures)
+
+
+def summary(results: Sequence[Result]) -> Iterator[str]:
+    """Yield the lines of the final table."""
+    yield "\n==== summary " + "=" * 65
+    for result in results:
+        goals = [figure for figure in result.figures if figure.goal]
+        yield from (f"{result.name:<12}{figure.line()}" for figure in goals)
+        missed = sum(not figure.met for figure in goals)
+        state = f"failed with {result.status}" if result.status else f"{len(goals)} goals, {missed} missed"
+        yield f"{result.name:<12}{state}, {result.seconds:.0f} s"
+
+
+def titles() -> Iterator[str]:
+    """Yield a line for each case."""
+    for name in NAMES:
+        text = ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())) or ""
+        yield f"{name:<20}{text.splitlines()[0]}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cases", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", metavar="NAME|SIZE=VALUE", help="cases, each with its sizes")
+    parser.add_argument("--list", action="store_true", help="name the cases")
+    parser.add_argument("--smallest", action="store_true", help="only show that the case runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    options = parser.parse_intermixed_args(arguments)
+    if options.list:
+        print("\n".join(titles()))
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what a case has started
+    try:
+        chosen = list(chosen_cases(options.words)) or [(name, []) for name in NAMES]
+        if len(chosen) == 1:
+            return run_here(*chosen[0], options.smallest, options.json)
+    except UserError as error:
+        parser.exit(error.exit_code, f"{one_line(str(error))}\n")
+    results = [run_beside(name, words, options.smallest) for name, words in chosen]
+    print("\n".join(summary(results)))
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    return int(any(result.status for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Training scripts of the cases' ranks."""

@@ -1,1 +1,0 @@
-"""The interval between checkpoints that a job finds by itself: `python -m benchmarks.checkpoint_interval`."""

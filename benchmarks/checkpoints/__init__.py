@@ -1,1 +1,0 @@
-"""Checkpoints of other formats, in and out."""

@@ -1,1 +1,0 @@
-"""The simulator beside published figures: `python -m benchmarks.crosschecks`."""

@@ -1,1 +1,0 @@
-"""Detector benchmarks: classification accuracy and throughput, false alarms, time to verdict."""

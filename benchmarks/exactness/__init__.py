@@ -1,1 +1,0 @@
-"""How far a healed run is from an undisturbed one."""

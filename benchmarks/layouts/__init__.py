@@ -1,1 +1,0 @@
-"""Hundreds of iterations with random losses, in each layout."""

@@ -1,1 +1,0 @@
-"""What the planner promises, measured: `python -m benchmarks.planner`."""

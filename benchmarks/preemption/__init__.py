@@ -1,1 +1,0 @@
-"""What preemptions with notice cost a job, on a real Slurm."""

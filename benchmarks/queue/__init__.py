@@ -1,1 +1,0 @@
-"""What listing a long queue costs the controller's interpreter and slurmctld."""

@@ -1,1 +1,0 @@
-"""Warm processes against cold ones (docs/design/warm-processes.md)."""
