@@ -27,17 +27,11 @@ import torch
 
 from unicron_transition.iteration.rank_log import inform, warn
 from unicron_transition.snapshot import contents, folders, foreign, parts
-from unicron_transition.snapshot.checkpoint_file import (
-    DAMAGE_SUFFIX,
-    folder_name,
-    give_final_name,
-    stem,
-    unfinished_path,
-)
+from unicron_transition.snapshot.checkpoint_file import DAMAGE_SUFFIX, folder_name, stem, writing
 from unicron_transition.snapshot.folders import Found
 from unicron_transition.snapshot.formats import exports, names, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint
-from unicron_transition.snapshot.image_format import SUFFIX, BadImage, Key, digest, file_front, read_page
+from unicron_transition.snapshot.image_format import SUFFIX, BadImage, Key, read_page
 from unicron_transition.snapshot.migrate import TrainingState
 from unicron_transition.snapshot.model_facts import other_arithmetic, other_heads
 from unicron_transition.snapshot.reading import LOST_ERRORS
@@ -329,26 +323,17 @@ class Checkpoints:
         return self.folder / folder_name(iteration) / writer.name
 
     def _write(self, head: bytes, data: torch.Tensor, iteration: int, writer: Writer) -> None:
-        path = self._path(iteration, writer)
-        new, begun = unfinished_path(path), time.monotonic()
+        path, begun = self._path(iteration, writer), time.monotonic()
         try:
             self._pruned(iteration, writer)  # the one before is whole by now
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with new.open("wb") as file:
-                content = data.numpy().data
-                file.write(file_front(writer.key(iteration), head, data.numel(), digest(content)))
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            give_final_name(path, writer.mark)
+            with writing(path, writer.key(iteration), head, data.numel(), writer.mark) as write:
+                write(data.numpy().data)
             if self.clock is not None:
                 self.clock.note_written(time.monotonic() - begun)
             self.newest = iteration
             self._pruned(iteration, writer)
         except Exception as error:  # whatever it is, it must not count as written
             self._error = error
-            with contextlib.suppress(OSError):  # a file system that fails may fail at this too
-                new.unlink()
             warn(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
 
     def _pruned(self, iteration: int, writer: Writer) -> bool:

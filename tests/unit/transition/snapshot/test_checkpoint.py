@@ -257,8 +257,8 @@ def test_what_one_left_because_others_wrote_after_it_goes_before_the_next_one_is
     for iteration in (1, 2, 3):
         written(tmp_path, state, iteration, one, two)
     assert iterations(tmp_path) == [1, 2, 3]
-    seen, digest = [], checkpoint.digest
-    monkeypatch.setattr(checkpoint, "digest", lambda data: seen.append(iterations(tmp_path)) or digest(data))
+    seen, writing = [], checkpoint.writing
+    monkeypatch.setattr(checkpoint, "writing", lambda *args: seen.append(iterations(tmp_path)) or writing(*args))
     written(tmp_path, state, 4, one)
     assert seen == [[2, 3]]
 
@@ -294,7 +294,7 @@ def test_what_goes_wrong_costs_that_checkpoint_alone(tmp_path, state, monkeypatc
         raise ValueError("no such thing")
 
     with monkeypatch.context() as broken:
-        broken.setattr(checkpoint, "digest", fail)
+        broken.setattr(checkpoint_file, "file_front", fail)
         checkpoints = Checkpoints(tmp_path, interval=1)
         checkpoints.save(state, 1)
         checkpoints.wait_written()
