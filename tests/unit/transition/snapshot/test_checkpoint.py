@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unicron_transition.snapshot import checkpoint, folders, foreign, migrate, parts
+from unicron_transition.snapshot import checkpoint, checkpoint_file, folders, foreign, migrate, parts
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
 from unicron_transition.snapshot.formats import opening
 from unicron_transition.snapshot.migrate import TrainingState
