@@ -275,7 +275,7 @@ class RestartAgent(Agent):
         """Programs hear nothing of the agent; what they save looks for a note beside the images."""
         if isinstance(message, wire.Cut) and self._snapshots.memory.folder is not None:
             with contextlib.suppress(OSError):  # a folder that is gone is said of, and made again
-                cuts.write_cut_note(self._snapshots.memory.folder, cuts.Wanted(message.iteration, message.good))
+                cuts.write_cut_note(self._snapshots.memory.folder, cuts.CutOrder(message.iteration, message.good))
 
     def _enter_world(self, plan: wire.Plan) -> None:
         outside = [rank for rank in self.ranks.values() if rank.slot not in plan.members]
