@@ -1,4 +1,5 @@
-"""What train_gpt.py imports before it trains, all at once, so that its ranks can start warm (UNICRON_PRELOAD there)."""
+"""The imports of train_gpt.py before it trains, all at once, so that its ranks can start warm (UNICRON_PRELOAD
+there)."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from gpt_options import virtual_stages
 
+Batch = dict[str, Any]  # name -> tensor [micro-batch size, sequence length]
+
 
 def build_model(options: argparse.Namespace, device: Any) -> list[Any]:
     """This rank's model chunks: one, or several in an interleaved pipeline. Waits for no other rank."""
@@ -70,7 +72,7 @@ def transformer_config(options: argparse.Namespace) -> Any:
     )
 
 
-def _experts(options: argparse.Namespace) -> dict[str, Any]:
+def _experts(options: argparse.Namespace) -> dict[str, object]:
     return {
         "num_moe_experts": options.num_experts,
         "moe_router_topk": options.moe_router_topk,
@@ -205,7 +207,7 @@ def build_optimizer(options: argparse.Namespace, chunks: list[Any]) -> tuple[Any
 
 def make_forward_step(
     options: argparse.Namespace, device: Any, seconds: float = 0.0
-) -> Callable[[Iterator[dict[str, Any]], Any], tuple[Any, Callable[..., Any]]]:
+) -> Callable[[Iterator[Batch], Any], tuple[Any, Callable[..., Any]]]:
     """Megatron's forward_step_func: (data_iterator, chunk) -> (output, loss_func). The output of the last chunk is the
     losses [micro-batch, sequence]. Only the first and the last take a micro-batch from the iterator.
 
@@ -214,12 +216,12 @@ def make_forward_step(
     """
     seconds /= options.pipeline_model_parallel_size * (virtual_stages(options) or 1)
 
-    def forward_step(data_iterator: Iterator[dict[str, Any]], chunk: Any) -> tuple[Any, Callable[..., Any]]:
+    def forward_step(data_iterator: Iterator[Batch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
         from megatron.core.utils import get_attr_wrapped_model
 
         end = time.monotonic() + seconds
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        batch: dict[str, Any] = {}
+        batch: Batch = {}
         if model.pre_process or model.post_process:
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in next(data_iterator).items()}
         output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))

@@ -13,11 +13,27 @@ from typing import Any, NoReturn
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 # Megatron's options that this script has no part for: option, words for it.
-REFUSED = (
+REFUSED_OPTIONS = (
     ("--expert-model-parallel-size", "every rank has all experts here; share their layers out by pipeline stages"),
     ("--expert-tensor-parallel-size", "experts need --tensor-model-parallel-size 1 here"),
     ("--fp8-format", "fp8 needs Transformer Engine's layers, and this script builds Megatron's own"),
 )
+
+
+def _number(kind: type, least: float) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text} is not a {'whole ' * (kind is int)}number") from None
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is below {least}" if value < least else f"{text} is not finite")
+        return value
+
+    return convert
+
+
+COUNT, WHOLE, AMOUNT = _number(int, 1), _number(int, 0), _number(float, 0)
 
 
 class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
@@ -61,7 +77,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     ):
         add(parser)
     _add_system(parser)
-    for name, reason in REFUSED:
+    for name, reason in REFUSED_OPTIONS:
         parser.add_argument(name, nargs="?", action=Refuse, const=reason, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
@@ -80,27 +96,24 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         "--data-cache-path", metavar="DIR", help="keep the sample index here; needed for large datasets only"
     )
     data.add_argument(
-        "--vocab-size",
-        type=_number(int, 1),
-        default=257,
-        help="tokens of the dataset; 257 for build_dataset.py's bytes",
+        "--vocab-size", type=COUNT, default=257, help="tokens of the dataset; 257 for build_dataset.py's bytes"
     )
-    data.add_argument("--eod-token", type=_number(int, 0), default=256, help="end-of-document token")
-    data.add_argument("--seq-length", type=_number(int, 1), default=192, help="tokens per sample")
+    data.add_argument("--eod-token", type=WHOLE, default=256, help="end-of-document token")
+    data.add_argument("--seq-length", type=COUNT, default=192, help="tokens per sample")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
-    model.add_argument("--num-layers", "--layers", type=_number(int, 1), default=4)
-    model.add_argument("--hidden-size", "--hidden", type=_number(int, 1), default=128)
-    model.add_argument("--num-attention-heads", "--heads", type=_number(int, 1), default=4)
+    model.add_argument("--num-layers", "--layers", type=COUNT, default=4)
+    model.add_argument("--hidden-size", "--hidden", type=COUNT, default=128)
+    model.add_argument("--num-attention-heads", "--heads", type=COUNT, default=4)
     model.add_argument(
         "--untie-embeddings-and-output-weights",
         action="store_true",
         help="an output layer of its own; without it the embedding serves as that too",
     )
-    model.add_argument("--attention-dropout", type=_number(float, 0), default=0.0)
-    model.add_argument("--hidden-dropout", type=_number(float, 0), default=0.0)
+    model.add_argument("--attention-dropout", type=AMOUNT, default=0.0)
+    model.add_argument("--hidden-dropout", type=AMOUNT, default=0.0)
     model.add_argument(
         "--bf16", action="store_true", help="bfloat16 parameters with fp32 main parameters and gradient sums"
     )
@@ -109,91 +122,83 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_experts(parser: argparse.ArgumentParser) -> None:
     experts = parser.add_argument_group("mixture of experts, multi-token prediction")
     experts.add_argument("--num-experts", type=_number(int, 2), metavar="N", help="in each layer; without it none")
-    experts.add_argument("--moe-router-topk", type=_number(int, 1), default=2, help="experts for each token")
+    experts.add_argument("--moe-router-topk", type=COUNT, default=2, help="experts for each token")
     experts.add_argument(
         "--moe-router-load-balancing-type", choices=("aux_loss", "seq_aux_loss", "sinkhorn", "none"), default="aux_loss"
     )
-    experts.add_argument("--moe-aux-loss-coeff", type=_number(float, 0), default=0.0)
-    experts.add_argument("--moe-z-loss-coeff", type=_number(float, 0))
-    experts.add_argument("--moe-input-jitter-eps", type=_number(float, 0))
+    experts.add_argument("--moe-aux-loss-coeff", type=AMOUNT, default=0.0)
+    experts.add_argument("--moe-z-loss-coeff", type=AMOUNT)
+    experts.add_argument("--moe-input-jitter-eps", type=AMOUNT)
     experts.add_argument("--moe-router-score-function", choices=("softmax", "sigmoid"), default="softmax")
     experts.add_argument(
         "--moe-router-enable-expert-bias", action="store_true", help="balance by biases, which need no loss"
     )
-    experts.add_argument("--moe-router-bias-update-rate", type=_number(float, 0), default=1e-3)
-    experts.add_argument("--moe-ffn-hidden-size", type=_number(int, 1), help="of one expert (default: a dense layer's)")
+    experts.add_argument("--moe-router-bias-update-rate", type=AMOUNT, default=1e-3)
+    experts.add_argument("--moe-ffn-hidden-size", type=COUNT, help="of one expert (default: a dense layer's)")
     experts.add_argument(
-        "--moe-expert-capacity-factor", type=_number(float, 0), help="tokens beyond it are dropped; without it none"
+        "--moe-expert-capacity-factor", type=AMOUNT, help="tokens beyond it are dropped; without it none"
     )
-    experts.add_argument(
-        "--mtp-num-layers", type=_number(int, 1), metavar="N", help="tokens that are predicted further"
-    )
-    experts.add_argument("--mtp-loss-scaling-factor", type=_number(float, 0), default=0.1)
+    experts.add_argument("--mtp-num-layers", type=COUNT, metavar="N", help="tokens that are predicted further")
+    experts.add_argument("--mtp-loss-scaling-factor", type=AMOUNT, default=0.1)
 
 
 def _add_fp16(parser: argparse.ArgumentParser) -> None:
     fp16 = parser.add_argument_group("fp16")
     fp16.add_argument("--fp16", action="store_true", help="half precision with a loss scale; --bf16 needs none")
-    fp16.add_argument("--loss-scale", type=_number(float, 0), help="a constant one; without it it follows overflows")
+    fp16.add_argument("--loss-scale", type=AMOUNT, help="a constant one; without it it follows overflows")
     fp16.add_argument("--initial-loss-scale", type=_number(float, 1), default=2.0**32)
     fp16.add_argument("--min-loss-scale", type=_number(float, 1), default=1.0)
-    fp16.add_argument("--loss-scale-window", type=_number(int, 1), default=1000, help="iterations until it is doubled")
-    fp16.add_argument("--hysteresis", type=_number(int, 1), default=2, help="overflows before it is halved")
+    fp16.add_argument("--loss-scale-window", type=COUNT, default=1000, help="iterations until it is doubled")
+    fp16.add_argument("--hysteresis", type=COUNT, default=2, help="overflows before it is halved")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     training = parser.add_argument_group("training")
-    training.add_argument("--micro-batch-size", type=_number(int, 1), default=2, help="samples per micro-batch")
+    training.add_argument("--micro-batch-size", type=COUNT, default=2, help="samples per micro-batch")
     training.add_argument(
-        "--micro-batches", type=_number(int, 1), default=12, help="micro-batches per iteration, over all replicas"
+        "--micro-batches", type=COUNT, default=12, help="micro-batches per iteration, over all replicas"
     )
-    training.add_argument("--train-iterations", "--train-iters", type=_number(int, 1), default=100)
+    training.add_argument("--train-iterations", "--train-iters", type=COUNT, default=100)
     training.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")
-    training.add_argument("--lr", type=_number(float, 0), default=1e-3)
-    training.add_argument("--min-lr", type=_number(float, 0), default=1e-4)
+    training.add_argument("--lr", type=AMOUNT, default=1e-3)
+    training.add_argument("--min-lr", type=AMOUNT, default=1e-4)
     training.add_argument("--lr-decay-style", choices=("cosine", "linear", "constant"), default="cosine")
-    training.add_argument("--lr-warmup-iterations", "--warmup", type=_number(int, 0), default=5)
-    training.add_argument("--weight-decay", type=_number(float, 0), default=0.01)
-    training.add_argument(
-        "--clip-grad", type=_number(float, 0), default=1.0, help="largest gradient norm; 0 does not clip"
-    )
+    training.add_argument("--lr-warmup-iterations", "--warmup", type=WHOLE, default=5)
+    training.add_argument("--weight-decay", type=AMOUNT, default=0.01)
+    training.add_argument("--clip-grad", type=AMOUNT, default=1.0, help="largest gradient norm; 0 does not clip")
     training.add_argument(
         "--calculate-per-token-loss",
         action="store_true",
         help="the mean over all tokens of an iteration, not over its micro-batches",
     )
-    training.add_argument("--seed", type=_number(int, 0), default=1234)
+    training.add_argument("--seed", type=WHOLE, default=1234)
 
 
 def _add_parallelism(parser: argparse.ArgumentParser) -> None:
     layout = parser.add_argument_group("parallelism", "What is left of the ranks after these is data parallelism.")
-    layout.add_argument("--tensor-model-parallel-size", type=_number(int, 1), default=1, metavar="TP")
-    layout.add_argument("--pipeline-model-parallel-size", type=_number(int, 1), default=1, metavar="PP")
+    layout.add_argument("--tensor-model-parallel-size", type=COUNT, default=1, metavar="TP")
+    layout.add_argument("--pipeline-model-parallel-size", type=COUNT, default=1, metavar="PP")
+    layout.add_argument("--num-layers-per-virtual-pipeline-stage", type=COUNT, metavar="N", help="interleaved pipeline")
     layout.add_argument(
-        "--num-layers-per-virtual-pipeline-stage", type=_number(int, 1), metavar="N", help="interleaved pipeline"
+        "--num-virtual-stages-per-pipeline-rank", type=COUNT, metavar="N", help="the same, for uneven splits"
     )
-    layout.add_argument(
-        "--num-virtual-stages-per-pipeline-rank", type=_number(int, 1), metavar="N", help="the same, for uneven splits"
-    )
-    layout.add_argument("--decoder-first-pipeline-num-layers", type=_number(int, 1), metavar="N", help="uneven split")
-    layout.add_argument("--decoder-last-pipeline-num-layers", type=_number(int, 1), metavar="N", help="uneven split")
-    layout.add_argument("--context-parallel-size", type=_number(int, 1), default=1, metavar="CP")
+    layout.add_argument("--decoder-first-pipeline-num-layers", type=COUNT, metavar="N", help="uneven split")
+    layout.add_argument("--decoder-last-pipeline-num-layers", type=COUNT, metavar="N", help="uneven split")
+    layout.add_argument("--context-parallel-size", type=COUNT, default=1, metavar="CP")
     layout.add_argument("--sequence-parallel", action="store_true")
     layout.add_argument(
         "--use-distributed-optimizer", action="store_true", help="shard its state over the data-parallel ranks"
     )
     layout.add_argument("--overlap-grad-reduce", action="store_true", help="reduce gradients during the backward pass")
     layout.add_argument("--overlap-param-gather", action="store_true", help="gather parameters during the forward pass")
-    layout.add_argument(
-        "--ddp-bucket-size", type=_number(int, 1), metavar="N", help="parameters that are reduced together"
-    )
+    layout.add_argument("--ddp-bucket-size", type=COUNT, metavar="N", help="parameters that are reduced together")
 
 
 def _add_recomputation(parser: argparse.ArgumentParser) -> None:
     recomputation = parser.add_argument_group("activation recomputation")
     recomputation.add_argument("--recompute-granularity", choices=("full", "selective"))
     recomputation.add_argument("--recompute-method", choices=("uniform", "block"))
-    recomputation.add_argument("--recompute-num-layers", type=_number(int, 1), metavar="N")
+    recomputation.add_argument("--recompute-num-layers", type=COUNT, metavar="N")
 
 
 def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
@@ -202,9 +207,9 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "--save", metavar="DIR", help="go on from the newest checkpoint in DIR, and save there; shared by all nodes"
     )
     checkpoints.add_argument(
-        "--save-interval", type=_number(int, 0), default=100, help="iterations between two; 0 saves at the end only"
+        "--save-interval", type=WHOLE, default=100, help="iterations between two; 0 saves at the end only"
     )
-    checkpoints.add_argument("--save-keep", type=_number(int, 1), default=2, help="how many stay in DIR")
+    checkpoints.add_argument("--save-keep", type=COUNT, default=2, help="how many stay in DIR")
 
 
 def _add_system(parser: argparse.ArgumentParser) -> None:
@@ -224,11 +229,11 @@ def _add_system(parser: argparse.ArgumentParser) -> None:
     )
     system.add_argument(
         "--micro-batch-seconds",
-        type=_number(float, 0),
+        type=AMOUNT,
         default=0.0,
         help="at least so long for each micro-batch: to rehearse several jobs on one machine's few cores",
     )
-    system.add_argument("--log-interval", type=_number(int, 1), default=1, help="iterations per log line")
+    system.add_argument("--log-interval", type=COUNT, default=1, help="iterations per log line")
 
 
 def take_layout(options: argparse.Namespace) -> None:
@@ -236,9 +241,9 @@ def take_layout(options: argparse.Namespace) -> None:
     command line. Raises ValueError (one line)."""
     if not (text := os.environ.get("UNICRON_LAYOUT")):
         return
-    from unicron_transition.generations.layout import stated
+    from unicron_transition.generations.layout import parse_layout
 
-    layout, virtual = stated(text)
+    layout, virtual = parse_layout(text)
     options.tensor_model_parallel_size, options.pipeline_model_parallel_size = layout.tensor, layout.pipeline
     options.num_layers_per_virtual_pipeline_stage = None
     options.num_virtual_stages_per_pipeline_rank = virtual if virtual > 1 else None
@@ -413,16 +418,3 @@ def _check_dataset(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"{options.data_path}.idx is not a Megatron index: make the dataset again with build_dataset.py"
             )
-
-
-def _number(kind: type, least: float) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text} is not a {'whole ' * (kind is int)}number") from None
-        if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is below {least}" if value < least else f"{text} is not finite")
-        return value
-
-    return convert

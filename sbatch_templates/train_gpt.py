@@ -12,11 +12,13 @@ Without an agent the same lines train plainly.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ TRAINING_NICENESS = 15
 
 # ------------------------------------------------------------ data
 class DatasetTokens:
-    """What Megatron's dataset asks of a tokenizer, for a dataset that holds tokens already."""
+    """A tokenizer for Megatron's dataset where that holds tokens already."""
 
     def __init__(self, vocab_size: int, eod: int):
         self.vocab_size, self.eod = vocab_size, eod
@@ -63,23 +65,16 @@ def build_dataset(options: argparse.Namespace) -> Any:
         return BlendedMegatronDatasetBuilder(GPTDataset, [samples, 0, 0], lambda: True, config).build()[0]
 
 
-class _locked:
-    """Holds a lock file in `folder`, so that one process writes the cache and the others read it; nothing for None."""
-
-    def __init__(self, folder: str | None):
-        self._folder, self._file = folder, None
-
-    def __enter__(self) -> None:
-        if self._folder:
-            import fcntl
-
-            os.makedirs(self._folder, exist_ok=True)
-            self._file = open(os.path.join(self._folder, "lock"), "w")
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-
-    def __exit__(self, *error: object) -> None:
-        if self._file:
-            self._file.close()
+@contextlib.contextmanager
+def _locked(folder: str | None) -> Iterator[None]:
+    """Hold a lock file in `folder`, so that one process writes the cache and the others read it; nothing for None."""
+    if not folder:
+        yield
+        return
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def make_fetch(dataset: Any, options: argparse.Namespace) -> Callable[[int, int], dict[str, Any]]:
@@ -119,7 +114,7 @@ def log_line(options: argparse.Namespace, result: Any) -> str:
     )
 
 
-def metrics_record(result: Any) -> dict[str, Any]:
+def metrics_record(result: Any) -> dict[str, object]:
     """The line of the metrics file; `iteration` counts from 0, `time` is in seconds since the epoch."""
     return {
         "iteration": result.iteration,
@@ -158,17 +153,17 @@ class GradientSaver:
         known, parameters = self._before
         if known == index and result.generation != self._generation:
             spans = [(part.parameter, slice(part.first, part.first + part.end - part.begin)) for part in held]
-            gradient = [_saved(parameter.main_grad.view(-1)[span]) for parameter, span in spans]
+            gradient = [_copy_to_cpu(parameter.main_grad.view(-1)[span]) for parameter, span in spans]
             path = self._folder / f"{result.iteration}.slot{self._slot}.pt"
             path.parent.mkdir(parents=True, exist_ok=True)
             data = {"index": index, "parameters": parameters, "gradient": gradient}
             torch.save(data, path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)  # readers never see half a file
         self._generation = result.generation
-        self._before = index, [_saved(part.tensors[parts.PARAMETER]) for part in held]
+        self._before = index, [_copy_to_cpu(part.tensors[parts.PARAMETER]) for part in held]
 
 
-def _saved(tensor: Any) -> Any:
+def _copy_to_cpu(tensor: Any) -> Any:
     import torch
 
     return tensor.detach().to("cpu", torch.float32, copy=True)

@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+Record = dict[str, Any]  # a line of JSON
+
 
 class MetricsError(ValueError):
     """The files contradict each other, or there are none. The text is one line."""
@@ -35,7 +37,7 @@ class MetricsWriter:
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             os.write(self._descriptor, b"\n")  # the process before this one died in a write; keep its torn line apart
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Append `record` (must hold `iteration`, `generation`, `loss`, `time`)."""
         os.write(self._descriptor, json.dumps(record).encode() + b"\n")
 
@@ -43,7 +45,7 @@ class MetricsWriter:
         os.close(self._descriptor)
 
 
-def read_metrics(prefix: str | os.PathLike[str], tolerance: float = 1e-5) -> list[dict[str, Any]]:
+def read_metrics(prefix: str | os.PathLike[str], tolerance: float = 1e-5) -> list[Record]:
     """The run's records, one per iteration, in order.
 
     All ranks of one generation must report the same loss, bit for bit. An iteration that was stepped in two
@@ -56,7 +58,7 @@ def read_metrics(prefix: str | os.PathLike[str], tolerance: float = 1e-5) -> lis
         raise MetricsError(
             f"no metrics at {os.fspath(prefix)}.slot*: give the prefix that the training was started with (--metrics)"
         )
-    merged: dict[int, dict[str, Any]] = {}
+    merged: dict[int, Record] = {}
     for path in paths:
         for record in _lines(path):
             iteration = record["iteration"]
@@ -68,11 +70,11 @@ def read_metrics(prefix: str | os.PathLike[str], tolerance: float = 1e-5) -> lis
     return [merged[iteration] for iteration in sorted(merged)]
 
 
-def _precedence(record: dict[str, Any]) -> tuple[int, float]:
+def _precedence(record: Record) -> tuple[int, float]:
     return record["generation"], -record["time"]
 
 
-def _check_equal(one: dict[str, Any], other: dict[str, Any], tolerance: float, path: str) -> None:
+def _check_equal(one: Record, other: Record, tolerance: float, path: str) -> None:
     allowed = 0.0 if one["generation"] == other["generation"] else tolerance
     both_nan = math.isnan(one["loss"]) and math.isnan(other["loss"])
     if not both_nan and not math.isclose(one["loss"], other["loss"], rel_tol=allowed, abs_tol=0.0):
@@ -82,7 +84,7 @@ def _check_equal(one: dict[str, Any], other: dict[str, Any], tolerance: float, p
         )
 
 
-def _lines(path: str) -> list[dict[str, Any]]:
+def _lines(path: str) -> list[Record]:
     """The whole lines of one file; a line that a kill has torn is not a record."""
     records = []
     for line in Path(path).read_bytes().splitlines():

@@ -34,7 +34,7 @@ from unicron_ctl.shared.system.release import DISTRIBUTION, release
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build/unicron-agent"
 SPANK, CONTAINERS = ROOT / "slurm_plugin/spank", ROOT / "slurm_plugin/containers"
-WHEELS = ("click", "msgpack", "msgspec", "pyzmq", "xxhash")
+WHEELS = ("cffi", "click", "msgpack", "msgspec", "pynacl", "pyzmq", "xxhash")
 # Parts of the project that no agent and no rank imports
 NOT_OURS = ("cli", "controller", "lab", "reports", "tools", "web", "unicron_planner", "sbatch_templates")
 # Parts of the standard library that it has no use for, some of which would bring large libraries with them

@@ -31,7 +31,7 @@ from unicron_ctl.cli.unicronctl import commands as every_command
 from unicron_ctl.cli.unicronctl import unicronctl
 from unicron_ctl.controller.unicrond import unicrond
 from unicron_ctl.shared.settings.variables import OF_JOBS, OF_PROGRAMS, Variable
-from unicron_ctl.shared.system.errors import FAILURE, FOUND, WRONG_USE
+from unicron_ctl.shared.system.errors import FAILURE, PROBLEM_FOUND, WRONG_USE
 
 ROOT = Path(__file__).resolve().parent.parent
 SPANK, PLUGSTACK = ROOT / "slurm_plugin/spank", ROOT / "slurm_plugin/plugstack.conf.d/zz-unicron.conf"
@@ -44,7 +44,7 @@ STATUS = (
     ("0", "success"),
     (str(FAILURE), "an error; one line on standard error says what to do next"),
     (str(WRONG_USE), "wrong use: an option, an input file, the configuration"),
-    (str(FOUND), "the command did what it is for, and found something that needs somebody"),
+    (str(PROBLEM_FOUND), "the command did what it is for, and found something that needs somebody"),
 )
 OPTION = re.compile(r'\{\s*"([\w-]+)",\s*(NULL|"\w+"),\s*((?:"(?:[^"\\]|\\.)*"\s*)+),')
 ARGUMENT = re.compile(r"^#   (\w+=)\s+(.*)$", re.MULTILINE)

@@ -17,7 +17,7 @@ import msgspec
 
 from unicron_ctl.shared.settings import limits
 from unicron_ctl.shared.settings.config import OTHER_TABLES, AgentConfig, ControllerConfig, PlannerConfig
-from unicron_ctl.shared.settings.limits import FIXED, RULES, Range, label, number
+from unicron_ctl.shared.settings.limits import FIXED_LIMITS, RULES, Range, label, number
 from unicron_ctl.shared.settings.meanings import docstrings, meanings
 from unicron_ctl.shared.settings.notify import NotifyConfig
 from unicron_ctl.shared.settings.partitions import PartitionConfig
@@ -43,7 +43,7 @@ def tables() -> dict[str, str]:
         for low, high, why, equal, _ in RULES
     ]
     texts = docstrings(ast.parse(inspect.getsource(limits)).body)
-    fixed = [(f"`{name}`", number(value), texts[name]) for name, value in FIXED.items()]
+    fixed = [(f"`{name}`", number(value), texts[name]) for name, value in FIXED_LIMITS.items()]
     rows = [
         row
         for section, struct in SECTIONS.items()

@@ -33,12 +33,14 @@ REFERENCE = re.compile(r":(mod|class|func|meth|data|attr):`~?([\w.]+)`")
 
 @dataclass
 class Module:
-    """One source file. path: its dotted name. names: all that is defined or imported in it."""
+    """One source file. path: its dotted name. names: all that is defined or imported in it. whole: the modules of which
+    it imports everything."""
 
     file: Path
     path: str
     text: str
     names: set[str] = field(default_factory=set)
+    whole: list[str] = field(default_factory=list)
 
 
 def read(file: Path) -> Module:
@@ -53,6 +55,8 @@ def read(file: Path) -> Module:
                 module.names.add(name)
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 module.names.add(name)
+            case ast.ImportFrom(module=str(whole), names=[ast.alias(name="*")]):
+                module.whole.append(whole)
             case ast.Import(names=imported) | ast.ImportFrom(names=imported):
                 module.names |= {(each.asname or each.name).split(".")[0] for each in imported}
     return module
@@ -81,6 +85,9 @@ def exists(kind: str, name: str, module: Module, modules: list[Module]) -> bool:
 def mistakes() -> Iterator[str]:
     """One line for each reference to what is not there."""
     modules = [read(file) for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+    names = {module.path: module.names for module in modules}
+    for module in modules:
+        module.names.update(*(names.get(whole, ()) for whole in module.whole))
     for module in modules:
         for number, line in enumerate(module.text.splitlines(), 1):
             for kind, name in REFERENCE.findall(line):

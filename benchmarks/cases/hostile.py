@@ -188,4 +188,4 @@ def ends_something(data: bytes) -> bool:
         message = wire.decode(data, wire.ToAgent)
     except wire.BadMessage:
         return False
-    return isinstance(message, wire.End | wire.Refused | wire.StopRank | wire.Inject | wire.Welcome)
+    return isinstance(message, wire.End | wire.Refusal | wire.StopRank | wire.Inject | wire.Welcome)

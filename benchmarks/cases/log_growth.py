@@ -165,9 +165,9 @@ class Year:
         yield records.NodeLost(node=node, element=element, reason="silent, and Slurm has it down")
         yield records.SlurmAction(action="requeue", element=element, node=node, slurm_reason="unicron: lost")
         yield records.SlurmDone(action="requeue", element=element, node=node)
-        yield records.Observed(would=f"down {node}", action="down", node=node, element=element)
+        yield records.ActionObserved(would=f"down {node}", action="down", node=node, element=element)
         reasons = {str(job): WHY for job in range(20)}
-        yield records.Replanned(
+        yield records.ClusterReplanned(
             assignment=dict.fromkeys(reasons, 64),
             reasons=reasons,
             objective=1e20,
@@ -206,7 +206,7 @@ def _beginning(nodes: int, ranks: int) -> Iterator[Record]:
     )
     crews = [records.Crew(agent, mine, [1] * ranks) for agent, mine in zip(agents, own, strict=True)]
     yield records.PlanMade(plan=plan, crews=crews, reason="all are ready")
-    yield records.Entered(members=list(slots))
+    yield records.GenerationEntered(members=list(slots))
     yield records.Step(
         iteration=0, loss=1.0, seconds=1.0, ranks=len(slots), nodes=nodes, flops=1e15, train_iterations=10**9,
         micro_batches=len(slots), computed=len(slots),

@@ -13,8 +13,7 @@ from prometheus_client.openmetrics.exposition import generate_latest
 
 from benchmarks.report import Report, median_seconds
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.server.metric_counts import Recorded
-from unicron_ctl.controller.server.metric_gauges import Kept, present
+from unicron_ctl.controller.server.metrics import Counts, gauges
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -36,7 +35,7 @@ class ScrapedPage:
     def __init__(self, world: World) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        counted = Recorded(self.registry)
+        counted = Counts(self.registry)
         for event in world.log:
             counted.note(event)
         self._world, self.found = world, list[Metric]()
@@ -50,7 +49,7 @@ class ScrapedPage:
 
     def read(self) -> None:
         """Do the loop's part."""
-        self.found = list(present(self._world.core, Kept()))
+        self.found = list(gauges(self._world.core, {}, {}, 0))
 
     def text(self) -> bytes:
         """Do the thread's part."""

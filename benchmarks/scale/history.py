@@ -92,7 +92,7 @@ class Month:
         assert job is not None and job.plan is not None
         first = failure.element * ranks
         slots = list(range(first, first + ranks)) if failure.node else [failure.slot]
-        lost = [records.Lost(s, job.members[s].agent, job.members[s].incarnation) for s in slots]
+        lost = [records.LostProcess(s, job.members[s].agent, job.members[s].incarnation) for s in slots]
         agent, incarnation = lost[0].agent, lost[0].incarnation + 1
         survivors = [slot for slot in job.members if slot not in slots]
         detected = records.FailureDetected(
@@ -116,7 +116,7 @@ class Month:
             *(records.RankStart(slot=slot, incarnation=incarnation, not_before=at) for slot in slots),
             records.Break(number=number, lost=lost, reason="a rank died"),
             records.PlanMade(plan=plan, crews=self._crews(survivors), reason="the others go on"),
-            records.Entered(members=survivors),
+            records.GenerationEntered(members=survivors),
             *self._steps(),
             records.RanksReady(agent=agent, incarnations=dict.fromkeys(slots, incarnation)),
             records.Offer(
@@ -125,7 +125,7 @@ class Month:
                 joiners=slots,
                 leavers=[],
             ),
-            records.Entered(members=whole.members),
+            records.GenerationEntered(members=whole.members),
             *self._steps(),
         ]
         events = []

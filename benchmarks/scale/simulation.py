@@ -317,7 +317,7 @@ class Simulation:
                 self._on_welcome(agent, message)
             case wire.Ping():
                 self._say(agent)
-            case wire.Refused():
+            case wire.Refusal():
                 self._on_refused(agent, message)
             case wire.Withdraw():
                 if self.offering is not None and self.offering.generation == message.generation:
@@ -343,7 +343,7 @@ class Simulation:
             self._later(self.lines.now() + READY_SECONDS, lambda: self._ready(agent))
         self._say(agent)
 
-    def _on_refused(self, agent: Agent, message: wire.Refused) -> None:
+    def _on_refused(self, agent: Agent, message: wire.Refusal) -> None:
         self.counts.refused += 1
         if message.final:
             raise Failed(f"the controller refused agent {agent.element}: {message.reason}")

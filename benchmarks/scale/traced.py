@@ -343,13 +343,13 @@ class Traced(Simulation):
             words = [
                 Reach.SILENT if target.rpartition(":")[0] in silent else Reach.REACHED for target in message.targets
             ]
-            reached = wire.Reached(
+            reached = wire.ReachAnswer(
                 job=JOB, element=agent.element, agent=agent.name, number=message.number, words=[str(w) for w in words]
             )
             self._later(time.time() + 0.7, lambda: self._answer(agent, reached))
         else:
             super()._on_message(agent, data, at)
 
-    def _answer(self, agent: Agent, reached: wire.Reached) -> None:
+    def _answer(self, agent: Agent, reached: wire.ReachAnswer) -> None:
         if self.agents[agent.element] is agent:
             self._send(agent.element, wire.encode(reached))

@@ -6,10 +6,16 @@
 #include <unistd.h>
 
 #include "command.h"
+#include "programs.inc"
 #include "shell_text.h"
 
 #define MOST_WRAPPERS 16      /* that are looked through, one inside another */
 #define MOST_COMMANDS 64      /* of a shell's -c whose scripts are read */
+
+/*
+ * The words that programs.inc does not have. Of its launchers, `starters` start the ranks of all nodes, or are those that the agent does
+ * not replace: srun would start each of them many times.
+ */
 
 /* Programs of the system's that train nothing, whatever their arguments are. None of them runs another program,
  * except for awk: hear_awk. */
@@ -30,57 +36,11 @@ static const char *const utilities[] = {
 	"uuidgen", "vmstat", "wandb", "wc", "wget", "whereis", "which", "who", "whoami", "xz", "yes", "zip", "zstd",
 };
 
-/* Programs that run the command in their arguments. */
-static const char *const wrappers[] = {
-	"catchsegv", "chrt", "command", "compute-sanitizer", "cuda-gdb", "doas", "dumb-init", "env", "eval", "exec", "faketime", "gdb",
-	"ionice", "linux32", "linux64", "ltrace", "ncu", "nice", "nohup", "nsys", "numactl", "perf", "prlimit", "rocprof", "script",
-	"setarch", "setpriv", "setsid", "strace", "stdbuf", "sudo", "taskset", "time", "timeout", "tini", "unbuffer", "valgrind", "xargs",
-	"xvfb-run",
-	/* of environments of Python's, and of containers */
-	"apptainer", "ch-run", "conda", "docker", "enroot", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "podman",
-	"podman-hpc", "poetry", "sarus", "shifter", "singularity", "uv", "uvx",
-};
-
 /* What a shell does itself. "." and source run a script: plain_command. */
 static const char *const builtins[] = {
 	":", "[[", "alias", "break", "case", "cd", "continue", "declare", "done", "esac", "exit", "export", "fi", "for", "function",
 	"hash", "in", "jobs", "let", "local", "ml", "module", "popd", "pushd", "read", "readonly", "return", "set", "shift", "shopt",
 	"trap", "type", "typeset", "ulimit", "umask", "unalias", "unset", "wait",
-};
-
-static const char *const shells[] = { "ash", "bash", "csh", "dash", "fish", "ksh", "mksh", "sh", "tcsh", "zsh" };
-
-/*
- * Programs that start ranks, all of them to train. The agent reads what they are told, or leaves them alone. These tables are those of
- * unicron_ctl/agent/launchers/commands.py, and the servers are docs/behaviour/servers.toml.
- */
-static const char *const launchers[] = {
-	"accelerate", "accelerate-launch", "deepspeed", "deepspeed.pt", "ds", "fabric", "torchrun",
-};
-
-/* Those of them that start the ranks of all nodes, or that the agent does not replace: srun would start each of them many times. */
-static const char *const starters[] = {
-	"aprun", "colossalai", "composer", "horovodrun", "jsrun", "mpiexec", "mpiexec.hydra", "mpiexec.mpich", "mpiexec.openmpi", "mpirun",
-	"mpirun.hydra", "mpirun.mpich", "mpirun.openmpi", "orterun", "prterun", "prun",
-};
-
-/* The same as modules of Python's, behind -m. */
-static const char *const launcher_modules[] = {
-	"accelerate.commands.accelerate_cli", "accelerate.commands.launch", "deepspeed.launcher.runner", "torch.distributed.elastic",
-	"torch.distributed.launch", "torch.distributed.run",
-};
-
-/* Servers, which train nothing: the program, and its command where it has others. */
-static const char *const servers[] = {
-	"code-server", "jupyter lab", "jupyter notebook", "jupyter server", "jupyter-lab", "jupyter-notebook", "jupyter-server",
-	"lmdeploy serve", "ray start", "sglang serve", "tensorboard", "text-generation-launcher", "tritonserver", "trtllm-serve", "vllm serve",
-};
-
-/* The same as modules of Python's. */
-static const char *const server_modules[] = {
-	"http.server", "jupyter lab", "jupyter notebook", "jupyter server", "jupyter_server", "jupyterlab", "lmdeploy serve",
-	"notebook", "ray.scripts.scripts start", "sglang.launch_server", "tensorboard.main", "tensorrt_llm.commands.serve",
-	"vllm.entrypoints.api_server", "vllm.entrypoints.cli.main serve", "vllm.entrypoints.openai.api_server",
 };
 
 /* python, python3, python3.11, python3.11-dbg, pypy3, ipython; or a script of Python's. */

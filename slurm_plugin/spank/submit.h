@@ -21,7 +21,7 @@ void submit_set_defaults(void);
 void submit_finish(bool asked);
 
 /* What srun's own options say of its step, to the step's tasks. */
-#define UNICRON_SAID_TASKS "_UNICRON_SAID_TASKS"              /* who said how many tasks: agent/start/rank_count.py */
+#define UNICRON_SAID_TASKS "_UNICRON_SAID_TASKS"              /* who said how many tasks: agent/start/agent_main.py */
 #define UNICRON_SEVERAL_PROGRAMS "_UNICRON_SEVERAL_PROGRAMS"  /* --multi-prog */
 
 /* From slurm_spank_init of srun: its environment may say how many tasks. */

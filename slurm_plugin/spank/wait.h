@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* unicron-launch in a task that waits for its rank, and what it and the agent tell each other (agent/start/step_tasks.py). */
+/* unicron-launch in a task that waits for its rank, and what it and the agent tell each other (agent/connections/step_tasks.py). */
 #ifndef UNICRON_WAIT_H
 #define UNICRON_WAIT_H
 

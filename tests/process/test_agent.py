@@ -229,7 +229,7 @@ def test_a_stopped_agent_ends_its_ranks_and_cleans_up(fake, sleeper):
 def test_an_agent_that_is_refused_for_good_runs_its_command_unprotected(fake, tmp_path):
     job = Job(tmp_path, fake.address, "20", 1, [sys.executable, "-c", "raise SystemExit(5)"])
     fake.registration()
-    fake.send(wire.Refused(reason="job 20 has 2 ranks per node", final=True))
+    fake.send(wire.Refusal(reason="job 20 has 2 ranks per node", final=True))
     assert job.agents[0].wait() == 5
     assert (
         undated(job.agents[0].log)
@@ -242,7 +242,7 @@ def test_an_agent_whose_controller_is_of_another_release_runs_unprotected_and_sa
     command = [sys.executable, "-c", "raise SystemExit(5)"]
     agent = Job(tmp_path, fake.address, "21", 1, command, UNICRON_REGISTER_TIMEOUT="2").agents[0]
     fake.registration()
-    fake.send(wire.Refused(reason="?", v=number))
+    fake.send(wire.Refusal(reason="?", v=number))
     assert agent.wait() == 5
     *dropped, last = undated(agent.log).splitlines()
     assert f"upgrade {side} side" in last and last.endswith("; the job runs unprotected")
@@ -256,7 +256,7 @@ def test_an_agent_that_is_refused_for_good_before_it_has_a_world_starts_again_wi
     job = Job(tmp_path, fake.address, "24", 1, command, UNICRON_MODE="session", SAYS="waiting")
     fake.welcome()
     pid = fake.rank(lambda rank: rank.state == "waiting", "its rank waits").pid
-    fake.send(wire.Refused(reason="element 2 is different", final=True))
+    fake.send(wire.Refusal(reason="element 2 is different", final=True))
     assert job.agents[0].wait() == 5 and not is_alive(pid)
     assert undated(job.agents[0].log).endswith(
         "WARNING unicron job=24_0 node=n0: element 2 is different; the job runs unprotected\n"
@@ -266,8 +266,8 @@ def test_an_agent_that_is_refused_for_good_before_it_has_a_world_starts_again_wi
 @pytest.mark.parametrize(
     "refused",
     [
-        wire.Refused(reason="job 25 is healed in restart mode", final=True, apart=True),  # and its others train
-        wire.Refused(reason="another agent has taken element 0", final=True, replaced=True),
+        wire.Refusal(reason="job 25 is healed in restart mode", final=True, apart=True),  # and its others train
+        wire.Refusal(reason="another agent has taken element 0", final=True, replaced=True),
     ],
 )
 def test_an_agent_whose_element_is_not_its_to_train_ends(fake, tmp_path, refused):

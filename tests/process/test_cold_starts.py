@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.support.processes import LIMIT, ROOT
-from unicron_ctl.agent.ranks.counted import Counted, Folder
+from unicron_ctl.agent.ranks.counted import Folder, Progress
 
 pytestmark = pytest.mark.process
 
@@ -75,7 +75,7 @@ def test_an_unmodified_script_that_starts_cold_is_counted(tmp_path):
     (home / "rank_monitor_client.py").write_text(CLIENT)
     (tmp_path / "script.py").write_text(SCRIPT)
     with contextlib.closing(Folder(str(tmp_path))) as folder:
-        counted = Counted(folder, 0)
+        counted = Progress(folder, 0)
         path = os.pathsep.join((folder.autoload, str(tmp_path)))
         environment = {**os.environ, **counted.start(1, 0), "PYTHONPATH": path}
         command = [sys.executable, str(tmp_path / "script.py")]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.test_copies import SETTINGS, Halves
+from tests.support.halves import SETTINGS, Halves
 from unicron_transition.snapshot import folders
 
 pytestmark = pytest.mark.process

@@ -83,7 +83,7 @@ def stranger(controller, realm):
     made.close()
 
 
-def refused(agent: ScriptedAgent, *others: ScriptedAgent) -> wire.Refused:
+def refused(agent: ScriptedAgent, *others: ScriptedAgent) -> wire.Refusal:
     """The next refusal; nothing is answered to it."""
     deadline = time.monotonic() + 30.0
     while time.monotonic() < deadline:
@@ -91,7 +91,7 @@ def refused(agent: ScriptedAgent, *others: ScriptedAgent) -> wire.Refused:
             other.turn()
         if agent.socket.poll(50):
             message = wire.decode(agent.socket.recv(), wire.ToAgent)
-            if isinstance(message, wire.Refused):
+            if isinstance(message, wire.Refusal):
                 return message
             assert not isinstance(message, wire.Welcome)
     raise AssertionError("no refusal")

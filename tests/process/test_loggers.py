@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
+from tests.support.event_files import read
 from tests.support.jobs import World, scripted
-from tests.unit.transition.loggers.test_loggers import read
 
 pytestmark = [pytest.mark.process, pytest.mark.wide]
 ITERATIONS = 40

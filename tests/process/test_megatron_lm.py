@@ -237,7 +237,7 @@ import megatron.core, megatron.training.training as training
 def refusal():
     try:
         seams.check()
-    except seams.Refused as error:
+    except seams.CannotHeal as error:
         print(error)
 training.train_step = lambda forward_step_func, data_iterator: None
 refusal()
@@ -254,7 +254,7 @@ def test_a_release_that_is_not_known_is_refused(tmp_path):
     done = Script(script, environment=outside_slurm()).wait(PATIENCE)
     instead = "check one of those out, or run the job with --unicron-mode=restart"
     named = f"this is not Megatron-LM core_v{version('megatron-core')}, in which {table.TRAINING}.train_step"
-    tested = ", ".join(f"core_v{each}" for each in table.KNOWN["megatron-core"])
+    tested = ", ".join(f"core_v{each}" for each in table.KNOWN_RELEASES["megatron-core"])
     assert done.stdout.splitlines()[-3:] == [
         f"{named} takes (forward_step_func, data_iterator): {instead}",
         f"{named} is not there: {instead}",

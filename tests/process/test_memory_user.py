@@ -33,8 +33,8 @@ def world(folder: Path, nodes: list[str], per_node: int, *saves: tuple[int, list
             memory = str(folder / node)
             Path(memory).mkdir(exist_ok=True)
         local = {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node), "UNICRON_MEMORY": memory}
-        said = {"REMEMBERS_OUT": str(folder), "REMEMBERS_SAVES": json.dumps(saves), "OMP_NUM_THREADS": "1"}
-        processes.append(Script(HERE / "remembers.py", environment=environment | local | said))
+        said = {"MEMORY_OUT": str(folder), "MEMORY_SAVES": json.dumps(saves), "OMP_NUM_THREADS": "1"}
+        processes.append(Script(HERE / "memory_train.py", environment=environment | local | said))
     ended = [process.wait(LIMIT) for process in processes]
     assert [each.returncode for each in ended] == [0] * len(processes), ended
     return [json.loads((folder / f"loaded.{rank}").read_text()) for rank in range(len(processes))]
@@ -118,9 +118,9 @@ class Saving:
         self.folder = folder
         (folder / "controller").mkdir()
         self.controller = Controller(folder / "controller", "forming_settle_seconds = 1")
-        settings |= {"SAVES_OUT": str(folder), "UNICRON_MODE": "restart", "UNICRON_RANKS_PER_NODE": str(ranks)}
+        settings |= {"MEMORY_OUT": str(folder), "UNICRON_MODE": "restart", "UNICRON_RANKS_PER_NODE": str(ranks)}
         settings["UNICRON_MIN_NODES"] = str(nodes)
-        command = [sys.executable, str(HERE / "saves_on.py")]
+        command = [sys.executable, str(HERE / "memory_train.py")]
         self.job = Job(folder, self.controller.address, "81", nodes, command, **settings)
 
     def __enter__(self) -> Saving:
@@ -181,7 +181,7 @@ class Saving:
 
 def test_a_node_is_lost_and_its_ranks_go_on_from_the_copies_in_the_next_one(tmp_path):
     """Two ranks a node, each with a state of its own."""
-    with Saving(tmp_path, nodes=2, ranks=2, SAVES_OWN="1") as job:
+    with Saving(tmp_path, nodes=2, ranks=2, MEMORY_OWN="1") as job:
         assert job.wait_begun(4) == [0] * 4
         cut = job.copied(("n0", {2, 3}), ("n1", {0, 1}))
         job.power_failure(1, "n1")
@@ -194,7 +194,7 @@ def test_a_node_is_lost_and_its_ranks_go_on_from_the_copies_in_the_next_one(tmp_
 @pytest.mark.long
 def test_another_element_takes_over_rank_numbers_move_and_a_damaged_copy_is_not_used(tmp_path):
     """The first node is lost: the second one's ranks are the first now, and their states go to the new one's."""
-    with Saving(tmp_path, nodes=2, ranks=1, SAVES_OWN="1", SLURM_ARRAY_TASK_COUNT="3") as job:
+    with Saving(tmp_path, nodes=2, ranks=1, MEMORY_OWN="1", SLURM_ARRAY_TASK_COUNT="3") as job:
         assert job.wait_begun(2) == [0] * 2
         first = job.copied(("n0", {1}), ("n1", {0}))
         job.power_failure(0, "n0")

@@ -4,18 +4,22 @@ checkpoint of one layout is gone on with in any other."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from sbatch_templates import gpt_options
-from tests.support.processes import of_a_world
-from tests.support.warm import Script
+from tests.support.template_training import (
+    INTERLEAVED,
+    ITERATIONS,
+    OVERLAP,
+    PLAIN,
+    PP,
+    SESSION,
+    SHARDED,
+    TP,
+    run,
+    train,
+)
 
-PLAIN = Path(__file__).resolve().parents[1] / "support" / "plain_gpt.py"
-SESSION = Path(gpt_options.__file__).with_name("train_gpt.py")
-ITERATIONS = 6
-SMALL = f"--num-layers 4 --hidden-size 64 --seq-length 64 --micro-batches 4 --train-iterations {ITERATIONS}".split()
 DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 # fp32: sums in another order. Seen: losses 9e-8, norms 6e-7.
@@ -26,37 +30,9 @@ ROUNDED = 2e-4
 pytestmark = pytest.mark.process
 
 
-def train(dataset, ranks: int, *arguments: object, script: Path = PLAIN, **environment: str) -> dict:
-    """What rank 0 printed."""
-    return json.loads(run(dataset, ranks, *arguments, script=script, **environment).splitlines()[-1])
-
-
-def run(dataset, ranks: int, *arguments: object, script: Path, **environment: str) -> str:
-    """The output of rank 0."""
-    started = [
-        Script(
-            script,
-            "--data-path",
-            dataset,
-            *SMALL,
-            *arguments,
-            environment=each | environment,
-        )
-        for each in of_a_world(ranks)
-    ]
-    ended = [each.wait() for each in started]
-    assert [each.returncode for each in ended] == [0] * ranks, ended
-    return ended[0].stdout
-
-
 @pytest.fixture(scope="module")
 def reference(dataset):
     return train(dataset, 1)
-
-
-TP, PP = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
-INTERLEAVED = PP + "--num-layers-per-virtual-pipeline-stage 1 "
-SHARDED, OVERLAP = "--use-distributed-optimizer ", "--overlap-grad-reduce --ddp-bucket-size 20000 "
 
 
 @pytest.mark.parametrize(
@@ -234,7 +210,7 @@ runpy.run_path({plain!r})
 import os
 import gpt_model, gpt_options, train_gpt
 from megatron.core import parallel_state
-from unicron_transition.generations import preparing
+from unicron_transition.generations import groups
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron_transition.generations.layout import Layout
 from unicron_transition.snapshot.migrate import TrainingState
@@ -242,7 +218,7 @@ slot, layout = int(os.environ["RANK"]), Layout(tensor=2, pipeline=2)
 options = gpt_options.parse(sys.argv[1:])
 device, _ = train_gpt.prepare(options)
 os.environ["UNICRON_MAX_RANKS"] = os.environ["WORLD_SIZE"]
-preparing.prepare(layout, slot)
+groups.init_without_peers(layout, slot)
 parallel_state.initialize_model_parallel(2, 2)
 chunks = gpt_model.build_model(options, device)
 state = TrainingState(chunks, *gpt_model.build_optimizer(options, chunks))

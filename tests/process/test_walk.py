@@ -15,15 +15,14 @@ from pathlib import Path
 import pytest
 
 from tests.support import entered
-from tests.support.jobs import FOREVER, World, json_lines
+from tests.support.jobs import FOREVER, TINY, World, json_lines
 from tests.support.processes import ROOT, wait_for
-from tests.unit.test_documents import walks
+from tests.support.walks import walks
 
 pytestmark = pytest.mark.process
 
 DOCUMENT = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- measured walk: made by tests/process/test_walk.py -->", "<!-- end of measured walk -->"
-SCRIPT = Path(entered.__file__).with_name("entered_gpt.py")
 PROGRAMS = {"unicrond": 1, "unicron-agent": 3, "rank": 2}  # and how many of each there are; the third rank is killed
 RUNS = 2  # of the generator: what all of them have entered is certain
 MOST = 49
@@ -46,7 +45,7 @@ def heal(folder: Path) -> tuple[dict[str, set[str]], set[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(entered.ENTERED, str(folder))
         window = entered.switch(folder)
-        command = [sys.executable, str(SCRIPT)]
+        command = [sys.executable, str(TINY)]
         with Quiet(folder, 3, command=command, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.05") as world:
             world.wait(lambda: world.trains([0, 1, 2], 15), "15 iterations")
             victim = world.rank(1)["pid"]

@@ -6,52 +6,23 @@ import os
 
 import pytest
 
-from tests.support.jobs import PLAIN, json_lines
+from tests.support.jobs import PLAIN
 from tests.support.plugin_site import Site
 from tests.support.processes import call, wait_for
 
 pytestmark = pytest.mark.site(nodes=4)
 
 
-def submit(site: Site, *words: str, wrap: str) -> str:
-    done = call(
-        "sbatch", "--parsable", "--unicron", *words, "--wrap", wrap, cwd=site.folder, environment=site.environment
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def world(site: Site, size: int, after: int = 0) -> dict:
-    """The last step of a world of that size that is younger than generation `after`."""
-
-    def found() -> list[dict]:
-        lines = [line for path in site.folder.glob("steps.*") for line in json_lines(path)]
-        return [line for line in lines if line["size"] == size and line["generation"] > after]
-
-    return wait_for(lambda: len(found()) > 2 * size and found()[-1], site.logs)
-
-
-def slurm(site: Site, *words: str) -> str:
-    done = call(*words, cwd=site.folder, environment=site.environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def power_off(site: Site, node: str) -> None:
-    """The node is gone, and an admin says so, which proves it: else a new world waits for its processes' end."""
-    site.cluster.power_off(node)
-    slurm(site, "scontrol", "update", f"nodename={node}", "state=down", "reason=power")
-
-
 def test_an_allocation_is_one_world_and_goes_on_without_a_lost_node(site: Site) -> None:
-    number = submit(site, "-N3", "--no-kill", "--gres=gpu:1", "--exclusive", wrap=f"srun python {PLAIN}")
-    before = world(site, 3)
-    nodes = slurm(site, "squeue", "-h", "-j", number, "-o", "%N")
+    options = ("--unicron", "-N3", "--no-kill", "--gres=gpu:1", "--exclusive")
+    number = site.submit(*options, "--wrap", f"srun python {PLAIN}")
+    before = site.world(size=3)
+    nodes = site.run("squeue", "-h", "-j", number, "-o", "%N")
     assert nodes == "n[1-3]" and site.job(number)["nodes"] == 3
-    power_off(site, "n3")
-    after = world(site, 2, before["generation"])
+    site.power_off("n3")
+    after = site.world(before["generation"], 2)
     assert after["begun"] >= before["step"]
-    wait_for(lambda: slurm(site, "squeue", "-h", "-j", number, "-o", "%N") == "n[1-2]", site.logs)
+    wait_for(lambda: site.run("squeue", "-h", "-j", number, "-o", "%N") == "n[1-2]", site.logs)
     explained = call(
         "unicronctl", "explain", number, "--controller", site.controller.address, environment=site.environment
     )
@@ -59,24 +30,24 @@ def test_an_allocation_is_one_world_and_goes_on_without_a_lost_node(site: Site) 
     asked = [event["action"] for event in site.controller.events("slurm_action")]
     assert not {"requeue", "requeue_hold", "hold", "release", "pin", "down"} & set(asked), asked
 
-    power_off(site, "n1")  # the batch host
-    last = world(site, 1, after["generation"])
+    site.power_off("n1")  # the batch host
+    last = site.world(after["generation"], 1)
     assert last["begun"] >= after["step"]
     (site.folder / "stop").touch()
     wait_for(lambda: site.job(number)["state"] == "ended", site.logs)
     state = "%T"
-    wait_for(lambda: slurm(site, "squeue", "-h", "--states=all", "-j", number, "-o", state) != "RUNNING", site.logs)
+    wait_for(lambda: site.run("squeue", "-h", "--states=all", "-j", number, "-o", state) != "RUNNING", site.logs)
     assert os.path.exists(site.folder / "checkpoint")
 
 
 def test_a_spare_inside_takes_the_place_of_a_lost_node(site: Site) -> None:
     words = ("-N3", "--exclusive", "--unicron-spares=1", "--unicron-min-nodes=2")  # the plugin adds --no-kill
-    number = submit(site, *words, wrap=f"srun python {PLAIN}")
-    before = world(site, 2)
+    number = site.submit("--unicron", *words, "--wrap", f"srun python {PLAIN}")
+    before = site.world(size=2)
     wait_for(lambda: site.job(number)["spares_ready"] == 1, site.logs)
     member = max(site.job(number)["members"])
-    power_off(site, f"n{member + 1}")
-    after = world(site, 2, before["generation"])
+    site.power_off(f"n{member + 1}")
+    after = site.world(before["generation"], 2)
     assert after["begun"] >= before["step"] and site.job(number)["nodes"] == 2
     (site.folder / "stop").touch()
     wait_for(lambda: site.job(number)["state"] == "ended", site.logs)
@@ -87,19 +58,19 @@ def test_a_spare_inside_takes_the_place_of_a_lost_node(site: Site) -> None:
 def test_an_allocation_gives_a_node_back_to_the_job_that_is_to_have_it(site: Site) -> None:
     words = ("-N3", "--exclusive", "--unicron-min-nodes=2", "--unicron-weight=0.1")
     wrap = f"srun python {PLAIN}; echo srun ended with $?"
-    number = submit(site, *words, "--output=first.out", wrap=wrap)
-    before = world(site, 3)
+    number = site.submit("--unicron", *words, "--output=first.out", "--wrap", wrap)
+    before = site.world(size=3)
     other = site.folder / "other"
     other.mkdir()
     site.environment["PLAIN_OUT"] = str(other)
-    array = submit(site, "--array=0-1", "-N1", "--exclusive", wrap=f"srun python {PLAIN}")
+    array = site.submit("--unicron", "--array=0-1", "-N1", "--exclusive", "--wrap", f"srun python {PLAIN}")
 
     def at_work(job: str) -> str:
-        return slurm(site, "squeue", "-h", "-r", "-t", "RUNNING", "-j", job, "-o", "%N")
+        return site.run("squeue", "-h", "-r", "-t", "RUNNING", "-j", job, "-o", "%N")
 
     wait_for(lambda: set(at_work(array).split()) == {"n3", "n4"} and site.job(array)["nodes"] == 2, site.logs)
     assert at_work(number) == "n[1-2]"
-    after = world(site, 2, before["generation"])
+    after = site.world(before["generation"], 2)
     assert after["begun"] >= before["step"] and not site.job(number)["failures"]
     asked = [event for event in site.controller.events("slurm_action") if event["job"] == number]
     assert [(event["action"], event["node"], event["slurm_reason"]) for event in asked] == [("shrink", "n3", "n1,n2")]

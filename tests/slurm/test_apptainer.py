@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.jobs import FOREVER, PLAIN
 from tests.support.plugin_site import Site
-from tests.support.processes import ROOT, call, wait_for
+from tests.support.processes import ROOT, wait_for
 from tests.support.small_root import make_root
 
 pytestmark = [pytest.mark.slurm, pytest.mark.wide, pytest.mark.apptainer]
@@ -42,20 +42,9 @@ def container(site: Site, *hidden: Path) -> str:
 
 
 def submit(site: Site, *words: str, **environment: str) -> str:
-    command = [
-        "sbatch",
-        "--parsable",
-        "--unicron",
-        "--unicron-min-nodes=2",
-        "--array=0-1",
-        "-N1",
-        "--exclusive",
-        *words,
-    ]
-    given = {name: value for name, value in site.environment.items() if name != "PYTHONPATH"}
-    done = call(*command, cwd=site.folder, environment=given | environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    site.environment.pop("PYTHONPATH", None)
+    options = ("--unicron", "--unicron-min-nodes=2", "--array=0-1", "-N1", "--exclusive")
+    return site.submit(*options, *words, **environment)
 
 
 def test_a_killed_rank_in_a_container_is_healed_in_restart_mode(site: Site, agent_folder: Path) -> None:
@@ -92,5 +81,5 @@ def test_a_killed_rank_in_a_container_is_healed_in_session_mode(site: Site) -> N
         lambda: trains(before["iteration"] + 5) and site.job(number)["generation"] > before["generation"], site.logs
     )
     assert not site.controller.events("reform", job=number)  # the other one has kept its work
-    call("scancel", number, environment=site.environment)
+    site.run("scancel", number)
     wait_for(lambda: site.job(number)["ended"], site.logs)

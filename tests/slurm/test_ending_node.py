@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.test_spares import submit
+from tests.support.arrays import ONE_NODE, submit_training
 from tests.support.controller import Controller, quick_on_slurm
 from tests.support.processes import LIMIT, outside_slurm, wait_for
 from unicron_ctl.lab.cluster import LocalCluster, cluster_processes
@@ -54,7 +54,7 @@ def test_a_node_whose_ports_refuse_for_good_is_replaced(
 ) -> None:
     controller = Controller(tmp_path, quick_on_slurm("act"), outside_slurm() | patient.env())
     try:
-        submit(patient, controller, tmp_path, 4, elements=3, spares=0)
+        submit_training(patient, controller, tmp_path, *ONE_NODE, "--array=0-2")
 
         def job() -> dict[str, Any]:
             return controller.job()

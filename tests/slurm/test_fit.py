@@ -262,7 +262,7 @@ def test_a_pin_that_is_taken_back_lets_the_element_start(mixed: LocalCluster, an
 
     wait_for(lambda: element().reason.startswith(answer), f"Slurm says {answer}", now=element)
     assert element().required_nodes == {bad} and pending_reasons.refusal_seconds(element().reason)
-    assert pending_reasons.explained(element(), time.time()).startswith(f"it must start on {bad} (ReqNodeList)")
+    assert pending_reasons.explain_pending(element(), time.time()).startswith(f"it must start on {bad} (ReqNodeList)")
     client.pin(job, 0, None)
     assert element().reason == "" or element().state == "RUNNING"
     wait_for(lambda: element().state == "RUNNING", "it starts elsewhere", now=element)

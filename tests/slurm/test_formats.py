@@ -18,7 +18,7 @@ from unicron_ctl.agent.connections.signals import proctrack_type
 from unicron_ctl.agent.ranks import static_world
 from unicron_ctl.lab.cluster import LocalCluster
 from unicron_ctl.shared.slurm import CommandLineClient, ElementInfo
-from unicron_ctl.shared.slurm.host_lists import folded, hosts
+from unicron_ctl.shared.slurm.host_lists import fold, hosts
 
 pytestmark = pytest.mark.slurm
 Wait = Callable[..., ElementInfo]
@@ -82,7 +82,7 @@ def test_host_lists_are_folded_and_unfolded_as_slurm_does(asked: Asked, answered
     for names in ("n[8-10]", "n1-ib,n2-ib", "r1n[1-2],r2n[1-2]", "n[8-10,011-012]", "login,n07"):
         assert asked.hostnames(names) == hosts(names) == answered("scontrol", "show", "hostnames", names)
         assert hosts(answered("scontrol", "show", "hostlist", ",".join(hosts(names)))[0]) == hosts(names)
-        assert sorted(hosts(folded(hosts(names)))) == sorted(hosts(names))
+        assert sorted(hosts(fold(hosts(names)))) == sorted(hosts(names))
 
 
 def test_elements_and_what_is_asked_about_one(

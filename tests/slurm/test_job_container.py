@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.jobs import FOREVER
 from tests.support.plugin_site import Site
-from tests.support.processes import ROOT, call, wait_for
+from tests.support.processes import ROOT, wait_for
 from unicron_ctl.lab.cluster import cluster_layout
 
 # As slurmstepd does it: it holds the namespace of a child that has ended by a mount. Linux 6.18 may refuse that where
@@ -76,12 +76,9 @@ def test_a_job_with_private_tmp_and_shared_memory_is_healed(site: Site) -> None:
     """The agent's files and the ranks' saved states are in them."""
     templates = shutil.copytree(ROOT / "sbatch_templates", site.folder / "templates")
     words = f"python {templates}/train_plain.py --text {templates} --iterations {FOREVER} --save {site.folder}/saves"
-    command = ["sbatch", "--parsable", "--unicron", "--array=0-1", "-N1", "--exclusive", "--wrap", f"srun {words}"]
-    environment = {name: value for name, value in site.environment.items() if name != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": "1", "UNICRON_MEMORY_DIR": "/dev/shm", "TMPDIR": "/tmp"}
-    done = call(*command, cwd=site.folder, environment=environment)
-    assert done.returncode == 0, done.stderr
-    number = done.stdout.strip()
+    site.environment.pop("PYTHONPATH", None)
+    of_job = {"OMP_NUM_THREADS": "1", "UNICRON_MEMORY_DIR": "/dev/shm", "TMPDIR": "/tmp"}
+    number = site.submit("--unicron", "--array=0-1", "-N1", "--exclusive", "--wrap", f"srun {words}", **of_job)
 
     def trains(least: int) -> bool:
         job = site.job(number)
@@ -98,5 +95,5 @@ def test_a_job_with_private_tmp_and_shared_memory_is_healed(site: Site) -> None:
         lambda: trains(before["iteration"] + 5) and site.job(number)["generation"] > before["generation"], site.logs
     )
     assert not site.controller.events("reform", job=number)  # the other one has kept its work
-    call("scancel", number, environment=site.environment)
+    site.run("scancel", number)
     wait_for(lambda: site.job(number)["ended"], site.logs)

@@ -7,38 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.arrays import ONE_NODE, submit_training
 from tests.support.controller import Controller
-from tests.support.jobs import AGENT, FOREVER, TINY, json_lines
-from tests.support.processes import ROOT, call, outside_slurm
+from tests.support.jobs import json_lines
 from unicron_ctl.lab.cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
-SCRIPT = """#!/bin/bash
-export PYTHONPATH={root} UNICRON_CONTROLLER={address} UNICRON_NODE_ADDRESS=127.0.0.1 OMP_NUM_THREADS=1
-export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=60
-export TINY_OUT={out} TINY_SAVE=0 TINY_ITERATIONS={iterations} TINY_SLOW=0.1 TINY_LAYOUT="1 2 1" TINY_DISTOPT=1
-export TINY_SILENT={silent}
-exec {agent} run -- {python} {script}
-"""
-
-
-def submit(cluster: LocalCluster, controller: Controller, folder: Path, silent: int) -> None:
-    """Four elements of one rank: two replicas of two stages, each over two nodes."""
-    script, out = folder / "job.sh", folder / "out"
-    out.mkdir()
-    said = {
-        "root": ROOT,
-        "address": controller.address,
-        "out": out,
-        "iterations": FOREVER,
-        "script": TINY,
-        "silent": silent,
-    }
-    script.write_text(SCRIPT.format(**said, agent=" ".join(AGENT), python=AGENT[0]))
-    options = ["--parsable", "-N1", "--exclusive", "--gres=gpu:1", "--array=0-3", "--requeue", "--open-mode=append"]
-    environment = outside_slurm() | cluster.env()
-    done = call("sbatch", *options, "-o", folder / "%a.out", script, environment=environment)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.wide
@@ -46,7 +20,9 @@ def submit(cluster: LocalCluster, controller: Controller, folder: Path, silent: 
 def test_a_pipeline_over_nodes_that_loses_one(
     cluster: LocalCluster, controller: Controller, tmp_path: Path, silent: int
 ) -> None:
-    submit(cluster, controller, tmp_path, silent)
+    # Two replicas of two stages, each over two nodes.
+    layout = {"TINY_LAYOUT": "1 2 1", "TINY_DISTOPT": 1, "TINY_SILENT": silent}
+    submit_training(cluster, controller, tmp_path, *ONE_NODE, "--array=0-3", **layout)
 
     def job() -> dict[str, Any]:
         return controller.job()

@@ -163,7 +163,7 @@ def _speak_for(address: str, job: str, agent: str) -> str:
     heard = wire.decode(channel.recv(), wire.ToAgent) if channel.poll(30_000) else None
     channel.close()
     context.term()
-    return f"refused: {heard.reason}" if isinstance(heard, wire.Refused) else str(heard)
+    return f"refused: {heard.reason}" if isinstance(heard, wire.Refusal) else str(heard)
 
 
 def _untouched(site: SimpleNamespace, before: ElementInfo) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.arrays import slurm, submit_training
 from tests.support.controller import Controller
-from tests.support.jobs import AGENT, FOREVER, PLAIN, TINY
-from tests.support.processes import ROOT, call, outside_slurm
+from tests.support.jobs import PLAIN, TINY
+from tests.support.processes import outside_slurm
 from unicron_ctl.lab.cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
@@ -24,12 +25,6 @@ CONFIG = (
     "PartitionName=spot Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=4 OverSubscribe=EXCLUSIVE",
     "PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF OverSubscribe=EXCLUSIVE",
 )
-SCRIPT = """#!/bin/bash
-export PYTHONPATH={root} UNICRON_CONTROLLER={address} UNICRON_NODE_ADDRESS=127.0.0.1 OMP_NUM_THREADS=1
-export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=60
-export PLAIN_OUT={out} TINY_OUT={out} TINY_SAVE=0 TINY_ITERATIONS={iterations} TINY_SLOW=0.02
-exec srun {agent} run -- {python} {script}
-"""
 
 
 @pytest.fixture
@@ -45,17 +40,7 @@ def test_preempted_elements_leave_at_a_boundary_and_come_back(
     cluster: LocalCluster, tmp_path: Path, program: Path
 ) -> None:
     """A plain program dies of Slurm's SIGTERM; nobody has failed for it."""
-    environment = outside_slurm() | cluster.env()
-    controller = Controller(tmp_path, SETTINGS, environment)
-    script, out = tmp_path / "job.sh", tmp_path / "out"
-    out.mkdir()
-    said = {"root": ROOT, "address": controller.address, "out": out, "iterations": FOREVER, "script": program}
-    script.write_text(SCRIPT.format(**said, agent=" ".join(AGENT), python=AGENT[0]))
-
-    def slurm(*words: str) -> str:
-        done = call(*words, environment=environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+    controller = Controller(tmp_path, SETTINGS, outside_slurm() | cluster.env())
 
     def trains(nodes: int) -> Any:
         job = controller.job()
@@ -67,24 +52,27 @@ def test_preempted_elements_leave_at_a_boundary_and_come_back(
         )
 
     try:
-        options = ["-p", "spot", "-N1", "--gres=gpu:1", "--array=0-2", "--requeue", "--open-mode=append"]
-        number = slurm("sbatch", "--parsable", *options, "-o", str(tmp_path / "%a.out"), str(script))
+        options = ("-p", "spot", "-N1", "--gres=gpu:1", "--array=0-2")
+        given = {"program": program, "TINY_SLOW": 0.02}
+        number = submit_training(cluster, controller, tmp_path, *options, launch="srun", **given)
         controller.wait(lambda: trains(3), "all train")
         for _ in range(TIMES):
-            urgent = slurm("sbatch", "--parsable", "-p", "urgent", "-N1", "-o", "/dev/null", "--wrap", "sleep 600")
+            urgent = slurm(
+                cluster, "sbatch", "--parsable", "-p", "urgent", "-N1", "-o", "/dev/null", "--wrap", "sleep 600"
+            )
             controller.wait(lambda: trains(2), "two train on")
             controller.wait(
-                lambda urgent=urgent: slurm("squeue", "-h", "-j", urgent, "-o", "%T") == "RUNNING",
+                lambda urgent=urgent: slurm(cluster, "squeue", "-h", "-j", urgent, "-o", "%T") == "RUNNING",
                 "the other job has the node",
             )
-            slurm("scancel", urgent)
+            slurm(cluster, "scancel", urgent)
             controller.wait(lambda: trains(3), "all train again")
         job = controller.job()
         assert job["failures"] == 0 and job["ledger_violations"] == 0, controller.failures()
         # Slurm may preempt a second one while the first is still ending; nobody else is to start again.
         restarts = sum(each.restarts for each in cluster.client().elements() if each.job == number)
         assert TIMES <= len(controller.events("noticed")) == restarts
-        slurm("scancel", number)
+        slurm(cluster, "scancel", number)
         controller.wait(lambda: controller.job()["ended"], "it is over")
         job = controller.job()
         assert (job["ended"]["code"], job["failures"]) == (143, 0), (job, controller.failures())

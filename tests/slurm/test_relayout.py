@@ -7,34 +7,22 @@ from typing import Any
 
 import pytest
 
+from tests.support.arrays import ONE_NODE, all_but, submit_training
 from tests.support.controller import Controller
-from tests.support.jobs import AGENT, FOREVER, TINY, json_lines
-from tests.support.processes import ROOT, call, outside_slurm
+from tests.support.jobs import json_lines
 from unicron_ctl.lab.cluster import LocalCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 EVERY = 10  # iterations between two checkpoints
 LOSSES = 1e-5  # relative, in fp32
-SCRIPT = """#!/bin/bash
-export PYTHONPATH={root} UNICRON_CONTROLLER={address} UNICRON_NODE_ADDRESS=127.0.0.1 OMP_NUM_THREADS=1
-export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=60 UNICRON_LAYOUTS="TP2, TP1"
-export TINY_OUT={out} TINY_SAVE=0 TINY_ITERATIONS={iterations} TINY_SLOW=0.1 TINY_LAYERS=2 TINY_DISTOPT=1
-export TINY_CHECKPOINTS={out}/saves TINY_CHECKPOINT_EVERY={every}
-exec {agent} run -- {python} {script}
-"""
 
 
 def submit(cluster: LocalCluster, controller: Controller, folder: Path, nodes: int, elements: int) -> None:
     """Elements of one rank for the first `nodes` nodes; the others of the cluster are not for them."""
-    script, out = folder / "job.sh", folder / "out"
-    out.mkdir()
-    said = {"root": ROOT, "address": controller.address, "out": out, "iterations": FOREVER, "script": TINY}
-    script.write_text(SCRIPT.format(**said, every=EVERY, agent=" ".join(AGENT), python=AGENT[0]))
-    others = ",".join(cluster.spec.node_names[nodes:])
-    options = ["--parsable", "-N1", "--exclusive", "--gres=gpu:1", f"--array=0-{elements - 1}", "--requeue"]
-    options += [f"--exclude={others}", "--open-mode=append", "-o", str(folder / "%a.out")]
-    done = call("sbatch", *options, script, environment=outside_slurm() | cluster.env())
-    assert done.returncode == 0, done.stderr
+    options = (*ONE_NODE, f"--array=0-{elements - 1}", *all_but(cluster, nodes))
+    layout = {"UNICRON_LAYOUTS": "TP2, TP1", "TINY_LAYERS": 2, "TINY_DISTOPT": 1}
+    saves = {"TINY_CHECKPOINTS": folder / "out/saves", "TINY_CHECKPOINT_EVERY": EVERY}
+    submit_training(cluster, controller, folder, *options, **layout, **saves)
 
 
 def test_what_is_left_of_a_replica_goes_on_in_another_layout(

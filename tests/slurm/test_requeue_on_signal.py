@@ -9,16 +9,10 @@ import pytest
 
 from tests.support.jobs import HERE, json_lines
 from tests.support.plugin_site import Site
-from tests.support.processes import call, wait_for
+from tests.support.processes import wait_for
 
 NODES, STEPS = 2, 100_000
 pytestmark = pytest.mark.site(nodes=2 * NODES)
-
-
-def run(site: Site, *words: object) -> str:
-    done = call(*words, cwd=site.folder, environment=site.environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 @pytest.mark.wide
@@ -28,8 +22,8 @@ def test_what_is_requeued_by_its_own_framework_goes_on(site: Site) -> None:
         folder.mkdir()
     options = ["--parsable", "--unicron", f"-N{NODES}", "--no-kill", "--requeue", "--open-mode=append"]
     command = f"srun --no-kill python {HERE}/lightning_train.py {out['lightning']} {NODES} {STEPS} requeued"
-    numbers = {"lightning": run(site, "sbatch", *options, "--wrap", command)}
-    numbers["submitit"] = run(site, "python", HERE / "submitit_train.py", out["submitit"], NODES)
+    numbers = {"lightning": site.run("sbatch", *options, "--wrap", command)}
+    numbers["submitit"] = site.run("python", HERE / "submitit_train.py", out["submitit"], NODES)
 
     def last(name: str) -> list[dict[str, Any]]:
         steps = [json_lines(out[name] / f"steps.{rank}") for rank in range(NODES)]
@@ -44,11 +38,11 @@ def test_what_is_requeued_by_its_own_framework_goes_on(site: Site) -> None:
     for name in out:
         wait_for(lambda name=name: trains(name, 0, 6), lambda: f"two ranks of {out}\n{site.logs()}")
     saved = {name: min(step["step"] for step in last(name)) for name in out}
-    run(site, "scancel", "--signal=USR1", numbers["lightning"])
-    run(site, "scancel", "--signal=USR2", numbers["submitit"])
+    site.run("scancel", "--signal=USR1", numbers["lightning"])
+    site.run("scancel", "--signal=USR2", numbers["submitit"])
     for name in out:
         wait_for(lambda name=name: trains(name, saved[name], 1), lambda: f"more of {out}\n{site.logs()}")
-        restarts = run(site, "squeue", "-h", "-j", numbers[name], "-O", "RestartCnt")
+        restarts = site.run("squeue", "-h", "-j", numbers[name], "-O", "RestartCnt")
         assert restarts == "1", "once, by the framework"
         assert site.job(numbers[name])["max_nodes"] == NODES
     (out["submitit"] / "stop").touch()

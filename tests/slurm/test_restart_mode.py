@@ -7,19 +7,14 @@ import signal
 
 from tests.support.jobs import PLAIN
 from tests.support.plugin_site import Site
-from tests.support.processes import call, wait_for
+from tests.support.processes import wait_for
 
 
 def test_an_unmodified_script_trains_as_one_world_and_survives_a_kill(site: Site) -> None:
-    command = ["sbatch", "--parsable", "--unicron", "--unicron-min-nodes=2", "--array=0-1", "-N1", "--exclusive"]
-    command += [
-        "--wrap",
-        f"srun python -c 'print(\"prepared\")' && srun python {PLAIN}",
-    ]  # two steps, one after the other
-    done = call(*command, cwd=site.folder, environment=site.environment)
-    assert done.returncode == 0, done.stderr
-    number = done.stdout.strip()
-    before = site.world(0)
+    options = ("--unicron", "--unicron-min-nodes=2", "--array=0-1", "-N1", "--exclusive")
+    steps = f"srun python -c 'print(\"prepared\")' && srun python {PLAIN}"
+    number = site.submit(*options, "--wrap", steps)
+    before = site.world()
     assert "restart mode: plain_train.py does not import unicron" in site.logs()
     assert site.job(number)["mode"] == "restart" and site.logs().count("\nprepared\n") == 2
     victim = site.steps(1)[-1]
@@ -50,14 +45,9 @@ def test_by_default_a_training_is_protected_and_nothing_else(site: Site) -> None
         "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n"
     )
 
-    def submitted(*words: str) -> str:
-        done = call("sbatch", "--parsable", *words, cwd=site.folder, environment=site.environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    array = submitted("--array=0-3", "-N1", "--wrap", f"srun hostname; srun python {sweep}; echo END $?")
+    array = site.submit("--array=0-3", "-N1", "--wrap", f"srun hostname; srun python {sweep}; echo END $?")
     ranks = "import os; print('rank', os.environ['SLURM_PROCID'], os.environ['SLURM_NTASKS'])"
-    mpi = submitted("-N2", "--ntasks-per-node=2", "--wrap", f'srun python -c "{ranks}"; echo END $?')
+    mpi = site.submit("-N2", "--ntasks-per-node=2", "--wrap", f'srun python -c "{ranks}"; echo END $?')
     outputs = {site.folder / f"slurm-{array}_{element}.out": f"run {element} alone" for element in range(4)}
     outputs[site.folder / f"slurm-{mpi}.out"] = "rank 3 4"
     for path, said in outputs.items():
@@ -66,7 +56,7 @@ def test_by_default_a_training_is_protected_and_nothing_else(site: Site) -> None
     assert site.controller.ask("jobs") == [] and not site.controller.events("registration_refused")
 
     for asked, ranks_seen in (((), {"alone"}), (("--unicron",), {"0", "1"})):
-        rigid = submitted("-N2", *asked, "--wrap", f"srun python {site.folder}/place.py; echo END $?")
+        rigid = site.submit("-N2", *asked, "--wrap", f"srun python {site.folder}/place.py; echo END $?")
         path = site.folder / f"slurm-{rigid}.out"
         wait_for(lambda path=path: path.exists() and "END 0\n" in path.read_text(), site.logs)
         text = path.read_text()
@@ -75,7 +65,7 @@ def test_by_default_a_training_is_protected_and_nothing_else(site: Site) -> None
         assert {words[4] for words in places} == ranks_seen and "unprotected" not in text, text
     wait_for(lambda: all(job["ended"] for job in site.controller.ask("jobs")), site.logs)
 
-    number = submitted("-N1", "--wrap", f"srun hostname; srun python {site.folder}/train.py; echo END $?")
+    number = site.submit("-N1", "--wrap", f"srun hostname; srun python {site.folder}/train.py; echo END $?")
     wait_for(lambda: site.controller.job(number).get("state") == "running", site.logs)
     assert {job["job"] for job in site.controller.ask("jobs")} == {rigid, number}
     (site.folder / "stop").touch()

@@ -789,3 +789,23 @@ def test_install_and_uninstall(tmp_path: Path) -> None:
     assert os.access(folder / "unicron-launch", os.X_OK)
     assert build(tmp_path / "build", "uninstall", *arguments[1:]).returncode == 0
     assert list(folder.iterdir()) == []
+
+
+def test_a_fault_while_a_command_is_read_harms_its_task_alone(bench: Bench, tmp_path: Path) -> None:
+    """Words are read in the task's own process: slurmstepd, other steps and the node take no harm. The plugin is built
+    as from what is installed: with its table beside it."""
+    source = tmp_path / "spank"
+    shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("*.o", "*.d", "*.so", "*.inc"))
+    shutil.copy(ROOT / "unicron_ctl/unicron_ctl/agent/programs.toml", source)
+    head = "struct command command_of(char *const argv[], bool reads_text)\n{\n"
+    text = (source / "command.c").read_text()
+    assert head in text
+    fault = 'if (strcmp(base_name(argv[0]), "faulty") == 0)\nabort();\n'
+    (source / "command.c").write_text(text.replace(head, head + fault))
+    made = subprocess.run(["make", "-s", "-C", source, "VERSION=0"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    bench.load(dataclasses.replace(bench, plugin=source / "unicron.so").line())
+    shutil.copy("/bin/true", bench.folder / "faulty")
+    steps = "srun --overlap -n1 sleep 3 &\nsrun --overlap -n1 ./faulty\necho faulty $?\nwait %1\necho beside $?"
+    _, said = bench.batch(f"{steps}\nsrun --overlap -n1 ./program -c 'echo next $UNICRON'", "--unicron", "-n2")
+    assert {"faulty 134", "beside 0", "next 1"} <= set(said[0].splitlines()), said[0]

@@ -8,41 +8,20 @@ from typing import Any
 
 import pytest
 
+from tests.support.arrays import ONE_NODE, all_but, submit_training
 from tests.support.controller import Controller
-from tests.support.jobs import AGENT, FOREVER, TINY, json_lines
-from tests.support.processes import ROOT, call, outside_slurm
+from tests.support.jobs import json_lines
 from unicron_ctl.lab.cluster import LocalCluster
 
 pytestmark = pytest.mark.slurm
-SCRIPT = """#!/bin/bash
-export PYTHONPATH={root} UNICRON_CONTROLLER={address} UNICRON_NODE_ADDRESS=127.0.0.1 OMP_NUM_THREADS=1
-export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=60 UNICRON_SPARES={spares}
-export TINY_OUT={out} TINY_SAVE=0 TINY_ITERATIONS={iterations} TINY_SLOW=0.1
-exec {agent} run -- {python} {script}
-"""
-
-
-def submit(
-    cluster: LocalCluster, controller: Controller, folder: Path, nodes: int, elements: int = 4, spares: int = 1
-) -> None:
-    """So many elements, some of them spares, for the first `nodes` nodes."""
-    script, out = folder / "job.sh", folder / "out"
-    out.mkdir()
-    said = {"root": ROOT, "address": controller.address, "out": out, "iterations": FOREVER, "script": TINY}
-    said |= {"spares": spares}
-    script.write_text(SCRIPT.format(**said, agent=" ".join(AGENT), python=AGENT[0]))
-    others = ",".join(cluster.spec.node_names[nodes:])
-    options = ["--parsable", "-N1", "--exclusive", "--gres=gpu:1", f"--array=0-{elements - 1}", "--requeue"]
-    options += [f"--exclude={others}"] * bool(others) + ["--open-mode=append", "-o", str(folder / "%a.out")]
-    done = call("sbatch", *options, script, environment=outside_slurm() | cluster.env())
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.wide
 def test_a_lost_node_is_replaced_by_the_spare_and_slurm_refills_the_spare(
     cluster: LocalCluster, controller: Controller, tmp_path: Path
 ) -> None:
-    submit(cluster, controller, tmp_path, 5)
+    options = (*ONE_NODE, "--array=0-3", *all_but(cluster, 5))
+    submit_training(cluster, controller, tmp_path, *options, UNICRON_SPARES=1)
 
     def job() -> dict[str, Any]:
         return controller.job()

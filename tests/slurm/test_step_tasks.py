@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.jobs import PLAIN
 from tests.support.plugin_site import Site
-from tests.support.processes import call, wait_for
+from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.slurm
 SCRIPT = f"""import os, runpy, sys
@@ -29,10 +29,7 @@ def test_the_tasks_of_a_node_train_as_its_ranks(site: Site) -> None:
     prolog.chmod(0o755)
 
     def submitted(step: str) -> str:
-        command = ["sbatch", "--parsable", "--unicron-min-nodes=2", "--array=0-1", "-N1", "--exclusive", "--wrap", step]
-        done = call(*command, cwd=site.folder, environment=site.environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        return site.submit("--unicron-min-nodes=2", "--array=0-1", "-N1", "--exclusive", "--wrap", step)
 
     def pids(after: int) -> dict[int, int]:
         """rank -> process, of a world of four that is younger than generation `after`."""
@@ -60,5 +57,5 @@ def test_the_tasks_of_a_node_train_as_its_ranks(site: Site) -> None:
     (site.folder / "stop").unlink()
     other = submitted(step)
     wait_for(lambda: set(pids(0).values()) - set(after.values()) - set(before.values()), site.logs)
-    assert call("scancel", other, environment=site.environment).returncode == 0
-    wait_for(lambda: not call("squeue", "-h", environment=site.environment).stdout, site.logs)
+    site.run("scancel", other)
+    wait_for(lambda: not site.run("squeue", "-h"), site.logs)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.support.plugin_site import Site
-from tests.support.processes import call, wait_for
+from tests.support.processes import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.site(gpus=2)]
 RANK = "import os; print('rank {RANK} of {WORLD_SIZE}\\n'.format(**os.environ), end='', flush=True)"
@@ -50,10 +50,7 @@ srun python -c "print('rate', $*)" --lr ${rates[$SLURM_ARRAY_TASK_ID]}
 
 def submit(site: Site, script: str, text: str, *options: str) -> str:
     (site.folder / script).write_text(text)
-    command = ["sbatch", "--parsable", "--unicron", *options, script]
-    done = call(*command, cwd=site.folder, environment=site.environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return site.submit("--unicron", *options, script)
 
 
 def test_each_step_runs_as_it_is_meant(site: Site) -> None:
@@ -115,4 +112,4 @@ def test_each_step_runs_as_it_is_meant(site: Site) -> None:
 
 def site_idle(site: Site) -> None:
     """All jobs have ended."""
-    wait_for(lambda: not call("squeue", "-h", environment=site.environment).stdout, site.logs, limit=180.0)
+    wait_for(lambda: not site.run("squeue", "-h"), site.logs, limit=180.0)

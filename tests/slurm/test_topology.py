@@ -22,4 +22,5 @@ def test_nodes_are_told_apart_by_their_leaf_switches(tmp_path: Path) -> None:
 
 
 def test_without_a_topology_there_is_nothing_to_tell(cluster: LocalCluster) -> None:
-    assert cluster.client().domains() == {}
+    client = cluster.client()
+    assert client.nodes() and client.domains() == {}

@@ -9,5 +9,6 @@ scripted     :class:`scripted.ScriptedAgent` and :class:`scripted.FakeController
 rank_harness :class:`rank_harness.Ranks`: real ranks under a minimal agent and controller in one loop
 warm         :class:`warm.Warm`: the product's zygote without an agent; those ranks are its forks
 proof        what must hold of any run, by what the ranks have written
-tiny_gpt, tiny_plain, plain_train   the programs that the ranks run; `fault_points` where they fail, `moments` when
+tiny_gpt, tiny_plain, plain_train, memory_train   the programs that the ranks run: Megatron's and torch's models under a
+             session, ordinary scripts, scripts with unicron.memory. `fault_points` where they fail, `moments` when
 """

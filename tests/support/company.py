@@ -325,7 +325,7 @@ class Company:
         self._count = itertools.count()
         self.cuts: set[frozenset[int]] = set()
         self.lost: Callable[[int, int, Any], bool] = lambda source, target, message: False
-        self.agreed: list[wire.Agreed] = []
+        self.agreed: list[wire.Agreement] = []
         self.halts = 0
         self.complete: dict[int, set[str]] = {}  # generation -> prefixes whose members were all in it at once
         self.head = Head(self)

@@ -35,7 +35,7 @@ def lead(folder: Path, notes: Path) -> None:
             while clock() < until:
                 last += 1
                 reason = str(claimed.store.term)
-                claimed.store.append([Event(last, time.time(), "1", 0, records.Steady(reason=reason))])
+                claimed.store.append([Event(last, time.time(), "1", 0, records.WorldProved(reason=reason))])
                 for _ in range(20):  # most of what a controller says needs no record
                     tenure.assure()
                     at = clock()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support.controller import Controller
 from tests.support.jobs import json_lines
-from tests.support.processes import ROOT, outside_slurm, wait_for
+from tests.support.processes import ROOT, call, outside_slurm, wait_for
 from unicron_ctl.lab.cluster import LocalCluster
 
 SOURCE = ROOT / "slurm_plugin" / "spank"
@@ -59,13 +59,32 @@ class Site:
     def steps(self, element: int) -> list[dict]:
         return json_lines(self.folder / f"steps.{element}")
 
-    def world(self, after: int) -> dict:
-        """The last step of a world of two that is younger than generation `after`."""
+    def run(self, *words: object, **environment: str) -> str:
+        """The output of a command that succeeds."""
+        done = call(*words, cwd=self.folder, environment=self.environment | environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
-        def found() -> list[dict]:
-            return [step for step in self.steps(0) if step["size"] == 2 and step["generation"] > after]
+    def submit(self, *words: object, **environment: str) -> str:
+        """The number of a job of sbatch's, with the plugin's options among the words."""
+        return self.run("sbatch", "--parsable", *words, **environment)
 
-        return wait_for(lambda: len(found()) > 2 and found()[-1], self.logs)
+    def power_off(self, node: str) -> None:
+        """The node is gone, and an admin says so, which proves it: else a new world waits for its processes' end."""
+        self.cluster.power_off(node)
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=power")
+
+    def world(self, after: int = 0, size: int = 2) -> dict:
+        """Wait until one rank of a world of this size that is younger than `after` has made three steps; the last."""
+
+        def found() -> dict | None:
+            for path in sorted(self.folder.glob("steps.*")):
+                steps = [one for one in json_lines(path) if one["size"] == size and one["generation"] > after]
+                if len(steps) > 2:
+                    return steps[-1]
+            return None
+
+        return wait_for(found, self.logs)
 
     def job(self, number: str) -> dict:
         return self.controller.job(number)

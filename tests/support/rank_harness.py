@@ -22,7 +22,7 @@ from tests.support.warm import warm
 from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.agent.connections.rank_socket import for_rank, from_rank
 from unicron_ctl.agent.ranks.ranks import Rank, rank_environment, stop_all
-from unicron_ctl.controller.replication.forming import formed
+from unicron_ctl.controller.replication.forming import formable
 from unicron_ctl.shared.consensus import survivors_plan
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 from unicron_detector.processes.rank_messages import Step, Timing
@@ -282,7 +282,7 @@ class Ranks:
         """With those who join because they compose replicas."""
         inside = layout.replicas(self.members, self.replica)
         new, _ = layout.compose(waiting, self.replica)
-        members, joiners = layout.arranged([*inside, *new]), [slot for slots in new for slot in slots]
+        members, joiners = layout.arrange([*inside, *new]), [slot for slots in new for slot in slots]
         grown = wire.Plan(
             generation=0, members=members, store="", prefix="", boundary=True, joiners=joiners, source=inside[0][0]
         )
@@ -293,7 +293,7 @@ class Ranks:
         reports = {slot: self.ranks[slot].status for slot in waiting}
         if len({slot % self.replica for slot in waiting}) < self.replica:
             return None
-        found = formed(reports, self.replica)
+        found = formable(reports, self.replica)
         assert found is not None, "no common state is left"
         total = max(reports[slot].micro_batches for slot in found.members)
         return wire.Plan(
@@ -320,7 +320,7 @@ class Ranks:
             self.generation += 1
             self.leave.pop(due[0])
             kept = [slots for slots in layout.replicas(self.members, self.replica) if due[0] not in slots]
-            staying = layout.arranged(kept)
+            staying = layout.arrange(kept)
             self._announce(
                 wire.Plan(
                     generation=self.generation,

@@ -125,11 +125,13 @@ class ScriptedAgent:
         while self.socket.poll(0):
             message = wire.decode(self.socket.recv(), wire.ToAgent)
             self.heard.append(shared_plans.whole(message) if isinstance(message, wire.PlanShare) else message)
-            if isinstance(message, wire.Refused) and not message.final:
+            if isinstance(message, wire.Refusal) and not message.final:
                 self.register()
             elif isinstance(message, wire.Reach):
                 words, number = [str(self.reaches)] * len(message.targets), message.number
-                self.send(wire.Reached(job=self.job, element=self.element, agent=self.name, number=number, words=words))
+                self.send(
+                    wire.ReachAnswer(job=self.job, element=self.element, agent=self.name, number=number, words=words)
+                )
         if time.monotonic() - self._beat > BEAT:
             self.status()
 

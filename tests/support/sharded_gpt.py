@@ -1,5 +1,5 @@
-"""A GPT with a distributed optimizer, trained over generations that the caller writes down; for the sharded state's
-tests.
+"""The model of `tiny_gpt` with a distributed optimizer, trained over generations that the caller writes down; for the
+sharded state's tests.
 
     sharded_gpt.py RANK FOLDER SETTINGS
 
@@ -21,36 +21,39 @@ import threading
 import time
 from pathlib import Path
 
-import torch
-
-torch.set_num_threads(1)
-from sbatch_templates import cpu_adapter  # noqa: E402
-
-cpu_adapter.install()
+SETTINGS = json.loads(sys.argv[3])
+FLAGS = {"bf16": "BF16", "overlap": "OVERLAP", "gather": "GATHER", "tokens": "TOKENS"}
+os.environ.update(
+    {f"TINY_{name}": str(int(SETTINGS.get(key, False))) for key, name in FLAGS.items()},
+    TINY_OUT=sys.argv[2],
+    TINY_LAYOUT=" ".join(str(SETTINGS.get(name) or 1) for name in ("tp", "pp", "virtual")),
+    TINY_DISTOPT="1",
+    TINY_QUERY_NORMS="1",
+    TINY_HIDDEN="32",
+    TINY_SEQUENCE="16",
+    TINY_RATE="3e-3",
+)
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.transformer.module import Float16Module  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.utils import get_model_config  # noqa: E402
 
+from tests.support import tiny_gpt  # noqa: E402
 from tests.support.sharded_states import merged  # noqa: E402
+from tests.support.tiny_gpt import MASK, POSITIONS, SEQUENCE, SIZE  # noqa: E402
 from unicron_detector.chaos.inject import injector  # noqa: E402
-from unicron_transition.generations import groups, preparing, sharding, unblock  # noqa: E402
+from unicron_transition.generations import groups, sharding, unblock  # noqa: E402
 from unicron_transition.generations.layout import Layout  # noqa: E402
 from unicron_transition.iteration.gradient_copies import Snapshots, Where  # noqa: E402
-from unicron_transition.megatron.gradient_slices import own_parts_only  # noqa: E402
+from unicron_transition.megatron.gradients import own_parts_only  # noqa: E402
 from unicron_transition.seams import elastic_buckets, megatron_core, process_groups  # noqa: E402
 from unicron_transition.seams.nccl import Aborter  # noqa: E402
 from unicron_transition.sharded import shards  # noqa: E402
 from unicron_transition.snapshot import tensor_transfer  # noqa: E402
 
-VOCABULARY, SEQUENCE, SIZE, MICRO_BATCHES = 96, 16, 2, 12
-POSITIONS = torch.arange(SEQUENCE)[None].expand(SIZE, -1)
-MASK = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril() < 0.5
+MICRO_BATCHES = 12
 LIMIT = 40.0  # seconds
 SETTLE = 0.15  # seconds in which the others run into the collective that a rank dies before
 
@@ -75,7 +78,7 @@ class Training:
     def prepare(self) -> None:
         """The model is built in a world without peers."""
         os.environ["UNICRON_MAX_RANKS"] = str(self.settings["most"] * self.size)
-        preparing.prepare(self.layout, self.rank)
+        groups.init_without_peers(self.layout, self.rank)
         self.model_parallel()
         self.groups = groups.Groups(self.layout, self.unblocker, Aborter())
 
@@ -106,60 +109,12 @@ class Training:
 
     # ------------------------------------------------------------ the model
     def build(self) -> None:
-        torch.manual_seed(1234)
-        tensor_parallel.model_parallel_cuda_manual_seed(1234)
-        bf16 = self.settings.get("bf16", False)
-        self.config = TransformerConfig(
-            num_layers=2 * (self.virtual or 1),
-            hidden_size=32,
-            num_attention_heads=4,
-            use_cpu_initialization=True,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            tensor_model_parallel_size=self.layout.tensor,
-            pipeline_model_parallel_size=self.layout.pipeline,
-            virtual_pipeline_model_parallel_size=self.virtual,
-            pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
-            bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            qk_layernorm=True,
-            calculate_per_token_loss=self.settings.get("tokens", False),
-        )
-        self.model = [self.chunk(stage) for stage in (range(self.virtual) if self.virtual else [None])]
-        settings = OptimizerConfig(
-            optimizer="adam", lr=3e-3, weight_decay=0.01, clip_grad=1.0, use_distributed_optimizer=True, bf16=bf16
-        )
-        settings.overlap_param_gather = self.settings.get("gather", False)
-        self.optimizer = get_megatron_optimizer(settings, self.model, use_gloo_process_groups=False)
-        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.model, self.optimizer = tiny_gpt.build()
+        self.config = get_model_config(self.model[0])
         for group in self.bucket_groups():
             for bucket in group.buckets:
                 bucket.gradient_scaling_factor = 1.0
             self.wrap(group)
-
-    def chunk(self, stage: int | None) -> DistributedDataParallel:
-        """One part of this rank's model; with interleaved schedules there are several."""
-        overlap, gather = self.settings.get("overlap", False), self.settings.get("gather", False)
-        model = GPTModel(
-            self.config,
-            get_gpt_layer_local_spec(qk_layernorm=True),
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=True,
-            vp_stage=stage,
-        )
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=overlap,
-            overlap_param_gather=gather,
-            bucket_size=9000 if overlap else None,
-            grad_reduce_in_fp32=True,
-        )
-        whole = Float16Module(self.config, model) if self.config.bf16 else model
-        return DistributedDataParallel(self.config, ddp, whole, disable_bucketing=bool(stage))
 
     def tie_embeddings(self) -> None:
         """What Megatron does while it builds: in a world without peers it could not."""
@@ -276,7 +231,7 @@ class Training:
         with contextlib.ExitStack() as stack:
             for chunk in self.model if again else []:
                 stack.enter_context(chunk.no_sync())
-            data = [iter([self.micro_batch(index) for index in indices]) for _ in self.model]
+            data = [iter([tiny_gpt.data(self.iteration, index) for index in indices]) for _ in self.model]
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=data if self.virtual else data[0],
@@ -286,10 +241,6 @@ class Training:
                 micro_batch_size=SIZE,
             )
         self.done += indices
-
-    def micro_batch(self, index: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1000003 * self.iteration + index)
-        return torch.randint(0, VOCABULARY, (SIZE, SEQUENCE + 1), generator=generator)
 
     def reduce(self, explicit: bool = False) -> None:
         if explicit and self.settings.get("overlap"):
@@ -357,7 +308,7 @@ class Training:
         self.commit("ack")
         self.shards.confirm(version)
         kept = [room for found in self.shards._sets.values() for room in found.shards.values()]
-        assert len(self.shards.held()[-1][3]) == 1 + min(self.copies(), self.replicas() - 1)
+        assert len(self.shards.held_shards()[-1][3]) == 1 + min(self.copies(), self.replicas() - 1)
         assert len(kept) + self.shards.pool.free <= 2 * (1 + self.copies())  # memory is used again
 
     def copies(self) -> int:
@@ -371,7 +322,7 @@ class Training:
     def recover(self) -> None:
         """What the controller and the session do, in small: report, decide, enter, adopt, go on."""
         wait_for(*(self.folder / f"lost.{rank}" for rank in self.kill()["ranks"]))
-        report = {"iteration": self.iteration, "done": self.done, "held": self.shards.held()}
+        report = {"iteration": self.iteration, "done": self.done, "held": self.shards.held_shards()}
         with appears(self.folder / f"report.{self.generation}.{self.rank}") as part:
             part.write_text(json.dumps(report))
         members = [rank for rank in self.members if rank not in self.kill()["ranks"]]
@@ -404,7 +355,7 @@ class Training:
                 chunk.start_param_sync(force_sync=True)
         names = self.names()
         pieces = []
-        for optimizer in elastic_buckets.distributed(self.optimizer):
+        for optimizer in elastic_buckets.distributed_optimizers(self.optimizer):
             for parameter in optimizer.model_param_gbuf_map:
                 where = optimizer._get_model_param_range_map(parameter)["param"]
                 tensors = optimizer._get_main_param_and_optimizer_states(parameter)
@@ -423,7 +374,7 @@ class Training:
         with torch.no_grad():
             for parameter, name in names.items():
                 parameter.copy_(parameters[name])
-            for optimizer in elastic_buckets.distributed(self.optimizer):
+            for optimizer in elastic_buckets.distributed_optimizers(self.optimizer):
                 optimizer._init_optimizer_states_with_dummy_values()
                 for parameter in optimizer.model_param_gbuf_map:
                     where = optimizer._get_model_param_range_map(parameter)["param"]
@@ -529,4 +480,4 @@ def newest(reports: list[dict]) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    Training(int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])).run()
+    Training(int(sys.argv[1]), Path(sys.argv[2]), SETTINGS).run()

@@ -6,10 +6,10 @@ import os
 import socket
 from pathlib import Path
 
+from nacl.public import Box, PrivateKey, PublicKey
 from zmq.utils import z85
 
 from unicron_ctl.shared.protocol.encryption import new_pair
-from unicron_ctl.shared.protocol.sodium import Box, key_pair
 
 MORE, COMMAND = 1, 4
 
@@ -42,8 +42,8 @@ class Stranger:
             return framed(flags, body)
         self._number += 1
         number = self._number.to_bytes(8, "big")
-        sealed = self._box.seal(bytes((2 if flags == COMMAND else flags,)) + body, b"CurveZMQMESSAGEC" + number)
-        return framed(0, b"\x07MESSAGE" + number + sealed)
+        sealed = self._box.encrypt(bytes((2 if flags == COMMAND else flags,)) + body, b"CurveZMQMESSAGEC" + number)
+        return framed(0, b"\x07MESSAGE" + number + sealed.ciphertext)
 
     def send(self, body: bytes, flags: int = 0) -> None:
         self.socket.sendall(self.frame(body, flags))
@@ -71,21 +71,23 @@ class Stranger:
         self.socket.sendall(framed(COMMAND, body))
 
     def _shake(self, server: bytes, until: str) -> None:
-        public, secret = key_pair()
-        box, number = Box(server, secret), (1).to_bytes(8, "big")
-        hello = b"\x05HELLO\x01\0" + bytes(72) + public + number + box.seal(bytes(64), b"CurveZMQHELLO---" + number)
+        secret = PrivateKey.generate()
+        public = bytes(secret.public_key)
+        box, number = Box(secret, PublicKey(server)), (1).to_bytes(8, "big")
+        proof_of_key = box.encrypt(bytes(64), b"CurveZMQHELLO---" + number).ciphertext
+        hello = b"\x05HELLO\x01\0" + bytes(72) + public + number + proof_of_key
         self._frame_command(hello)
         if until == "hello":
             return
         welcome = self.frame_in()
-        told = box.open(welcome[24:], b"WELCOME-" + welcome[8:24])
-        theirs, cookie = told[:32], told[32:]
+        opened = box.decrypt(welcome[24:], b"WELCOME-" + welcome[8:24])
+        theirs, cookie = PublicKey(opened[:32]), opened[32:]
         mine, proof = (z85.decode(one) for one in new_pair())
         nonce, number = os.urandom(16), (2).to_bytes(8, "big")
-        self._box = Box(theirs, secret)
-        vouch = Box(theirs, proof).seal(public + server, b"VOUCH---" + nonce)
-        told = self._box.seal(mine + nonce + vouch + self._metadata, b"CurveZMQINITIATE" + number)
-        self._frame_command(b"\x08INITIATE" + cookie + number + told)
+        self._box = Box(secret, theirs)
+        vouch = Box(PrivateKey(proof), theirs).encrypt(public + server, b"VOUCH---" + nonce).ciphertext
+        initiate = self._box.encrypt(mine + nonce + vouch + self._metadata, b"CurveZMQINITIATE" + number)
+        self._frame_command(b"\x08INITIATE" + cookie + number + initiate.ciphertext)
 
 
 def framed(flags: int, body: bytes) -> bytes:

@@ -4,12 +4,13 @@ Environment, beside that of `fault_points`: TINY_LAYOUT "TP PP VPP", by default 
 distributed optimizer, TINY_GATHER=1 for its gathers overlapped; TINY_SILENT=1: collectives of a broken generation give
 garbage; TINY_BF16=1; TINY_FP16 the first loss scale; TINY_TOKENS=1 for a loss per token; TINY_EXPERTS how a mixture of
 experts is balanced, by a loss ("aux_loss", "seq_aux_loss") or "bias"; TINY_MTP layers of multi-token prediction;
-TINY_GATED=1 for SwiGLU, RMSNorm, an output layer of its own, and no biases; TINY_DROPOUT; TINY_LAYERS, TINY_HIDDEN;
-TINY_SEQUENCE tokens, TINY_SIZE sequences of a micro-batch; TINY_RATE of learning; TINY_RULE: this part of the tokens
-follows from the one before; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SAVE iterations whose gradients
-and parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many iterations (2), TINY_BEGIN a
-checkpoint of another format to begin from. TINY_FROZEN=1: two parameters are not trained, one of them split by tensor
-parallelism, and have their values from the slot's first process alone; "built": the same two, as they are built.
+TINY_GATED=1 for SwiGLU, RMSNorm, an output layer of its own, and no biases; TINY_QUERY_NORMS=1; TINY_DROPOUT;
+TINY_LAYERS, TINY_HIDDEN; TINY_SEQUENCE tokens, TINY_SIZE sequences of a micro-batch; TINY_RATE of learning; TINY_RULE:
+this part of the tokens follows from the one before; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SAVE
+iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many iterations
+(2), TINY_BEGIN a checkpoint of another format to begin from. TINY_FROZEN=1: two parameters are not trained, one of them
+split by tensor parallelism, and have their values from the slot's first process alone; "built": the same two, as they
+are built.
 
 `at` has one more place: "norm" of the gradients, in the optimizer's step.
 """
@@ -52,12 +53,12 @@ RATE, RULE = float(os.environ.get("TINY_RATE", "5e-3")), float(os.environ.get("T
 SEQUENCE, VOCABULARY, SIZE = int(os.environ.get("TINY_SEQUENCE", "32")), 128, int(os.environ.get("TINY_SIZE", "2"))
 TENSOR, PIPELINE, VIRTUAL = map(int, os.environ.get("TINY_LAYOUT", "1 1 1").split())
 if "UNICRON_LAYOUT" in os.environ:  # the job has stated several
-    TOLD, VIRTUAL = layout.stated(os.environ["UNICRON_LAYOUT"])
+    TOLD, VIRTUAL = layout.parse_layout(os.environ["UNICRON_LAYOUT"])
     TENSOR, PIPELINE = TOLD.tensor, TOLD.pipeline
 BEGIN = os.environ.get("TINY_BEGIN")
 DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))
-TOKENS, BF16, DISTOPT, GATED = (
-    os.environ.get(f"TINY_{name}") == "1" for name in ("TOKENS", "BF16", "DISTOPT", "GATED")
+TOKENS, BF16, DISTOPT, GATED, QUERY_NORMS = (
+    os.environ.get(f"TINY_{name}") == "1" for name in ("TOKENS", "BF16", "DISTOPT", "GATED", "QUERY_NORMS")
 )
 EXPERTS, MTP = os.environ.get("TINY_EXPERTS", ""), int(os.environ.get("TINY_MTP", "0"))
 FP16 = float(os.environ.get("TINY_FP16", "0"))
@@ -108,6 +109,7 @@ def build():
         params_dtype=dtype,
         pipeline_dtype=dtype,
         calculate_per_token_loss=TOKENS,
+        qk_layernorm=QUERY_NORMS,
         overlap_p2p_comm=VIRTUAL > 1,  # Megatron's own training refuses two stages without it
         batch_p2p_comm=VIRTUAL == 1,
     )
@@ -166,7 +168,9 @@ def gated() -> dict:
 def part(config, stage: int | None):
     """One chunk of the model; the same seed wherever it is built."""
     torch.manual_seed(1234 + 100 * parallel_state.get_pipeline_model_parallel_rank() + (stage or 0))
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, normalization=config.normalization, qk_layernorm=QUERY_NORMS
+    )
     model = GPTModel(
         config,
         layer,
@@ -387,4 +391,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "ENTERED_FILES" in os.environ:
+        from tests.support import entered
+
+        entered.watch("rank" if INCARNATION == 0 else "newcomer")
     main()

@@ -92,7 +92,7 @@ class FakeAgent:
         self.held: dict[int, wire.PlanShare] = {}
         self.pinged = self.over = 0
         self.gives_up = True  # its vote, when it is asked for
-        self.agreed: wire.Agreed | None = None
+        self.agreed: wire.Agreement | None = None
         self.asked_at = -1.0  # when it registered again last
         self.offers: dict[int, wire.Plan] = {}
         self.images: list[structs.Image] = []  # in its node's memory
@@ -116,14 +116,16 @@ class FakeAgent:
             iteration_seconds=0.5,
             changed=self.world.now + 1e-9 * next(CHANGES) if incarnation else 0.0,
             replica=self.replica,
-            layout=layout.stated(self.layout).layout.text if self.layout else f"TP{self.replica}" * (self.replica > 1),
+            layout=layout.parse_layout(self.layout).layout.text
+            if self.layout
+            else f"TP{self.replica}" * (self.replica > 1),
             saved=self.saved,
         )
 
     def _relay(self, told: str) -> None:
         """The ranks that are started from now on have this layout."""
         if told:
-            self.layout, self.replica = told, layout.stated(told).layout.size
+            self.layout, self.replica = told, layout.parse_layout(told).layout.size
 
     @property
     def route(self) -> tuple[bytes, ...]:
@@ -213,7 +215,9 @@ class FakeAgent:
         if isinstance(message, wire.Reach) and not self.silent:
             words = [str(self.world.answer(self.node, target)) for target in message.targets]
             job, element, agent, number = self.job, self.element, self.agent, message.number
-            self.world.to_core(self, wire.Reached(job=job, element=element, agent=agent, number=number, words=words))
+            self.world.to_core(
+                self, wire.ReachAnswer(job=job, element=element, agent=agent, number=number, words=words)
+            )
         if not self.obedient or self.silent:
             return
         match message:
@@ -225,7 +229,7 @@ class FakeAgent:
                     self.ranks = {slot: self.new_rank() for slot in self.slots}
             case wire.Ping():
                 self.status()
-            case wire.Refused(final=False) if self.asked_at < self.world.now:
+            case wire.Refusal(final=False) if self.asked_at < self.world.now:
                 self.asked_at = self.world.now
                 self.register()
                 self.status()
@@ -251,7 +255,7 @@ class FakeAgent:
             case wire.Recall():
                 if (share := self.held.get(message.generation)) is not None:
                     self.world.to_core(
-                        self, wire.Held(job=self.job, element=self.element, agent=self.agent, share=share)
+                        self, wire.RecallAnswer(job=self.job, element=self.element, agent=self.agent, share=share)
                     )
             case wire.StartRank():
                 if message.slot in self.ranks and self.ranks[message.slot].incarnation < message.incarnation:

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,11 +15,11 @@ import pytest
 
 from tests.support.processes import LIMIT, ROOT
 from tests.support.rooms import is_gone
+from tests.support.walks import walks
 from unicron_ctl.shared.settings.config import AgentConfig, ControllerConfig
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 CITED = re.compile(r"\bdocs/[\w./-]+?\.md\b")
-WALK_HEAD = "| file | read there | what happens |"
 MOST_FILES = 12
 
 
@@ -34,13 +33,6 @@ def tracked(*patterns: str) -> list[Path]:
     for pattern in patterns if not found else ():
         found += [path for path in ROOT.rglob(pattern) if not path.relative_to(ROOT).as_posix().startswith(".")]
     return [path for path in found if path.is_file()]
-
-
-def walks() -> Iterator[list[tuple[str, list[str]]]]:
-    """(file, names in it) in the order of each walk."""
-    for part in (ROOT / "docs" / "architecture.md").read_text().split(WALK_HEAD)[1:]:
-        rows = [line for line in part.split("\n\n", 1)[0].splitlines() if line.startswith("| `")]
-        yield [(re.findall(r"`([^`]+)`", row)[0], re.findall(r"`([^`]+)`", row.split("|")[2])) for row in rows]
 
 
 def test_the_walk_is_at_most_a_dozen_files_long_and_names_what_is_there() -> None:

@@ -210,7 +210,7 @@ def test_a_controller_tells_an_agent_of_another_release_and_its_own_log(server: 
     sent: list[Any] = []
     server._send = lambda route, answer: sent.append(answer)  # type: ignore[method-assign]
     server._on_message((b"route",), wire.encode(message), "", "10.0.0.5")
-    assert is_refusal(sent[0].reason, step) and isinstance(sent[0], wire.Refused)
+    assert is_refusal(sent[0].reason, step) and isinstance(sent[0], wire.Refusal)
     assert [is_refusal(line, step) for line in complaints(server)] == [True]
     assert not server.core.state.jobs
 

@@ -54,10 +54,11 @@ def test_it_has_all_packages_whole_and_no_other(wheel: Path) -> None:
 
 def test_it_has_what_slurms_side_needs(wheel: Path) -> None:
     names = {name.partition(".data/data/share/unicron/")[2] for name in zipfile.ZipFile(wheel).namelist()}
-    side, built = ROOT / "slurm_plugin", {".o", ".d", ".so"}
+    side, built = ROOT / "slurm_plugin", {".o", ".d", ".so", ".inc"}
     wanted = {str(path.relative_to(side)) for path in side.rglob("*") if path.is_file() and path.suffix not in built}
     left_out = {"README.md", "spank/.gitignore", "spank/unicron-launch", "spank/test_unit"}
     assert wanted - left_out <= names, wanted - left_out - names
+    assert "spank/programs.toml" in names  # of the agent's folder, for the plugin's build
 
 
 def test_what_is_installed_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:

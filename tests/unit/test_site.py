@@ -81,7 +81,7 @@ def said() -> str:
     """The text of all programs, with string literals that stand side by side joined."""
     files = [path for folder in PROGRAMS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".c")]
     text = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text() for path in files)).replace('\\"', '"')
-    return text.replace("{HELD}", admin_comment.HELD).replace("{OURS}", requests.OURS)
+    return text.replace("{HOLD_PREFIX}", admin_comment.HOLD_PREFIX).replace("{OURS}", requests.OURS)
 
 
 def quoted(text: str) -> Iterator[str]:

@@ -1,1 +1,2 @@
-"""What runs in the ranks: the session, the generations of the job, and the training state in memory and on disk."""
+"""The part that runs in the ranks: the session, the generations of the job, and the training state in memory and on
+disk."""

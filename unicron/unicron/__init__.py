@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors, which cannot follow __getattr__
     from unicron_transition.generations.layout import Layout as Layout
+    from unicron_transition.iteration.ledger import StepResult as StepResult
     from unicron_transition.iteration.rank_process import init_process_group as init_process_group
-    from unicron_transition.iteration.result import StepResult as StepResult
     from unicron_transition.session.session import Session as Session
     from unicron_transition.snapshot.checkpoint import CheckpointError as CheckpointError
     from unicron_transition.snapshot.checkpoint import Checkpoints as Checkpoints
@@ -22,7 +22,7 @@ _HOMES = {
     "Checkpoints": "unicron_transition.snapshot.checkpoint",
     "Layout": "unicron_transition.generations.layout",
     "Session": "unicron_transition.session.session",
-    "StepResult": "unicron_transition.iteration.result",
+    "StepResult": "unicron_transition.iteration.ledger",
     "init_process_group": "unicron_transition.iteration.rank_process",
 }
 _MODULES = ("data", "loggers", "memory")

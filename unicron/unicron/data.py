@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-from unicron_transition.data.fetch import Fetch, megatron
+from unicron_transition.data.fetch import Fetch, Permutation, megatron
 from unicron_transition.data.mds import MDS
-from unicron_transition.data.permutation import Permutation
 from unicron_transition.data.tars import Tars
 
 __all__ = ["MDS", "Fetch", "Permutation", "Tars", "megatron"]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from unicron_transition.loggers.logger import Logger
-from unicron_transition.loggers.services import MLflow, WandB
-from unicron_transition.loggers.tensorboard import TensorBoard
+from unicron_transition.loggers.services import MLflow, TensorBoard, WandB
 
 __all__ = ["Logger", "MLflow", "TensorBoard", "WandB"]

@@ -1,11 +1,15 @@
-"""From verdicts to decisions: escalation 3 -> 2 -> 1, flapping nodes, shared faults, jobs that fail by their own bug.
+"""Decisions about faults: severity 3 -> 2 -> 1, flapping nodes, shared faults, jobs that fail by their own bug.
 
-Two layers, both pure (the clock is an argument): a table of (state, event) -> (state, action) for one slot of a job
-(`escalation_table`), and :func:`decide`, which finds out from the history (`fault_history`) which event a verdict is.
-The reasons: docs/design/escalation.md.
+A decision takes three steps, all pure (the clock is an argument). :data:`RULES` tells which event a fault is, given the
+faults before it (`fault_history`). The table of `escalation_table` tells what follows in the slot's state. Then only a
+fault of the node's own may blame the node. The reasons: docs/design/escalation.md.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 from unicron_detector.failures.escalation_table import (
     END_JOB,
@@ -18,17 +22,7 @@ from unicron_detector.failures.escalation_table import (
     Event,
     State,
 )
-from unicron_detector.failures.fault_history import (
-    BLAMING,
-    WHOLE_JOB,
-    Decision,
-    Fault,
-    History,
-    Policy,
-    Stuck,
-    at_start,
-    is_quick,
-)
+from unicron_detector.failures.fault_history import BLAMING, WHOLE_JOB, Fault, History, Policy, Stuck
 from unicron_detector.failures.severity import REPORT, Severity, Verdict
 from unicron_detector.words import counted
 
@@ -41,67 +35,62 @@ SEVERITY_OF_ACTION = {
     END_JOB: Severity.SEV2,
     ISOLATE: Severity.SEV1,
 }
+OF_PROGRAMS = ("application", "unknown")  # scopes of which a program's own bug may be the reason
 
 
-def decide(
-    history: History,
-    verdict: Verdict,
-    now: float,
-    *,
-    job: str,
-    slot: int,
-    node: str,
-    uptime: float | None = None,
-    worked: bool = True,
-    job_nodes: int = 1,
-    apart: bool = False,
-    fresh: bool = False,
-    stays: bool = False,
-) -> Decision:
-    """What to do about a verdict on a slot of a job on a node. Pure: record the outcome with ``History.record``.
+@dataclass(frozen=True)
+class Decision:
+    """An action, with its reason."""
 
-    ``uptime``: seconds since the rank started, None if unknown. ``worked``: whether it finished an iteration since.
-    ``job_nodes``: on how many nodes the job runs; a program that fails on one of several may have a bad node.
-    ``apart``: the job trains without the slot, so its deaths say nothing of the job, however long an iteration takes.
-    ``fresh``: the job has never finished an iteration, and the verdict is on the process's own words.
-    ``stays``: no other node can be tried, so only a fault of the node itself takes the slot off it.
-    """
-    fault = as_fault(verdict, now, job=job, slot=slot, node=node, uptime=uptime, worked=worked)
-    state = history.state(job, slot, now)
+    severity: Severity
+    action: str
+    reason: str
+    cause: str = ""
+    event: Event = Event.FAULT3
+    state: State = State.HEALTHY
+    """The slot's state from now on."""
+    wait_seconds: float = 0.0
+    """Time for which the action is held back: repeated faults back off."""
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """The job at the moment of a fault."""
+
+    job_nodes: int = 1
+    """Nodes on which the job runs; a program that fails on one of several may have a bad node."""
+    apart: bool = False
+    """The job trains without the slot, so its deaths say nothing of the job, however long an iteration takes."""
+    fresh: bool = False
+    """The job has never finished an iteration, and the verdict is on the process's own words."""
+    stays: bool = False
+    """No other node can be tried, so only a fault of the node itself takes the slot off it."""
+
+
+def decide(history: History, verdict: Verdict, fault: Fault, around: Circumstances) -> Decision:
+    """Return what to do about a verdict, whose fault this is. Take both into the history with ``History.record``."""
+    state = history.state(fault.job, fault.slot, fault.time)
     if verdict.action == REPORT:
         return Decision(Severity.SEV3, REPORT, f"{verdict.reason}; only reported", verdict.cause, Event.FAULT3, state)
-    event, why = _event(history, fault, state, job_nodes, apart, fresh, stays)
-    following, action = _step(state, event, fault.scope, stays)
-    repeats = history.same_cause(job, slot, verdict.cause, now)
+    case = Case(history, fault, state, around)
+    event, why = case.find_event()
+    following, action = _step(state, event, fault.scope, around.stays)
     # Where a node is to be left and there is no other one, the process is started again in place.
-    wait = _backoff(history.policy, repeats) if action in (REATTEMPT, RESTART) or apart else 0.0
+    wait = _backoff(history.policy, case.seen) if action in (REATTEMPT, RESTART) or around.apart else 0.0
     reason = f"{verdict.reason}; {why}" if why else verdict.reason
     if state is State.ENDED:
         reason = f"{verdict.reason}; the job was ended before, nothing more is done"
     return Decision(SEVERITY_OF_ACTION[action], action, reason, verdict.cause, event, following, wait)
 
 
-def as_fault(
-    verdict: Verdict,
-    now: float,
-    *,
-    job: str,
-    slot: int,
-    node: str,
-    uptime: float | None = None,
-    worked: bool = True,
-) -> Fault:
-    """The record of a verdict, for ``History.record``."""
-    return Fault(now, job, slot, node, verdict.cause, verdict.scope, verdict.severity, uptime, worked)
-
-
 def action_failed(
-    history: History, now: float, *, job: str, slot: int, why: str, moved: bool = False, stays: bool = False
+    history: History, now: float, job: str, slot: int, why: str, *, moved: bool = False, stays: bool = False
 ) -> Decision:
-    """The action that ran for the slot timed out or failed: the next severity. ``why`` becomes part of the reason.
+    """Return the next action after the one that ran for the slot failed or timed out. Take it into the history with
+    ``History.set_state``.
 
     ``moved``: the slot is on another node already, where it has to come up: that node is new to the fault. ``stays``:
-    as in :func:`decide`. Pure, too: take it into the history with ``apply_failed``.
+    as in :class:`Circumstances`.
     """
     state = history.state(job, slot, now)
     if moved and state is State.ISOLATING:
@@ -113,7 +102,7 @@ def action_failed(
 
 
 def _step(state: State, event: Event, scope: str, stays: bool) -> tuple[State, str]:
-    """The table's answer for a fault of that scope."""
+    """Return the table's answer for a fault of that scope."""
     following, action = TABLE[state][event]
     blamed = scope == "hardware" or (event is Event.FLAPPING and scope in BLAMING)
     if action != ISOLATE or blamed:
@@ -121,134 +110,197 @@ def _step(state: State, event: Event, scope: str, stays: bool) -> tuple[State, s
     return (State.RESTARTING, RESTART) if stays else (following, MOVE)
 
 
-def apply_failed(history: History, decision: Decision, now: float, *, job: str, slot: int) -> None:
-    """Takes an ``action_failed`` decision into the history."""
-    history.set(job, slot, decision.state, now)
+def _backoff(policy: Policy, repeats: int) -> float:
+    """Return the seconds to wait before an action on a fault that was seen so often before within the window."""
+    return 0.0 if repeats == 0 else min(policy.backoff * 2.0 ** (repeats - 1), policy.backoff_limit)
 
 
-def withhold_isolation(history: History, now: float, *, job: str, slot: int) -> None:
-    """The slot was to leave its node and does not: the process is started again in place instead."""
-    history.set(job, slot, State.RESTARTING, now)
+# ---------------------------------------------------------------- which event a fault is
+@dataclass
+class Case:
+    """One fault of one slot, with the faults before it."""
 
+    history: History
+    fault: Fault
+    state: State
+    around: Circumstances
 
-def _event(
-    history: History, fault: Fault, state: State, job_nodes: int, apart: bool, fresh: bool, stays: bool
-) -> tuple[Event, str]:
-    """Which event the fault is, the most far-reaching first, and why."""
-    began = fresh and not apart and at_start(fault)
-    bug = "" if apart else own_bug(history, fault, job_nodes, stays)
-    if began and not bug:
-        bug = _never_began(history, fault, job_nodes)
-    if bug and (began or fault.severity is not Severity.SEV1):
-        return Event.OWN_BUG, bug
-    if began and job_nodes > 1 and fault.scope in BLAMING:
-        if _on_every_node(history, fault, job_nodes):
-            why = "it failed so at its start on every node of the job, so none of them is to blame"
-            return Event.AGAIN_SOFTWARE, why
-        if fault.severity is Severity.SEV1 and not history.same_cause(fault.job, fault.slot, fault.cause, fault.time):
-            return Event.FAULT2, "its own words before the job's first iteration: it is started again once"
-    if fault.severity is Severity.SEV1:
-        return Event.FAULT1, ""
-    suspect = _flaps(history, fault) or ("" if apart else _bad_node(history, fault))
-    if suspect:
-        return Event.FLAPPING, suspect
-    elsewhere = history.elsewhere(fault)
-    if elsewhere and fault.severity is Severity.SEV3:
-        return Event.SHARED, elsewhere
-    seen = history.same_cause(fault.job, fault.slot, fault.cause, fault.time)
-    acting = state in (State.REATTEMPTING, State.RESTARTING)
-    if (acting or seen) and fault.scope in ("application", "storage") and state is not State.HEALTHY:
-        return Event.AGAIN_SOFTWARE, f"{fault.cause} again; another node would not cure it, so the process is restarted"
-    if (acting or seen) and fault.slot == WHOLE_JOB and state is not State.HEALTHY:
-        why = f"it came back within {history.policy.window:g} s ({seen + 1} times) and no rank is behind"
-        return Event.AGAIN_SOFTWARE, f"{why}: no node can be named, so processes are restarted"
-    if acting:
-        return Event.FAILED, f"it came while the slot was {state.value}: that action did not help"
-    if seen and state is not State.HEALTHY:
-        return Event.AGAIN, f"the same fault came back within {history.policy.window:g} s ({seen + 1} times)"
-    return {Severity.SEV2: Event.FAULT2, Severity.SEV3: Event.FAULT3}[fault.severity], ""
+    def find_event(self) -> tuple[Event, str]:
+        """Return the event of the first rule that holds, and why it holds."""
+        found = ((event, rule(self)) for event, rule in RULES)
+        return next((event, why) for event, why in found if why is not None)
 
+    @cached_property
+    def seen(self) -> int:
+        """The number of times that the slot failed so before, within the window."""
+        return self.history.same_cause(self.fault.job, self.fault.slot, self.fault.cause, self.fault.time)
 
-def own_bug(history: History, fault: Fault, job_nodes: int = 1, stays: bool = False) -> str:
-    """Why the job itself is to blame and healing it would go on for ever; empty when it is not. stays: see
-    :func:`decide`.
+    @property
+    def acts(self) -> bool:
+        """An action runs for the slot, and the fault came all the same."""
+        return self.state in (State.REATTEMPTING, State.RESTARTING)
 
-    Faults of hardware and network never count. Those of storage count when it has been away too long.
-    """
-    policy, stuck = history.policy, history.since_progress.get(fault.job) or Stuck()
-    if fault.scope == "storage":
-        away = 0.0 if stuck.storage is None else fault.time - stuck.storage
-        if away > policy.storage_patience:
-            return f"storage has failed for {away:.0f} s and the job has not finished an iteration in between"
-    if fault.scope not in ("application", "unknown"):
-        return ""
-    mine = [*stuck.slots.get(fault.slot, ()), fault]
-    quick = _quick_deaths(mine, policy)
-    if len(quick) >= policy.quick_deaths:
-        nodes = stuck.quick | {fault.node}
-        died = f"slot {fault.slot} died {counted(len(quick), 'time')} within {policy.quick_seconds:g} s of its start"
+    @property
+    def returns(self) -> bool:
+        """The fault is not new to the slot."""
+        return self.acts or (self.seen > 0 and self.state is not State.HEALTHY)
+
+    @property
+    def begins(self) -> bool:
+        """The process ended at its start, before the job's first iteration."""
+        return self.around.fresh and not self.around.apart and self.fault.at_start
+
+    @property
+    def severe(self) -> bool:
+        return self.fault.severity is Severity.SEV1
+
+    @cached_property
+    def stuck(self) -> Stuck:
+        return self.history.since_progress.get(self.fault.job) or Stuck()
+
+    @cached_property
+    def mine(self) -> list[Fault]:
+        """The slot's faults since the job's last iteration, this one included."""
+        return [*self.stuck.slots.get(self.fault.slot, ()), self.fault]
+
+    @cached_property
+    def quick_deaths(self) -> list[Fault]:
+        """The quick deaths among them; none if this fault is not one."""
+        policy = self.history.policy
+        return [fault for fault in self.mine if policy.is_quick(fault)] if policy.is_quick(self.fault) else []
+
+    @property
+    def on_every_node(self) -> bool:
+        """Ranks have died of this cause at their start on all nodes of the job, since its last iteration."""
+        nodes = self.stuck.starts.get(self.fault.cause, set())
+        return len(nodes) + (self.fault.node not in nodes) >= self.around.job_nodes
+
+    # ------------------------------------------------------------ the rules: why one holds, or None
+    def is_own_bug(self) -> str | None:
+        """The job itself is to blame, and healing it would go on for ever."""
+        why = "" if self.around.apart else self._storage_away() or self._dies_everywhere() or self._is_stuck()
+        if not why and self.begins:
+            why = self._never_began()
+        return why if why and (self.begins or not self.severe) else None
+
+    def fails_on_every_node(self) -> str | None:
+        if self._bad_start() and self.on_every_node:
+            return "it failed so at its start on every node of the job, so none of them is to blame"
+        return None
+
+    def first_bad_start(self) -> str | None:
+        if self._bad_start() and self.severe and not self.seen:
+            return "its own words before the job's first iteration: it is started again once"
+        return None
+
+    def blames_node(self) -> str | None:
+        return "" if self.severe else None
+
+    def flaps(self) -> str | None:
+        """The job should leave the node, which has failed too often."""
+        fault, policy = self.fault, self.history.policy
+        if fault.scope in BLAMING and fault.node and not self.history.elsewhere(fault):
+            times = self.history.node_moments(fault.node, fault.time, fault)
+            if times >= policy.flap_faults:
+                hours = policy.flap_window / 3600
+                return f"node {fault.node} has failed {counted(times, 'time')} in {hours:g} h: it flaps"
+        return None
+
+    def dies_on_one_node(self) -> str | None:
+        """The job should try another node, although this one fault does not say so."""
+        quick = [other for other in self.quick_deaths if other.node == self.fault.node]
+        if self.around.apart or len(quick) < self.history.policy.quick_deaths:
+            return None
+        return f"{self._died_quickly(len(quick))}, and on {self.fault.node} only: it is tried on another node"
+
+    def is_shared(self) -> str | None:
+        return (self.fault.severity is Severity.SEV3 and self.history.elsewhere(self.fault)) or None
+
+    def software_returns(self) -> str | None:
+        if not self.returns or self.fault.scope not in ("application", "storage"):
+            return None
+        return f"{self.fault.cause} again; another node would not cure it, so the process is restarted"
+
+    def returns_without_culprit(self) -> str | None:
+        if not self.returns or self.fault.slot != WHOLE_JOB:
+            return None
+        why = f"it came back within {self.history.policy.window:g} s ({self.seen + 1} times) and no rank is behind"
+        return f"{why}: no node can be named, so processes are restarted"
+
+    def action_did_not_help(self) -> str | None:
+        return f"it came while the slot was {self.state.value}: that action did not help" if self.acts else None
+
+    def fault_returns(self) -> str | None:
+        times = f"{self.seen + 1} times"
+        return f"the same fault came back within {self.history.policy.window:g} s ({times})" if self.returns else None
+
+    def restarts(self) -> str | None:
+        return "" if self.fault.severity is Severity.SEV2 else None
+
+    # ------------------------------------------------------------ reasons for which the job itself is to blame
+    def _bad_start(self) -> bool:
+        """A process at its start blames its node, and the job has others."""
+        return self.begins and self.around.job_nodes > 1 and self.fault.scope in BLAMING
+
+    def _storage_away(self) -> str:
+        if self.fault.scope != "storage" or self.stuck.storage is None:
+            return ""
+        away = self.fault.time - self.stuck.storage
+        if away <= self.history.policy.storage_patience:
+            return ""
+        return f"storage has failed for {away:.0f} s and the job has not finished an iteration in between"
+
+    def _died_quickly(self, times: int) -> str:
+        within = f"within {self.history.policy.quick_seconds:g} s of its start"
+        return f"slot {self.fault.slot} died {counted(times, 'time')} {within}"
+
+    def _dies_everywhere(self) -> str:
+        """Quick deaths on several nodes, or by an error of the program where no other node can be tried."""
+        policy, quick, around = self.history.policy, self.quick_deaths, self.around
+        if len(quick) < policy.quick_deaths:
+            return ""
+        died, nodes = self._died_quickly(len(quick)), self.stuck.quick | {self.fault.node}
         if len(nodes) >= policy.own_bug_nodes:
             return f"{died}, and ranks died so on {len(nodes)} nodes without an iteration: the job's own error"
-        if (stays or job_nodes <= 1) and all(other.scope == "application" for other in quick):
-            return f"{died} by an error of the program ({fault.cause}) and never finished an iteration"
-    own = [other for other in mine if other.scope in ("application", "unknown")]
-    if len(own) >= policy.stuck_faults:
-        return (
-            f"slot {fault.slot} failed {counted(len(own), 'time')} and the job has not finished an iteration in between"
-        )
-    return ""
-
-
-def _on_every_node(history: History, fault: Fault, job_nodes: int) -> bool:
-    """Ranks have died of the same cause at their start on all nodes of the job, since its last iteration."""
-    stuck = history.since_progress.get(fault.job) or Stuck()
-    nodes = stuck.starts.get(fault.cause, set())
-    return len(nodes) + (fault.node not in nodes) >= job_nodes
-
-
-def _never_began(history: History, fault: Fault, job_nodes: int) -> str:
-    """Why the script is to blame whose ranks die of one cause at their start wherever they run, whatever their words;
-    empty when it is not. A job on one node may have a bad one."""
-    stuck = history.since_progress.get(fault.job) or Stuck()
-    mine = [*stuck.slots.get(fault.slot, ()), fault]
-    deaths = sum(other.cause == fault.cause and at_start(other) for other in mine)
-    if deaths < history.policy.quick_deaths or not _on_every_node(history, fault, job_nodes):
+        if (around.stays or around.job_nodes <= 1) and all(other.scope == "application" for other in quick):
+            return f"{died} by an error of the program ({self.fault.cause}) and never finished an iteration"
         return ""
-    if job_nodes <= 1 and fault.scope not in ("application", "network"):
-        return ""
-    where = f"on all {job_nodes} nodes" if job_nodes > 1 else "on the job's only node"
-    died = f"slot {fault.slot} died {counted(deaths, 'time')} of {fault.cause} before the job's first iteration"
-    return f"{died}, and ranks died so {where}: the script's own failure, whatever its words"
+
+    def _is_stuck(self) -> str:
+        """Too many faults of one slot. Those of hardware and network never count."""
+        own = [other for other in self.mine if other.scope in OF_PROGRAMS]
+        if self.fault.scope not in OF_PROGRAMS or len(own) < self.history.policy.stuck_faults:
+            return ""
+        failed = f"slot {self.fault.slot} failed {counted(len(own), 'time')}"
+        return f"{failed} and the job has not finished an iteration in between"
+
+    def _never_began(self) -> str:
+        """The script is to blame whose ranks die of one cause at their start wherever they run, whatever their words. A
+        job on one node may have a bad one."""
+        fault, nodes = self.fault, self.around.job_nodes
+        deaths = sum(other.cause == fault.cause and other.at_start for other in self.mine)
+        if deaths < self.history.policy.quick_deaths or not self.on_every_node:
+            return ""
+        if nodes <= 1 and fault.scope not in ("application", "network"):
+            return ""
+        where = f"on all {nodes} nodes" if nodes > 1 else "on the job's only node"
+        died = f"slot {fault.slot} died {counted(deaths, 'time')} of {fault.cause} before the job's first iteration"
+        return f"{died}, and ranks died so {where}: the script's own failure, whatever its words"
 
 
-def _quick_deaths(mine: list[Fault], policy: Policy) -> list[Fault]:
-    """The quick deaths among one slot's faults; none if the last fault is not one."""
-    return [fault for fault in mine if is_quick(fault, policy)] if is_quick(mine[-1], policy) else []
-
-
-def _bad_node(history: History, fault: Fault) -> str:
-    """Why the job should try another node although this one fault does not say so; empty when it should not."""
-    policy, stuck = history.policy, history.since_progress.get(fault.job) or Stuck()
-    mine = [*stuck.slots.get(fault.slot, ()), fault]
-    quick = [other for other in _quick_deaths(mine, policy) if other.node == fault.node]
-    if len(quick) < policy.quick_deaths:
-        return ""
-    died = f"slot {fault.slot} died {counted(len(quick), 'time')} within {policy.quick_seconds:g} s of its start"
-    return f"{died}, and on {fault.node} only: it is tried on another node"
-
-
-def _flaps(history: History, fault: Fault) -> str:
-    """Why the job should leave the node, which has failed too often; empty when it should not."""
-    policy = history.policy
-    if fault.scope not in BLAMING or not fault.node or history.elsewhere(fault):
-        return ""
-    times = history.node_moments(fault.node, fault.time, fault)
-    if times >= policy.flap_faults:
-        hours = policy.flap_window / 3600
-        return f"node {fault.node} has failed {counted(times, 'time')} in {hours:g} h: it flaps"
-    return ""
-
-
-def _backoff(policy: Policy, repeats: int) -> float:
-    """Seconds to wait before an action on a fault that was seen ``repeats`` times before within the window."""
-    return 0.0 if repeats == 0 else min(policy.backoff * 2.0 ** (repeats - 1), policy.backoff_limit)
+RULES: tuple[tuple[Event, Callable[[Case], str | None]], ...] = (
+    (Event.OWN_BUG, Case.is_own_bug),
+    (Event.AGAIN_SOFTWARE, Case.fails_on_every_node),
+    (Event.FAULT2, Case.first_bad_start),
+    (Event.FAULT1, Case.blames_node),
+    (Event.FLAPPING, Case.flaps),
+    (Event.FLAPPING, Case.dies_on_one_node),
+    (Event.SHARED, Case.is_shared),
+    (Event.AGAIN_SOFTWARE, Case.software_returns),
+    (Event.AGAIN_SOFTWARE, Case.returns_without_culprit),
+    (Event.FAILED, Case.action_did_not_help),
+    (Event.AGAIN, Case.fault_returns),
+    (Event.FAULT2, Case.restarts),
+    (Event.FAULT3, lambda case: ""),
+)
+"""The first rule that holds decides: the most far-reaching event comes first."""

@@ -6,7 +6,7 @@ import enum
 
 
 class State(enum.Enum):
-    """What is known of one slot of a job."""
+    """The state of one slot of a job."""
 
     HEALTHY = "healthy"  # nothing within the window
     REATTEMPTING = "reattempting"  # a SEV3 action runs
@@ -19,7 +19,7 @@ class State(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What happened to the slot."""
+    """An event of one slot, in the light of the faults before it."""
 
     FAULT3 = "fault3"  # a fault that has not been seen here within the window, by severity
     FAULT2 = "fault2"

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.process.test_template_layouts import INTERLEAVED, OVERLAP, PP, SESSION, SHARDED, SMALL, TP, train
 from tests.support.processes import call
+from tests.support.template_training import INTERLEAVED, OVERLAP, PP, SESSION, SHARDED, SMALL, TP, train
 from unicron_ctl.lab.demo.stage import CHECK
 
 pytestmark = pytest.mark.process

@@ -28,4 +28,4 @@ def test_a_healed_job_is_in_the_weeks_report_and_in_the_bundle(tmp_path: Path) -
         assert packed.returncode == 0, packed
         with tarfile.open(bundle) as archive:
             names = {name.partition("/")[2] for name in archive.getnames()}
-        assert {"explain.json", "events.jsonl", "unicron.toml"} <= names
+        assert {"explain.json", "events.jsonl", "configuration.json"} <= names

@@ -103,7 +103,7 @@ def test_a_failure_that_is_found_and_answered_is_right():
     ("record", "said"),
     [
         (failure(9, [72], 2, "restart", "task_hang"), "did not happen"),
-        (records.Break(2, [records.Lost(25, "a", 0), records.Lost(26, "a", 0)]), r"left out .* \[26\]"),
+        (records.Break(2, [records.LostProcess(25, "a", 0), records.LostProcess(26, "a", 0)]), r"left out .* \[26\]"),
         (records.RankStart(26, 1, 0.0), "slot 26"),
         (records.SlurmAction("requeue_hold", 3, "n4"), "requeue_hold of element 3"),
         (records.SlurmAction("down", 3, "n4"), "down of n4"),

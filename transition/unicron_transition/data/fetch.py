@@ -2,30 +2,102 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from unicron_transition.data.permutation import Permutation
+ROUNDS = 6
+MASK = (1 << 64) - 1
+
+
+class Permutation:
+    """A bijection of 0 to size - 1 that needs no table, another one for each key.
+
+    A Feistel network of ROUNDS rounds over the smallest even number of bits that holds the size, and cycle walking: a
+    result that is no sample is put in again, until it is one. See J. Black and P. Rogaway, "Ciphers with arbitrary
+    finite domains", CT-RSA 2002. It shuffles; it keeps nothing secret. Raises ValueError for a size below 1.
+
+    Examples
+    --------
+    >>> shuffled = unicron.data.Permutation(10**12, 42)
+    >>> shuffled(7) == unicron.data.Permutation(10**12, 42)(7), shuffled(7) == shuffled(8)
+    (True, False)
+    """
+
+    def __init__(self, size: int, *key: int):
+        if size < 1:
+            raise ValueError(f"a permutation of {size} samples: there must be one at least")
+        self.size = size
+        self._half = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._low = (1 << self._half) - 1
+        seed = hashlib.blake2b(repr((size, *key)).encode(), digest_size=8 * ROUNDS).digest()
+        self._keys = struct.unpack(f"<{ROUNDS}Q", seed)
+
+    def __call__(self, number: int) -> int:
+        """Return the place of sample `number`. Raises IndexError for a number outside."""
+        if not 0 <= number < self.size:
+            raise IndexError(f"{number} is not one of {self.size} samples")
+        place = self._walk(number)
+        while place >= self.size:
+            place = self._walk(place)
+        return place
+
+    def _walk(self, number: int) -> int:
+        left, right = number >> self._half, number & self._low
+        for key in self._keys:
+            left, right = right, left ^ (_mix(right ^ key) & self._low)
+        return left << self._half | right
+
+
+def _mix(value: int) -> int:
+    """The finalizer of SplitMix64 (G. L. Steele, D. Lea and C. H. Flood, OOPSLA 2014)."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
+    return value ^ value >> 31
 
 
 class MapStyle(Protocol):
     """A dataset with random access, such as a `torch.utils.data.Dataset` that has a length."""
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, number: int) -> Any:
-        """One sample."""
+        """Return one sample."""
 
 
 class Fetch:
     """A session's `fetch`: any micro-batch, by iteration and index, on any rank and as often as asked.
 
-    micro_batch_size: samples. micro_batches: of an iteration, as the session has it. seed: the samples of each epoch
-    come in another order, which follows from the seed; with None they come in their own order. repeat: begin the
-    dataset anew at its end; else a sample after it raises IndexError. collate(samples) -> micro-batch; by default
-    torch's `default_collate`. Samples follow each other without a gap, so a micro-batch may have the last ones of an
-    epoch and the first ones of the next. Raises ValueError, one line, for what makes no sense.
+    Samples follow each other without a gap, so a micro-batch may have the last ones of an epoch and the first ones of
+    the next.
+
+    Parameters
+    ----------
+    dataset
+        Anything that has a length and gives a sample by its number.
+    micro_batch_size
+        Samples of a micro-batch.
+    micro_batches
+        Micro-batches of an iteration, as the session has them.
+    seed
+        The samples of each epoch come in another order, which follows from it. None: they come in their own order.
+    repeat
+        Begin the dataset anew at its end; else a sample after it raises IndexError.
+    collate
+        `collate(samples)` returns a micro-batch; by default torch's `default_collate`.
+
+    Raises
+    ------
+    ValueError
+        For sizes below 1, or a dataset without samples.
+
+    Examples
+    --------
+    >>> fetch = unicron.data.Fetch("abcdefg", micro_batch_size=2, micro_batches=2, collate="".join)
+    >>> fetch(0, 0), fetch(0, 1), fetch(1, 1)
+    ('ab', 'cd', 'ga')
     """
 
     def __init__(
@@ -50,7 +122,7 @@ class Fetch:
         self._orders: dict[int, Permutation] = {}  # of the last epochs that were asked for
 
     def __call__(self, iteration: int, index: int) -> Any:
-        """Micro-batch `index` of `iteration`. Raises IndexError where there is none."""
+        """Return micro-batch `index` of `iteration`. Raises IndexError where there is none."""
         samples = [self._dataset[number] for number in self.numbers(iteration, index)]
         if self._collate is not None:
             return self._collate(samples)
@@ -59,7 +131,7 @@ class Fetch:
         return default_collate(samples)
 
     def numbers(self, iteration: int, index: int) -> Sequence[int]:
-        """The numbers of its samples."""
+        """Return the numbers of its samples."""
         if iteration < 0 or not 0 <= index < self._micro_batches:
             raise IndexError(f"iteration {iteration} has no micro-batch {index} of {self._micro_batches}")
         first = (iteration * self._micro_batches + index) * self._size
@@ -82,6 +154,6 @@ class Fetch:
 
 
 def megatron(dataset: MapStyle, *, micro_batch_size: int, micro_batches: int) -> Fetch:
-    """For Megatron's GPTDataset and what blends such: it is shuffled, and as long as the training. The micro-batches
-    are those that Megatron-LM's own sampler deals with `--dataloader-type single`."""
+    """Make a `fetch` for Megatron's GPTDataset or a blend of such: it is shuffled, and as long as the training. The
+    micro-batches are those that Megatron-LM's own sampler deals with `--dataloader-type single`."""
     return Fetch(dataset, micro_batch_size=micro_batch_size, micro_batches=micro_batches, repeat=False)

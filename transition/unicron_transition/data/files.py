@@ -7,18 +7,20 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import accumulate
+from typing import Any
 
+Sample = dict[str, Any]  # column, or part of a name -> value
 OPEN = 64  # files at once
 
 
 class OpenFiles:
-    """The files read last stay open. Safe after a fork, and in threads: no position is shared."""
+    """Open files: those that were read last stay open. Safe after a fork, and in threads: no position is shared."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, int] = OrderedDict()
 
     def read(self, path: str, begin: int, size: int) -> bytes:
-        """So many bytes from `begin` on. Raises OSError, also where the file is too short."""
+        """Read so many bytes from `begin` on. Raises OSError, also where the file is too short."""
         descriptor = self._open.pop(path, None)
         if descriptor is None:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -43,7 +45,7 @@ class OpenFiles:
 
 
 class Shards:
-    """Which shard has a sample, where shard n has so many of them."""
+    """The shards of a dataset, of which shard n has so many samples."""
 
     def __init__(self, counts: Iterable[int]):
         self._ends = list(accumulate(counts))
@@ -52,7 +54,7 @@ class Shards:
         return self._ends[-1] if self._ends else 0
 
     def find(self, number: int) -> tuple[int, int]:
-        """(shard, number in it). Raises IndexError for a sample that is none."""
+        """Return (shard, number in it). Raises IndexError for a sample that is none."""
         if not 0 <= number < len(self):
             raise IndexError(f"{number} is not one of {len(self)} samples")
         shard = bisect_right(self._ends, number)

@@ -10,7 +10,7 @@ import json
 import os
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from importlib import import_module
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from unicron_transition.data.files import OpenFiles, Shards
+from unicron_transition.data.files import OpenFiles, Sample, Shards
 
-UNPACKED = 4  # compressed shards that stay in memory
+UNPACKED_SHARDS = 4  # compressed shards that stay in memory
 NUMBERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32"}
 DTYPES |= {64: "uint64", 65: "int64", 66: "float64"}
@@ -47,12 +47,22 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 class MDS:
     """A map-style dataset of the samples in a folder of MDS shards, in their order.
 
-    decode(sample) -> what a sample is to be; by default the sample itself: a dictionary of values by column. Raises
-    ValueError, one line, for a folder or a column that cannot be read; shards that are compressed with zstd need the
-    package zstandard, those that are compressed otherwise are refused.
+    Shards that are compressed with zstd need the package zstandard, those that are compressed otherwise are refused.
+
+    Parameters
+    ----------
+    folder
+        The folder that has `index.json`.
+    decode
+        `decode(sample)` returns what a sample is to be; by default it is a dictionary of values by column.
+
+    Raises
+    ------
+    ValueError
+        For a folder or a column that cannot be read.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, decode: Callable[[dict[str, Any]], Any] | None = None):
+    def __init__(self, folder: str | os.PathLike[str], *, decode: Callable[[Sample], Any] | None = None):
         self._folder, self._decode = Path(folder), decode
         try:
             listed = json.loads((self._folder / "index.json").read_text())["shards"]
@@ -78,7 +88,7 @@ class MDS:
             return self._open.read(str(shard.path), begin, size)
         if index not in self._unpacked:
             zstandard = import_module("zstandard")
-            if len(self._unpacked) >= UNPACKED:
+            if len(self._unpacked) >= UNPACKED_SHARDS:
                 self._unpacked.popitem(last=False)
             with shard.path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as reader:
                 self._unpacked[index] = reader.read()
@@ -88,7 +98,7 @@ class MDS:
 class _Shard:
     """One shard, as the index describes it."""
 
-    def __init__(self, folder: Path, said: dict[str, Any]):
+    def __init__(self, folder: Path, said: Mapping[str, Any]):
         compression = said.get("compression")
         if said.get("format") != "mds":
             raise ValueError(f"{folder} has a shard of format {said.get('format')}: only mds can be read")
@@ -100,14 +110,14 @@ class _Shard:
         columns = zip(said["column_names"], said["column_encodings"], said["column_sizes"], strict=True)
         self._columns = [(name, _decoder(folder, name, encoding), size) for name, encoding, size in columns]
 
-    def sample(self, data: bytes) -> dict[str, Any]:
-        """The values of a sample, by column: first come the sizes of those that have no fixed one."""
+    def sample(self, data: bytes) -> Sample:
+        """Return the values of a sample, by column: first come the sizes of those that have no fixed one."""
         free = sum(size is None for _, _, size in self._columns)
         sizes = iter(struct.unpack(f"<{free}I", data[: 4 * free]))
         found, begin = {}, 4 * free
-        for name, decoded, size in self._columns:
+        for name, decode, size in self._columns:
             end = begin + (next(sizes) if size is None else size)
-            found[name] = decoded(data[begin:end])
+            found[name] = decode(data[begin:end])
             begin = end
         return found
 
@@ -139,7 +149,7 @@ def _decoder(folder: Path, column: str, encoding: str) -> Callable[[bytes], Any]
 def _array_decoder(dtype: str = "", shape: str = "") -> Callable[[bytes], Any]:
     fixed = tuple(map(int, shape.split(","))) if shape else None
 
-    def decoded(data: bytes) -> Any:
+    def decode_array(data: bytes) -> Any:
         begin, kind, form = 0, dtype, fixed
         if not kind:
             kind, begin = DTYPES[data[0]], 1
@@ -150,4 +160,4 @@ def _array_decoder(dtype: str = "", shape: str = "") -> Callable[[bytes], Any]:
             begin += axes * width
         return np.frombuffer(data[begin:], kind).reshape(form).copy()
 
-    return decoded
+    return decode_array

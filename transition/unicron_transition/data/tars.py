@@ -18,7 +18,7 @@ from typing import Any
 
 import msgpack
 
-from unicron_transition.data.files import OpenFiles, Shards
+from unicron_transition.data.files import OpenFiles, Sample, Shards
 
 INDEX = ".unicron-index"
 VERSION = 2
@@ -29,10 +29,32 @@ Parts = dict[str, tuple[int, int]]  # name -> (first byte, bytes)
 class Tars:
     """A map-style dataset of the samples in tar files, in the order of the files' names.
 
-    paths: the files, or a pattern such as "/data/train-*.tar". index: a folder for the indices, by default that of each
-    tar file; where nothing can be written they are made anew by each process. decode(sample) -> what a sample is to be;
-    by default the sample itself: a dictionary of bytes by part, with its name in "__key__". Raises ValueError, one
-    line, for files that are none, or compressed.
+    Parameters
+    ----------
+    paths
+        The files, or a pattern such as "/data/train-*.tar".
+    index
+        A folder for the indices, by default that of each tar file. Where nothing can be written each process makes
+        them anew.
+    decode
+        `decode(sample)` returns what a sample is to be; by default it is a dictionary of bytes by part, with its name
+        in "__key__".
+
+    Raises
+    ------
+    ValueError
+        Where there are no files, or one is compressed or no tar file.
+
+    Examples
+    --------
+    >>> import tarfile
+    >>> folder.mkdir()
+    >>> (folder / "0001.txt").write_text("a sample")
+    8
+    >>> with tarfile.open(folder / "train-0.tar", "w") as tar:
+    ...     tar.add(folder / "0001.txt", "0001.txt")
+    >>> unicron.data.Tars(folder / "train-*.tar", decode=lambda sample: sample["txt"])[0]
+    b'a sample'
     """
 
     def __init__(
@@ -40,14 +62,14 @@ class Tars:
         paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         *,
         index: str | os.PathLike[str] | None = None,
-        decode: Callable[[dict[str, Any]], Any] | None = None,
+        decode: Callable[[Sample], Any] | None = None,
     ):
         pattern = isinstance(paths, str | os.PathLike)
         found = sorted(glob.glob(os.fspath(paths))) if pattern else sorted(map(os.fspath, paths))  # type: ignore[arg-type]
         if not found:
             raise ValueError(f"no tar files: {paths}; check the path")
         self._paths, self._decode = found, decode
-        self._samples = [_indexed(Path(path), None if index is None else Path(index)) for path in found]
+        self._samples = [_read_index(Path(path), None if index is None else Path(index)) for path in found]
         self._shards, self._files = Shards(map(len, self._samples)), OpenFiles()
 
     def __len__(self) -> int:
@@ -57,13 +79,13 @@ class Tars:
         shard, place = self._shards.find(number)
         key, parts = self._samples[shard][place]
         path = self._paths[shard]
-        sample: dict[str, Any] = {"__key__": key}
+        sample: Sample = {"__key__": key}
         sample |= {name: self._files.read(path, begin, size) for name, (begin, size) in parts.items()}
         return sample if self._decode is None else self._decode(sample)
 
 
-def _indexed(path: Path, folder: Path | None) -> list[tuple[str, Parts]]:
-    """The samples of one file, from its index if that is of this very file."""
+def _read_index(path: Path, folder: Path | None) -> list[tuple[str, Parts]]:
+    """Return the samples of one file, from its index if that is of this very file."""
     kept = (folder or path.parent) / f"{path.name}{INDEX}"
     status = path.stat()
     mark = [VERSION, status.st_size, status.st_mtime_ns]
@@ -71,7 +93,7 @@ def _indexed(path: Path, folder: Path | None) -> list[tuple[str, Parts]]:
         found = msgpack.unpackb(kept.read_bytes(), strict_map_key=False)
         if found["mark"] == mark:
             return [(key, {name: (begin, size) for name, begin, size in parts}) for key, parts in found["samples"]]
-    samples = _scanned(path)
+    samples = _scan(path)
     said = [(key, [(name, *where) for name, where in parts.items()]) for key, parts in samples]
     new = kept.with_name(f"{kept.name}.{os.getpid()}.new")
     with contextlib.suppress(OSError):
@@ -81,7 +103,7 @@ def _indexed(path: Path, folder: Path | None) -> list[tuple[str, Parts]]:
     return samples
 
 
-def _scanned(path: Path) -> list[tuple[str, Parts]]:
+def _scan(path: Path) -> list[tuple[str, Parts]]:
     samples: list[tuple[str, Parts]] = []
     try:
         with tarfile.open(path, "r:") as tar:

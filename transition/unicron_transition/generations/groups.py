@@ -34,12 +34,12 @@ WORLD = "WORLD"
 
 
 def collective_timeout() -> datetime.timedelta:
-    """UNICRON_COLLECTIVE_TIMEOUT in seconds, default 30 minutes."""
+    """Return UNICRON_COLLECTIVE_TIMEOUT, which is in seconds; by default 30 minutes."""
     return datetime.timedelta(seconds=float(os.environ.get("UNICRON_COLLECTIVE_TIMEOUT", COLLECTIVE_TIMEOUT)))
 
 
 def connect_store(address: str, prefix: str, lost: Callable[[], bool]) -> Any:
-    """The rendezvous store of one generation: keys under `prefix`, at `address` (host:port).
+    """Connect to the rendezvous store of one generation: keys under `prefix`, at `address` (host:port).
 
     The port is tried first, since torch's own retries cannot be interrupted. Raises ConnectionError once `lost()`, or
     after ENTER_TIMEOUT.
@@ -79,7 +79,7 @@ class Role:
     backend: str | None = None
 
     def ranks(self, layout: Layout, replica: int, replicas: int) -> list[int]:
-        """The ranks of this group, seen from a rank of `replica` in a world of `replicas`."""
+        """Return the ranks of this group, seen from a rank of `replica` in a world of `replicas`."""
         within = range(replicas) if self.whole else (replica,)
         return sorted(layout.megatron_rank(one, place, replicas) for one in within for place in self.places)
 
@@ -87,7 +87,7 @@ class Role:
 class Groups:
     """The groups of one rank, from generation to generation.
 
-    Make it in the world in which the rank prepared itself (:mod:`generations.preparing`), when Megatron has made its
+    Make it in the world in which the rank prepared itself (:func:`init_without_peers`), when Megatron has made its
     groups. Raises :class:`UnsupportedLayout` for a group that is part of the replicas only.
     """
 
@@ -130,7 +130,7 @@ class Groups:
 
     def _connect_roles(self, backend: str, members: Sequence[int], me: int, replica: int, count: int) -> None:
         made: dict[tuple[Any, ...], Any] = {}
-        roles: dict[str, Any] = {}
+        roles: dict[str, dist.ProcessGroup] = {}
         ranks_of = cache(
             lambda whole, places: Role(whole, places).ranks(self.layout, replica, count)
         )  # many have the same
@@ -141,9 +141,11 @@ class Groups:
             if role.whole and kind == backend and len(ranks) == len(members):
                 made[key] = dist.group.WORLD
             elif key not in made:
-                inside = not role.whole
-                connect = self._connect_inside if inside else self._connect
-                made[key] = connect(name, kind, ranks, me, members)
+                made[key] = (
+                    process_groups.connect(name, kind, ranks, me, ENTERING)
+                    if role.whole
+                    else self._connect_inside(name, kind, ranks, me, members)
+                )
             roles[name] = made[key]
         lists = {name: list(ranks_of(role.whole, role.places)) for name, role in self._lists.items()}
         megatron_core.set_parallel_state({name: group for name, group in roles.items() if name != WORLD} | lists)
@@ -155,21 +157,17 @@ class Groups:
             container[key] = roles[name]
         megatron_core.ask_anew(self._asking)
 
-    @staticmethod
-    def _connect(name: str, kind: str, ranks: list[int], me: int, members: Sequence[int]) -> Any:
-        return process_groups.connect(name, kind, ranks, me, ENTERING)
-
     def _connect_inside(
         self, name: str, kind: str, ranks: list[int], me: int, members: Sequence[int], own: str = ""
     ) -> Any:
-        """A group inside the replica, kept from the last generation or new. own: a name for a group that is not to be
-        shared with others of the same ranks."""
+        """Return a group inside the replica, kept from the last generation or new. own: a name for a group that is not
+        to be shared with others of the same ranks."""
         size = self.layout.size
         found = (self.layout.from_megatron_rank(rank, len(members) // size) for rank in ranks)
         slots = tuple(members[replica * size + place] for replica, place in found)
         if (kind, slots, own) not in self._kept:
             with self._unblocker.inside():
-                self._kept[kind, slots, own] = group = self._connect(name, kind, ranks, me, members)
+                self._kept[kind, slots, own] = group = process_groups.connect(name, kind, ranks, me, ENTERING)
             self._aborter.inside.add(group)
         return self._kept[kind, slots, own]
 
@@ -196,7 +194,7 @@ class Groups:
 
     # ------------------------------------------------------------ who holds groups
     def note_holders(self, holders: Iterable[Any]) -> int:
-        """Finds every attribute of the holders that has one of Megatron's groups, in the world in which the rank
+        """Find every attribute of the holders that has one of Megatron's groups, in the world in which the rank
         prepared itself, where each role has a group of its own; returns how many there are.
 
         Raises :class:`UnsupportedLayout` for a group that has no role, since a collective on it would hang.
@@ -212,3 +210,17 @@ class Groups:
                 )
             self._pointers.append((container, key, roles[id(group)]))
         return len(self._pointers)
+
+
+# ---------------------------------------------------------------- the world without peers
+def init_without_peers(layout: Layout, slot: int) -> None:
+    """Initialize torch.distributed as the rank of this slot in a world with all the job's coordinates, and no peers.
+
+    It is as large as the job can be: UNICRON_MAX_RANKS. The collectives of torch's `fake` backend return at once. So
+    Megatron builds the part of the model that belongs to this rank's place while nobody else is there yet, and the
+    optimizer's smallest shard.
+    """
+    ranks = int(os.environ.get("UNICRON_MAX_RANKS", "0"))
+    most = max(ranks // layout.size, slot // layout.size + 1)  # replicas
+    rank = layout.megatron_rank(slot // layout.size, slot % layout.size, most)
+    process_groups.init_without_peers(rank, most * layout.size)

@@ -26,11 +26,26 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks share a replica's tensors, its sequences, and its layers."""
+    """The parallel layout of a replica.
+
+    Raises
+    ------
+    ValueError
+        For a number below 1.
+
+    Examples
+    --------
+    >>> layout = unicron.Layout(tensor=2, pipeline=4)
+    >>> layout.size, layout.text
+    (8, 'TP2 PP4')
+    """
 
     tensor: int = 1
+    """Ranks that share a replica's tensors."""
     context: int = 1
+    """Ranks that share its sequences."""
     pipeline: int = 1
+    """Ranks that share its layers."""
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.context, self.pipeline) < 1:
@@ -48,44 +63,45 @@ class Layout:
         return " ".join(f"{name}{count}" for name, count in named if count > 1)
 
     def place(self, tensor: int = 0, context: int = 0, pipeline: int = 0) -> int:
-        """0..size-1, of the rank with these parallel ranks."""
+        """Return the place, 0 to size - 1, of the rank with these parallel ranks."""
         return tensor + self.tensor * (context + self.context * pipeline)
 
     def coordinate(self, place: int) -> Coordinate:
-        """The inverse of :meth:`place`."""
+        """Return the inverse of :meth:`place`."""
         rest, tensor = divmod(place, self.tensor)
         pipeline, context = divmod(rest, self.context)
         return Coordinate(tensor, context, pipeline)
 
     def megatron_rank(self, replica: int, place: int, replicas: int) -> int:
-        """The rank that Megatron-core gives it, in its order "tp-cp-ep-dp-pp"
+        """Return the rank that Megatron-core gives it, in its order "tp-cp-ep-dp-pp"
         (`megatron.core.parallel_state.RankGenerator`)."""
         tensor, context, pipeline = self.coordinate(place)
         return tensor + self.tensor * (context + self.context * (replica + replicas * pipeline))
 
     def from_megatron_rank(self, rank: int, replicas: int) -> tuple[int, int]:
-        """(replica, place): the inverse of :meth:`megatron_rank`."""
+        """Return (replica, place): the inverse of :meth:`megatron_rank`."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, replica = divmod(rest, replicas)
         return replica, self.place(tensor, context, pipeline)
 
 
-class Stated(NamedTuple):
-    """A layout as a job states it. virtual: pipeline stages of each rank."""
+class StatedLayout(NamedTuple):
+    """A layout as a job states it."""
 
     layout: Layout
     virtual: int = 1
+    """Pipeline stages of each rank."""
 
     @property
     def text(self) -> str:
-        """The layout in the words that :func:`stated` reads: "TP2 PP2 VPP2"; "TP1" where a rank is a replica."""
+        """The layout in the words that :func:`parse_layout` reads: "TP2 PP2 VPP2"; "TP1" where a rank is a replica."""
         virtual = f" VPP{self.virtual}" if self.virtual > 1 else ""
         return (self.layout.text or "TP1") + virtual
 
 
-def stated(text: str) -> Stated:
-    """The layout in words as "TP2 PP2" or "PP4 VPP2". Raises ValueError, one line."""
+def parse_layout(text: str) -> StatedLayout:
+    """Parse a layout such as "TP2 PP2" or "PP4 VPP2". Raises ValueError, one line."""
     sizes: dict[str, int] = {}
     for word in text.split():
         match = re.fullmatch(r"(TP|PP|VPP)([1-9]\d{0,4})", word)
@@ -97,36 +113,37 @@ def stated(text: str) -> Stated:
         sizes[match[1]] = int(match[2])
     if not sizes:
         raise ValueError('a layout is missing: write it like "TP2 PP2"')
-    found = Stated(Layout(sizes.get("TP", 1), 1, sizes.get("PP", 1)), sizes.get("VPP", 1))
+    found = StatedLayout(Layout(sizes.get("TP", 1), 1, sizes.get("PP", 1)), sizes.get("VPP", 1))
     if found.virtual > 1 and found.layout.pipeline == 1:
         raise ValueError(f"{text}: VPP needs PP2 or more")
     return found
 
 
 def replicas(members: Sequence[int], size: int) -> list[list[int]]:
-    """The slots of each replica, in the order of their places. Raises ValueError for members that are no whole ones."""
+    """Return the slots of each replica, in the order of their places. Raises ValueError for members that are no whole
+    ones."""
     if len(members) % size:
         raise ValueError(f"{len(members)} members are no multiple of a replica's {size} ranks")
     return [list(members[first : first + size]) for first in range(0, len(members), size)]
 
 
 def heads(members: Sequence[int], size: int) -> list[int]:
-    """The head's slot of each replica."""
+    """Return the head's slot of each replica."""
     return list(members[::size])
 
 
 def heads_of(members: Sequence[int], size: int) -> dict[int, int]:
-    """The head's slot by member."""
+    """Return the head's slot by member."""
     return {slot: members[index - index % size] for index, slot in enumerate(members)}
 
 
 def replica_of(members: Sequence[int], size: int, slot: int) -> int:
-    """The data-parallel rank of a member. Raises ValueError for a slot that is none."""
+    """Return the data-parallel rank of a member. Raises ValueError for a slot that is none."""
     return members.index(slot) // size
 
 
 def compose(slots: Iterable[int], size: int) -> tuple[list[list[int]], list[int]]:
-    """(complete replicas, slots that complete none): home replicas first, then any slots that make one.
+    """Compose (complete replicas, slots that complete none): home replicas first, then any slots that make one.
 
     Those that are mixed take from the fullest homes first, so that as many as possible of a replica's ranks stay
     beside each other.
@@ -144,6 +161,6 @@ def compose(slots: Iterable[int], size: int) -> tuple[list[list[int]], list[int]
     return complete + mixed, sorted(chain.from_iterable(place[count:] for place in places))
 
 
-def arranged(found: Iterable[list[int]]) -> list[int]:
-    """The members of a generation with these replicas: in the order of their heads."""
+def arrange(found: Iterable[list[int]]) -> list[int]:
+    """Return the members of a generation with these replicas, in the order of their heads."""
     return list(chain.from_iterable(sorted(found)))

@@ -23,7 +23,8 @@ _INFO = struct.Struct("=xxB21xI16xI8xI60xQQ")
 
 
 class Pulse:
-    """connections() gives inode -> file descriptor of the sockets that count. Used by one thread."""
+    """The progress of a rank's connections. connections() gives inode -> file descriptor of the sockets that count.
+    Used by one thread."""
 
     def __init__(self, connections: Callable[[], Mapping[int, int]]):
         self._connections = connections
@@ -32,8 +33,8 @@ class Pulse:
         self._since: dict[int, float] = {}  # inode -> when it was first seen to send again
 
     def measure(self, fresh: bool, now: float | None = None) -> int:
-        """A number that has changed since the last look if the network gets on; 0 if it does not. fresh: the main
-        thread was busy meanwhile, so that bytes that moved since the last look say nothing."""
+        """Return a number that has changed since the last look if the network gets on; 0 if it does not. fresh: the
+        main thread was busy meanwhile, so that bytes that moved since the last look say nothing."""
         now, total, again = time.monotonic() if now is None else now, 0, {}
         for inode, descriptor in self._connections().items():
             with contextlib.suppress(OSError):

@@ -29,14 +29,14 @@ _GENERATION = re.compile(r"([^/]+\.g(\d+)[^/]*)/")  # what the controller's and 
 
 
 class OldKeys:
-    """Knows the keys of a store from one look to the next. Pure; `now` is of any clock that does not jump."""
+    """The keys of a store, from one look to the next. Pure; `now` is of any clock that does not jump."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
         self._changed: dict[str, float] = {}  # prefix -> when it had a new key
 
     def removable(self, keys: Iterable[str], now: float) -> list[str]:
-        """Keys of generations before the newest, to which no key was added for KEPT_KEYS_SECONDS."""
+        """Return the keys of generations before the newest, to which no key was added for KEPT_KEYS_SECONDS."""
         of_prefix: dict[str, list[str]] = {}
         number: dict[str, int] = {}
         for key in keys:

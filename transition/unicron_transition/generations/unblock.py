@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 
 def tcp_sockets() -> dict[int, int]:
-    """inode -> file descriptor of this process's TCP sockets."""
+    """Return inode -> file descriptor of this process's TCP sockets."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -34,7 +34,7 @@ def _is_tcp(descriptor: int) -> bool:
 
 
 class Unblocker:
-    """Knows which sockets belong to the present generation. Thread-safe.
+    """The sockets of the present generation. Thread-safe.
 
     abort(inside): what else has to be done to free the main thread, for groups that are no sockets (NCCL).
     """
@@ -49,7 +49,7 @@ class Unblocker:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Every TCP socket that is opened inside this context belongs to the generation. So do the connections inside
+        """Note every TCP socket that is opened inside as the generation's. So are the connections inside
         the replica, until :meth:`forget_inside`."""
         with self._lock:
             self._foreign = set(tcp_sockets())
@@ -64,7 +64,7 @@ class Unblocker:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Sockets that are opened inside this context, within :meth:`building`, are connections inside the replica."""
+        """Note sockets that are opened inside, within :meth:`building`, as connections inside the replica."""
         before = set(tcp_sockets())
         try:
             yield
@@ -78,7 +78,7 @@ class Unblocker:
             self._inside = set()
 
     def own(self) -> dict[int, int]:
-        """inode -> file descriptor of the generation's connections; none while they are being built."""
+        """Return inode -> file descriptor of the generation's connections; none while they are being built."""
         with self._lock:
             if not self._armed or self._foreign is not None:
                 return {}

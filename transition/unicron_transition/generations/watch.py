@@ -1,7 +1,16 @@
-"""What a rank knows of its generation: fed by the channel's thread, asked by the main thread.
+"""A rank's knowledge of its generation: fed by the channel's thread, asked by the main thread
+(docs/design/generations.md).
 
-A message about an older generation is ignored, a repeated one does no harm, and a Break ends every generation up to its
-number, those that are offered or being entered included (docs/design/generations.md).
+Invariants, in whatever order messages come, and however often:
+
+- The numbers of broken, withdrawn and acknowledged generations never fall. A message about an older generation is
+  ignored, a repeated one does no harm.
+- A Break ends every generation up to its number, those that are offered or being entered included. No plan or offer of
+  such a generation is held.
+- A member holds a boundary plan as an offer, and enters it at a boundary; any other plan it enters at once.
+- The unblocking thread breaks connections only while the generation is over, the main thread has not acknowledged that,
+  and it does not change the parameters. Inside a replica that is in its schedule nothing is broken unless one of its
+  own ranks is lost.
 """
 
 from __future__ import annotations
@@ -32,20 +41,23 @@ def _newer(plan: Plan, held: Plan | None) -> Plan:
 
 
 class PlanTimeout(RuntimeError):
-    """No plan came in time: the job cannot be healed now."""
+    """Raised when no plan came in time: the job cannot be healed now."""
 
 
-class Dismissed(SystemExit):
-    """The rank ends so that the job can go on in another layout. The exit status is EX_TEMPFAIL of sysexits(3): its
-    process is started again."""
+class RankDismissed(SystemExit):
+    """Raised in a rank that ends so that the job can go on in another layout. The exit status is EX_TEMPFAIL of
+    sysexits(3): its process is started again."""
 
     def __init__(self) -> None:
         super().__init__(75)
 
 
 class Watch:
-    """Thread-safe. `unblock(inside)` is called from a thread of its own, again and again, while the main thread has not
-    acknowledged a Break. inside: the connections inside its replica, too."""
+    """The knowledge of one rank. Thread-safe.
+
+    `unblock(inside)` is called from a thread of its own, again and again, while the main thread has not acknowledged a
+    Break. inside: the connections inside its replica, too.
+    """
 
     def __init__(self, slot: int, unblock: Callable[[bool], Any]):
         self.slot = slot
@@ -100,15 +112,19 @@ class Watch:
             if not self.lost():
                 self.broken_at = time.monotonic()
             self._broken = generation
-            if self._offer is not None and self._offer.generation <= generation:
-                self._offer = None
-            if self._plan is not None and self._plan.generation <= generation:
-                self._plan = None
+            self._forget_plans(generation)
             self._changed.notify_all()
 
+    def _forget_plans(self, generation: int) -> None:
+        """Forget what is offered or planned up to this generation: it is over, or entered."""
+        if self._offer is not None and self._offer.generation <= generation:
+            self._offer = None
+        if self._plan is not None and self._plan.generation <= generation:
+            self._plan = None
+
     def _on_withdraw(self, generation: int) -> None:
-        """An offer does not come about. A rank that trains forgets it; a newcomer that waits to enter gives up. A
-        member that is entering already does so with all others, until the Break that follows."""
+        """Forget an offer that does not come about. A rank that trains forgets it; a newcomer that waits to enter gives
+        up. A member that is entering already does so with all others, until the Break that follows."""
         with self._changed:
             self._withdrawn = max(self._withdrawn, generation)
             if self._offer is not None and self._offer.generation <= generation:
@@ -142,11 +158,12 @@ class Watch:
         return self._offer
 
     def lost(self) -> bool:
-        """The generation that this rank is in, or is entering, is over."""
+        """Whether the generation that this rank is in, or is entering, is over."""
         return bool(self._active) and self._broken >= self._active
 
     def hit(self) -> bool:
-        """The generation is over, and a rank of this replica is lost, or what connects this one with it is broken."""
+        """Whether the generation is over, and a rank of this replica is lost, or its connections to this one are
+        broken."""
         return (self._hit or self._cut) and self.lost()
 
     def disturbed(self, inside: bool) -> bool:
@@ -155,14 +172,14 @@ class Watch:
         return self.lost() and (not inside or self._ends_inside())
 
     def shelter(self, sheltered: bool) -> None:
-        """The main thread enters its replica's schedule, or has left it: meanwhile only the loss of a rank of its own
-        replica breaks the connections inside."""
+        """Note that the main thread enters its replica's schedule, or has left it: meanwhile only the loss of a rank of
+        its own replica breaks the connections inside."""
         with self._changed:
             self._sheltered = sheltered
             self._wake_kicker()
 
     def hold_off(self, hold: bool) -> None:
-        """While the main thread changes the parameters nothing is broken: what it does then waits for nobody."""
+        """Break nothing while the main thread changes the parameters: it waits for nobody then."""
         with self._changed:
             self._held_off = hold
             self._wake_kicker()
@@ -173,25 +190,22 @@ class Watch:
             self._changed.notify_all()
 
     def enter_generation(self, plan: Plan, replica: Iterable[int] = ()) -> None:
-        """The main thread starts to enter `plan`; `replica` are the slots of its own."""
+        """Note that the main thread starts to enter `plan`; `replica` are the slots of its own."""
         with self._changed:
             self._replica, self._hit, self._cut = frozenset(replica), False, False
             self._sheltered = self._held_off = False
             self._active, self._member = plan.generation, True
             self._joining = plan.boundary and self.slot in plan.joiners
-            if self._offer is not None and self._offer.generation <= plan.generation:
-                self._offer = None
-            if self._plan is not None and self._plan.generation <= plan.generation:
-                self._plan = None
+            self._forget_plans(plan.generation)
 
-    def entered(self) -> None:
-        """The main thread is in its generation with all others."""
+    def note_entered(self) -> None:
+        """Note that the main thread is in its generation with all others."""
         with self._changed:
             self._joining = False
 
     def give_up(self) -> int:
-        """The main thread has left all collectives of its generation: it is over for this rank. Returns the broken
-        number."""
+        """Note that the main thread has left all collectives of its generation: it is over for this rank. Returns the
+        broken number."""
         with self._changed:
             if not self.lost():
                 self.broken_at = time.monotonic()
@@ -207,17 +221,17 @@ class Watch:
             self._member = False
 
     def wait_plan(self, timeout: float | None) -> Plan | None:
-        """The next plan to enter, or None when the rank has to say anew where it stands: one more Break came meanwhile,
-        or an image into the node's memory.
+        """Wait for the next plan to enter. None when the rank has to say anew where it stands: one more Break came
+        meanwhile, or an image into the node's memory.
 
         Raises :class:`PlanTimeout` after `timeout` seconds; None waits as long as the agent lives. Raises
-        :class:`Dismissed` when the rank is to end.
+        :class:`RankDismissed` when the rank is to end.
         """
         with self._changed:
             if not self._changed.wait_for(self._news, timeout):
                 raise PlanTimeout(f"no plan within {timeout:.0f} s: is unicrond running?")
             if self._dismissed:
-                raise Dismissed
+                raise RankDismissed
             plan, self._plan, self._came = self._plan, None, False
             return plan
 

@@ -1,5 +1,5 @@
-"""What a rank does for each micro-batch, whatever it trains: its data, its random numbers, its times; and what the
-session asks of the gradients in which micro-batches add up.
+"""The work of a rank for each micro-batch, whatever it trains: its data, its random numbers, its times; and the
+interface of the gradients in which micro-batches add up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from unicron_detector.chaos.inject import injector
 from unicron_detector.processes.rank_channel import name_micro_batch
 from unicron_transition.generations.layout import Layout
 from unicron_transition.iteration import randomness
-from unicron_transition.iteration.deferred_changes import DeferredChanges
 from unicron_transition.iteration.gradient_copies import Snapshots, Where
 from unicron_transition.iteration.ledger import Ledger, LedgerError
 
@@ -25,7 +24,7 @@ DRAIN_SECONDS = 10.0
 
 
 class PeerLost(RuntimeError):
-    """The generation is over: a member is gone, or its groups are broken."""
+    """Raised when the generation is over: a member is gone, or its groups are broken."""
 
 
 def wait_out(works: Iterable[Any], unblock: Callable[[], Any]) -> None:
@@ -42,7 +41,7 @@ def wait_out(works: Iterable[Any], unblock: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside, all of the modules are in evaluation mode, without gradients; then each is in its own mode again."""
+    """Put all of the modules into evaluation mode, without gradients; afterwards each is in its own mode again."""
     found = [(module, module.training) for each in modules for module in each.modules()]
     try:
         for module, _ in found:
@@ -56,50 +55,95 @@ def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum under way. work: None in a world of one."""
+    """A sum under way."""
 
     tensor: torch.Tensor
+    """It is summed in place."""
     work: Any
+    """None in a world of one."""
     check: Callable[[], None]
+    """Raises PeerLost where the sum may be garbage. To be called when the device is done with it."""
 
     def finish(self) -> torch.Tensor:
-        """The sum, once it is there. Raises RuntimeError, or PeerLost, when a peer is gone."""
+        """Wait for the sum, and return it. Raises RuntimeError, or PeerLost, when a peer is gone."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
 
-    def checked(self) -> None:
-        """Raise PeerLost where the sum may be garbage. Call it when the device is done with it."""
-        self.check()
+
+class DeferredChanges:
+    """Changes of an iteration beside the parameters, which are made only when it is committed.
+
+    Megatron updates the loss scale of fp16, and the biases of experts, before all that communicates is over. Should the
+    iteration be reduced once more after that, its micro-batches would be computed with other values than those that are
+    in the gradient. So these changes wait for the commit.
+    """
+
+    def __init__(self) -> None:
+        self._changes: list[Callable[[], None]] = []
+
+    def add(self, change: Callable[[], None]) -> None:
+        """Make this change at the commit."""
+        self._changes.append(change)
+
+    def apply(self) -> None:
+        """Make the changes: the iteration is committed."""
+        changes, self._changes = self._changes, []
+        for change in changes:
+            change()
+
+    def forget(self) -> None:
+        """Drop the changes: the iteration is reduced once more, or the state after it has come from elsewhere."""
+        self._changes.clear()
+
+
+def scalers(optimizer: Any) -> list[Any]:
+    """Return Megatron's gradient scalers in what the script calls its optimizer."""
+    found = (getattr(each, "grad_scaler", None) for each in getattr(optimizer, "chained_optimizers", [optimizer]))
+    return [scaler for scaler in found if scaler is not None]
+
+
+def hold_scalers(optimizer: Any, pending: DeferredChanges) -> None:
+    """Make every scaler's update wait in `pending`."""
+
+    def later(update: Callable[[bool], None]) -> Callable[[bool], None]:
+        return lambda found_inf: pending.add(lambda: update(found_inf))
+
+    for scaler in scalers(optimizer):
+        scaler.update = later(scaler.update)
 
 
 @dataclass(frozen=True)
 class Work:
-    """A rank's part in the training, as its session has it.
-
-    fetch: `fetch(iteration, index)` -> one micro-batch, a function of nothing else, so that any rank can compute any of
-    them. total: micro-batches of an iteration. over() tells whether the generation is over, lost() whether the rank
-    cannot go on computing either: in a replica of several ranks only when one of them is gone. place: of this rank in
-    its replica. seed: of the job's random numbers. sharded: by a distributed optimizer, whose reduces overwrite this
-    rank's own part only. healed: a reduce may have to be undone; where: the copies for that. begin_sum(tensor)
-    begins its sum over all replicas. pending: what waits for the commit. sequence, size: of a micro-batch, in tokens
-    and samples.
-    """
+    """A rank's part in the training, as its session has it."""
 
     fetch: Callable[[int, int], Any]
+    """`fetch(iteration, index)` -> one micro-batch, a function of nothing else: any rank can compute any of them."""
     total: int
+    """Micro-batches of an iteration."""
     lost: Callable[[], bool]
+    """Whether the rank cannot go on computing: in a replica of several ranks only when one of them is gone."""
     over: Callable[[], bool]
+    """Whether the generation is over."""
     layout: Layout
     place: int
+    """The rank's place in its replica."""
     seed: int
+    """Seed of the job's random numbers."""
     sharded: bool
+    """By a distributed optimizer, whose reduces overwrite this rank's own part only."""
     healed: bool
+    """A reduce may have to be undone."""
     where: Where
+    """The place of the copies for that."""
     begin_sum: Callable[[torch.Tensor], Sum]
+    """Begins the sum of a tensor over all replicas."""
     pending: DeferredChanges
+    """The changes that wait for the commit."""
     sequence: int
+    """Tokens of a sample."""
     size: int
+    """Samples of a micro-batch."""
 
 
 class Accumulation(ABC):
@@ -117,7 +161,7 @@ class Accumulation(ABC):
 
     # ------------------------------------------------------------ what the session asks
     def begin_iteration(self, ordered: bool, total: int) -> None:
-        """A new iteration of `total` micro-batches: zero the gradients, forget how to undo a reduce. ordered:
+        """Begin an iteration of `total` micro-batches: zero the gradients, forget how to undo a reduce. ordered:
         overlapped reduces must not start from the backward pass, since not all ranks have one, or know its order
         yet."""
         self.drop()
@@ -129,7 +173,7 @@ class Accumulation(ABC):
         """Drop what is in the gradient."""
 
     def compute(self, ledger: Ledger) -> None:
-        """Forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two
+        """Compute forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two
         micro-batches once :attr:`lost`. Any other error names its micro-batch: if that fails on other ranks as well,
         no rank is at fault."""
         self._at_hand = None
@@ -150,7 +194,7 @@ class Accumulation(ABC):
     def evaluate(
         self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
     ) -> dict[int, tuple[torch.Tensor, Any]]:
-        """Forward passes alone, in evaluation mode, over `fetch(iteration, index)` of each index: (sum of losses, what
+        """Evaluate `fetch(iteration, index)` of each index, by forward passes in evaluation mode: (sum of losses, what
         it is to be divided by) by index. Empty in stages that have no loss. Raises :class:`PeerLost` between two of
         them once the generation is over."""
 
@@ -162,7 +206,7 @@ class Accumulation(ABC):
 
     @abstractmethod
     def proven(self, tokens: float) -> float:
-        """The ledger's proof is there, so what the reduce delivered is to be believed. tokens: of all micro-batches.
+        """Believe the result of the reduce: the ledger's proof is there. tokens: of all micro-batches.
         Returns what the sum of the losses is to be divided by."""
 
     def drain(self, unblock: Callable[[], Any]) -> None:  # noqa: B027
@@ -186,18 +230,18 @@ class Accumulation(ABC):
 
     @property
     def snapshot_bytes(self) -> int:
-        """That the copies take which undo a reduce."""
-        return self._snapshots.size(self._reduced())
+        """Bytes of the copies that undo a reduce."""
+        return self._snapshots.size(self._tensors_to_reduce())
 
     @abstractmethod
-    def _reduced(self) -> Iterator[torch.Tensor]:
-        """What reduces overwrite."""
+    def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
+        """Return the tensors that reduces overwrite."""
 
     def adopt_groups(self) -> None:  # noqa: B027
-        """The groups of another generation are in use."""
+        """Take the groups of another generation into use."""
 
     def spoilt(self) -> None:
-        """What is in the gradient is not to be trusted."""
+        """Note that the gradient is not to be trusted."""
         self._whole = False
 
     @property
@@ -216,7 +260,7 @@ class Accumulation(ABC):
             raise PeerLost("a member of the generation is gone")
         randomness.seed(self.seed, iteration, index, **coordinate)
 
-    def _fetched(self, iteration: int, index: int) -> Any:
+    def _fetch(self, iteration: int, index: int) -> Any:
         began = time.perf_counter()
         self._at_hand = iteration, index
         micro_batch = self._work.fetch(iteration, index)
@@ -224,7 +268,7 @@ class Accumulation(ABC):
         return micro_batch
 
     def _next(self) -> None:
-        """The micro-batch before is over, another one begins."""
+        """End the micro-batch before, and begin another one."""
         self._end_backward(time.perf_counter())
         injector.point()
         self._began, self._data_before = time.perf_counter(), self.seconds["data"]
@@ -236,19 +280,19 @@ class Accumulation(ABC):
         randomness.seed(self.seed, ledger.iteration, index, **coordinate)
 
     def _begin_backward(self) -> None:
-        """The loss is there."""
+        """Note that the loss is there."""
         self._whole = False
         self._backward_since = time.perf_counter()
         self.seconds["forward"] += self._backward_since - self._began - (self.seconds["data"] - self._data_before)
 
     def _end_backward(self, now: float) -> None:
-        """The backward pass that began when the last loss was there is over."""
+        """Note that the backward pass that began with the last loss is over."""
         if self._backward_since is not None:
             injector.slow_down(now - self._began)
             self.seconds["backward"] += time.perf_counter() - self._backward_since
             self._backward_since = None
 
-    def _finished(self, ledger: Ledger, indices: Sequence[int]) -> None:
+    def _finish(self, ledger: Ledger, indices: Sequence[int]) -> None:
         self._whole, self._at_hand = True, None
         for index in indices:
             ledger.finish(index)

@@ -25,15 +25,17 @@ FIRST_TAG = 1 << 20  # of these messages; pipelines send with tag 0
 
 
 @dataclass(frozen=True)
-class Said:
-    """The result of the members' commit. offer: the plan that all of them hold. first: some rank does not know yet in
-    which order its gradients are made. save: some rank wants a checkpoint of the state after this step. busy: some
-    rank's last checkpoint is still being written."""
+class CommitResult:
+    """The result of the members' commit."""
 
     offer: Plan | None = None
+    """The plan that all of them hold."""
     first: bool = False
+    """Some rank does not know yet in which order its gradients are made."""
     save: bool = False
+    """Some rank wants a checkpoint of the state after this step."""
     busy: bool = False
+    """Some rank's last checkpoint is still being written."""
 
 
 class Exchange:
@@ -60,9 +62,9 @@ class Exchange:
 
         return parallel_state.get_model_parallel_group()
 
-    # ------------------------------------------------------------ what is said
+    # ------------------------------------------------------------ sums and largest numbers
     def inside(self, numbers: Sequence[float]) -> list[float]:
-        """The largest of each number over the ranks of the replica."""
+        """Return the largest of each number over the ranks of the replica."""
         told = self._largest(torch.tensor(numbers, dtype=torch.float64), self.replica, inside=True)
         return [float(number) for number in told]
 
@@ -74,7 +76,7 @@ class Exchange:
         return Sum(tensor, work, lambda: self._check(work))
 
     def from_last_stage(self, loss: float) -> float:
-        """The loss, which the last stage alone has computed."""
+        """Return the loss, which the last stage alone has computed."""
         if self._process.layout.pipeline == 1:
             return loss
         from megatron.core import parallel_state
@@ -83,37 +85,37 @@ class Exchange:
         told, bad = self.inside([loss if knows and math.isfinite(loss) else -math.inf, float(not math.isfinite(loss))])
         return math.nan if bad else told
 
-    def commit(self, offer: Plan | None, first: bool, save: bool = False, busy: bool = False) -> Said:
-        """Commit the step with all members: each says what holds for itself."""
+    def commit(self, offer: Plan | None, first: bool, save: bool = False, busy: bool = False) -> CommitResult:
+        """Commit the step with all members: each gives what holds for itself."""
         held = float(offer.generation if offer else 0)
         said = torch.tensor([held, -held, float(first), float(save), float(busy)], dtype=torch.float64)
         most, least, *anybody = self._largest(said, None).tolist()
         same = offer is not None and most == -least == held
         if same:
             self.wait_until_sent()  # the groups end with this iteration
-        return Said(offer if same else None, *(number > 0 for number in anybody))
+        return CommitResult(offer if same else None, *(number > 0 for number in anybody))
 
     def furthest(self, state: tuple[int, int]) -> tuple[int, int]:
-        """The (base, version) of the members; a newcomer has none, or an older one."""
+        """Return the (base, version) of the members; a newcomer has none, or an older one."""
         base, version = state
         newest = self.largest(version)
         return self.largest(base if version == newest else -1), newest
 
     def largest(self, number: int) -> int:
-        """The largest number that a member says."""
+        """Return the largest number that a member gives."""
         told = self._largest(torch.tensor([number], dtype=torch.int64), None)
         return int(told)
 
     def most(self, numbers: Sequence[float]) -> list[float]:
-        """The largest of each number that a member says; whole numbers up to 2^53 are exact."""
+        """Return the largest of each number that a member gives; whole numbers up to 2^53 are exact."""
         return [float(each) for each in self._largest(torch.tensor(numbers, dtype=torch.float64), None)]
 
     def all_there(self) -> None:
-        """Returns when all members have come here."""
+        """Return when all members have come here."""
         self._largest(torch.zeros(1), None)
 
     def wait_until_sent(self) -> None:
-        """Waits until the peers have taken what the last exchange sent, before the connections to them end. gloo sends
+        """Wait until the peers have taken what the last exchange sent, before the connections to them end. gloo sends
         only what its receiver asks for, and a slow one asks after this rank knows the outcome. Raises RuntimeError when
         a peer is gone, or takes nothing for SENT_SECONDS."""
         for _, work in self._sending:
@@ -121,7 +123,7 @@ class Exchange:
         self._sending.clear()
 
     def _largest(self, tensor: torch.Tensor, group: Any, inside: bool = False) -> torch.Tensor:
-        """The largest of each number, over the ranks of the group."""
+        """Return the largest of each number, over the ranks of the group."""
         if dist.get_world_size(group) == 1:
             return tensor
         if self._process.backend == "gloo":
@@ -136,7 +138,7 @@ class Exchange:
         return told
 
     def _check(self, work: Any, inside: bool = False) -> None:
-        """Raises PeerLost where what a collective delivered may be garbage: what has failed is not raised by NCCL."""
+        """Raise PeerLost where the result of a collective may be garbage: NCCL raises nothing when one fails."""
         asks = self._process.backend == "nccl" and work is not None
         if asks and work.is_completed() and _has_error(work):
             raise PeerLost("the members told each other nothing: their communicator reports an error")
@@ -144,7 +146,8 @@ class Exchange:
             raise PeerLost("the generation ended while its members told each other")
 
     def tie_embeddings(self, model: Sequence[Any]) -> bool:
-        """Give the last stage the first one's embedding, where they share it; whether this rank's has changed."""
+        """Give the last stage the first one's embedding, where they share it. Return whether this rank's has
+        changed."""
         if self._process.layout.pipeline == 1:
             return False
         from megatron.core import parallel_state
@@ -175,8 +178,8 @@ def _has_error(work: Any) -> bool:
 
 
 def largest_of_all(tensor: torch.Tensor, group: Any) -> tuple[torch.Tensor, list[Any]]:
-    """The largest of each number over the ranks of a gloo group, known when all of them have come here; and what was
-    sent for that, to be kept until another such exchange is over.
+    """Return the largest of each number over the ranks of a gloo group, known when all of them have come here; and what
+    was sent for that, to be kept until another such exchange is over.
 
     Each rank tells the one 1, 2, 4, ... places further what it knows, so a thousand ranks need ten messages one after
     the other. gloo's all-reduce goes round a ring, twice: four ranks on two cores took 3.9 ms for it, and 1.3 ms for
@@ -194,14 +197,14 @@ def largest_of_all(tensor: torch.Tensor, group: Any) -> tuple[torch.Tensor, list
 
 
 def at_commit(optimizer: Any, commit: Callable[[], None]) -> None:
-    """Has `commit` called in `optimizer.step()` when everything in it that communicates is over, right before the
+    """Have `commit` called in `optimizer.step()` when everything in it that communicates is over, right before the
     parameters change: Megatron's `step_with_ready_grads`. It has to be called by hand after a `step` that came to none,
     and where the optimizer has no such place it comes before the step."""
     name = "step_with_ready_grads" if hasattr(optimizer, "step_with_ready_grads") else "step"
     original = getattr(optimizer, name)
 
-    def committed(*arguments: Any, **keywords: Any) -> Any:
+    def commit_first(*arguments: Any, **keywords: Any) -> Any:
         commit()
         return original(*arguments, **keywords)
 
-    setattr(optimizer, name, committed)
+    setattr(optimizer, name, commit_first)

@@ -25,15 +25,15 @@ SETTING = "UNICRON_SNAPSHOT"
 
 
 class Where(enum.StrEnum):
-    """Where the copies are."""
+    """The place of the copies."""
 
     CARD = "card"
     HOST = "host"
     NONE = "none"
 
 
-def chosen(environment: Mapping[str, str] = os.environ) -> Where:
-    """What the setting says. Raises ValueError for a word that it does not know."""
+def chosen_place(environment: Mapping[str, str] = os.environ) -> Where:
+    """Read the setting. Raises ValueError for a word that it does not know."""
     text = environment.get(SETTING) or Where.CARD.value
     try:
         return Where(text)
@@ -66,7 +66,7 @@ class Snapshots:
 
     @property
     def undoable(self) -> bool:
-        """What has been reduced since :meth:`forget` can be put back."""
+        """Whether all that was reduced since :meth:`forget` can be put back."""
         return self.where is not Where.NONE or not self._places
 
     def restore(self) -> None:
@@ -81,9 +81,9 @@ class Snapshots:
         self._places.clear()
 
     def forget(self) -> None:
-        """The gradients are zeroed: the copies are of no use any more."""
+        """Forget the copies: the gradients are zeroed."""
         self._places.clear()
 
     def size(self, places: Iterable[torch.Tensor]) -> int:
-        """Bytes that the copies of these take."""
+        """Return the bytes that copies of these tensors take."""
         return 0 if self.where is Where.NONE else sum(place.numel() * place.element_size() for place in places)

@@ -14,35 +14,39 @@ from typing import Any
 
 
 class LedgerError(RuntimeError):
-    """A micro-batch would be counted twice, or not at all: the optimizer must not step."""
+    """Raised where a micro-batch would be counted twice, or not at all: the optimizer must not step."""
 
 
 def deal(total: int, replicas: int, replica: int) -> list[int]:
-    """The undisturbed assignment: micro-batch i belongs to the (i mod replicas)-th replica. Same on every rank, without
-    a message."""
+    """Return the undisturbed assignment: micro-batch i belongs to the (i mod replicas)-th replica. Same on every rank,
+    without a message."""
     return list(range(replica, total, replicas))
 
 
 @dataclass
 class Ledger:
-    """The work of one rank in one iteration. `done` are the micro-batches in its gradient buffer, in the order of
-    their backward passes."""
+    """The work of one rank in one iteration."""
 
     iteration: int
     total: int
+    """Micro-batches of the iteration, over all ranks."""
     assigned: list[int]
     done: list[int] = field(default_factory=list)
+    """The micro-batches in the gradient buffer, in the order of their backward passes."""
     computed: list[int] = field(default_factory=list)
-    losses: dict[int, Any] = field(default_factory=dict)  # index -> 0-d tensor, unscaled
-    tokens: dict[int, Any] = field(default_factory=dict)  # index -> 0-d tensor, of a loss per token
+    """All that were computed, those included that were dropped since."""
+    losses: dict[int, Any] = field(default_factory=dict)
+    """Index -> 0-d tensor, unscaled."""
+    tokens: dict[int, Any] = field(default_factory=dict)
+    """Index -> 0-d tensor, of a loss per token."""
 
     def todo(self) -> list[int]:
-        """What is assigned and not yet in the gradient."""
+        """Return the micro-batches that are assigned and not yet in the gradient."""
         finished = set(self.done)
         return [index for index in self.assigned if index not in finished]
 
     def finish(self, index: int) -> None:
-        """The backward pass of `index` is over. Raises :class:`LedgerError` for an index that is not owed."""
+        """Note that the backward pass of `index` is over. Raises :class:`LedgerError` for an index that is not owed."""
         if index in self.done or index not in self.assigned:
             raise LedgerError(
                 f"micro-batch {index} of iteration {self.iteration} is not owed by this rank: owed "
@@ -66,14 +70,31 @@ class Ledger:
 
     @staticmethod
     def signature(done: Sequence[int] | None) -> float:
-        """A number for a set of micro-batches, whatever their order; another one for None: a part of one."""
+        """Return a number for a set of micro-batches, whatever their order; another one for None: a part of one."""
         text = "none" if done is None else ",".join(map(str, sorted(done)))
         return float(zlib.crc32(text.encode()))
 
     @staticmethod
     def check_counts(iteration: int, counts: Sequence[int]) -> None:
-        """`counts[i]`: in how many gradients of the job micro-batch i is. Raises :class:`LedgerError` unless all are
-        1."""
+        """Raise :class:`LedgerError` unless each micro-batch i is in one gradient of the job: `counts[i]` is 1."""
         wrong = {index: count for index, count in enumerate(counts) if count != 1}
         if wrong:
             raise LedgerError(f"iteration {iteration}: micro-batches not counted exactly once (index: count): {wrong}")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, as a training script gets it."""
+
+    iteration: int
+    """Its number, from 0 on."""
+    loss: float
+    """Mean over all micro-batches of the iteration, the same number on every rank."""
+    grad_norm: float | None
+    """Norm of all gradients, where they are clipped."""
+    learning_rate: float
+    seconds: float
+    """From the begin of the iteration to its step."""
+    generation: int
+    world_size: int
+    """Ranks that trained in it."""

@@ -1,4 +1,4 @@
-"""What a rank does when Slurm asks its element to end: nothing, until its agent says so.
+"""A rank does nothing when Slurm asks its element to end, until its agent says so.
 
 Slurm sends SIGTERM to every process of a step. A rank that died of it would take its micro-batches along; so it goes on
 to the next iteration boundary, and its agent ends it then (`unicron_ctl/agent/loop/ending.py`). So with SIGUSR2, which
@@ -27,7 +27,7 @@ def _outlive(number: int, frame: FrameType | None) -> None:
 
 
 def outlive_notice() -> None:
-    """SIGTERM and SIGUSR2 end this process no more, unless the script has handlers of its own."""
+    """Let SIGTERM and SIGUSR2 not end this process any more, unless the script has handlers of its own."""
     global _rank
     if threading.current_thread() is not threading.main_thread():
         return
@@ -48,7 +48,7 @@ def outlives_notice() -> bool:
 
 
 def _outlive_in_process() -> None:
-    """In a process of multiprocessing."""
+    """Outlive the notice in a process of multiprocessing."""
     global _rank
     if outlives_notice():
         _rank = os.getpid()
@@ -57,7 +57,7 @@ def _outlive_in_process() -> None:
 
 
 def _settle_process(outlives: bool) -> None:
-    """In a process of multiprocessing that is no fork of the rank."""
+    """Outlive it in a process of multiprocessing that is no fork of the rank."""
     if outlives:
         outlive_notice()
     _outlive_in_process()

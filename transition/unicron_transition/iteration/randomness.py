@@ -15,7 +15,7 @@ import torch
 from unicron_transition.seams import megatron_core
 
 # The same in all tensor ranks of a stage, as their activations there are: Megatron's name for the default generator's.
-SHARED = "data-parallel-rng"
+SHARED_STATE = "data-parallel-rng"
 
 
 def seed(
@@ -29,7 +29,7 @@ def seed(
     generators and the tracker's data-parallel state are the same in all tensor ranks, all other states differ.
     """
     place = (base % 2**63, iteration, micro_batch, pipeline, context, chunk)
-    shared = _hashed(SHARED, 0, place)
+    shared = _hash(SHARED_STATE, 0, place)
     torch.default_generator.manual_seed(shared)
     on_cuda = bool(torch.cuda.is_initialized())
     if on_cuda:
@@ -40,19 +40,19 @@ def seed(
     generator = torch.Generator("cuda" if on_cuda else "cpu")
     tracker.set_states(
         {
-            name: _state(state, generator, shared if name == SHARED else _hashed(name, tensor, place))
+            name: _state(state, generator, shared if name == SHARED_STATE else _hash(name, tensor, place))
             for name, state in tracker.get_states().items()
         }
     )
 
 
-def _hashed(name: str, tensor: int, place: tuple[int, ...]) -> int:
+def _hash(name: str, tensor: int, place: tuple[int, ...]) -> int:
     data = struct.pack("<7q", tensor, *place) + name.encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def _state(old: Any, generator: torch.Generator, value: int) -> Any:
-    """What the tracker is to hold in place of `old`. Never the same tensor: activation checkpoints hold that."""
+    """Return the tracker's new state in place of `old`. Never the same tensor: activation checkpoints hold that."""
     if isinstance(old, torch.Generator):  # a CUDA graph knows its generators by identity
         return old.manual_seed(value)
     return generator.manual_seed(value).get_state()

@@ -1,4 +1,4 @@
-"""What one rank's process has once, and how it begins: its channel to the agent, its watch, its unblocker."""
+"""The process of a rank, and its begin."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from unicron_detector.chaos.inject import injector
 from unicron_detector.processes.rank_channel import RankChannel
 from unicron_detector.processes.rank_messages import Moved
-from unicron_transition.generations import groups, preparing
-from unicron_transition.generations.layout import Layout, Stated, stated
+from unicron_transition.generations import groups
+from unicron_transition.generations.layout import Layout, StatedLayout, parse_layout
 from unicron_transition.generations.pulse import Pulse
 from unicron_transition.generations.unblock import Unblocker
 from unicron_transition.generations.watch import Watch
@@ -22,8 +22,8 @@ from unicron_transition.seams.table import UnsupportedLayout
 
 
 class Process:
-    """What one rank's process has once: its channel to the agent, its watch, its unblocker. Without an agent it has no
-    channel."""
+    """The parts that a rank's process has once: its channel to the agent, its watch, its unblocker. Without an agent it
+    has no channel."""
 
     def __init__(self, backend: str, layout: Layout):
         self.backend, self.layout = backend, layout
@@ -57,7 +57,7 @@ _process: Process | None = None
 
 
 def current() -> Process:
-    """This process. Raises RuntimeError before :func:`init_process_group`."""
+    """Return this process. Raises RuntimeError before :func:`init_process_group`."""
     if _process is None:
         raise RuntimeError("call unicron.init_process_group(backend) before unicron.Session(...)")
     return _process
@@ -65,22 +65,32 @@ def current() -> Process:
 
 def _compare(layout: Layout) -> None:
     wanted = os.environ.get("UNICRON_LAYOUT", "")
-    if wanted and stated(wanted).layout != layout:
+    if wanted and parse_layout(wanted).layout != layout:
         raise UnsupportedLayout(
-            f"the job runs as {wanted} now, and the script gives {Stated(layout).text}: take the layout from "
+            f"the job runs as {wanted} now, and the script gives {StatedLayout(layout).text}: take the layout from "
             "UNICRON_LAYOUT, or submit without UNICRON_LAYOUTS"
         )
 
 
 def init_process_group(backend: str, layout: Layout | None = None) -> None:
-    """Replaces `torch.distributed.init_process_group`. layout: of a replica; by default each rank is one.
+    """Initialize torch.distributed, in place of torch's own function.
 
     Under an agent the rank starts in a world without peers, to build its part of the model in; the session takes it
     into the job's generations. Without an agent it is torch's own call with the usual environment variables; a single
     process needs none.
 
-    Raises :class:`UnsupportedLayout` where the job has stated several layouts (UNICRON_LAYOUTS) and this is not the one
-    in which it is to run now, and for a torch that this release does not know.
+    Parameters
+    ----------
+    backend
+        "nccl" or "gloo".
+    layout
+        Layout of a replica; by default each rank is one.
+
+    Raises
+    ------
+    UnsupportedLayout
+        Where the job has stated several layouts (UNICRON_LAYOUTS) and this is not the one in which it is to run now,
+        and for a torch that this release does not know.
     """
     global _process
     _compare(layout or Layout())
@@ -97,4 +107,4 @@ def init_process_group(backend: str, layout: Layout | None = None) -> None:
         else:
             dist.init_process_group(backend, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        preparing.prepare(_process.layout, _process.slot)
+        groups.init_without_peers(_process.layout, _process.slot)

@@ -1,4 +1,4 @@
-"""What all loggers have in common: the first rank of the present world writes, whichever process that is.
+"""The base of all loggers: the first rank of the present world writes, whichever process that is.
 
 Every rank calls the logger after every iteration, and keeps the last few. So a rank that becomes the first one writes
 what the one before it may not have got to disk. What is there already is not written twice.
@@ -15,19 +15,21 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from unicron_transition.iteration.ledger import StepResult
 from unicron_transition.iteration.rank_log import warn
-from unicron_transition.iteration.result import StepResult
 
-KEPT = 64  # iterations that each rank can still write
+KEPT_ITERATIONS = 64  # iterations that each rank can still write
 
 
 class Logger(ABC):
-    """Call it with the result of each iteration, in all ranks: `log(result, perplexity=...)`. The step is
-    `result.iteration`. What goes wrong in it is said in one line, and costs no iteration of the training; the next
-    call tries again, with what was left out."""
+    """A logger of committed iterations. Call it with the result of each, in all ranks: `log(result, perplexity=...)`.
+
+    The step is `result.iteration`. An error in it is one line in the job's log, and costs no iteration of the training;
+    the next call tries again, with what was left out.
+    """
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT)
+        self._kept: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT_ITERATIONS)
         self._open = False
         self._last = -1  # the step written last
         self._before = -1  # the step of the last call
@@ -55,7 +57,7 @@ class Logger(ABC):
         if not self._open or step <= self._before:
             self._stop_writing()
             first = self._kept[0][0]
-            self._last = self._opened(first)
+            self._last = self._open_run(first)
             self._open = True
         for at, scalars in self._kept:
             if at > self._last:
@@ -65,13 +67,13 @@ class Logger(ABC):
         self._warned = False
 
     def close(self) -> None:
-        """This rank writes no more, unless it is called as the first one again."""
+        """Stop writing, unless this rank is called as the first one again."""
         self._stop_writing()
 
     def _stop_writing(self) -> None:
         if self._open:
             self._open = False
-            self._closed()
+            self._close_run()
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +82,7 @@ class Logger(ABC):
         self.close()
 
     @abstractmethod
-    def _opened(self, first: int) -> int:
+    def _open_run(self, first: int) -> int:
         """Begin to write. first: the first step that this rank can write. Returns the last step that is not to be
         written again."""
 
@@ -89,15 +91,15 @@ class Logger(ABC):
         """Write the scalars of one step."""
 
     def _flush(self) -> None:  # noqa: B027
-        """Everything is to outlive this process."""
+        """Write out everything, so that it outlives this process."""
 
     @abstractmethod
-    def _closed(self) -> None:
-        """Another rank writes from now on."""
+    def _close_run(self) -> None:
+        """Close what is open: another rank writes from now on."""
 
 
 def scalars_of(result: StepResult) -> dict[str, float]:
-    """What is logged of each iteration."""
+    """Return the scalars that are logged of each iteration."""
     found = {"loss": result.loss, "learning-rate": result.learning_rate, "seconds": result.seconds}
     if result.grad_norm is not None:
         found["grad-norm"] = result.grad_norm
@@ -109,15 +111,15 @@ def _first_rank() -> bool:
 
 
 def job_name() -> str:
-    """A name that all processes of this job share, also after a requeue, and no other job has."""
+    """Return a name that all processes of this job share, also after a requeue, and no other job has."""
     for name in ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID"):
         if os.environ.get(name):
             return f"unicron-{os.environ[name]}"
     raise ValueError("outside of Slurm a logger needs the name of its run: give it the argument `run`")
 
 
-def needed(module: str, package: str) -> Any:
-    """The module of an optional package. Raises ValueError, one line, where it is not installed."""
+def import_optional(module: str, package: str) -> Any:
+    """Import the module of an optional package. Raises ValueError, one line, where it is not installed."""
     try:
         found: ModuleType = import_module(module)
     except ImportError:

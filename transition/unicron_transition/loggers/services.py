@@ -1,30 +1,81 @@
-"""Weights & Biases and MLflow: one run of the service for one job, whichever rank writes."""
+"""TensorBoard, Weights & Biases and MLflow: one run for one job, whichever rank writes."""
 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
 from typing import Any
 
 from unicron_transition.iteration.rank_log import warn
-from unicron_transition.loggers.logger import Logger, job_name, needed
+from unicron_transition.loggers.logger import Logger, import_optional, job_name
 
 TAG = "unicron.run"  # of the run in MLflow
 
 
+class TensorBoard(Logger):
+    """TensorBoard's event files: one for each rank that was the first one.
+
+    A file begins with the step from which on TensorBoard passes over what is in earlier files, so no step shows twice.
+
+    Parameters
+    ----------
+    folder
+        A folder that all nodes share.
+
+    Raises
+    ------
+    ValueError
+        Where tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        super().__init__()
+        self._folder = os.fspath(folder)
+        import_optional("tensorboard", "tensorboard")
+        self._make = import_optional("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._writer: Any = None
+
+    def _open_run(self, first: int) -> int:
+        self._writer = self._make(self._folder, purge_step=first)
+        return first - 1
+
+    def _write(self, step: int, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def _flush(self) -> None:
+        self._writer.flush()
+
+    def _close_run(self) -> None:
+        self._writer.close()
+
+
 class WandB(Logger):
-    """Writes a run of Weights & Biases. run: its id, by default from the job's number; every rank that becomes the
-    first one resumes it. settings: for `wandb.init`, such as `project`. Offline, each such rank has a folder of its
-    own, and `wandb sync` joins them. Raises ValueError where wandb is not installed."""
+    """A run of Weights & Biases. Offline, each rank that becomes the first one has a folder of its own, and `wandb
+    sync` joins them.
+
+    Parameters
+    ----------
+    run
+        Its id, by default from the job's number; every rank that becomes the first one resumes it.
+    settings
+        For `wandb.init`, such as `project`.
+
+    Raises
+    ------
+    ValueError
+        Where wandb is not installed, or the run has no name.
+    """
 
     def __init__(self, run: str | None = None, **settings: Any):
         super().__init__()
         self._name, self._settings = run or job_name(), settings
-        self._wandb = needed("wandb", "wandb")
+        self._wandb = import_optional("wandb", "wandb")
         self._run: Any = None
 
-    def _opened(self, first: int) -> int:
+    def _open_run(self, first: int) -> int:
         self._run = self._wandb.init(id=self._name, resume="allow", **self._settings)
         begun = int(self._run.step or 0)  # the next step; 0 for a new run
         return max(first - 1, begun - 1)
@@ -32,25 +83,38 @@ class WandB(Logger):
     def _write(self, step: int, scalars: dict[str, float]) -> None:
         self._run.log(scalars, step=step, commit=True)
 
-    def _closed(self) -> None:
+    def _close_run(self) -> None:
         self._run.finish()
 
 
 class MLflow(Logger):
-    """Writes a run of MLflow, where MLFLOW_TRACKING_URI or `tracking_uri` says. run: its name, by default from the
-    job's number; it is found again by a tag. experiment: its experiment's name. The run ends with the process that
-    writes it, as FAILED after an exception that nobody caught, and goes on when another writes. Raises ValueError where
-    mlflow is not installed."""
+    """A run of MLflow. It ends with the process that writes it, as FAILED after an exception that nobody caught, and
+    goes on when another writes.
+
+    Parameters
+    ----------
+    run
+        Its name, by default from the job's number; it is found again by a tag.
+    experiment
+        Its experiment's name.
+    tracking_uri
+        The server; by default MLFLOW_TRACKING_URI.
+
+    Raises
+    ------
+    ValueError
+        Where mlflow is not installed, or the run has no name.
+    """
 
     def __init__(self, run: str | None = None, experiment: str = "Default", tracking_uri: str | None = None):
         super().__init__()
         self._name, self._experiment, self._uri = run or job_name(), experiment, tracking_uri
-        self._mlflow = needed("mlflow", "mlflow")
+        self._mlflow = import_optional("mlflow", "mlflow")
         self._client: Any = None
         self._run = ""
         self._failed = self._watches = False
 
-    def _opened(self, first: int) -> int:
+    def _open_run(self, first: int) -> int:
         self._watch()
         self._client = self._client or self._mlflow.MlflowClient(tracking_uri=self._uri)
         experiment = self._client.get_experiment_by_name(self._experiment)
@@ -68,11 +132,11 @@ class MLflow(Logger):
         metric, now = self._mlflow.entities.Metric, int(1000 * time.time())
         self._client.log_batch(self._run, [metric(name, value, now, step) for name, value in scalars.items()])
 
-    def _closed(self) -> None:
-        """Nothing is held: each call is written at once. Another rank goes on with the run."""
+    def _close_run(self) -> None:
+        """Do nothing: each call is written at once, and another rank goes on with the run."""
 
     def close(self) -> None:
-        """The run has ended, if this rank writes it; the next call goes on with it."""
+        """End the run, if this rank writes it; the next call goes on with it."""
         if not self._open:
             return
         super().close()
@@ -86,7 +150,7 @@ class MLflow(Logger):
         self.close()
 
     def _watch(self) -> None:
-        """The run ends when this process does, whatever ends it but a signal."""
+        """End the run when this process ends, whatever ends it but a signal."""
         if self._watches:
             return
         self._watches, before = True, sys.excepthook

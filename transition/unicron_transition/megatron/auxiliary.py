@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unicron_transition.iteration.deferred_changes import DeferredChanges
+from unicron_transition.iteration.accumulation import DeferredChanges
 
 _SCALERS = (  # (module, class) of what adds an auxiliary loss's gradient, and the setting that has the model use it
     ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "num_moe_experts"),
@@ -49,7 +49,7 @@ class Auxiliary:
     # ------------------------------------------------------------ computing
     @contextlib.contextmanager
     def forward(self, chunk: int, real: bool) -> Iterator[None]:
-        """Wraps the forward pass of a micro-batch; one that is not real, or fails, counts nothing."""
+        """Wrap the forward pass of a micro-batch; one that is not real, or fails, counts nothing."""
         before = _counts(self._routers[chunk])
         try:
             yield
@@ -61,7 +61,7 @@ class Auxiliary:
                 _set_counts(self._routers[chunk], before)
 
     def weigh(self, output: Any, chunk: int, real: bool) -> None:
-        """`output` of a forward pass: its auxiliary losses weigh as the loss does."""
+        """Let the auxiliary losses of a forward pass weigh as its loss does. output: its output."""
         if not self._scalers or not isinstance(output, torch.Tensor) or not output.requires_grad:
             return
 
@@ -77,8 +77,8 @@ class Auxiliary:
 
         output.register_hook(set_scale)
 
-    def computed(self) -> None:
-        """The schedule is over."""
+    def end_schedule(self) -> None:
+        """Put the counts of padding back: the schedule is over."""
         for chunk, counts in self._frozen.items():
             _set_counts(self._routers[chunk], counts)
         self._frozen.clear()
@@ -93,7 +93,7 @@ class Auxiliary:
     # ------------------------------------------------------------ reducing
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
-        """Wraps Megatron's `finalize_model_grads`, which makes new biases of the counts."""
+        """Wrap Megatron's `finalize_model_grads`, which makes new biases of the counts."""
         found = self._all
         self._reduced = _counts(found)
         before = [router.expert_bias.clone() for router in found]
@@ -107,20 +107,20 @@ class Auxiliary:
             self._pending.add(lambda: _set_biases(found, after))
 
     def restore(self) -> None:
-        """The reduce is undone: this rank's own counts are back."""
+        """Put this rank's own counts back: the reduce is undone."""
         if self._reduced is not None:
             _set_counts(self._all, self._reduced)
         self._reduced = None
 
 
 def routers(chunk: Any) -> list[Any]:
-    """The routers of a model chunk whose experts have biases, in a fixed order."""
+    """Return the routers of a model chunk whose experts have biases, in a fixed order."""
     modules = chunk.module.modules() if hasattr(chunk, "module") else ()
     return [module for module in modules if getattr(module, "expert_bias", None) is not None]
 
 
 def biases(model: Sequence[Any]) -> list[list[float]]:
-    """The biases of the experts, router by router; in fp32, which these numbers keep exactly."""
+    """Return the biases of the experts, router by router; in fp32, which these numbers keep exactly."""
     return [router.expert_bias.tolist() for chunk in model for router in routers(chunk)]
 
 

@@ -20,7 +20,6 @@ import torch
 from unicron_transition.iteration.accumulation import Accumulation, PeerLost, Work, evaluating, wait_out
 from unicron_transition.iteration.ledger import Ledger
 from unicron_transition.megatron.auxiliary import Auxiliary
-from unicron_transition.megatron.gradient_slices import own_parts_only
 from unicron_transition.seams import elastic_buckets, megatron_core
 from unicron_transition.seams.table import UnsupportedLayout
 
@@ -29,7 +28,8 @@ UNBLOCK_SECONDS = 0.02  # between two tries to free what is waited for
 
 @contextlib.contextmanager
 def again_and_again(unblock: Callable[[], Any]) -> Iterator[None]:
-    """Inside, a thread goes on freeing what waits: what was not there to be freed before."""
+    """Free what waits again and again while the body runs, in a thread: it may not have been there to be freed
+    before."""
     over = threading.Event()
 
     def repeat() -> None:
@@ -97,56 +97,58 @@ class Gradients(Accumulation):
         return any(group.is_first_batch for group in overlapped)
 
     def _compute(self, ledger: Ledger) -> None:
-        """Forward and backward of everything that `ledger` still owes, in one schedule. Raises :class:`PeerLost`
-        between two micro-batches; in a replica of several ranks only when one of them is lost."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
+        """Compute forward and backward of everything that `ledger` still owes, in one schedule. Raises
+        :class:`PeerLost` between two micro-batches; in a replica of several ranks only when one of them is lost."""
         owed = ledger.todo()
         if not owed:
             self._gather_parameters()
             return
         for group in self._bucket_groups():
             group.per_param_grad_ready_counts = {}
-        count = self._padded(len(owed))
-        iterators = [self._data(ledger.iteration, owed, count) for _ in self.model]
-        with self._schedule_configuration():
-            self._in_backward = True
-            try:
-                get_forward_backward_func()(
-                    forward_step_func=self._forward(ledger, owed, count),
-                    data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                    model=self.model,
-                    num_microbatches=count,
-                    **self.schedule_arguments,
-                )
-            finally:
-                self._in_backward = False
-                self._end_backward(time.perf_counter())
-        self._auxiliary.computed()
-        self._finished(ledger, owed if self.layout.size > 1 else owed[-1:])
+        padded = self._pad(owed)
+        self._in_backward = True
+        try:
+            self._run_schedule(self._forward(ledger, len(owed), padded), self._fetch, ledger.iteration, padded)
+        finally:
+            self._in_backward = False
+            self._end_backward(time.perf_counter())
+        self._auxiliary.end_schedule()
+        self._finish(ledger, owed if self.layout.size > 1 else owed[-1:])
 
     def evaluate(
         self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
     ) -> dict[int, tuple[torch.Tensor, Any]]:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         self._gather_parameters()  # all ranks do, those without a share, too
         if not indices:
             return {}
         found: dict[int, tuple[torch.Tensor, Any]] = {}
-        count = self._padded(len(indices))
-        padded = [indices[min(number, len(indices) - 1)] for number in range(count)]
-        iterators = [(fetch(iteration, index) for index in padded) for _ in self.model]
-        with evaluating(self.model), self._schedule_configuration():
+        padded = self._pad(indices)
+        with evaluating(self.model):
+            step = self._evaluation_step(iteration, padded, found)
+            self._run_schedule(step, fetch, iteration, padded, forward_only=True)
+        return found
+
+    def _run_schedule(
+        self,
+        forward_step: Callable[..., Any],
+        fetch: Callable[[int, int], Any],
+        iteration: int,
+        indices: Sequence[int],
+        **more: Any,
+    ) -> None:
+        """Run Megatron's schedule over these micro-batches of an iteration. more: for the schedule."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        iterators = [(fetch(iteration, index) for index in indices) for _ in self.model]
+        with self._schedule_configuration():
             get_forward_backward_func()(
-                forward_step_func=self._evaluation_step(iteration, padded, found),
+                forward_step_func=forward_step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.model,
-                num_microbatches=count,
-                forward_only=True,
+                num_microbatches=len(indices),
                 **self.schedule_arguments,
+                **more,
             )
-        return found
 
     def _evaluation_step(
         self, iteration: int, indices: Sequence[int], found: dict[int, tuple[torch.Tensor, Any]]
@@ -160,31 +162,31 @@ class Gradients(Accumulation):
             with self._auxiliary.forward(chunk, real=False):
                 output, loss_function = self.forward_step(data_iterator, model, *rest)
 
-            def noted(*arguments: Any, **keywords: Any) -> Any:
+            def note_loss(*arguments: Any, **keywords: Any) -> Any:
                 told = loss_function(*arguments, **keywords)
                 found[index] = told[0].detach().clone(), told[1].detach().clone() if len(told) == 3 else 1
                 return told
 
-            return output, noted
+            return output, note_loss
 
         return forward_step
 
     def _gather_parameters(self) -> None:
-        """What the forward pass would have begun with, where gathers are overlapped with it."""
+        """Gather the parameters as the forward pass would have, where gathers are overlapped with it."""
         if self._sharded and self.model[0].ddp_config.overlap_param_gather:
             elastic_buckets.gather_without_forward(self.model)
 
-    def _padded(self, count: int) -> int:
-        """The interleaved schedule takes whole groups of micro-batches only: what is missing is computed once more,
+    def _pad(self, indices: Sequence[int]) -> list[int]:
+        """Return these micro-batches in whole groups, as the interleaved schedule takes them: the last one fills up,
         with the weight 0."""
         if len(self.model) == 1:
-            return count
+            return list(indices)
         group = self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline
-        return -(-count // group) * group
+        return [*indices, *[indices[-1]] * (-len(indices) % group)]
 
     @contextlib.contextmanager
     def _schedule_configuration(self) -> Iterator[None]:
-        """The schedule only accumulates."""
+        """Let the schedule accumulate and nothing else."""
         # A rank without work would take no part in param_sync_func's gathers; the forward passes gather, too.
         taken = ["finalize_model_grads_func", "param_sync_func", *(["grad_sync_func"] if self._ordered else [])]
         before = {name: getattr(self.config, name) for name in taken}
@@ -196,11 +198,8 @@ class Gradients(Accumulation):
             for name, function in before.items():
                 setattr(self.config, name, function)
 
-    def _data(self, iteration: int, indices: Sequence[int], count: int) -> Iterator[Any]:
-        for number in range(count):
-            yield self._fetched(iteration, indices[min(number, len(indices) - 1)])
-
-    def _forward(self, ledger: Ledger, owed: Sequence[int], count: int) -> Callable[..., Any]:
+    def _forward(self, ledger: Ledger, owed: int, padded: Sequence[int]) -> Callable[..., Any]:
+        """Return the forward step of these micro-batches, of which the first `owed` count."""
         passed = [0] * len(self.model)  # forward passes so far, by chunk
         alone = self.layout.size == 1
 
@@ -209,28 +208,27 @@ class Gradients(Accumulation):
             chunk = next(number for number, one in enumerate(self.model) if one is model)
             number, passed[chunk] = passed[chunk], passed[chunk] + 1
             if alone and number:  # the schedule asks for the next forward when the backward before it is over
-                self._finished(ledger, [owed[number - 1]])
-            real = number < len(owed)
-            index = owed[min(number, len(owed) - 1)]
+                self._finish(ledger, [padded[number - 1]])
+            real, index = number < owed, padded[number]
             self._begin_forward(ledger, index, chunk=chunk, **self._coordinate)
             self._whole = self._whole and alone
             with self._auxiliary.forward(chunk, real):
                 output, loss_function = self.forward_step(data_iterator, model, *rest)
             self._auxiliary.weigh(output, chunk, real)
 
-            def weighted(*arguments: Any, **keywords: Any) -> Any:
+            def weigh_loss(*arguments: Any, **keywords: Any) -> Any:
                 loss, *others = loss_function(*arguments, **keywords)
                 self._begin_backward()
-                return self._weighted(ledger, index, loss, others, count, real)
+                return self._weigh(ledger, index, loss, others, len(padded), real)
 
-            return output, weighted
+            return output, weigh_loss
 
         return forward_step
 
-    def _weighted(
+    def _weigh(
         self, ledger: Ledger, index: int, loss: torch.Tensor, others: list[Any], count: int, real: bool
     ) -> tuple[Any, ...]:
-        """What Megatron gets of the script's (loss, log) or (sum of losses, tokens, log); the ledger notes it."""
+        """Weigh the script's (loss, log) or (sum of losses, tokens, log) for Megatron; the ledger notes it."""
         tokens = others[0] if len(others) == 2 else None
         if self.per_token and tokens is None:
             raise UnsupportedLayout(
@@ -260,14 +258,14 @@ class Gradients(Accumulation):
             (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
         proven = self._work.begin_sum(proof.to(self._device()))
         told = proven.finish().cpu()
-        proven.checked()
+        proven.check()
         return told
 
     def proven(self, tokens: float) -> float:
         return tokens if self.per_token else float(self.total)
 
     def _tokens(self, ledger: Ledger) -> torch.Tensor | None:
-        """The tokens of the micro-batches in this rank's gradient, as the schedule would count them."""
+        """Return the tokens of the micro-batches in this rank's gradient, as the schedule would count them."""
         if not self.per_token:
             return None
         total = torch.zeros((), dtype=torch.int, device=self._device())
@@ -314,11 +312,11 @@ class Gradients(Accumulation):
             self._snapshots.copy_before_reduce(id(bucket), self._overwritten(bucket, group))
 
     def _overwritten(self, bucket: Any, group: Any) -> torch.Tensor:
-        """The part of a bucket that its reduce overwrites: a failed in-place all-reduce leaves a mix of partial
+        """Return the part of a bucket that its reduce overwrites: a failed in-place all-reduce leaves a mix of partial
         sums."""
         return elastic_buckets.own_part(bucket, group) if self._sharded else bucket.grad_data
 
-    def _reduced(self) -> Iterator[torch.Tensor]:
+    def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
         return (self._overwritten(bucket, group) for group in self._bucket_groups() for bucket in group.buckets)
 
     # ------------------------------------------------------------ recovering
@@ -354,3 +352,54 @@ class Gradients(Accumulation):
             group.is_last_microbatch = True
             group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
             group.cached_param_buffer_shard_list = [None] * len(group.buckets)
+
+
+# ---------------------------------------------------------------- a distributed optimizer's own parts
+# A reduce-scatter in place writes this rank's own part of each bucket and nothing else, whether it succeeds or fails
+# (seen with gloo; NCCL's interface has the buffer that it sends from as constant). The rest of the buffer stays this
+# rank's unreduced sum until it is zeroed, so a copy of the own part, one data-parallel size'th of a gradient, undoes
+# the reduce. What Megatron does to gradients after the reduce is kept to the own part as well: the rest has no meaning
+# to the optimizer.
+@contextlib.contextmanager
+def own_parts_only(model: Sequence[Any]) -> Iterator[None]:
+    """Wrap Megatron's `finalize_model_grads`, so that after the reduce it changes the own parts alone.
+
+    That is the sum over stages that share an embedding, the sum over tensor-parallel ranks for sequence parallelism
+    and norms, and the division by the number of tokens. All of these are between ranks that have the same part of the
+    same bucket. Megatron itself sends the whole gradients, of which all but the own part is unreduced.
+    """
+    with contextlib.ExitStack() as stack:
+        for chunk in model:
+            for buffer in megatron_core.buffers(chunk):
+                stack.enter_context(_own_parts_of(buffer))
+        yield
+
+
+@contextlib.contextmanager
+def _own_parts_of(buffer: Any) -> Iterator[None]:
+    whole = {}
+    ranges = list(_own_ranges(buffer))
+    for parameter, (start, end, number) in buffer.param_index_map.items():
+        lower, upper = max(start, ranges[number][0]), min(end, ranges[number][1])
+        whole[parameter] = parameter.main_grad
+        parameter.main_grad = buffer.grad_data[lower : max(lower, upper)]
+
+    def scale_gradients(factor: float) -> None:
+        for lower, upper in ranges:
+            buffer.grad_data[lower:upper].mul_(factor)
+
+    buffer.scale_gradients = scale_gradients
+    try:
+        yield
+    finally:
+        del buffer.scale_gradients
+        for parameter, gradient in whole.items():
+            parameter.main_grad = gradient
+
+
+def _own_ranges(buffer: Any) -> Iterator[tuple[int, int]]:
+    """Return this rank's part of each bucket, in the buffer."""
+    rank = buffer.data_parallel_group.rank()
+    for bucket in buffer.buckets:
+        size = bucket.grad_data.numel() // buffer.data_parallel_world_size
+        yield bucket.offset + rank * size, bucket.offset + (rank + 1) * size

@@ -1,4 +1,4 @@
-"""What cannot be healed is refused when the session is made, in one line, and never trained wrongly."""
+"""Models and layouts that cannot be healed are refused when the session is made, in one line."""
 
 from __future__ import annotations
 

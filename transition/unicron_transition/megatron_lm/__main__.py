@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Exit status 1 and one line for what cannot be healed."""
+    """Run the program. Exit status 1, with one line, where it cannot be healed."""
     if len(sys.argv) < 2:
         print("unicron: write `python -m unicron.transition.megatron_lm pretrain_gpt.py ...`", file=sys.stderr)
         return 2
@@ -25,14 +25,13 @@ def main() -> int:
     # A single plain process needs no launcher.
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, value)
-    from unicron_transition.megatron_lm import alone, data, loop, world
+    from unicron_transition.megatron_lm import data, loop, world
     from unicron_transition.seams import megatron_lm
     from unicron_transition.seams.table import UnsupportedLayout
     from unicron_transition.snapshot.checkpoint import CheckpointError
 
     try:
         megatron_lm.check()
-        alone.install()
         data.install()
         of_the_job = world.World()
         of_the_job.install()
@@ -40,7 +39,7 @@ def main() -> int:
         of_the_script.install()
         runpy.run_path(str(script), run_name="__main__")
         of_the_script.close()
-    except (megatron_lm.Refused, UnsupportedLayout, CheckpointError) as error:
+    except (megatron_lm.CannotHeal, UnsupportedLayout, CheckpointError) as error:
         print(f"unicron: {error}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from unicron_transition.generations.layout import Layout
-from unicron_transition.seams.megatron_lm import Refused, growing_batches
+from unicron_transition.seams.megatron_lm import CannotHeal, growing_batches
 
 # attribute of the arguments -> what follows "unicron can't heal". Each is refused where it is set.
-REFUSED = {
+REFUSED_OPTIONS = {
     "perform_rl_step": "--perform-rl-step",
     "hybrid_context_parallel": "--hybrid-context-parallel",
     "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
@@ -90,13 +90,14 @@ class Folders:
 
 
 def layout_of(args: Any) -> Layout:
-    """How Megatron-LM's arguments cut a replica."""
+    """Return the layout of a replica that Megatron-LM's arguments state."""
     return Layout(args.tensor_model_parallel_size, args.context_parallel_size, args.pipeline_model_parallel_size)
 
 
 def take_folders(args: Any) -> Folders:
-    """The folders of checkpoints, and Megatron-LM is told of none: its own are written by all ranks together, and one
-    that dies meanwhile would take the others with it. Raises :class:`Refused` for folders that contradict an option."""
+    """Take the folders of checkpoints out of the arguments: Megatron-LM's own are written by all ranks together, and
+    one that dies meanwhile would take the others with it. Raises :class:`CannotHeal` for folders that contradict an
+    option."""
     found = Folders(
         Path(args.save) if args.save else None,
         Path(args.load) if args.load else None,
@@ -106,7 +107,7 @@ def take_folders(args: Any) -> Folders:
         not getattr(args, "finetune", False),
     )
     if not found.iteration and (found.load is None or found.load == found.save):
-        raise Refused("give --finetune a --load that is another folder than --save")
+        raise CannotHeal("give --finetune a --load that is another folder than --save")
     args.finetune = False  # there is nothing that Megatron-LM itself would load
     args.save = args.load = None
     args.async_save = False
@@ -114,15 +115,15 @@ def take_folders(args: Any) -> Folders:
 
 
 def check(args: Any) -> None:
-    """Raises :class:`Refused` for the first option that cannot be healed."""
+    """Raises :class:`CannotHeal` for the first option that cannot be healed."""
     for words in _wrong(args):
-        raise Refused(f"can't heal {words}; or run the job with --unicron-mode=restart")
+        raise CannotHeal(f"can't heal {words}; or run the job with --unicron-mode=restart")
     if args.global_batch_size is None:
-        raise Refused("give --global-batch-size: by default it would follow the number of ranks, which may change")
+        raise CannotHeal("give --global-batch-size: by default it would follow the number of ranks, which may change")
 
 
 def _wrong(args: Any) -> Iterator[str]:
-    for name, words in REFUSED.items():
+    for name, words in REFUSED_OPTIONS.items():
         if getattr(args, name, None):
             yield words
     for name, (value, words) in ONLY.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,60 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from unicron_transition.megatron_lm.world import lock
-from unicron_transition.seams.megatron_lm import Refused, replace
+from unicron_transition.seams.megatron_lm import CannotHeal, growing_batches, replace
 from unicron_transition.seams.table import TRAINING
 
 SPLIT = "969, 30, 1"  # Megatron-LM's own, where none is given
+
+
+class Batches:
+    """The batches of a training, by iteration: with `--rampup-batch-size` they grow with the samples. Each is what
+    Megatron-LM's own calculator says after as many samples."""
+
+    def __init__(self, args: Any):
+        self._micro = args.micro_batch_size
+        self._steps: list[tuple[int, int, int]] = []  # (first iteration, samples before it, batch) of each size
+        iteration = samples = 0
+        ramp = getattr(args, "rampup_batch_size", None)
+        if ramp:
+            calculator = self._calculator(args, *map(int, ramp))
+            while samples <= int(ramp[2]):
+                calculator.update(samples, False)
+                batch = calculator.get_current_running_global_batch_size()
+                if not self._steps or self._steps[-1][2] != batch:
+                    self._steps.append((iteration, samples, batch))
+                iteration, samples = iteration + 1, samples + batch
+        if not self._steps or self._steps[-1][2] != args.global_batch_size:
+            self._steps.append((iteration, samples, args.global_batch_size))
+        self._firsts = [first for first, _, _ in self._steps]
+
+    @staticmethod
+    def _calculator(args: Any, first: int, increment: int, samples: int) -> Any:
+        made = growing_batches()
+        assert made is not None, "arguments.check() refuses the option where there is none"
+        return made(
+            args.global_batch_size,
+            args.micro_batch_size,
+            1,  # all replicas count as one here
+            bool(getattr(args, "decrease_batch_size_if_needed", False)),
+            -1,  # of no rank: it logs nothing
+            first,
+            increment,
+            samples,
+        )
+
+    def _step(self, iteration: int) -> tuple[int, int, int]:
+        return self._steps[bisect_right(self._firsts, iteration) - 1]
+
+    def before(self, iteration: int) -> int:
+        """Return the samples of all iterations before this one."""
+        first, samples, batch = self._step(iteration)
+        return samples + (iteration - first) * batch
+
+    def micro_batches(self, iteration: int) -> int:
+        """Return the number of micro-batches of this iteration."""
+        batch = self._step(iteration)[2]
+        return int(batch // self._micro)
 
 
 class Samples:
@@ -32,7 +83,7 @@ class Samples:
         self.dataset, self.what, self._micro = dataset, what, micro_batch_size
 
     def __call__(self, begin: int, index: int) -> Any:
-        """Micro-batch `index` of those that begin with sample `begin`."""
+        """Return micro-batch `index` of those that begin with sample `begin`."""
         if self.dataset is None:
             return None
         first = begin + index * self._micro
@@ -40,13 +91,14 @@ class Samples:
 
 
 def one(samples: Any) -> Samples:
-    """The samples that this rank has: with virtual stages there are some for each, of which not all are built."""
+    """Return the samples that this rank has: with virtual stages there are some for each, of which not all are
+    built."""
     each: list[Samples] = samples if isinstance(samples, list) else [samples]
     return next((found for found in each if found is not None and found.dataset is not None), each[0])
 
 
 def install() -> None:
-    """Datasets are built without waiting for another rank, and no loader is made of them."""
+    """Have datasets built without waiting for another rank, and no loader made of them."""
 
     def build_iterators(original: Callable[..., Any]) -> Callable[..., Any]:
         def build_train_valid_test_data_iterators(provider: Any) -> tuple[Any, ...]:
@@ -59,7 +111,7 @@ def install() -> None:
             has = _has_samples(args)
             for kind, dataset in zip(kinds, found, strict=True):
                 if has[kind] and dataset is None and found[0] is not None:
-                    raise Refused(f"there are no samples for --eval-iters ({kind}): give --split such a part, too")
+                    raise CannotHeal(f"there are no samples for --eval-iters ({kind}): give --split such a part, too")
             args.do_train, args.do_valid, args.do_test = has.values()
             parts = zip(kinds, found, strict=True)
             return tuple(Samples(dataset, args.micro_batch_size, kind) for kind, dataset in parts)
@@ -84,8 +136,8 @@ def _has_samples(args: Any) -> dict[str, bool]:
 
 @contextlib.contextmanager
 def once(folder: Path, what: str) -> Iterator[None]:
-    """The first rank of all that come here to do the same does it while the others wait; they, and all who come later,
-    find it done and wait for nobody."""
+    """Let the first rank that comes here do the work while the others wait; they, and all who come later, find it done
+    and wait for nobody."""
     done = folder / f".unicron-{os.getuid()}-{what}.built"
     if done.exists():
         yield
@@ -100,7 +152,7 @@ def once(folder: Path, what: str) -> Iterator[None]:
 
 
 def _what(args: Any) -> str:
-    """The samples of which training: a name that tells them from those of another."""
+    """Return a name that tells the samples of this training from those of another."""
     names = ("data_path", "train_data_path", "data_args_path", "split", "seq_length", "seed", "train_iters")
     more = ("global_batch_size", "tokenizer_type", "tokenizer_model", "eval_iters", "eval_interval")
     said = [getattr(args, name, None) for name in (*names, *more)]
@@ -109,7 +161,7 @@ def _what(args: Any) -> str:
 
 @contextlib.contextmanager
 def as_if_alone() -> Iterator[None]:
-    """What is done inside waits for nobody, and leaves nothing to rank 0."""
+    """Let nothing that is done inside wait for another rank, or be left to rank 0."""
     before = dist.is_initialized, dist.get_rank
     dist.is_initialized, dist.get_rank = lambda: False, lambda group=None: 0 if group is None else before[1](group)
     try:
@@ -119,7 +171,7 @@ def as_if_alone() -> Iterator[None]:
 
 
 def _folder(args: Any) -> Path:
-    """The folder of the sample indices: one rank at a time writes them, and the others read them."""
+    """Return the folder of the sample indices: one rank at a time writes them, and the others read them."""
     if getattr(args, "data_cache_path", None):
         folder = Path(args.data_cache_path)
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 
+from unicron_transition.iteration.ledger import StepResult
 from unicron_transition.iteration.rank_log import inform
-from unicron_transition.iteration.result import StepResult
 from unicron_transition.megatron_lm import data
-from unicron_transition.megatron_lm.batches import Batches
 from unicron_transition.megatron_lm.save_load import checkpoints
 from unicron_transition.megatron_lm.validation import IN_LOOP, Evaluation, GivenUp
 from unicron_transition.megatron_lm.world import World
 from unicron_transition.megatron_lm.writers import Writers
-from unicron_transition.seams.megatron_lm import Refused, end_was_signalled, replace
-from unicron_transition.seams.table import TRAINING, UnsupportedLayout
+from unicron_transition.seams.megatron_lm import CannotHeal, end_was_signalled, known_timers, replace
+from unicron_transition.seams.table import TIMERS, TRAINING, UnsupportedLayout
 from unicron_transition.session.session import Session
 from unicron_transition.snapshot.checkpoint import CheckpointError
 from unicron_transition.snapshot.model_facts import of_megatron_lm
@@ -44,13 +43,19 @@ class Loop:
         self._over = False  # the others have come to the end
         self._key = "lm loss"
         self._began = time.time()
-        self._batches: Batches | None = None
+        self._batches: data.Batches | None = None
         self._writers = Writers(self._next_step, lambda: world.folders.save if world.folders else None)
         self._evaluation: Evaluation | None = None
 
     def install(self) -> None:
         """Replace the loop's step, what decides on its end, and who writes."""
         self._writers.install()
+        replace(TIMERS, "Timer.start", _start)
+        replace(TIMERS, "Timer.stop", _stop)
+        replace(TIMERS, "Timers._get_elapsed_time_all_ranks", lambda _: _own_times)
+        replace(TRAINING, "print_datetime", _print_datetime)
+        replace(TRAINING, "training_log", _training_log)
+        replace(TRAINING, "reduce_max_stat_across_model_parallel_group", lambda _: lambda stat, group=None: stat)
         replace(TRAINING, "train", self._train)
         replace(TRAINING, "train_step", lambda _: self._train_step)
         replace(TRAINING, "evaluate", lambda _: self._evaluate)
@@ -91,7 +96,7 @@ class Loop:
             try:
                 session.join()
             except CheckpointError as error:
-                raise Refused(str(error)) from None
+                raise CannotHeal(str(error)) from None
             ended = to_the_end()
             self._evaluation.in_loop = False
             return ended
@@ -99,7 +104,7 @@ class Loop:
         return train
 
     def _place(self, args: Any) -> None:
-        """The loop is to begin where this rank's session is."""
+        """Have the loop begin where this rank's session is."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
 
         assert self._session is not None
@@ -113,13 +118,13 @@ class Loop:
         self._writers.note_return()
 
     def _next_step(self) -> int | None:
-        """The iteration of the next line of the log, as Megatron-LM counts."""
+        """Return the iteration of the next line of the log, as Megatron-LM counts."""
         return None if self._session is None else self._session.iteration
 
     def _making_up(
         self, forward_step: Any, model: Any, config: Any, valid: Any, process: Any, *rest: Any, **_: Any
     ) -> Callable[[int], None]:
-        """What a rank that comes in does where the others are in an evaluation of the loop."""
+        """Return a function for a rank that comes in while the others are in an evaluation of the loop."""
 
         def make_up(part: int) -> None:
             from megatron.training import training
@@ -139,7 +144,7 @@ class Loop:
 
     def _make(self, args: Any, forward_step: Any, model: Any, optimizer: Any, scheduler: Any, samples: Any) -> Session:
         self._note_steps(optimizer)
-        batches = self._batches = Batches(args)
+        batches = self._batches = data.Batches(args)
         try:
             self._session = Session(
                 model=model,
@@ -155,7 +160,7 @@ class Loop:
                 seed=args.seed,
             )
         except (UnsupportedLayout, CheckpointError) as error:
-            raise Refused(str(error).removeprefix("unicron ")) from None
+            raise CannotHeal(str(error).removeprefix("unicron ")) from None
         session = self._session
         session.note_arguments(of_megatron_lm(args))
         session.finishes = False  # evaluations follow
@@ -164,27 +169,27 @@ class Loop:
         return session
 
     def _note_steps(self, optimizer: Any) -> None:
-        """The log tells how many gradients were zero, and whether a step was skipped."""
+        """Note each step's outcome: the log tells how many gradients were zero, and whether the step was skipped."""
         step = optimizer.step
 
-        def noted() -> Any:
+        def note_step() -> Any:
             self._stepped = step()
             return self._stepped
 
-        optimizer.step = noted
+        optimizer.step = note_step
 
     def _noting_names(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The script's forward step; what it calls its loss is what the log calls it."""
+        """Wrap the script's forward step: the log names the loss as the script does."""
 
         def step(*arguments: Any, **keywords: Any) -> Any:
             output, loss_function = forward_step(*arguments, **keywords)
 
-            def noted(*values: Any, **more: Any) -> Any:
+            def note_name(*values: Any, **more: Any) -> Any:
                 found = loss_function(*values, **more)
                 self._key = next(iter(found[-1]), self._key)
                 return found
 
-            return output, noted
+            return output, note_name
 
         return step
 
@@ -245,14 +250,62 @@ class Loop:
         return True
 
     def close(self) -> None:
-        """The program is over, its evaluations after the training included."""
+        """End the session: the program is over, its evaluations after the training included."""
         if self._session is not None:
             self._finish()
 
     def _finish(self) -> None:
-        """The session ends, and writes its last checkpoint."""
+        """End the session, which writes its last checkpoint."""
         assert self._session is not None
         self._session.train_iterations = self._session.iteration
         for result in self._results:
             raise RuntimeError(f"the session went on with iteration {result.iteration} after the loop's end")
         self._session.finish()
+
+
+# ---------------------------------------------------------------- between two iterations
+# Nothing there waits for another rank: outside of the session nothing would heal it. The learning rate and the norm are
+# the same in all ranks. Times in the log are those of the rank that writes it.
+def _start(original: Callable[..., None]) -> Callable[..., None]:
+    def start(self: Any, barrier: bool = False) -> None:
+        self._started = False  # a schedule that a loss has ended has left it running
+        original(self)
+
+    return start
+
+
+def _stop(original: Callable[..., None]) -> Callable[..., None]:
+    def stop(self: Any, barrier: bool = False) -> None:
+        if self._started:
+            original(self)
+
+    return stop
+
+
+def _own_times(timers: Any, names: list[str], reset: bool, barrier: bool) -> torch.Tensor | None:
+    if not names:
+        return None
+    known = known_timers(timers)
+    times = [known[name].elapsed(reset=reset) if name in known else 0.0 for name in names]
+    return torch.tensor([times], dtype=torch.float, device="cpu")
+
+
+def _print_datetime(original: Callable[..., None]) -> Callable[..., None]:
+    def print_datetime(string: str, override_timestamp: float | None = None) -> None:
+        barrier, torch.distributed.barrier = torch.distributed.barrier, lambda *_, **__: None
+        try:
+            original(string, override_timestamp)
+        finally:
+            torch.distributed.barrier = barrier
+
+    return print_datetime
+
+
+def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the loop log at once in the first iteration of the training only: it would do so where a rank joins, too."""
+
+    def training_log(losses: Any, totals: Any, rate: Any, iteration: int, *rest: Any, **keywords: Any) -> Any:
+        keywords["is_first_iteration"] = bool(keywords.get("is_first_iteration")) and iteration == 1
+        return original(losses, totals, rate, iteration, *rest, **keywords)
+
+    return training_log

@@ -15,7 +15,7 @@ from unicron_transition.snapshot.formats import opening
 from unicron_transition.snapshot.formats.tracker import TRACKER
 from unicron_transition.snapshot.migrate import TrainingState
 
-NEEDED = "{} has no checkpoint, and --exit-on-missing-checkpoint is given"
+NO_CHECKPOINT = "{} has no checkpoint, and --exit-on-missing-checkpoint is given"
 
 
 class SavedAndLoaded(Checkpoints):
@@ -41,7 +41,7 @@ class SavedAndLoaded(Checkpoints):
     def load(self, state: TrainingState, iteration: int | None = None) -> int | None:
         found = super().load(state, iteration)
         if found is None and self._needed:
-            raise CheckpointError(NEEDED.format(self.begin_from or self.folder))
+            raise CheckpointError(NO_CHECKPOINT.format(self.begin_from or self.folder))
         if found is None and self.begin_from is not None:
             warn(f"--load {self.begin_from} has no checkpoint: the training starts anew")
         return found
@@ -56,7 +56,7 @@ class SavedAndLoaded(Checkpoints):
                 f"Unicron's, move {TRACKER} away"
             )
         if not found and self._needed:
-            raise CheckpointError(NEEDED.format(self.begin_from or self.folder))
+            raise CheckpointError(NO_CHECKPOINT.format(self.begin_from or self.folder))
         return found
 
     def _load_beginning(self, state: TrainingState, folder: Path) -> Foreign:
@@ -87,5 +87,6 @@ class SavedAndLoaded(Checkpoints):
 
 
 def checkpoints(folders: Folders | None, before: Callable[[int], int]) -> SavedAndLoaded | None:
-    """None where neither option was given. Raises :class:`CheckpointError` for a folder that cannot be used."""
+    """Return the checkpoints; None where neither option was given. Raises :class:`CheckpointError` for a folder that
+    cannot be used."""
     return SavedAndLoaded(folders, before) if folders is not None and (folders.save or folders.load) else None

@@ -41,8 +41,8 @@ class Evaluation:
         eval_iters: int | None = None,
         **_: Any,
     ) -> tuple[dict[str, torch.Tensor], None, bool]:
-        """In the place of Megatron-LM's: (mean losses, in the last stage, None, whether the time is over). Raises
-        :class:`GivenUp` within the loop."""
+        """Evaluate in the place of Megatron-LM: (mean losses, in the last stage, None, whether the time is over).
+        Raises :class:`GivenUp` within the loop."""
         from megatron.core import parallel_state
         from megatron.training import get_args, get_timers
 
@@ -61,7 +61,7 @@ class Evaluation:
 
     def _value(self, args: Any, samples: data.Samples, number: int) -> float:
         while True:
-            value = self._tried(args, samples, number)
+            value = self._try_once(args, samples, number)
             if value is not None:
                 return value
             if self.in_loop:
@@ -70,7 +70,7 @@ class Evaluation:
             self._again()
             self.in_loop = False
 
-    def _tried(self, args: Any, samples: data.Samples, number: int) -> float | None:
+    def _try_once(self, args: Any, samples: data.Samples, number: int) -> float | None:
         batch, iteration = args.global_batch_size, self._session.iteration
         part = IN_LOOP if self.in_loop else TEST if samples.what == "test" else VALIDATION
         before = iteration // args.eval_interval if args.eval_interval else 0  # of the loop, up to this iteration

@@ -2,16 +2,17 @@
 
 It counts as one replica that computes all micro-batches of an iteration: so the number of micro-batches, the samples
 consumed and the learning rate do not change when replicas come and go. Its groups are made in the world in which the
-rank prepares itself (:mod:`generations.preparing`), and belong to the job's generations from then on.
+rank prepares itself (:func:`groups.init_without_peers`), and belong to the job's generations from then on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class World:
         return parse_args
 
     def _home(self) -> tuple[int, int]:
-        """(replica, place) of this rank at its start."""
+        """Return (replica, place) of this rank at its start."""
         size = self.layout.size
         if "UNICRON_SLOT" in os.environ:
             return divmod(int(os.environ["UNICRON_SLOT"]), size)
@@ -79,7 +80,7 @@ class World:
         return initialize_distributed
 
     def _in_the_first_replica(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """One rank has NVIDIA's own logger: the last one of the replica that the job's first ranks make."""
+        """Give one rank NVIDIA's own logger: the last one of the replica that the job's first ranks make."""
 
         def set_writer(args: Any) -> None:
             if self._home()[0] == 0:
@@ -106,7 +107,8 @@ class _AsOneReplica:
         return getattr(self._mpu, name)
 
     def get_data_parallel_world_size(self, with_context_parallel: bool = False, **more: Any) -> int:
-        """1 for the batch. What asks with context parallelism builds the model: in 0.18 its buffers are laid out so."""
+        """Return 1 for the batch. What asks with context parallelism builds the model: in 0.18 its buffers are laid out
+        so."""
         if not with_context_parallel:
             return 1
         return int(self._mpu.get_data_parallel_world_size(with_context_parallel=True, **more))
@@ -123,7 +125,7 @@ def _validate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compile(original: Callable[[], None]) -> Callable[[], None]:
-    """Rank 0 would compile what the others wait for. Whoever comes first does, and the others wait for that alone."""
+    """Let the first rank compile, and the others wait for that alone: else all would wait for rank 0."""
 
     def compile_dependencies() -> None:
         from megatron.core.datasets import utils
@@ -142,30 +144,24 @@ def _compile(original: Callable[[], None]) -> Callable[[], None]:
     return compile_dependencies
 
 
-class lock:
-    """Holds a lock file in `folder`. Where there can be none it is done without: nothing can be written there, the file
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold a lock file in `folder`. Where there can be none it is done without: nothing can be written there, the file
     system has no locks, or LOCK_SECONDS have passed; a rank that reads what another has half written starts again."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path = folder / f".unicron-{os.getuid()}.lock"
+            file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, file)
+            _wait_for_lock(file)
+        yield
 
-    def __init__(self, folder: Path):
-        self._path, self._file = folder / f".unicron-{os.getuid()}.lock", -1
 
-    def __enter__(self) -> None:
+def _wait_for_lock(file: int) -> None:
+    deadline = time.monotonic() + LOCK_SECONDS
+    while time.monotonic() < deadline:
         try:
-            self._file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            self._wait_for_lock()
-        except OSError:
-            pass
-
-    def _wait_for_lock(self) -> None:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                time.sleep(LOOK_SECONDS)
-
-    def __exit__(self, *error: object) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(LOOK_SECONDS)

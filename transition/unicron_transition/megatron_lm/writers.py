@@ -47,7 +47,7 @@ class Writers:
         return by
 
     def _open(self, original: Callable[[Any], None], args: Any) -> None:
-        """Opens it as Megatron-LM does in its last rank. The run of Weights & Biases has the job's number as its id."""
+        """Open it as Megatron-LM does in its last rank. The run of Weights & Biases has the job's number as its id."""
         before, save = getattr(args, "wandb_save_dir", None), self._save()
         job = next((os.environ[name] for name in JOBS if os.environ.get(name)), None)
         if job is not None:
@@ -85,21 +85,22 @@ class Writers:
         return last
 
     def _begin_file(self) -> None:
-        """What TensorBoard has of this step and later ones, of another rank or of before the job went back, is void."""
+        """Begin a file that makes void what TensorBoard has of this step and later ones, of another rank or of before
+        the job went back."""
         writer, step = self._found.get("tensorboard"), self._step()
         if writer is not None and step is not None:
             writer.close()
             writer.purge_step = step
 
     def note_return(self) -> None:
-        """The loop begins anew: steps may come once more."""
+        """Note that the loop begins anew: steps may come once more."""
         self._was_last = False
 
     def _flushing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def logged(*arguments: Any, **keywords: Any) -> Any:
+        def log_and_flush(*arguments: Any, **keywords: Any) -> Any:
             outcome = original(*arguments, **keywords)
             if self._was_last and (writer := self._found.get("tensorboard")) is not None:
                 writer.flush()
             return outcome
 
-        return logged
+        return log_and_flush

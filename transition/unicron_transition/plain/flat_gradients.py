@@ -52,7 +52,7 @@ class Bucket:
         self._numbers.copy_(numbers.view(torch.uint8))
 
     def proven(self) -> torch.Tensor:
-        """The sum of the ranks' proofs, after the reduce, once the device has it."""
+        """Return the sum of the ranks' proofs, after the reduce, once the device has it."""
         counts, numbers = (part.real if part.is_complex() else part for part in (self._counts, self._numbers))
         exact = numbers.cpu().to(torch.int64).to(torch.uint8).view(torch.float64)
         return torch.cat([counts.cpu().to(torch.float64), exact]).view(4, -1)
@@ -62,13 +62,13 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
 
-    def detached(self) -> Iterator[int]:
-        """The parameters whose gradients are elsewhere, by number."""
+    def detached_parameters(self) -> Iterator[int]:
+        """Return the parameters whose gradients are elsewhere, by number."""
         pairs = zip(self.parameters, self.views, strict=True)
         return (number for number, (parameter, view) in enumerate(pairs) if parameter.grad is not view)
 
     def versions(self) -> list[int]:
-        """One of each view has changed if its parameter got a gradient since."""
+        """Return the version of each view: it has changed if its parameter got a gradient since."""
         return [modules.version(view) for view in self.views]
 
     def mark(self, used: Sequence[bool]) -> None:
@@ -132,7 +132,7 @@ class PlainGradients(Accumulation):
             parameter.register_post_accumulate_grad_hook(self._note_there)
 
     def _note_there(self, parameter: torch.Tensor) -> None:
-        """A gradient is there."""
+        """Note that a gradient is there."""
         number = self._number[id(parameter)]
         if modules.backward_pass() != self._task:  # reentrant checkpointing may come to it again
             self._nested.add(number)
@@ -146,7 +146,7 @@ class PlainGradients(Accumulation):
             self._begin_complete()
 
     def _begin_complete(self) -> None:
-        """The reduces of the buckets that are complete, in their order. An exception in a hook would cut the backward
+        """Begin the reduces of complete buckets, in their order. An exception in a hook would cut the backward
         pass short, so it is raised later."""
         while (number := len(self._sums)) < len(self._buckets) - 1 and self._deferred is None:
             if self._missing[number] or number in self._nested:
@@ -167,7 +167,7 @@ class PlainGradients(Accumulation):
         self._sums.append(self._work.begin_sum(bucket.flat))
 
     def _watch_pass(self, loss: torch.Tensor, last: bool) -> None:
-        """The backward pass of this loss begins. last: of the iteration, in which reduces may begin."""
+        """Watch the backward pass of this loss. last: of the iteration, in which reduces may begin."""
 
         def note(gradient: torch.Tensor) -> None:
             self._task = modules.backward_pass()
@@ -195,31 +195,31 @@ class PlainGradients(Accumulation):
         for index in owed:
             self._next()
             self._begin_forward(ledger, index)
-            loss = self._loss(ledger, index, self._fetched(ledger.iteration, index))
+            loss = self._loss(ledger, index, self._fetch(ledger.iteration, index))
             self._begin_backward()
             scaled = self._scale(loss)
             self._watch_pass(scaled, last=index == owed[-1])
             scaled.backward()
             self._missing = []
             self._end_backward(time.perf_counter())
-            self._finished(ledger, [index])
+            self._finish(ledger, [index])
         self._check_untouched(before)
         self._passes += bool(owed)
 
     def _loss(self, ledger: Ledger, index: int, micro_batch: Any) -> torch.Tensor:
-        """The forward pass of a micro-batch: its loss as it weighs in the gradient. The ledger notes it."""
-        loss, tokens = self._told(self._forward_step(micro_batch, self._model))
+        """Compute the forward pass of a micro-batch: its loss as it weighs in the gradient. The ledger notes it."""
+        loss, tokens = self._parse_result(self._forward_step(micro_batch, self._model))
         if any((ledger.tokens[done] is None) != (tokens is None) for done in ledger.done):
             raise TypeError(f"{LOSS}: the same of them for every micro-batch")
         ledger.losses[index], ledger.tokens[index] = loss.detach().clone(), tokens
         return loss if tokens is not None else loss / self.total
 
     @staticmethod
-    def _told(told: Any) -> tuple[torch.Tensor, Any]:
-        """What a forward step returned: (loss, tokens or None)."""
+    def _parse_result(told: Any) -> tuple[torch.Tensor, Any]:
+        """Parse the result of a forward step as (loss, tokens or None)."""
         loss, tokens = told if isinstance(told, tuple) and len(told) == 2 else (told, None)
         if not isinstance(loss, torch.Tensor) or loss.dim() or (tokens is not None and not _is_number(tokens)):
-            raise TypeError(f"{LOSS}, 0-d tensors: this one returned {_shown(told)}")
+            raise TypeError(f"{LOSS}, 0-d tensors: this one returned {_describe(told)}")
         return loss, tokens
 
     def evaluate(
@@ -229,7 +229,7 @@ class PlainGradients(Accumulation):
         with evaluating([self._model]):
             for index in indices:
                 self._begin_evaluation(iteration, index)
-                loss, tokens = self._told(self._forward_step(fetch(iteration, index), self._model))
+                loss, tokens = self._parse_result(self._forward_step(fetch(iteration, index), self._model))
                 found[index] = loss, 1 if tokens is None else tokens
         self._check_buffers(before)
         return found
@@ -238,7 +238,7 @@ class PlainGradients(Accumulation):
         """Raises :class:`UnsupportedLayout` for a model or a script that does what would be trained wrongly."""
         self._check_buffers(before)
         for bucket in reversed(self._buckets):
-            for number in reversed(list(bucket.detached())):
+            for number in reversed(list(bucket.detached_parameters())):
                 raise UnsupportedLayout(
                     f"the gradient of {self._names[id(bucket.parameters[number])]} was replaced while it was computed: "
                     "leave zero_grad(), step() and .grad to the session"
@@ -268,7 +268,7 @@ class PlainGradients(Accumulation):
             each.finish()
         told = proof if last < 0 else self._buckets[last].proven()
         for each in self._sums:
-            each.checked()
+            each.check()
         return told
 
     def drain(self, unblock: Callable[[], Any]) -> None:
@@ -288,7 +288,7 @@ class PlainGradients(Accumulation):
             bucket.attach()
         return undone
 
-    def _reduced(self) -> Iterator[torch.Tensor]:
+    def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
         return (bucket.flat for bucket in self._buckets)
 
 
@@ -296,12 +296,12 @@ def _is_number(value: Any) -> bool:
     return not value.dim() if isinstance(value, torch.Tensor) else isinstance(value, int | float)
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"({', '.join(map(_shown, value))})"
+        return f"({', '.join(map(_describe, value))})"
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _versions(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """What changes whenever a buffer does."""
+    """Return numbers that change whenever a buffer does."""
     return {name: (id(buffer), modules.version(buffer)) for name, buffer in modules.persistent_buffers(model)}

@@ -5,7 +5,7 @@ The optimizer and the schedule have the faces of Megatron's here, so that the se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,7 @@ class Plain:
     scheduler: one of `torch.optim.lr_scheduler`, stepped after each iteration, or None. clip_grad: the largest norm
     of all gradients together. scaler: a `torch.amp.GradScaler`, for fp16."""
 
-    varies = False  # the proof of the ledger has its place behind the gradients
+    varies = False  # all iterations have as many micro-batches: their proof has its place behind the gradients
 
     def __init__(
         self,
@@ -50,17 +50,17 @@ class Plain:
         check(self._module, self.optimizer.optimizer, self.scheduler)
 
     def holders(self) -> list[Any]:
-        """What may have a process group."""
+        """Return every object that may have a process group."""
         return [*self._module.modules(), self.optimizer.optimizer]
 
     def state(self, seed: int) -> TrainingState:
-        """What a newcomer needs."""
+        """Return the state that a newcomer needs."""
         return PlainState(self.chunks, self.optimizer, self.scheduler, seed)
 
     def gradients(self, forward_step: Any, work: Work) -> PlainGradients:
-        """The gradients of this rank."""
+        """Return the gradients of this rank."""
         scale = self._scaler.scale if self._scaler is not None else lambda loss: loss
-        return PlainGradients(self._model, self.optimizer.trained(), scale, forward_step, work)
+        return PlainGradients(self._model, self.optimizer.trained_parameters(), scale, forward_step, work)
 
     def begin_alone(self, state: TrainingState, device: torch.device) -> None:
         """Give every rank the first one's parameters, as torch's DistributedDataParallel does; without an agent."""
@@ -93,15 +93,15 @@ class PlainOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
-    def trained(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that it trains, by name."""
+    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that it trains, by name."""
         mine = {id(parameter) for parameters in self._groups() for parameter in parameters}
         named = self._module.named_parameters()
         return {name: each for name, each in named if id(each) in mine and each.requires_grad}
 
     def zero_grad(self) -> None:
-        """The gradients are zeroed with their buckets. Raises :class:`UnsupportedLayout` where others are to be trained
-        now: a rank that joins later would not know."""
+        """Do nothing: gradients are zeroed with their buckets. Raises :class:`UnsupportedLayout` where others are to be
+        trained now: a rank that joins later would not know."""
         now = [*(each.requires_grad for each in self._module.parameters()), *map(len, self._groups())]
         self._trained_first = self._trained_first or now
         if now != self._trained_first:
@@ -114,12 +114,12 @@ class PlainOptimizer:
         return [group["params"] for group in self.param_groups]
 
     def step(self) -> tuple[bool, float | None, None]:
-        """(whether the parameters have changed, the norm of all gradients, None)."""
+        """Step: (whether the parameters have changed, the norm of all gradients, None)."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         norm = None
         if self._clip is not None:
-            norm = float(torch.nn.utils.clip_grad_norm_(self.trained().values(), self._clip))
+            norm = float(torch.nn.utils.clip_grad_norm_(self.trained_parameters().values(), self._clip))
         succeeded = self._stepped_by_scaler() if self._scaler is not None else self._step()
         if not self._stepped and succeeded:
             self._stepped = True
@@ -131,7 +131,8 @@ class PlainOptimizer:
         return True
 
     def _stepped_by_scaler(self) -> bool:
-        """An overflow, which all ranks have in the same gradients, makes the scale smaller and no step."""
+        """Step by the scaler. An overflow, which all ranks have in the same gradients, makes the scale smaller and no
+        step."""
         before = self._scaler.get_scale()
         self._scaler.step(self.optimizer)
         self._scaler.update()
@@ -154,14 +155,14 @@ class PlainSchedule:
         self.scheduler, self._parts = scheduler, {"schedule": scheduler, "scaler": scaler}
 
     def step(self, increment: int) -> None:
-        """An optimizer step has been taken."""
+        """Step the schedule: the optimizer has stepped."""
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {name: as_plain(part.state_dict()) for name, part in self._parts.items() if part is not None}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Mapping[str, object]]) -> None:
         for name, part in self._parts.items():
             if part is not None and name in saved:
                 mine = part.state_dict()

@@ -1,5 +1,4 @@
-"""What a session cannot heal of a plain module and its optimizer: refused when it is made, in one line, and never
-trained wrongly."""
+"""Plain modules and optimizers that a session cannot heal are refused when it is made, in one line."""
 
 from __future__ import annotations
 

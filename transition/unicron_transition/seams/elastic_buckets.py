@@ -17,16 +17,17 @@ import functools
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from typing import Any
 
 import torch
 
 from unicron_transition.seams import megatron_core, table
-from unicron_transition.seams.bucket_cut import NCCL_QUANTUM, QUANTUM, capacity, padded
 from unicron_transition.seams.table import CORE, OPTIMIZER, UnsupportedLayout
 
+QUANTUM = 128  # Megatron starts buckets at 256-byte boundaries for parameters of two bytes
+NCCL_QUANTUM = 2**16  # with `pad_buckets_for_high_nccl_busbw`
 _PARAMETERS = "unicron_parameters"  # of a distributed optimizer: the model's parameters in each of its groups
 _ROOMY = "unicron_roomy"
 LAYS_OUT = "_compute_per_buffer_param_layout"  # of the optimizer; before 0.18 the buffer lays itself out
@@ -52,7 +53,7 @@ def prepare() -> None:
 
 
 def prepare_when_imported() -> None:
-    """:func:`prepare` as soon as Megatron's optimizer is imported, which takes seconds and may be never."""
+    """Call :func:`prepare` as soon as Megatron's optimizer is imported, which takes seconds and may be never."""
     if OPTIMIZER in sys.modules:
         prepare()
     elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
@@ -91,7 +92,7 @@ class _Waiting(MetaPathFinder):
 
 
 def _roomy_layout(compute: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Lays a buffer out with a name of this module replaced, by which the ends of its buckets are padded, in turn."""
+    """Lay a buffer out with a name of this module replaced, by which the ends of its buckets are padded, in turn."""
 
     @functools.wraps(compute)
     def _compute_per_buffer_param_layout(*arguments: Any, **keywords: Any) -> Any:
@@ -155,7 +156,7 @@ class _Layout:
         return _Divisor(math.lcm(size, *quanta), lambda end: self._end(end, size, math.lcm(*quanta)))
 
     def _end(self, end: int, size: int, quantum: int) -> int:
-        """The end, room included, of the bucket that has parameters up to `end`, or ends there."""
+        """Return the end, room included, of the bucket that has parameters up to `end`, or ends there."""
         if end not in self._ends:
             start = max((earlier for earlier in self._ends if earlier < end), default=0)
             self._ends.append(start + capacity(end - start, size, quantum))
@@ -172,22 +173,39 @@ class _Divisor(int):
     pad: Callable[[int], int]
 
     def __rtruediv__(self, end: float) -> Any:
-        return _Padded(self.pad(int(end)))
+        return _PaddedEnd(self.pad(int(end)))
 
 
-class _Padded(int):
+class _PaddedEnd(int):
     """An end that was divided by a :class:`_Divisor`, and will be multiplied by it."""
 
-    def __ceil__(self) -> _Padded:
+    def __ceil__(self) -> _PaddedEnd:
         return self
 
     def __mul__(self, divisor: int) -> int:
         return int(self)
 
 
+# ---------------------------------------------------------------- sizes, in elements
+def padded_size(elements: int, count: int, quantum: int = QUANTUM) -> int:
+    """Return the size of a bucket that is cut into `count` parts: Megatron's own rule, whatever the bucket's place."""
+    divisor = math.lcm(count, quantum)
+    return -(-elements // divisor) * divisor
+
+
+def capacity(elements: int, most: int, quantum: int = QUANTUM) -> int:
+    """Return the room that a bucket needs so that it can be cut into any number of parts up to `most`.
+
+    At most 2 * `most` * `quantum` elements more than there are. Always a multiple of what Megatron asks of a bucket
+    that is cut into `most`.
+    """
+    return padded_size(max(padded_size(elements, count, quantum) for count in range(1, most + 1)), most, quantum)
+
+
 # ---------------------------------------------------------------- looking
-def distributed(optimizer: Any) -> list[Any]:
-    """Megatron's distributed optimizers in what the script calls its optimizer, less those that have no parameter."""
+def distributed_optimizers(optimizer: Any) -> list[Any]:
+    """Return Megatron's distributed optimizers in what the script calls its optimizer, less those that have no
+    parameter."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     return [
@@ -210,7 +228,7 @@ def check(model: Sequence[Any], optimizer: Any) -> None:
         ):
             if wrong:
                 raise UnsupportedLayout(f"unicron can't heal a distributed optimizer with {what}: unset it")
-    for each in distributed(optimizer):
+    for each in distributed_optimizers(optimizer):
         for wrong, what in (
             (each.config.use_precision_aware_optimizer, "use_precision_aware_optimizer"),
             (each.config.optimizer_cpu_offload, "optimizer_cpu_offload"),
@@ -228,7 +246,8 @@ def check(model: Sequence[Any], optimizer: Any) -> None:
 
 
 def _check_room(buffer: Any) -> None:
-    """A release that lays buffers out by another way than the one replaced here shows now, not at the first resize."""
+    """Refuse a release that lays buffers out in another way than the one replaced here: now, not at the first
+    resize."""
     size, unit = buffer.data_parallel_group.size(), quantum(buffer.ddp_config)
     starts = [bucket.offset for bucket in buffer.buckets]
     for bucket, end in zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True):
@@ -239,40 +258,42 @@ def _check_room(buffer: Any) -> None:
 
 
 def quantum(ddp_config: Any) -> int:
-    """What the sizes of buckets are multiples of, in elements."""
+    """Return the number of which bucket sizes are multiples, in elements."""
     return NCCL_QUANTUM if ddp_config.pad_buckets_for_high_nccl_busbw else QUANTUM
 
 
 def own_part(bucket: Any, group: Any) -> torch.Tensor:
-    """The part of a bucket's gradients that this rank reduces; a view. `group`: its bucket group."""
+    """Return the part of a bucket's gradients that this rank reduces; a view. `group`: its bucket group."""
     size = bucket.grad_data.numel() // group.intra_distributed_optimizer_instance_size
     part: torch.Tensor = bucket.grad_data.narrow(0, group.intra_distributed_optimizer_instance_rank * size, size)
     return part
 
 
 def optimizer_buckets(optimizer: Any) -> Iterator[tuple[Any, int, Any, Any]]:
-    """(optimizer, number of the buffer, buffer, bucket) of all buckets of sharded optimizers, in a fixed order."""
-    for each in distributed(optimizer):
+    """Yield (optimizer, number of the buffer, buffer, bucket) of all buckets of sharded optimizers, in a fixed
+    order."""
+    for each in distributed_optimizers(optimizer):
         for number, buffer in enumerate(each.buffers):
             for bucket in buffer.buckets:
                 yield each, number, buffer, bucket
 
 
 def bucket_sizes(optimizer: Any) -> tuple[tuple[int, ...], int]:
-    """(the elements of each of those buckets, what cuts are multiples of), whatever the data-parallel size."""
+    """Return (the elements of each of those buckets, what cuts are multiples of), whatever the data-parallel size."""
     found = list(optimizer_buckets(optimizer))
     unit = quantum(found[0][2].ddp_config) if found else QUANTUM
     return tuple(bucket.numel_unpadded for *_, bucket in found), unit
 
 
 def own_range(optimizer: Any, parameter: Any) -> tuple[int, int]:
-    """The range of a parameter's elements that this rank's optimizer steps."""
+    """Return the range of a parameter's elements that this rank's optimizer steps."""
     span = optimizer._get_model_param_range_map(parameter)["param"]
     return span.start, span.end
 
 
 def own_state(optimizer: Any, parameter: Any) -> dict[str, torch.Tensor]:
-    """The main parameter and Adam's state of this rank's part of a parameter: `param`, `exp_avg`, `exp_avg_sq`."""
+    """Return the main parameter and Adam's state of this rank's part of a parameter: `param`, `exp_avg`,
+    `exp_avg_sq`."""
     found: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(parameter)
     return found
 
@@ -307,7 +328,7 @@ def resize(model: Sequence[Any], optimizer: Any) -> None:
             _resize_buffer(buffer)
         for group in megatron_core.bucket_groups(chunk):
             _resize_bucket_group(group)
-    for each in distributed(optimizer):
+    for each in distributed_optimizers(optimizer):
         if _shard(each) != getattr(each, "unicron_shard", None):
             _resize_optimizer(each)
             each.unicron_shard = _shard(each)
@@ -323,7 +344,7 @@ def _resize_buffer(buffer: Any) -> None:
         buffer.num_optimizer_shards = size
     starts = [bucket.offset for bucket in buffer.buckets]
     for number, (bucket, room) in enumerate(zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True)):
-        end = bucket.offset + padded(bucket.numel_unpadded, size, quantum(buffer.ddp_config))
+        end = bucket.offset + padded_size(bucket.numel_unpadded, size, quantum(buffer.ddp_config))
         if end > room:
             raise UnsupportedLayout(f"{size} replicas are more than the job's buffers were built for")
         buffer.bucket_indices[number] = (bucket.offset, end)
@@ -343,9 +364,9 @@ def _resize_bucket_group(group: Any) -> None:
 
 @torch.enable_grad()
 def _resize_optimizer(optimizer: Any) -> None:
-    """What Megatron's constructor does, for the objects that are there. As there gradients are on: its shards of fp32
-    parameters are views of these, and torch 2.15 lets no view that was made without gradients take one once its base
-    has changed."""
+    """Do what Megatron's constructor does, for the objects that are there. As there gradients are on: its shards of
+    fp32 parameters are views of these, and torch 2.15 lets no view that was made without gradients take one once its
+    base has changed."""
     inner, parameters = optimizer.optimizer, getattr(optimizer, _PARAMETERS)
     _let_go(optimizer, parameters)
     optimizer.per_bucket_numel = [
@@ -371,7 +392,7 @@ def _resize_optimizer(optimizer: Any) -> None:
         group["params"] = shards["params"]
         ranges["orig_group"] = ranges["orig_group_idx"] = group
         for parameter in group["params"]:
-            inner.state[parameter] = _unmoved(inner, group, parameter)
+            inner.state[parameter] = _initial_state(inner, group, parameter)
 
 
 def _let_go(optimizer: Any, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -387,8 +408,9 @@ def _let_go(optimizer: Any, parameters: Sequence[Sequence[torch.Tensor]]) -> Non
                 parameter.main_param = None
 
 
-def _unmoved(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Adam's state before the first step, there from the start so that it can be copied and moved like any other."""
+def _initial_state(inner: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Make Adam's state before the first step. It is there from the start so that it can be copied and moved like any
+    other."""
     state = {"exp_avg": torch.zeros_like(parameter.data), "exp_avg_sq": torch.zeros_like(parameter.data)}
     if isinstance(inner, torch.optim.Adam):  # Apex and Transformer Engine count steps in the group
         on_device = group.get("capturable") or group.get("fused")
@@ -402,7 +424,7 @@ def rebuild_parameters(model: Sequence[Any], optimizer: Any) -> None:
 
     Synchronous, also with `overlap_param_gather`: the next forward pass then gathers nothing.
     """
-    for each in distributed(optimizer):
+    for each in distributed_optimizers(optimizer):
         each._copy_main_params_to_model_params()
     for chunk in model:
         chunk.start_param_sync(force_sync=True)

@@ -34,7 +34,7 @@ class LostWait(RuntimeError):
 
 @contextlib.contextmanager
 def abandonable_connections(lost: Callable[[], bool]) -> Iterator[None]:
-    """Inside, a gloo group that is being connected is given up as soon as `lost()`: ConnectionError."""
+    """Give up a gloo group that is being connected inside as soon as `lost()`: ConnectionError."""
     if not dist.is_gloo_available():
         yield
         return
@@ -103,16 +103,17 @@ _idle: list[_Worker] = []
 
 
 def run_until(work: Callable[[], Any], lost: Callable[[], bool], error: Exception) -> Any:
-    """What `work()` returns or raises, in a thread of its own. Raises `error` as soon as `lost()`; what becomes of the
-    work then is dropped."""
-    outcome: dict[str, Any] = {}
+    """Do `work()` in a thread of its own: returns or raises what it does. Raises `error` as soon as `lost()`; the
+    outcome of the work is dropped then."""
+    value, failure = None, None
     over = threading.Event()
 
     def target() -> None:
+        nonlocal value, failure
         try:
-            outcome["value"] = work()
+            value = work()
         except BaseException as failed:
-            outcome["error"] = failed
+            failure = failed
         over.set()
 
     worker = _idle.pop() if _idle else _Worker()
@@ -121,6 +122,6 @@ def run_until(work: Callable[[], Any], lost: Callable[[], bool], error: Exceptio
         if lost():
             raise error
     _idle.append(worker)
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
+    if failure is not None:
+        raise failure
+    return value

@@ -54,40 +54,40 @@ def check(model: Sequence[Any], optimizers: Iterable[Any]) -> None:
 
 # ---------------------------------------------------------------- the model's parts
 def reduce_again(group: Any) -> None:
-    """The bucket group's reduce of this iteration counts no more. From 0.18 on a group remembers that it has ended."""
+    """Forget that the bucket group has reduced in this iteration. From 0.18 on a group remembers that it has ended."""
     if hasattr(group, "grad_reduce_finished"):
         group.grad_reduce_finished = False
 
 
 def buffers(chunk: Any) -> list[Any]:
-    """The gradient buffers of one DDP model chunk."""
+    """Return the gradient buffers of one DDP model chunk."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
-    """The bucket groups (units of the gradient reduce) of one DDP model chunk."""
+    """Return the bucket groups (units of the gradient reduce) of one DDP model chunk."""
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
 def rng_tracker() -> Any:
-    """Megatron's tracker of random states; None where the script does not use it."""
+    """Return Megatron's tracker of random states; None where the script does not use it."""
     return getattr(sys.modules.get("megatron.core.tensor_parallel.random"), "_CUDA_RNG_STATE_TRACKER", None)
 
 
 # ---------------------------------------------------------------- process groups
 def module(name: str) -> Any:
-    """A module of Megatron-core; an empty one where the script does not use it."""
+    """Return a module of Megatron-core; an empty one where the script does not use it."""
     return sys.modules.get(f"megatron.core.{name}") or SimpleNamespace()
 
 
-def parallel_groups() -> dict[str, Any]:
-    """The process groups of `parallel_state`, by its names for them."""
+def parallel_groups() -> dict[str, dist.ProcessGroup]:
+    """Return the process groups of `parallel_state`, by its names for them."""
     state = vars(module("parallel_state")).items()
     return {name: value for name, value in state if name.startswith("_") and isinstance(value, dist.ProcessGroup)}
 
 
 def rank_lists() -> dict[str, list[int]]:
-    """The lists of ranks that `parallel_state` keeps beside its groups."""
+    """Return the lists of ranks that `parallel_state` keeps beside its groups."""
     state = vars(module("parallel_state")).items()
     return {name: list(value) for name, value in state if name.endswith(("_RANKS", "_RANKS_WITH_CP")) and value}
 
@@ -100,7 +100,7 @@ def set_parallel_state(values: Mapping[str, Any]) -> None:
 
 
 def group_holders(model: Sequence[Any], optimizer: Any) -> list[Any]:
-    """Every Megatron object that caches process groups: DDP, its modules and the token dispatchers of experts,
+    """Return every Megatron object that caches process groups: DDP, its modules and the token dispatchers of experts,
     buffers, bucket groups, and the optimizers."""
     holders: list[Any] = []
     for chunk in model:
@@ -111,7 +111,8 @@ def group_holders(model: Sequence[Any], optimizer: Any) -> list[Any]:
 
 
 def held_groups(holders: Iterable[Any]) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """(owner, container, key, group) of every attribute of the holders that has a process group, or a list of them."""
+    """Yield (owner, container, key, group) of every attribute of the holders that has a process group, or a list of
+    them."""
     collection = getattr(module("process_groups_config"), "ProcessGroupCollection", ())
     seen: set[int] = set()
     waiting = list(holders)[::-1]
@@ -131,7 +132,8 @@ def held_groups(holders: Iterable[Any]) -> Iterator[tuple[Any, Any, Any, Any]]:
 
 
 def asking_once(holders: Iterable[Any]) -> list[Any]:
-    """The optimizers that ask all ranks something in their first step, and remember the answer: those of 0.19."""
+    """Return the optimizers that ask all ranks something in their first step, and remember the answer: those of
+    0.19."""
     return [each for each in holders if hasattr(each, "has_grad_norm_group")]
 
 
@@ -146,7 +148,7 @@ def send_back_over(way: Any) -> None:
     (`p2p_communication._p2p_ops`), whose connections the loss of any member breaks."""
     from megatron.core.pipeline_parallel import p2p_communication
 
-    class Distributed:
+    class OtherWorld:
         """`torch.distributed` with another world."""
 
         group = SimpleNamespace(WORLD=way)
@@ -155,7 +157,7 @@ def send_back_over(way: Any) -> None:
             return getattr(dist, name)
 
     original = getattr(p2p_communication._p2p_ops, "unicron_original", p2p_communication._p2p_ops)
-    scope = {**vars(p2p_communication), "torch": SimpleNamespace(distributed=Distributed(), Tensor=torch.Tensor)}
+    scope = {**vars(p2p_communication), "torch": SimpleNamespace(distributed=OtherWorld(), Tensor=torch.Tensor)}
     patched = FunctionType(original.__code__, scope, original.__name__, original.__defaults__, original.__closure__)
     patched.__kwdefaults__ = original.__kwdefaults__
     patched.unicron_original = original  # type: ignore[attr-defined]

@@ -12,38 +12,40 @@ from unicron_transition.seams.table import (
     ARGUMENTS,
     CALCULATORS,
     INITIALIZE,
-    KNOWN,
+    KNOWN_RELEASES,
     MEGATRON_LM,
     RAMP,
     TRUST,
     difference,
-    installed,
+    installed_release,
     known,
 )
 
 
-class Refused(RuntimeError):
+class CannotHeal(RuntimeError):
     """This Megatron-LM, or what it was asked to do, cannot be healed; one line that says what to do."""
 
 
 def check() -> None:
-    """Imports `megatron.training`. Raises :class:`Refused` for one that is not there, or not known."""
+    """Imports `megatron.training`. Raises :class:`CannotHeal` for one that is not there, or not known."""
     try:
         importlib.import_module("megatron.training")
     except ModuleNotFoundError as error:
         if error.name not in ("megatron", "megatron.training"):
-            raise Refused(f"Megatron-LM needs {error.name}, which is not installed: pip install {error.name}") from None
-        raise Refused(
+            raise CannotHeal(
+                f"Megatron-LM needs {error.name}, which is not installed: pip install {error.name}"
+            ) from None
+        raise CannotHeal(
             "no megatron.training beside the script or in PYTHONPATH: name the script in a checkout of Megatron-LM"
         ) from None
     importlib.import_module("megatron.core")
-    release = installed("megatron-core")
+    release = installed_release("megatron-core")
     instead = "check one of those out, or run the job with --unicron-mode=restart"
     if not known("megatron-core", release) and os.environ.get(TRUST) != "1":
-        tested = ", ".join(f"core_v{each}" for each in KNOWN["megatron-core"])
-        raise Refused(f"knows Megatron-LM {tested}, and this is core_v{release}: {instead}; {TRUST}=1 tries it")
+        tested = ", ".join(f"core_v{each}" for each in KNOWN_RELEASES["megatron-core"])
+        raise CannotHeal(f"knows Megatron-LM {tested}, and this is core_v{release}: {instead}; {TRUST}=1 tries it")
     if (found := difference(MEGATRON_LM, release)) is not None:
-        raise Refused(f"this is not Megatron-LM core_v{release}, in which {found}: {instead}")
+        raise CannotHeal(f"this is not Megatron-LM core_v{release}, in which {found}: {instead}")
 
 
 def replace(module: str, name: str, by: Callable[[Any], Any]) -> None:
@@ -56,18 +58,19 @@ def replace(module: str, name: str, by: Callable[[Any], Any]) -> None:
 
 
 def reads_arguments() -> str:
-    """The module whose names are called to read the arguments: from 0.18 on the script does that itself."""
+    """Return the module whose names are called to read the arguments: from 0.18 on the script does that itself."""
     return INITIALIZE if hasattr(importlib.import_module(INITIALIZE), "parse_args") else ARGUMENTS
 
 
 def growing_batches() -> type[Any] | None:
-    """Megatron's calculator of batches for `--rampup-batch-size`; None from 0.18 on, which ignores the option."""
+    """Return Megatron's calculator of batches for `--rampup-batch-size`; None from 0.18 on, which ignores the
+    option."""
     found: type[Any] | None = getattr(importlib.import_module(CALCULATORS), RAMP, None)
     return found
 
 
 def known_timers(timers: Any) -> Mapping[str, Any]:
-    """The timers that a rank has started, by name."""
+    """Return the timers that a rank has started, by name."""
     found: Mapping[str, Any] = timers._timers
     return found
 

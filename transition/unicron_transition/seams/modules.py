@@ -12,7 +12,7 @@ backward_pass = torch._C._current_graph_task_id  # () -> the number of the backw
 
 
 def version(tensor: torch.Tensor) -> int:
-    """A number that rises whenever something is written to the tensor in place."""
+    """Return a number that rises whenever something is written to the tensor in place."""
     return int(tensor._version)
 
 
@@ -23,7 +23,7 @@ def copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that belong to the model's state, by name: the others are caches."""
+    """Yield the buffers that belong to the model's state, by name: the others are caches."""
     for path, module in model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
             if key not in module._non_persistent_buffers_set:
@@ -41,5 +41,5 @@ def steps_in_backward(parameter: torch.nn.Parameter) -> bool:
 
 
 def original_module(model: Any) -> Any:
-    """What `torch.compile` has wrapped; the model itself where nothing was compiled."""
+    """Return the module that `torch.compile` has wrapped; the model itself where nothing was compiled."""
     return getattr(model, "_orig_mod", model)

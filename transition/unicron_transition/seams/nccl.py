@@ -89,7 +89,8 @@ class Aborter:
         return len(had)
 
     def _start_aborts(self, inside: bool) -> dict[int, _Abort]:
-        """The aborts that are due, by group; those that are under way still do not begin again."""
+        """Start the aborts that are due, and return them by group; those that are still under way do not begin
+        again."""
         if not (dist.is_available() and dist.is_initialized() and dist.is_nccl_available()):
             return {}
         with self._lock:
@@ -106,7 +107,7 @@ class Aborter:
             return {id(group): self._under_way[id(group)] for group in due}
 
     def forget_aborted(self) -> None:
-        """New groups may have the identities of old ones."""
+        """Forget the aborts: new groups may have the identities of old ones."""
         with self._lock:
             self.begun = False
             self._aborted.clear()

@@ -31,7 +31,7 @@ def without_peers() -> bool:
 
 
 def _make_groups_without_peers() -> None:
-    """Megatron asks for gloo groups by name. In a world without peers they have none either."""
+    """Make gloo groups without peers, too, in a world that has none: Megatron asks for them by name."""
     original = dist.new_group
     if hasattr(original, "unicron_original"):
         return
@@ -77,7 +77,7 @@ def forget(kept: Collection[Any]) -> None:
 
 
 def names() -> dict[Any, str]:
-    """The groups that torch knows, with their names."""
+    """Return the groups that torch knows, with their names."""
     return dict(distributed_c10d._world.pg_names)
 
 
@@ -97,7 +97,7 @@ def tear_down() -> None:
 
 
 def init_world(backend: str, store: Any, rank: int, size: int, limit: timedelta) -> None:
-    """`init_process_group`, which gives up after `limit`."""
+    """Call `init_process_group`, which gives up after `limit`."""
     hook = sys.excepthook
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     sys.excepthook = hook  # torch wraps it once more each time: a traceback would get a prefix for every generation

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 # The releases that were tested, the oldest first; setup.cfg's ranges hold them.
-KNOWN = {
+KNOWN_RELEASES = {
     "torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0"),
     "megatron-core": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
 }
@@ -36,37 +36,42 @@ GLOBALS = "megatron.training.global_vars"
 TIMERS = "megatron.core.timers"
 CALCULATORS = "megatron.core.num_microbatches_calculator"
 RAMP = "RampupBatchsizeNumMicroBatchesCalculator"
-GONE = "(gone)"  # in the place of parameters: this release does not have it, or what has it is not used
+NOT_THERE = "(gone)"  # in the place of parameters: this release does not have it, or what has it is not used
 
 
 class Seam(NamedTuple):
-    """One name. parameters: None where only its presence is checked (it is written in C++, or is no function). In
-    `name`, `()` calls what is before it, for attributes that only instances have; `~` looks the name up in its source,
-    for attributes of what cannot be made here. since: the first release with other parameters -> these, the oldest
-    first."""
+    """One name."""
 
     module: str
     name: str
+    """`()` calls what is before it, for attributes that only instances have. `~` looks the name up in the source, for
+    attributes of objects that cannot be made here."""
     parameters: str | None
+    """None where only its presence is checked: it is written in C++, or is no function."""
     use: str
     since: Mapping[str, str | None] = MappingProxyType({})
+    """The first release with other parameters -> these, the oldest first. With `+` in front they follow those
+    before."""
 
     def at(self, release: str) -> str | None:
-        """Its parameters in this release; :data:`GONE` where that has none of the name."""
-        columns = [found for first, found in self.since.items() if numbers(first) <= numbers(release)]
-        return columns[-1] if columns else self.parameters
+        """Return its parameters in this release; :data:`NOT_THERE` where that has none of the name."""
+        found = self.parameters
+        for first, since in self.since.items():
+            if numbers(first) <= numbers(release):
+                found = f"{found}{since[1:]}" if since is not None and since.startswith("+ ") else since
+        return found
 
 
 def numbers(release: str) -> tuple[int, ...]:
-    """2.14.1+cpu -> (2, 14, 1); what follows the numbers does not count."""
+    """Parse a release: 2.14.1+cpu -> (2, 14, 1); what follows the numbers does not count."""
     return tuple(int(part) for part in re.findall(r"\d+", release.partition("+")[0])[:3])
 
 
 TORCH = (
-    Seam(C10D, "_world.pg_map", None, "groups that outlive their world are registered again"),
-    Seam(C10D, "_world.pg_names", None, "groups that outlive their world are registered again"),
-    Seam(C10D, "_world.pg_group_ranks", None, "groups that outlive their world are registered again"),
-    Seam(C10D, "_world.pg_backend_config", None, "groups that outlive their world are registered again"),
+    *(
+        Seam(C10D, f"_world.{registry}", None, "groups that outlive their world are registered again")
+        for registry in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config")
+    ),
     Seam(C10D, "_world.group_count", None, "reset, or a world that failed to connect shifts the keys of the next"),
     Seam(C10D, "_get_default_group", "", "the world's store, from which groups are built"),
     Seam(C10D, "GroupName", None, "names of groups"),
@@ -78,10 +83,7 @@ TORCH = (
         "group_size group_rank global_ranks_in_group backend store group_name backend_options timeout pg_tag device_id "
         "group_desc",
         "builds a group by its own ranks alone",
-        {
-            "2.14": "group_size group_rank global_ranks_in_group backend store group_name backend_options timeout "
-            "pg_tag device_id group_desc enable_reconfigure"
-        },
+        {"2.14": "+ enable_reconfigure"},
     ),
     Seam(C10D, "_set_pg_timeout", "timeout group", "a group's time-out after it has connected"),
     Seam(C10D, "ProcessGroupGloo?", None, "replaced while groups connect, so that the connection can be given up"),
@@ -89,9 +91,10 @@ TORCH = (
     Seam("torch.distributed", "ProcessGroup._get_backend", None, "the backend whose communicators are aborted"),
     Seam("torch.distributed", "Work.wait", None, "replaced, so that a wait for a lost message can be given up"),
     Seam("torch.distributed", "Work._get_op_type", None, "tells waits for messages from others"),
-    Seam("torch._C._distributed_c10d", "OpType.SEND", None, "tells waits for messages from others"),
-    Seam("torch._C._distributed_c10d", "OpType.RECV", None, "tells waits for messages from others"),
-    Seam("torch._C._distributed_c10d", "OpType.RECVANYSOURCE", None, "tells waits for messages from others"),
+    *(
+        Seam("torch._C._distributed_c10d", f"OpType.{kind}", None, "tells waits for messages from others")
+        for kind in ("SEND", "RECV", "RECVANYSOURCE")
+    ),
     Seam(WORKERS, "_set_worker_signal_handlers", None, "replaced, so that a worker goes on as long as its rank"),
     *(
         Seam(f"multiprocessing.popen_{how}", "Popen._launch", "self process_obj", "SIGTERM is blocked until it can act")
@@ -134,22 +137,21 @@ MEGATRON_CORE = (
         {
             "0.17": "self ddp_config param_dtype grad_dtype params_with_names data_parallel_group bucket_size "
             "param_to_name gradient_scaling_factor param_indices nccl_ub pg_collection",
-            "0.18": "self ddp_config param_dtype grad_dtype params_with_names data_parallel_group bucket_size "
-            "param_to_name gradient_scaling_factor param_indices nccl_ub pg_collection param_layout",
+            "0.18": "+ param_layout",
         },
     ),
-    Seam(BUFFERS, "math.lcm", None, "replaced while a buffer is laid out", {"0.18": GONE}),
+    Seam(BUFFERS, "math.lcm", None, "replaced while a buffer is laid out", {"0.18": NOT_THERE}),
     Seam(
         OPTIMIZER,
         "DistributedOptimizer._compute_per_buffer_param_layout",
-        GONE,
+        NOT_THERE,
         "wrapped: buckets get room for every number of replicas",
         {"0.18": "params bucket_size data_parallel_world_size ddp_config param_indices"},
     ),
     Seam(
         OPTIMIZER,
         "pad_bucket_end",
-        GONE,
+        NOT_THERE,
         "replaced while a buffer is laid out",
         {"0.18": "bucket_end_index data_parallel_world_size pad_for_high_nccl_busbw"},
     ),
@@ -185,22 +187,19 @@ MEGATRON_CORE = (
         "self model_param",
         "the optimizer's state of a parameter",
     ),
-    Seam(OPTIMIZERS, "MixedPrecisionOptimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
-    Seam(OPTIMIZERS, "FP32Optimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
-    Seam(OPTIMIZERS, "ChainedOptimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it"),
-    Seam(
-        OPTIMIZERS,
-        "MegatronOptimizer.has_grad_norm_group.~_has_grad_norm_group_cache",
-        GONE,
-        "all ranks ask again when one has joined",
-        {"0.19": None},
+    *(
+        Seam(OPTIMIZERS, f"{kind}Optimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it")
+        for kind in ("MixedPrecision", "FP32", "Chained")
     ),
-    Seam(
-        OPTIMIZERS,
-        "ChainedOptimizer.has_grad_norm_group.~_has_grad_norm_group_cache",
-        GONE,
-        "all ranks ask again when one has joined",
-        {"0.19": None},
+    *(
+        Seam(
+            OPTIMIZERS,
+            f"{kind}Optimizer.has_grad_norm_group.~_has_grad_norm_group_cache",
+            NOT_THERE,
+            "all ranks ask again when one has joined",
+            {"0.19": None},
+        )
+        for kind in ("Megatron", "Chained")
     ),
     Seam(
         "megatron.core.pipeline_parallel.p2p_communication",
@@ -222,22 +221,33 @@ MEGATRON_CORE = (
 )
 MEGATRON_LM = (
     Seam(
-        INITIALIZE, "parse_args", "extra_args_provider ignore_unknown_args", "the world it is told of", {"0.18": GONE}
+        INITIALIZE,
+        "parse_args",
+        "extra_args_provider ignore_unknown_args",
+        "the world it is told of",
+        {"0.18": NOT_THERE},
     ),
-    Seam(INITIALIZE, "validate_args", "args defaults", "options that cannot be healed", {"0.18": GONE}),
-    Seam(ARGUMENTS, "parse_args", GONE, "the world it is told of", {"0.18": "extra_args_provider ignore_unknown_args"}),
-    Seam(ARGUMENTS, "validate_args", GONE, "options that cannot be healed", {"0.18": "args defaults"}),
+    Seam(INITIALIZE, "validate_args", "args defaults", "options that cannot be healed", {"0.18": NOT_THERE}),
+    Seam(
+        ARGUMENTS,
+        "parse_args",
+        NOT_THERE,
+        "the world it is told of",
+        {"0.18": "extra_args_provider ignore_unknown_args"},
+    ),
+    Seam(ARGUMENTS, "validate_args", NOT_THERE, "options that cannot be healed", {"0.18": "args defaults"}),
     Seam(
         INITIALIZE,
         "_initialize_distributed",
         "get_embedding_ranks get_position_embedding_ranks store",
         "the job's groups",
-        {"0.19": "get_embedding_ranks get_position_embedding_ranks store skip_model_parallel_init"},
+        {"0.19": "+ skip_model_parallel_init"},
     ),
     Seam(INITIALIZE, "_compile_dependencies", "", "no wait for rank 0"),
-    Seam(GLOBALS, "_set_tensorboard_writer", "args", "one rank writes"),
-    Seam(GLOBALS, "_set_wandb_writer", "args", "one rank writes"),
-    Seam(GLOBALS, "_set_one_logger", "args", "one rank writes"),
+    *(
+        Seam(GLOBALS, f"_set_{kind}", "args", "one rank writes")
+        for kind in ("tensorboard_writer", "wandb_writer", "one_logger")
+    ),
     Seam(TRAINING, "get_tensorboard_writer", "", "one rank writes"),
     Seam(TRAINING, "get_wandb_writer", "", "one rank writes"),
     Seam(
@@ -246,21 +256,14 @@ MEGATRON_LM = (
         "forward_step_func model optimizer opt_param_scheduler train_data_iterator valid_data_iterator "
         "process_non_loss_data_func config checkpointing_context non_loss_data_func inference_model",
         "the loop begins where the others are",
-        {
-            "0.19": "forward_step_func model optimizer opt_param_scheduler train_data_iterator valid_data_iterator "
-            "process_non_loss_data_func config checkpointing_context non_loss_data_func inference_model "
-            "p2p_communicator pg_collection"
-        },
+        {"0.19": "+ p2p_communicator pg_collection"},
     ),
     Seam(
         TRAINING,
         "train_step",
         "forward_step_func data_iterator model optimizer opt_param_scheduler config forward_backward_func iteration",
         "a step is the session's",
-        {
-            "0.19": "forward_step_func data_iterator model optimizer opt_param_scheduler config forward_backward_func "
-            "iteration pg_collection p2p_communicator"
-        },
+        {"0.19": "+ pg_collection p2p_communicator"},
     ),
     Seam(
         TRAINING,
@@ -274,10 +277,7 @@ MEGATRON_LM = (
         "evaluate",
         "forward_step_func data_iterator model process_non_loss_data_func config verbose non_loss_data_func eval_iters",
         "the sums are the session's",
-        {
-            "0.19": "forward_step_func data_iterator model process_non_loss_data_func config verbose "
-            "non_loss_data_func eval_iters pg_collection p2p_communicator"
-        },
+        {"0.19": "+ pg_collection p2p_communicator"},
     ),
     Seam(
         TRAINING,
@@ -285,10 +285,7 @@ MEGATRON_LM = (
         "prefix forward_step_func data_iterator model iteration process_non_loss_data_func config verbose "
         "write_to_tensorboard non_loss_data_func",
         "a rank that comes in takes part in the evaluation at hand",
-        {
-            "0.19": "prefix forward_step_func data_iterator model iteration process_non_loss_data_func config verbose "
-            "write_to_tensorboard non_loss_data_func pg_collection p2p_communicator"
-        },
+        {"0.19": "+ pg_collection p2p_communicator"},
     ),
     Seam(
         TRAINING,
@@ -296,11 +293,7 @@ MEGATRON_LM = (
         "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter grad_norm "
         "params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration",
         "the first iteration is logged once",
-        {
-            "0.18": "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter "
-            "grad_norm params_norm num_zeros_in_grad max_attention_logit pg_collection is_first_iteration "
-            "seqlen_squared_sum_in_batch total_real_tokens_in_batch"
-        },
+        {"0.18": "+ seqlen_squared_sum_in_batch total_real_tokens_in_batch"},
     ),
     Seam(
         TRAINING,
@@ -321,7 +314,7 @@ MEGATRON_LM = (
         "reduce_max_stat_across_model_parallel_group",
         "stat",
         "no collective between iterations",
-        {"0.19": "stat group"},
+        {"0.19": "+ group"},
     ),
     Seam(
         "megatron.training.dist_signal_handler", "DistributedSignalHandler.~_signal_received", None, "all end at once"
@@ -332,7 +325,7 @@ MEGATRON_LM = (
         "global_batch_size micro_batch_size data_parallel_size decrease_batch_size_if_needed rank "
         "start_global_batch_size batch_size_increment ramup_samples",
         "how the batch grows with the samples; from 0.18 on the option is ignored",
-        {"0.18": GONE},
+        {"0.18": NOT_THERE},
     ),
     Seam(TIMERS, "Timers.~_timers", None, "no collective between iterations"),
     Seam(TIMERS, "Timer.start", "self barrier", "no barrier"),
@@ -357,36 +350,37 @@ def check(package: str, seams: Iterable[Seam], needed: Collection[str] = ()) -> 
     rows = [seam for seam in seams if seam.module in sys.modules or seam.module in needed]
     if not rows:
         return
-    release = installed(package)
+    release = installed_release(package)
     if not known(package, release) and os.environ.get(TRUST) != "1":
         refuse_release(package, f"{TRUST}=1 tries it all the same, untested")
     if (found := difference(rows, release)) is not None:
         refuse_release(package, found)
 
 
-def installed(package: str) -> str:
-    """The release of an imported package; empty where it does not say."""
+def installed_release(package: str) -> str:
+    """Return the release of an imported package; empty where it does not say."""
     return str(getattr(sys.modules.get(package.replace("-", ".")), "__version__", ""))
 
 
 def known(package: str, release: str) -> bool:
     """Whether a release of the same two first numbers was tested."""
-    return any(numbers(each)[:2] == numbers(release)[:2] for each in KNOWN[package])
+    return any(numbers(each)[:2] == numbers(release)[:2] for each in KNOWN_RELEASES[package])
 
 
 def refuse_release(package: str, found: str) -> NoReturn:
     """Raises :class:`UnsupportedLayout` for a release in which this was found."""
+    release, releases = installed_release(package) or "of no known release", ", ".join(KNOWN_RELEASES[package])
     raise UnsupportedLayout(
-        f"unicron does not know this {package} ({installed(package) or 'of no known release'}): {found}; install one "
-        f"of {', '.join(KNOWN[package])}, or run the job with --unicron-mode=restart"
+        f"unicron does not know this {package} ({release}): {found}; install one of {releases}, or run the job with "
+        "--unicron-mode=restart"
     )
 
 
 def difference(seams: Iterable[Seam], release: str) -> str | None:
-    """The first row that differs from what is installed, in words; None where all are as expected."""
+    """Return the first row that differs from what is installed, in words; None where all are as expected."""
     for seam in seams:
         parameters, expected = None, seam.at(release)
-        if expected == GONE:
+        if expected == NOT_THERE:
             continue
         try:
             found = find(seam)
@@ -400,7 +394,7 @@ def difference(seams: Iterable[Seam], release: str) -> str | None:
 
 
 def _parameters(function: Any) -> list[str] | None:
-    """The names of its parameters; None for what takes anything: somebody's wrapper, which passes them on."""
+    """Return the names of its parameters; None for what takes anything: somebody's wrapper, which passes them on."""
     parameters = inspect.signature(function).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     wraps = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
@@ -411,7 +405,8 @@ ABSENT = object()  # a class that this build of torch does not have
 
 
 def find(seam: Seam) -> Any:
-    """What the row names. Raises AttributeError where it is missing; :data:`ABSENT` for a part that ends with `?`."""
+    """Find the object that the row names. Raises AttributeError where it is missing; :data:`ABSENT` for a part that
+    ends with `?`."""
     found: Any = importlib.import_module(seam.module)
     for part in seam.name.split("."):
         if part.startswith("~"):

@@ -25,12 +25,12 @@ _of_torch = False  # this is a worker of torch's
 
 
 def outlive_sigterm() -> None:
-    """From here on SIGTERM does nothing to this process, and :data:`ENDS` ends it."""
+    """Let SIGTERM do nothing to this process from here on; :data:`ENDS` ends it."""
     signal.signal(ENDS, _end)
 
 
 def unblock_signals() -> None:
-    """The beginning of this process is over: what it blocked for that time, it blocks no more."""
+    """Unblock the signals that this process blocked for its beginning, which is over."""
     if ENDS in signal.pthread_sigmask(signal.SIG_BLOCK, []):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF)
 
@@ -45,9 +45,9 @@ def _end(*_: object) -> None:
 
 
 def keep_handler(handler: Callable[..., None], settle: Callable[[bool], None]) -> None:
-    """What multiprocessing starts while this is the handler of SIGTERM gets it, too. It blocks the signal until it
-    calls :func:`unblock_signals`: a fork first of all, any other process (`spawn`, `forkserver`) in `settle`, before
-    it does anything else. `terminate` ends them all the same."""
+    """Give this handler of SIGTERM to each process that multiprocessing starts while it is this one's. It blocks the
+    signal until it calls :func:`unblock_signals`: a fork first of all, any other process (`spawn`, `forkserver`) in
+    `settle`, before it does anything else. `terminate` ends them all the same."""
     global _handler
     _handler = handler
     _keep_in_torch()
@@ -61,7 +61,8 @@ def _outlives() -> bool:
 
 
 def _keep_in_torch() -> None:
-    """torch's workers set another handler. When one is killed torch calls that a failure: they end by themselves."""
+    """Keep the handler in torch's workers, which set another one. They end by themselves: torch calls it a failure when
+    one is killed."""
     torch: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
     if torch is None:
         return
@@ -123,7 +124,7 @@ class _Settling:
 
 
 def _masks(pid: int) -> tuple[int, int]:
-    """The signals that a child blocks, and those for which it has a handler (SigBlk and SigCgt of proc(5))."""
+    """Return the signals that a child blocks, and those for which it has a handler (SigBlk and SigCgt of proc(5))."""
     try:
         with open(f"/proc/{pid}/status") as file:
             found = re.findall(r"^Sig(?:Blk|Cgt):\s*([0-9a-f]+)", file.read(), re.MULTILINE)

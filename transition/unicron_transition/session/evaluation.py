@@ -52,7 +52,7 @@ class Evaluations:
         self._at_hand = ticket
 
     def end(self) -> float | None:
-        """The value of the one at hand; None where it was given up."""
+        """End the one at hand, and return its value; None where it was given up."""
         ticket, self._at_hand = self._at_hand, NONE
         if ticket == NONE:
             return None
@@ -60,8 +60,8 @@ class Evaluations:
         return self._value
 
     def compute(self, fetch: Callable[[int, int], object], total: int, replicas: int, replica: int) -> None:
-        """This replica's share of `total` micro-batches, and the mean of all. Collective over the members. Raises
-        RuntimeError, or PeerLost, when a peer is gone."""
+        """Compute this replica's share of `total` micro-batches, and the mean of all. Collective over the members.
+        Raises RuntimeError, or PeerLost, when a peer is gone."""
         indices = deal(total, replicas, replica)
         proof = torch.zeros(3, total, dtype=torch.float64)
         losses, weights, counts = proof
@@ -73,7 +73,7 @@ class Evaluations:
                 losses[index], weights[index] = loss.double().cpu(), float(weight)
         told = self._exchange.begin_sum(proof.to(self._device))
         losses, weights, counts = told.finish().cpu()
-        told.checked()
+        told.check()
         Ledger.check_counts(self._at_hand // MOST, counts.round().long().tolist())
         mean = float(losses.sum()) / max(float(weights.sum()), 1.0)
         value = self._exchange.from_last_stage(mean)
@@ -103,7 +103,7 @@ class Evaluations:
             self._known, self._due = max(self._known, int(last) - 1), int(last) % MOST
 
     def _take_value(self, known: int) -> None:
-        """Members who have the value tell the others."""
+        """Take the value from members who have it."""
         mine = self._value if self._known == known else 0.0
         finite = math.isfinite(mine) and self._known == known
         told, bad = self._exchange.most([mine if finite else -math.inf, float(not math.isfinite(mine))])

@@ -44,12 +44,13 @@ class Handover:
         return iteration
 
     def _tie_embeddings(self) -> None:
-        """The last stage's copy of the embedding is the first one's, which was not there when it was built."""
+        """Give the last stage the first one's embedding, which was not there when its copy was built."""
         if self._exchange.tie_embeddings(self._state.model):
             self._state.optimizer.reload_model_params()
 
-    def _gathered(self, plan: Plan) -> Callable[[torch.Tensor], bool]:
-        """What a newcomer has made of the optimizer's shards by now: the model, but for what is not trained."""
+    def _skips(self, plan: Plan) -> Callable[[torch.Tensor], bool]:
+        """Return whether a newcomer has made a tensor of the optimizer's shards: the model, but for what is not
+        trained."""
         if not (self._local.sharded and plan.boundary):
             return lambda tensor: False
         trained = {each.data_ptr() for each in self._state.trained()}
@@ -65,7 +66,7 @@ class Handover:
             member.note = migrate.corrupt_transfer([slots[member.slot % size] for slots in whole], *what)
             member.publish("entering", entering=plan.generation, moved=self._transferred)
 
-        def moved(count: int) -> None:
+        def note_moved(count: int) -> None:
             self._transferred += count
             if (newcomer or sends) and time.monotonic() - self._told_at > TRANSFER_SECONDS:
                 self._told_at = time.monotonic()
@@ -81,9 +82,9 @@ class Handover:
             [number for number, slots in enumerate(whole) if not set(slots) & set(plan.joiners)],
             self._exchange.data_parallel,
             note,
-            moved,
+            note_moved,
             member.watch.lost,
-            self._gathered(plan),
+            self._skips(plan),
         )
         member.half_received = False
         return iteration

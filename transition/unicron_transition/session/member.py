@@ -1,5 +1,13 @@
 """One rank as a member of the job's generations: it stops and reports, waits for a plan, enters it, and leaves
-(docs/design/generations.md)."""
+(docs/design/generations.md).
+
+Invariants:
+
+- A rank has left all collectives of its generation before it reports that it has stopped.
+- A rank that has received half of a training state enters a generation as a joiner only, and rescues nothing.
+- Groups inside the replica live on only where all of its ranks built them in the same generation, and none has broken
+  them since.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +23,7 @@ from unicron_detector.processes.rank_messages import Fault, Plan, Status
 from unicron_transition.generations import groups
 from unicron_transition.generations.layout import replica_of
 from unicron_transition.generations.time_limits import PLAN_TIMEOUT
-from unicron_transition.generations.watch import Dismissed, PlanTimeout
+from unicron_transition.generations.watch import PlanTimeout, RankDismissed
 from unicron_transition.iteration.accumulation import PeerLost
 from unicron_transition.iteration.rank_process import Process
 from unicron_transition.snapshot import migrate
@@ -25,11 +33,11 @@ NEVER_KEPT = -1  # of the groups inside the replica: they are broken, or were ne
 
 
 class Member:
-    """What the session is for the generations. Set by whoever owns it:
+    """The session as the generations see it. Its owner sets three functions:
 
-    report(state): a status with what the session knows. take(plan, newcomer): the groups of `plan`
-    are there, so take them into use and, where ranks join, move the training state. rescue(why): the rank ends
-    before its time. fatal: errors that another try does not answer.
+    report(state): returns a status with what the session knows. take(plan, newcomer): takes the groups of `plan`,
+    which are there, into use and, where ranks join, moves the training state. rescue(why): the rank ends before its
+    time. fatal: errors that another try does not answer.
     """
 
     def __init__(self, process: Process, fatal: tuple[type[Exception], ...]):
@@ -74,12 +82,12 @@ class Member:
         """The slots of this rank's replica, by place."""
         return slots_of(self.members, self.layout.size, self.slot)
 
-    def assigned(self, plan: Plan) -> list[int] | None:
-        """What the plan gives this rank's replica to compute; None where it says nothing of it."""
+    def assignment_of(self, plan: Plan) -> list[int] | None:
+        """Return the micro-batches that the plan gives this rank's replica; None where it says nothing of it."""
         return plan.assignment.get(slots_of(plan.members, self.layout.size, self.slot)[0])
 
-    def reached(self, what: str) -> None:
-        """The recovery at hand, if there is one, has come so far."""
+    def note_moment(self, what: str) -> None:
+        """Note how far the recovery at hand has come, if there is one."""
         if self.moments:
             self.moments[what] = time.monotonic()
 
@@ -96,8 +104,8 @@ class Member:
         self.rest("stopped", fault)
 
     def _fault(self, error: Exception) -> Fault | None:
-        """What the controller is told of an error. None where a peer is gone, and where NCCL says that a communicator
-        was aborted, which this process itself has done since a peer is gone."""
+        """Return the fault for the controller of an error. None where a peer is gone, and where NCCL says that a
+        communicator was aborted, which this process itself has done since a peer is gone."""
         of_abort = self.process.aborter.begun and isinstance(error, dist.DistBackendError)
         return None if of_abort or isinstance(error, PeerLost) else fault_of(error)
 
@@ -107,7 +115,7 @@ class Member:
         self.publish(state, fault=fault)
 
     def wait_plan(self) -> Plan:
-        """The next plan that has this rank as a member."""
+        """Wait for the next plan that has this rank as a member."""
         limit = float(os.environ.get("UNICRON_PLAN_TIMEOUT", PLAN_TIMEOUT))
         while True:
             left = self._resting[0] in ("left", "standby")
@@ -117,7 +125,7 @@ class Member:
                 if self.inside and not self.half_received:
                     self.rescue("no plan came")
                 raise
-            except Dismissed:
+            except RankDismissed:
                 if self.inside and not self.half_received:
                     self.rescue(RELAID)
                 raise
@@ -130,7 +138,8 @@ class Member:
                 self._leave_generation()
 
     def _spare(self) -> bool:
-        """The rank holds no training state, and its job has hot spares, which wait for as long as nobody is lost."""
+        """Whether the rank holds no training state, and its job has hot spares, which wait for as long as nobody is
+        lost."""
         return not self.inside and os.environ.get("UNICRON_SPARES", "0") not in ("", "0")
 
     def _leave_generation(self) -> None:
@@ -168,7 +177,7 @@ class Member:
                 plan = self.wait_plan()
 
     def _outside(self) -> str:
-        """The state of a rank that did not get in: what it was before."""
+        """Return the state of a rank that did not get in: what it was before."""
         return "standby" if self._resting[0] == "standby" and not self.half_received else "waiting"
 
     def _enter_generation(self, plan: Plan) -> None:
@@ -202,7 +211,7 @@ class Member:
         self.take(plan, newcomer)
         self._check_alive()
         self.generation, self.inside = plan.generation, True
-        self.watch.entered()
+        self.watch.note_entered()
         self.watch.shelter(True)
         self.moments["entered"] = time.monotonic()
 
@@ -229,7 +238,7 @@ class Member:
             self.channel.send(self.status(state, entering, fault, moved))
 
     def status(self, state: str, entering: int = 0, fault: Fault | None = None, moved: int = 0) -> Status:
-        """The rank's status, for its agent."""
+        """Return the rank's status, for its agent."""
         status = self.report(state)
         status.generation, status.entering, status.broken = self.generation, entering, self.watch.broken
         status.replica, status.layout = self.layout.size, self.layout.text
@@ -238,6 +247,6 @@ class Member:
 
 
 def slots_of(members: Sequence[int], size: int, slot: int) -> list[int]:
-    """The slots of a member's replica, by place."""
+    """Return the slots of a member's replica, by place."""
     first = replica_of(members, size, slot) * size
     return list(members[first : first + size])

@@ -1,14 +1,14 @@
-"""The two kinds of models that a session trains, behind one interface: Megatron's DDP chunks, or a module of torch."""
+"""The two kinds of models that a session trains, with the same methods: Megatron's DDP chunks, or a module of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from unicron_transition.generations.layout import Layout
-from unicron_transition.iteration.accumulation import Accumulation, Work
+from unicron_transition.iteration.accumulation import Work
 from unicron_transition.megatron import supported
 from unicron_transition.megatron.gradients import Gradients
 from unicron_transition.plain.module import Plain
@@ -16,59 +16,41 @@ from unicron_transition.seams import elastic_buckets, megatron_core
 from unicron_transition.snapshot.migrate import TrainingState
 
 
-class Trained(Protocol):
-    """What a session trains. chunks: parts of the model, each in `module`. optimizer, scheduler: with the methods of
-    Megatron's; scheduler may be None. varies: the number of micro-batches may differ between iterations."""
-
-    chunks: Sequence[Any]
-    optimizer: Any
-    scheduler: Any
-    varies: bool
-
-    def check(self, layout: Layout) -> None:
-        """Raises :class:`table.UnsupportedLayout` for the first thing that this release cannot heal."""
-
-    def holders(self) -> list[Any]:
-        """Every object that may have a process group."""
-
-    def state(self, seed: int) -> TrainingState:
-        """What a newcomer needs."""
-
-    def gradients(self, forward_step: Any, work: Work) -> Accumulation:
-        """The gradients of this rank."""
-
-    def begin_alone(self, state: TrainingState, device: torch.device) -> None:
-        """The world is there, without an agent."""
-
-
 class Megatron:
-    """Megatron's DDP chunks, optimizer and OptimizerParamScheduler."""
+    """Megatron's DDP chunks, optimizer and OptimizerParamScheduler, as a session trains them."""
 
-    varies = True
+    varies = True  # the number of micro-batches may differ between iterations
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any):
         self.chunks: Sequence[Any] = list(model)
         self.optimizer, self.scheduler = optimizer, scheduler
 
     def check(self, layout: Layout) -> None:
-        megatron_core.check(self.chunks, elastic_buckets.distributed(self.optimizer))
+        """Raise :class:`table.UnsupportedLayout` for the first thing that this release cannot heal."""
+        megatron_core.check(self.chunks, elastic_buckets.distributed_optimizers(self.optimizer))
         supported.check(self.chunks, self.optimizer, layout)
 
     def holders(self) -> list[Any]:
+        """Return every object that may have a process group."""
         return megatron_core.group_holders(self.chunks, self.optimizer)
 
     def state(self, seed: int) -> TrainingState:
+        """Return the state that a newcomer needs."""
         return TrainingState(self.chunks, self.optimizer, self.scheduler, seed)
 
-    def gradients(self, forward_step: Any, work: Work) -> Accumulation:
+    def gradients(self, forward_step: Any, work: Work) -> Gradients:
+        """Return the gradients of this rank."""
         return Gradients(self.chunks, forward_step, work)
 
     def begin_alone(self, state: TrainingState, device: torch.device) -> None:
-        """One seed has given one model in all ranks."""
+        """Do nothing: without an agent, too, one seed has given one model in all ranks."""
 
 
-def kind_of(model: Any, optimizer: Any, scheduler: Any, *, clip_grad: float | None, scaler: Any) -> Trained:
-    """The kind of model that the script gave. Raises ValueError, one line, for anything else."""
+ModelKind = Megatron | Plain
+
+
+def kind_of(model: Any, optimizer: Any, scheduler: Any, *, clip_grad: float | None, scaler: Any) -> ModelKind:
+    """Return the kind of model that the script gave. Raises ValueError, one line, for anything else."""
     if isinstance(model, torch.nn.Module) and not hasattr(model, "ddp_config"):
         return Plain(model, optimizer, scheduler, clip_grad, scaler)
     if isinstance(model, torch.nn.Module) or not all(hasattr(chunk, "ddp_config") for chunk in model):

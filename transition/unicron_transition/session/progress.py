@@ -1,4 +1,4 @@
-"""How far a session is in its training, and its reports: the rank's status, its steps, the memory that healing
+"""The position of a session in its training, and its reports: the rank's status, its steps, the memory that healing
 takes."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from unicron_detector.processes.rank_messages import Status, Step, Timing
 from unicron_transition.iteration import notice
 from unicron_transition.iteration.accumulation import Accumulation
-from unicron_transition.iteration.gradient_copies import SETTING, chosen
+from unicron_transition.iteration.gradient_copies import SETTING, chosen_place
 from unicron_transition.iteration.ledger import Ledger
 from unicron_transition.session.member import Member
 from unicron_transition.session.persistence import Persistence
@@ -19,15 +19,18 @@ from unicron_transition.session.persistence import Persistence
 
 @dataclass
 class SessionPosition:
-    """How far the session is. iteration: the one at hand; between two of them the next one. moment: ledger and phase
-    of the one at hand or the last one, set together, because another thread reads them; the phase is computing,
-    reducing, synced or stepped. loss: of the last one that was reduced. seconds: of the last one that was stepped."""
+    """The position of a session in its training."""
 
     iteration: int
+    """The iteration at hand; between two of them the next one."""
     train_iterations: int
     moment: tuple[Ledger, str]
+    """Ledger and phase of the one at hand or the last one, set together, because another thread reads them. The phase
+    is computing, reducing, synced or stepped."""
     loss: float | None = None
+    """Of the last one that was reduced."""
     seconds: float = 0.0
+    """Of the last one that was stepped."""
 
     @property
     def ledger(self) -> Ledger:
@@ -59,10 +62,10 @@ class RankReporter:
 
     @property
     def memory(self) -> str:
-        """What healing takes of this rank's memory, for people; empty where nobody heals."""
+        """The memory that healing takes of this rank, in words; empty where nobody heals."""
         if self._channel is None:
             return ""
-        undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen()})"
+        undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen_place()})"
         return f"healing takes, in bytes a parameter: {undo}{self._local.memory_text(self._parameters)}"
 
     @property
@@ -73,8 +76,8 @@ class RankReporter:
 
     # ------------------------------------------------------------ to the agent
     def progress(self) -> Status | None:
-        """The status of a rank that trains, if it has come further than the last one says. Called in the channel's
-        thread."""
+        """Return the status of a rank that trains, if it has come further than the last one says. Called in the
+        channel's thread."""
         member, (ledger, phase) = self._member, self._at.moment
         if member.state != "running" or self._last_reported == (ledger.iteration, phase, len(ledger.done)):
             return None
@@ -82,7 +85,7 @@ class RankReporter:
         return status if member.state == "running" else None
 
     def status(self, state: str) -> Status:
-        """The rank's status, as far as the session knows it."""
+        """Return the rank's status, as far as the session knows it."""
         at, member, persistence = self._at, self._member, self._persistence
         (ledger, phase), rests = at.moment, state in ("stopped", "standby", "waiting")
         self._last_reported = ledger.iteration, phase, len(ledger.done)
@@ -108,21 +111,22 @@ class RankReporter:
         )
 
     def _micro_batches(self, ledger: Ledger, phase: str) -> int:
-        """The micro-batches that a plan would deal: of the next iteration, if this one may be stepped by then."""
+        """Return the micro-batches that a plan would deal: of the next iteration, if this one may be stepped by
+        then."""
         if not self._member.inside:
             return self.micro_batches_of(self._at.iteration)
         after = phase in ("synced", "stepped")
         return self.micro_batches_of(ledger.iteration + 1) if after else ledger.total
 
     def _has(self, state: str) -> list[tuple[int, str]]:
-        """(iteration, mark) of the states with which this rank can go on where nobody trains any more."""
+        """Return (iteration, mark) of the states with which this rank can go on where nobody trains any more."""
         if not self._local.reports or state not in ("waiting", "stopped", "standby"):
             return []
         return self._local.told(self.next_one, self._persistence.writer())
 
-    def stepped(self, phases: dict[str, float]) -> None:
-        """The iteration at hand is stepped: one message has the proof and the rank's status. phases: seconds of its
-        parts, beside those that the gradients know."""
+    def report_step(self, phases: dict[str, float]) -> None:
+        """Report that the iteration at hand is stepped: one message has the proof and the rank's status. phases:
+        seconds of its parts, beside those that the gradients know."""
         if self._channel is None:
             return
         at, member = self._at, self._member
@@ -145,8 +149,8 @@ class RankReporter:
             self._channel.send(Timing(member.generation, time.time(), self._recovery_parts()))
 
     def _recovery_parts(self) -> dict[str, float]:
-        """When each part of the recovery ended, in seconds since it began: broken, caught, planned, grouped, entered,
-        computed, stepped. A newcomer was not broken, and took no plan in the middle of an iteration."""
+        """Return when each part of the recovery ended, in seconds since it began: broken, caught, planned, grouped,
+        entered, computed, stepped. A newcomer was not broken, and took no plan in the middle of an iteration."""
         moments, self._member.moments = {**self._member.moments, "stepped": time.monotonic()}, {}
         began = min(moments.values())
         return {what: moment - began for what, moment in moments.items()}

@@ -1,83 +1,95 @@
-"""The training loop that survives: one object between a training script and the generation protocol
-(docs/design/generations.md).
+"""The public face of a training that survives: one object between a script and the generation protocol.
 
-A rank prepares itself in a world without peers (model, optimizer, data), then enters generations. When a member is lost
-every survivor stops between two micro-batches or at its reduce, reports, and goes on with the same iteration under the
-controller's plan. Newcomers and leavers change the membership at an iteration boundary, which all members reach in the
-same iteration because the commit all-reduce carries the offer that each holds.
+A rank prepares itself in a world without peers (model, optimizer, data), then enters generations
+(:mod:`session.training`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from unicron_detector.processes.rank_messages import Plan
-from unicron_transition.generations import groups
-from unicron_transition.generations.watch import PlanTimeout
 from unicron_transition.iteration import rank_process
-from unicron_transition.iteration.accumulation import PeerLost, Work
-from unicron_transition.iteration.deferred_changes import DeferredChanges, hold_scalers
-from unicron_transition.iteration.exchange import Exchange, at_commit
-from unicron_transition.iteration.gradient_copies import Where, chosen
-from unicron_transition.iteration.ledger import Ledger, LedgerError, deal
-from unicron_transition.iteration.result import StepResult
-from unicron_transition.seams.table import UnsupportedLayout
-from unicron_transition.session.evaluation import Evaluations
-from unicron_transition.session.handover import Handover
-from unicron_transition.session.member import Member
-from unicron_transition.session.model_kinds import Trained, kind_of
-from unicron_transition.session.persistence import Persistence
-from unicron_transition.session.progress import RankReporter, SessionPosition
-from unicron_transition.sharded.sharded_state import ShardedState
-from unicron_transition.snapshot import migrate
-from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
-from unicron_transition.snapshot.local_state import LocalState
-from unicron_transition.snapshot.whole_state import WholeState
-
-FATAL = (  # never answered by another try
-    migrate.StateMismatch,
-    migrate.CorruptTransfer,
-    UnsupportedLayout,
-    PlanTimeout,
-    LedgerError,
-    CheckpointError,
-)
-# How often an iteration may fail in this rank without any Break before the error is taken as the script's own.
-SELF_STOPS = 3
-BROKEN = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)  # a collective's ways to say that a peer is gone
+from unicron_transition.iteration.accumulation import PeerLost
+from unicron_transition.iteration.ledger import StepResult
+from unicron_transition.session.model_kinds import kind_of
+from unicron_transition.session.training import RankRejoined, Training
+from unicron_transition.snapshot.checkpoint import Checkpoints
 
 
-class _Rejoined(Exception):
-    """This rank had been left out and came back as a newcomer, or the job was formed anew: the iteration that it was in
-    is not its own any more."""
+class Session(Training):
+    """A training loop that survives the loss of ranks and nodes: iterate over it, once for each optimizer step.
 
+    Parameters
+    ----------
+    model
+        A `torch.nn.Module`, or the list of Megatron's DDP chunks.
+    optimizer, scheduler
+        torch's for a module, Megatron's for its chunks. The schedule may be None.
+    micro_batches
+        Number of micro-batches in an iteration, over all ranks. With Megatron also a function of the iteration that
+        never falls.
+    forward_step
+        `forward_step(micro_batch, model)`, which returns the mean loss, or (sum of losses, tokens). With Megatron its
+        `forward_step_func(data_iterator, model)`.
+    fetch
+        `fetch(iteration, index)`, which returns one micro-batch: a function of these two numbers and nothing else, so
+        that any rank can compute any micro-batch. :class:`unicron.data.Fetch` makes one from a dataset.
+    seq_length, micro_batch_size
+        Tokens of a sample, and samples of a micro-batch. Megatron's schedule needs them; else they only count FLOPs.
+    train_iterations
+        The iteration at which the training ends.
+    start_iteration
+        The first iteration, where there is no checkpoint to go on from.
+    checkpoints
+        The folder to go on from, in which the job's first members save. None for a training without checkpoints.
+    seed
+        Of the training's random numbers; by default torch's own.
+    clip_grad, scaler
+        Largest norm of all gradients, and a `torch.amp.GradScaler`; for a module only.
 
-class _Again(Exception):
-    """The generation was lost before the commit: the iteration is reduced once more, under a new plan."""
+    Raises
+    ------
+    UnsupportedLayout
+        For a model, an optimizer or a release that cannot be healed; one line that says what to do.
+    CheckpointError
+        Where there are checkpoints, and none can be used.
+    ValueError
+        For parameters that contradict each other.
 
+    Examples
+    --------
+    A whole training. The same lines run in one process, under `torchrun`, and healed under `sbatch --unicron`:
 
-class _ReplicaStopped(PeerLost):
-    """Raised when all ranks of the replica have finished their schedule and stop together."""
-
-
-class Session:
-    """Iterate over it: one :class:`StepResult` for each optimizer step.
-
-    model: a `torch.nn.Module` with torch's optimizer and schedule, or a list of Megatron's DDP chunks with Megatron's.
-    micro_batches: per iteration, over all ranks; with Megatron also a function of the iteration that never falls.
-    forward_step: `forward_step(micro_batch, model)` -> mean loss, or (sum of losses, tokens); with Megatron its
-    `forward_step_func`. fetch: `fetch(iteration, index)` -> one micro-batch, a
-    function of nothing else. seq_length, micro_batch_size: Megatron's schedule needs them, else they count FLOPs.
-    checkpoints: where to go on from, and where the first member saves. seed: of the training's random numbers, by
-    default torch's own. clip_grad, scaler: the largest norm and a `torch.amp.GradScaler`, for a plain module. Raises
-    :class:`UnsupportedLayout` for what it cannot heal, and :class:`CheckpointError` when there are checkpoints
-    and none can be used.
+    >>> import torch, unicron
+    >>> unicron.init_process_group("gloo")
+    >>> torch.manual_seed(1)  # doctest: +ELLIPSIS
+    <torch._C.Generator object at ...>
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> def fetch(iteration, index):
+    ...     draw = torch.Generator().manual_seed(4 * iteration + index)
+    ...     inputs = torch.rand(8, 4, generator=draw)
+    ...     return inputs, inputs.sum(dim=1, keepdim=True)
+    >>> def forward_step(micro_batch, model):
+    ...     inputs, wanted = micro_batch
+    ...     return torch.nn.functional.mse_loss(model(inputs), wanted)
+    >>> session = unicron.Session(
+    ...     model=model,
+    ...     optimizer=optimizer,
+    ...     scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer),
+    ...     micro_batches=4,
+    ...     forward_step=forward_step,
+    ...     fetch=fetch,
+    ...     train_iterations=100,
+    ...     checkpoints=unicron.Checkpoints(folder, interval=50),
+    ... )
+    >>> losses = [result.loss for result in session]
+    >>> len(losses), losses[-1] < losses[0] / 10
+    (100, True)
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(
@@ -98,106 +110,41 @@ class Session:
         clip_grad: float | None = None,
         scaler: Any = None,
     ):
-        self.micro_batches_of = micro_batches if callable(micro_batches) else lambda iteration: micro_batches
-        first = self.micro_batches_of(start_iteration)
+        micro_batches_of = micro_batches if callable(micro_batches) else lambda iteration: micro_batches
+        first = micro_batches_of(start_iteration)
         if first < 1 or train_iterations < start_iteration:
             raise ValueError(
                 f"micro_batches {first} and train_iterations {train_iterations} must be at least 1 and "
                 f"{start_iteration}"
             )
-        self._process = current = rank_process.current()
-        self.layout = current.layout
-        trained = kind_of(model, optimizer, scheduler, clip_grad=clip_grad, scaler=scaler)
-        trained.check(self.layout)
-        if callable(micro_batches) and not trained.varies:
+        layout = rank_process.current().layout
+        kind = kind_of(model, optimizer, scheduler, clip_grad=clip_grad, scaler=scaler)
+        kind.check(layout)
+        if callable(micro_batches) and not kind.varies:
             raise ValueError("micro_batches is one number for a plain module: a function is for Megatron's models")
-        self._watch, self._channel, self.slot = current.watch, current.channel, current.slot
-        self._model, self._optimizer, self._scheduler = trained.chunks, trained.optimizer, trained.scheduler
-        self._at = SessionPosition(start_iteration, train_iterations, (Ledger(start_iteration, first, []), "computing"))
-        self._state = trained.state(torch.initial_seed() if seed is None else seed)
-        self._member = self._join(current, trained)
-        self._exchange = Exchange(current)
-        self._pending = DeferredChanges()
-        where = chosen()
-        self._local = self._local_state(current, where)
-        work = Work(
-            fetch=fetch,
-            total=first,
-            lost=self._watch.lost if self.layout.size == 1 else self._watch.hit,
-            over=self._watch.lost,
-            layout=self.layout,
-            place=self.slot % self.layout.size,
-            seed=self._state.seed,
-            sharded=self._local.sharded,
-            healed=self._channel is not None,
-            where=where,
-            begin_sum=self._exchange.begin_sum,
-            pending=self._pending,
-            sequence=seq_length,
-            size=micro_batch_size,
+        super().__init__(
+            kind,
+            micro_batches_of,
+            forward_step,
+            fetch,
+            seq_length,
+            micro_batch_size,
+            start_iteration,
+            train_iterations,
+            checkpoints,
+            seed,
         )
-        self._gradients = trained.gradients(forward_step, work)
-        at_commit(self._optimizer, self._commit)
-        hold_scalers(self._optimizer, self._pending)
-        parameters = sum(each.numel() for chunk in self._model for each in chunk.module.parameters())
-        self._size = max(1, micro_batch_size)
-        # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1); a replica's ranks have about as many
-        flops = 6.0 * parameters * self.layout.size * self._size * max(1, seq_length)
-        self._next_assignment: list[int] | None = None
-        self._ordered_next = True
-        self._committed = False
-        self._reduce_seconds = self._outside_seconds = 0.0
-        self._self_stops = 0
-        self._agreed_offer: Plan | None = None
-        self._stop_wanted = self._stop_agreed = self._stopping = False
-        self._persistence = Persistence(self._member, self._state, checkpoints, self._local)
-        self._saving = self._persistence.schedule
-        self._reporter = RankReporter(self._at, self._member, self._gradients, self._persistence, parameters, flops)
-        self._reporter.micro_batches_of = self.micro_batches_of
-        self._member.report = self._reporter.status
-        if self._channel is not None:
-            self._channel.progress = self._reporter.progress
-        self._at.iteration = self._persistence.find_start(start_iteration)
-        self._handover = Handover(self._member, self._state, self._exchange, self._local)
         self.finishes = True
-        self.evaluations = Evaluations(self._exchange, self._gradients, self._watch.lost, current.device)
-
-    def _local_state(self, current: rank_process.Process, where: Where) -> LocalState:
-        """Where this rank's state outlives it; without an agent, nowhere."""
-        if self._channel is None:
-            return LocalState(self._state)
-        if self._state.sharded:
-            return ShardedState(current, self._state, self._exchange, where)
-        return WholeState(self._state, self.slot)
-
-    def _join(self, current: rank_process.Process, trained: Trained) -> Member:
-        """This rank's part in the generations; without an agent, in the one world that there is."""
-        member = Member(current, FATAL)
-        if self._channel is None:
-            replica, place = self.layout.from_megatron_rank(dist.get_rank(), dist.get_world_size() // self.layout.size)
-            self.slot = member.slot = replica * self.layout.size + place
-            member.members, member.inside = list(range(dist.get_world_size())), True
-            trained.begin_alone(self._state, current.device)
-            return member
-        member.groups = groups.Groups(self.layout, current.unblocker, current.aborter)
-        member.groups.note_holders(trained.holders())
-        member.take, member.rescue = self._take_up_plan, self._rescue
-        return member
 
     @property
     def memory(self) -> str:
-        """What healing takes of this rank's memory, for people; empty where nobody heals."""
+        """The memory that healing takes of this rank, in words; empty where nobody heals."""
         return self._reporter.memory
 
     @property
     def iteration(self) -> int:
         """The iteration at hand; between two of them the next one."""
         return self._at.iteration
-
-    @property
-    def micro_batches(self) -> int:
-        """The number of the iteration at hand, over all ranks."""
-        return self.micro_batches_of(self._at.iteration)
 
     @property
     def train_iterations(self) -> int:
@@ -209,22 +156,17 @@ class Session:
         self._at.train_iterations = iterations
 
     @property
-    def generation(self) -> int:
-        """The generation that this rank is in."""
-        return self._member.generation
-
-    @property
     def stopping(self) -> bool:
         """Whether all ranks have agreed to end the training after the last iteration."""
         return self._stopping
 
     # ------------------------------------------------------------ the loop
     def join(self) -> int:
-        """Wait until this rank is in a generation; returns the iteration that it begins with there. Iterating does it,
-        too: this is for who has to know before the first step."""
+        """Wait until this rank is in a generation, and return the iteration that it begins with there. Iterating does
+        it, too: this is for scripts that have to know before the first step."""
         if self._channel is not None and not self._member.inside:
             self._member.rest("waiting")
-            self._change_to(self._member.enter_until_in(self._member.wait_plan()))
+            self.change_to(self._member.enter_until_in(self._member.wait_plan()))
             self.evaluations.catch_up()
         return self._at.iteration
 
@@ -233,7 +175,7 @@ class Session:
         while self._at.iteration < self._at.train_iterations and not self._stopping:
             try:
                 result = self._train_iteration()
-            except _Rejoined:
+            except RankRejoined:
                 self.evaluations.catch_up()
                 continue
             left = time.perf_counter()
@@ -244,26 +186,34 @@ class Session:
                 self._persistence.keep_boundary(self._at.iteration)
             self._outside_seconds = time.perf_counter() - left
             if self._agreed_offer is not None and self._at.iteration < self._at.train_iterations and not self._stopping:
-                self._change_to(self._member.enter_until_in(self._agreed_offer))
+                self.change_to(self._member.enter_until_in(self._agreed_offer))
         if self.finishes:
             self.finish()
 
-    def _change_to(self, plan: Plan) -> None:
-        """At an iteration boundary this rank is in `plan`: what everybody held, or what followed when it broke."""
-        self._ordered_next = True
-        self._local.note_has_state()
-        self._member.publish("running")
-        if not plan.boundary:
-            self._next_assignment = self._assigned(plan)
-
     # ------------------------------------------------------------ between two iterations
     def evaluate(self, fetch: Callable[[int, int], Any], micro_batches: int, part: int = 0) -> float | None:
-        """The mean loss over so many micro-batches of `fetch(iteration, index)`, iteration being the next one: forward
-        passes in evaluation mode, dealt among the replicas. All ranks call it in the body of the loop after the same
-        iteration, and get the same value, whatever the number of ranks; a loss of ranks in it is healed.
+        """Evaluate the model between two iterations: forward passes in evaluation mode, dealt among the replicas.
 
-        part: tells evaluations between the same two iterations apart, in rising order. Returns None where the job had
-        to go back, or this rank was left out and is elsewhere by now. Raises ValueError for a part that is over.
+        All ranks call it in the body of the loop after the same iteration, and get the same value, whatever the number
+        of ranks. A loss of ranks in it is healed.
+
+        Parameters
+        ----------
+        fetch
+            `fetch(iteration, index)` returns a micro-batch; iteration is the next one.
+        micro_batches
+            How many of them the mean is taken of.
+        part
+            Tells evaluations between the same two iterations apart, in rising order.
+
+        Returns
+        -------
+        The mean loss. None where the job had to go back, or this rank was left out and is elsewhere by now.
+
+        Raises
+        ------
+        ValueError
+            For a part that is over.
         """
         before, boundary, member = self._at.moment, self._at.iteration, self._member
         self.evaluations.begin_part(boundary, part)
@@ -274,112 +224,11 @@ class Session:
             except (PeerLost, RuntimeError) as error:
                 if not self._is_loss(error):
                     raise
-                self._regroup(error)
+                self.regroup(error)
                 if self._at.iteration == boundary:
                     self._at.moment = before
         self._watch.shelter(True)
         return self.evaluations.end()
-
-    def _regroup(self, error: Exception) -> None:
-        """A loss between two iterations is one at the begin of the next, of which nothing is computed."""
-        self._gradients.drop()
-        self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
-        with contextlib.suppress(_Rejoined):
-            if self._recover(error):
-                raise LedgerError("a plan steps an iteration that has not begun") from error
-            self._next_assignment = list(self._at.ledger.assigned)
-
-    def _assigned(self, plan: Plan) -> list[int] | None:
-        """What the plan gives this replica of its iteration. Ranks that are about to step report the number of
-        micro-batches of the next one, which may be larger."""
-        assigned = self._member.assigned(plan)
-        total = self.micro_batches_of(self._at.iteration if plan.iteration is None else plan.iteration)
-        return None if assigned is None else [index for index in assigned if index < total]
-
-    def _train_iteration(self) -> StepResult:
-        began = time.perf_counter()
-        self._agreed_offer, self._committed = None, False
-        self._saving.begin_iteration()
-        assigned, total = self._next_assignment, self.micro_batches
-        if assigned is None:
-            assigned = deal(total, self._member.replicas, self._member.replica)
-        self._next_assignment = None
-        self._at.moment = Ledger(self._at.iteration, total, assigned), "computing"
-        self._gradients.begin_iteration(self._ordered_next or self._member.replicas > total, total)
-        self._optimizer.zero_grad()
-        self._member.publish("running")  # at once: a script that hangs may hold the interpreter from here on
-        return self._until_stepped(began)
-
-    def _until_stepped(self, began: float) -> StepResult:
-        """Compute, reduce and step, over as many generations as it takes."""
-        while True:
-            try:
-                self._gradients.compute(self._at.ledger)
-                self._member.reached("computed")
-                self._leave_schedule()
-                self._set_phase("reducing")
-                reducing = time.perf_counter()
-                self._at.loss = self._reduce()
-                self._reduce_seconds = time.perf_counter() - reducing
-                return self._step(began)
-            except _Again:
-                continue
-            except (PeerLost, RuntimeError) as error:
-                undone = self._local.sharded  # what a step has changed already
-                if (self._committed and not undone) or not self._is_loss(error):
-                    raise
-                if self._recover(error):
-                    raise LedgerError("a plan steps an iteration that this rank has not reduced") from error
-
-    def _leave_schedule(self) -> None:
-        """The ranks of a replica leave their schedule together: all go on to the reduce, or all stop before it. Else
-        one could wait for another that has stopped, and what connects them would have to be broken."""
-        self._stop_agreed = self._stop_wanted  # a signal may come at any moment: from here on it is for the next time
-        if self.layout.size > 1:
-            lost, stop = self._exchange.inside([float(self._watch.lost()), float(self._stop_agreed)])
-            self._stop_agreed = stop > 0
-            if lost > 0:
-                raise _ReplicaStopped("a member of the generation is gone")
-        if self._watch.lost():
-            raise PeerLost("a member of the generation is gone")
-        self._watch.shelter(False)
-
-    def _is_loss(self, error: Exception) -> bool:
-        """Whether `error` means a broken generation rather than a fault of the training script itself."""
-        alone = self.layout.size == 1
-        if self._channel is None or isinstance(error, FATAL) or (alone and not self._gradients.intact):
-            return False  # half a micro-batch in the gradient cannot be taken out again
-        if self._watch.lost() or isinstance(error, _ReplicaStopped):
-            return True
-        self._self_stops += 1
-        # a forward pass may wait for peers, too: of its replica, or for gathered parameters
-        waits = not alone or self._local.sharded or self._at.phase in ("reducing", "synced")
-        waits = waits or self.evaluations.running
-        in_collective = waits and type(error) in BROKEN
-        return (in_collective or isinstance(error, PeerLost)) and self._self_stops <= SELF_STOPS
-
-    def _reduce(self) -> float:
-        """Reduce the gradients, and prove the ledger: the summed counts of all micro-batches are 1. Returns the mean
-        loss.
-
-        The proof is that of the data-parallel group of this rank's place, and comes with the last bucket, or after it
-        on the same communicator. The losses travel with the counts so that the job's loss does not depend on who
-        computed what, and the wishes to stop so that all who have the reduced gradients agree on the end.
-        """
-        proof = torch.zeros(4, self._at.ledger.total, dtype=torch.float64)
-        counts, wishes, losses, tokens = proof
-        wishes[0] = float(self._stop_agreed)
-        for index in self._at.ledger.done:
-            counts[index] += 1
-            if index in self._at.ledger.losses:
-                losses[index] = self._at.ledger.losses[index].double().cpu()
-            if (told := self._at.ledger.tokens.get(index)) is not None:
-                tokens[index] = float(told)
-        counts, wishes, losses, tokens = self._gradients.reduce(self._at.ledger, proof)
-        Ledger.check_counts(self._at.iteration, counts.round().long().tolist())
-        self._stopping = bool(wishes[0] > 0)  # not in the commit: whoever steps, even by a plan, has to know it
-        loss = float(losses.sum()) / max(self._gradients.proven(float(tokens.sum())), 1.0)
-        return self._exchange.from_last_stage(loss)
 
     def request_stop(self) -> None:
         """End the training after the present iteration, on all ranks alike; one rank's request is enough. Safe in a
@@ -387,174 +236,12 @@ class Session:
         """
         self._stop_wanted = True
 
-    def note_arguments(self, arguments: dict[str, Any]) -> None:
-        """What Megatron-LM's arguments say of the model: its checkpoints hold them, for whoever exports one."""
+    def note_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Note what Megatron-LM's arguments say of the model: checkpoints hold it, for whoever exports one."""
         self._state.facts.setdefault("arguments", {}).update(arguments)
 
-    def _commit(self) -> None:
-        """Right before the parameters change, after all else of the step that communicates: nobody steps before all
-        can. Carries the offer that every member holds, if there is one. Raises _Again where a plan has this iteration
-        reduced once more."""
-        if not self._committed and self._channel is not None:
-            self._agree_to_step()
-        elif not self._committed and self._saving.by_clock:
-            self._saving.on_commit(self._exchange.commit(None, False, self._saving.wanted))
-        self._committed = True
-        self._local.wait_copied()
-        self._pending.apply()
-
-    def _agree_to_step(self) -> None:
-        self._local.wait_whole()  # before anybody writes over the state before
-        try:
-            if self.layout.size > 1 and not self._local.sharded and self._watch.lost():
-                raise PeerLost("the norm of the gradients may be garbage")  # of an aborted collective in the replica
-            self._set_phase("synced")
-            saving = self._saving
-            said = self._exchange.commit(self._watch.offer, self._gradients.first, saving.wanted, saving.busy)
-            saving.on_commit(said)
-            self._agreed_offer, self._ordered_next = said.offer, said.first
-        except (PeerLost, RuntimeError) as error:
-            if not self._is_loss(error):
-                raise
-            if not self._recover(error):
-                raise _Again from error
-        self._watch.hold_off(not self._local.sharded)  # nothing of the step waits for a peer any more
-
-    def _keep_step(self) -> None:
-        """The state after the step, and its copies in other nodes: before all have them the gradients are not zeroed.
-        Raises _Again where a plan has the iteration reduced once more, from the state before it."""
-        try:
-            self._local.keep_step(self._at.ledger.iteration + 1)
-        except (PeerLost, RuntimeError) as error:
-            if not self._is_loss(error):
-                raise
-            if not self._recover(error):
-                raise _Again from error
-
-    def _step(self, began: float) -> StepResult:
-        stepping = time.perf_counter()
-        succeeded, grad_norm, _ = self._optimizer.step()
-        self._commit()  # an overflow has skipped the step, and with it the commit
-        if self._scheduler is not None and succeeded:
-            self._scheduler.step(increment=self._at.ledger.total * self._size)
-        self._state.loss = self._at.loss
-        self._keep_step()
-        self._watch.shelter(True)
-        self._watch.hold_off(False)
-        self._self_stops = 0
-        now = time.perf_counter()
-        self._at.seconds = now - began
-        result = StepResult(
-            self._at.ledger.iteration,
-            self._at.loss or 0.0,
-            None if grad_norm is None else float(grad_norm),
-            float(self._optimizer.param_groups[0]["lr"]),
-            self._at.seconds,
-            self.generation,
-            len(self._member.members),
-        )
-        self._set_phase("stepped")
-        self._reporter.stepped(
-            {"reduce": self._reduce_seconds, "step": now - stepping, "outside": self._outside_seconds}
-        )
-        self._at.iteration = self._at.ledger.iteration + 1
-        return result
-
-    # ------------------------------------------------------------ generations
-    def _recover(self, error: Exception) -> bool:
-        """Stop, report, and go on under the controller's plan. True when the iteration at hand is to be stepped as it
-        is, or when all have the state after it."""
-        member, before = self._member, self._member.members
-        member.moments = {"caught": time.monotonic()}
-        self._agreed_offer = None
-        if not self._gradients.intact or self._unsure_parameters():
-            self._at.ledger.drop()
-            self._gradients.spoilt()
-        member.stop(error, self._gradients.drain, isinstance(error, _ReplicaStopped))
-        plan = member.wait_plan()
-        member.moments |= {"broken": self._watch.broken_at, "planned": time.monotonic()}
-        plan = member.enter_until_in(plan)
-        self._ordered_next = True
-        if plan.members != before:
-            self._self_stops = 0
-        self._member.publish("running")
-        steps = plan.step == self._at.ledger.iteration and self._at.phase == "synced"
-        if member.came_new or not steps:
-            self._pending.forget()
-        if member.came_new:
-            self._next_assignment = self._assigned(plan)
-            raise _Rejoined
-        if steps or (plan.state is not None and plan.iteration == self._at.ledger.iteration + 1):
-            self._next_assignment = self._assigned(plan)
-            self._watch.shelter(False)
-            return True
-        self._committed = False
-        self._optimizer.zero_grad()  # a step that was begun has made `grad` another name of the gradient buffer
-        if not self._gradients.restore():
-            self._at.ledger.drop()
-        self._set_phase("computing")  # a further loss must not find it reduced
-        assigned = self._assigned(plan)
-        if assigned is None or plan.iteration not in (None, self._at.ledger.iteration):
-            raise LedgerError(
-                f"the plan for iteration {self._at.ledger.iteration} gives this replica nothing to compute"
-            )
-        try:
-            self._keep_or_drop(assigned)
-        except (PeerLost, RuntimeError) as further:
-            if not self._is_loss(further):
-                raise
-            return self._recover(further)
-        self._at.ledger.reassign(assigned)
-        return False
-
-    def _unsure_parameters(self) -> bool:
-        """Parameters that were gathered while this iteration computed may be garbage: an aborted NCCL gather says
-        nothing."""
-        overlapped = self._local.sharded and self._model[0].ddp_config.overlap_param_gather
-        return overlapped and self._process.backend == "nccl"
-
-    def _keep_or_drop(self, assigned: Sequence[int]) -> None:
-        """What a replica has in its gradients stays there if all of its ranks have the same; else it is not one's."""
-        if self.layout.size == 1:
-            if not self._gradients.intact:
-                self._gradients.drop()
-            return
-        mine = Ledger.signature(self._at.ledger.done if self._gradients.intact else None)
-        most, least = self._exchange.inside([mine, -mine])
-        if most != -least or not self._gradients.intact or not set(self._at.ledger.done) <= set(assigned):
-            self._gradients.drop()
-            self._gradients.restore()
-            self._at.ledger.drop()
-
-    def _take_up_plan(self, plan: Plan, newcomer: bool) -> None:
-        """The groups of `plan` are there."""
-        self._gradients.adopt_groups()
-        if self._member.inside:
-            self._local.note_has_state()
-        own = self._reporter.next_one
-        self._at.iteration = self._handover.take_up(plan, newcomer, self._at.iteration, own)
-        if self.slot in plan.joiners:
-            self._local.note_has_state()
-        self._gradients.seed = self._state.seed
-        if self._member.came_new:
-            self._stopping = False
-            self._next_assignment = self._assigned(plan)
-            self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
-        if not plan.boundary:
-            self.evaluations.agree(self._at.iteration, self._member.came_new)
-
-    def _rescue(self, why: str) -> None:
-        """Nobody leads the job any more, or all ranks end: what this rank knows goes to disk before."""
-        unfinished = self._local.sharded and self._committed and self._at.phase == "synced"
-        if not unfinished:  # else of two states in the ranks none is whole
-            self._persistence.rescue(self._at.iteration, why)
-
-    def _set_phase(self, phase: str) -> None:
-        """The channel's thread tells of it, unless the step is there first."""
-        self._at.moment = self._at.ledger, phase
-
     def finish(self) -> None:
-        """The training is over, and evaluations after it: write the last checkpoint, and leave the job. Iterating to
+        """Write the last checkpoint, and leave the job: the training is over, and evaluations after it. Iterating to
         the end does it, unless `finishes` was set to False."""
         self._at.train_iterations = self._at.iteration  # an end that was asked for is the end for everybody
         self._persistence.finish(self._at.iteration)

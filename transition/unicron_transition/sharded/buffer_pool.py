@@ -30,15 +30,17 @@ LASTING = (CUT_PREFIX, COPY_PREFIX)  # how the names of images begin that nobody
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory for one shard. image: what it is part of. path: the file of an earlier process that it reads. digest: of
-    its content, when its image is whole. aside: is over when it has the name under which the agent makes a file of
-    it."""
+    """Memory for one shard."""
 
     flat: torch.Tensor
     image: Image | None = None
+    """The image that it is part of."""
     path: Path | None = None
+    """The file of an earlier process that it reads."""
     digest: Future[bytes] | None = None
+    """Of its content, when its image is whole."""
     aside: Future[None] | None = None
+    """Is over when the image has the name under which the agent makes a file of it."""
 
     @property
     def file(self) -> Path | None:
@@ -47,7 +49,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Claimed:
+class ClaimedImage:
     """The sound image of an earlier process."""
 
     key: Key
@@ -89,7 +91,7 @@ class BufferPool:
     # ------------------------------------------------------------ buffers
     @contextlib.contextmanager
     def take_buffers(self, count: int, elements: int, head_bytes: int) -> Iterator[list[Buffer]]:
-        """So many torn buffers of `elements`; those of another size are let go of. An exception inside costs the
+        """Take so many torn buffers of `elements`; those of another size are let go of. An exception inside costs the
         buffers: a message that is late may still be written there."""
         self.trim(elements)
         buffers: list[Buffer] = []
@@ -148,14 +150,15 @@ class BufferPool:
             )
 
     def give_back(self, buffer: Buffer) -> None:
-        """Its content is not needed any more; the buffer is used again. Its image stays whole until then."""
+        """Give a buffer back, whose content is not needed any more. Its image stays whole until the buffer is used
+        again."""
         if buffer.path is not None:
             self.discard(buffer)
         else:
             self._free.append(buffer)
 
     def discard(self, buffer: Buffer) -> None:
-        """The buffer is not used again; its memory is freed with the last reference. A file of another slot stays."""
+        """Discard a buffer; its memory is freed with the last reference. A file of another slot stays."""
         if buffer.image is not None and self._pinned:
             torch.cuda.cudart().cudaHostUnregister(buffer.flat.data_ptr())
         if buffer.file is not None and buffer.file.name.startswith(self._own):
@@ -164,27 +167,27 @@ class BufferPool:
 
     @property
     def free(self) -> int:
-        """How many buffers wait to be used again."""
+        """The number of buffers that wait to be used again."""
         return len(self._free)
 
     # ------------------------------------------------------------ images
     def seal(self, buffer: Buffer, key: Key, head: bytes, cut: bool = False) -> None:
-        """The content of a buffer is there, and does not change before the buffer is given back: a thread makes its
-        image whole. cut: and a copy that stays."""
+        """Seal a buffer, whose content does not change before it is given back: a thread makes its image whole. cut:
+        and a copy that stays."""
         if (image := buffer.image) is not None:
             cuts = self._cuts if cut else None
             buffer.digest = self._worker.submit_or_run(lambda: _finish(buffer, image, key, head, cuts))
             self._pending.append(buffer.digest)
 
     def remove_unwanted_cuts(self) -> None:
-        """Where the controller wants no cut, the thread removes them."""
+        """Have the thread remove cuts that the controller does not want."""
         if self._cuts.unwanted:
             self._pending.append(self._worker.submit_or_run(self._cuts.remove_unwanted))
 
     def set_aside(self, buffer: Buffer, iteration: int, untrained: Path | None = None) -> bool:
-        """The agent is to make a checkpoint's file of the image of a sealed buffer; nobody writes over it before.
-        untrained: an image that goes into the same file. False where there is no image, and once after one that could
-        not be set aside: the caller has another way then."""
+        """Set the image of a sealed buffer aside: the agent makes a checkpoint's file of it, and nobody writes over it
+        before. untrained: an image that goes into the same file. False where there is no image, and once after one that
+        could not be set aside: the caller has another way then."""
         failed, self._aside_failed = self._aside_failed, False
         if failed or (image := buffer.image) is None or self._folder is None or buffer.digest is None:
             return False
@@ -194,14 +197,14 @@ class BufferPool:
         return True
 
     def forget_missed(self) -> None:
-        """What could not be set aside comes in another way; it is said why."""
+        """Forget images that could not be set aside, with a line that says why: they come in another way."""
         if self.aside.error is not None:
             self._tell(f"the training state could not be set aside for the agent: {self.aside.error}")
             self._aside_failed = True
             self.aside.forget()
 
     def wait_whole(self) -> None:
-        """Until all images of this rank are whole that have been sealed, and cuts have gone that are not wanted."""
+        """Wait until all sealed images of this rank are whole, and cuts that are not wanted have gone."""
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
@@ -211,7 +214,7 @@ class BufferPool:
         return buffer.digest is None or buffer.digest.result() == digest(buffer.flat.view(torch.uint8).numpy().data)
 
     def discard_spoiled(self, buffer: Buffer) -> None:
-        """The buffer is not sound: this is said, and it is not used again."""
+        """Discard a buffer that is not sound, with a line that says so."""
         self._tell(f"training state in memory passed over: {buffer.file}: changed since it was written")
         self.discard(buffer)
 
@@ -223,8 +226,8 @@ class BufferPool:
         size: int,
         usable: Callable[[Found], str],
         lacks: Callable[[Key], bool] | None = None,
-    ) -> list[Claimed]:
-        """The sound images that earlier processes have left and that are this rank's to use, the newest first.
+    ) -> list[ClaimedImage]:
+        """Return the sound images that earlier processes have left and that are this rank's to use, the newest first.
 
         here: the slots of this node at this `place` of `size` (:func:`claimant`). usable(found): why an image is of no
         use in spite of its first page; empty for one that is. Own files that are of no use are removed. lacks: for a
@@ -252,7 +255,7 @@ class BufferPool:
         for about in sorted(found, key=lambda each: each.key.iteration, reverse=True):
             try:
                 head, data = contents.read(about)
-                claimed.append(Claimed(about.key, head, Buffer(data.view(torch.float32), path=about.path)))
+                claimed.append(ClaimedImage(about.key, head, Buffer(data.view(torch.float32), path=about.path)))
             except (BadImage, OSError) as error:
                 self._pass_over(about.path, error)
                 if about.path.name.startswith(LASTING):  # else the agent would go on saying that it is here
@@ -262,7 +265,7 @@ class BufferPool:
     def _examine(
         self, path: Path, here: Sequence[int], place: int, size: int, usable: Callable[[Found], str]
     ) -> Found | None:
-        """What an image says of itself, if it is this rank's to use. Raises BadImage for one that is of no use to
+        """Read what an image says of itself, if it is this rank's to use. Raises BadImage for one that is of no use to
         anybody, OSError."""
         if not path.name.endswith(SUFFIX):
             raise BadImage(f"{path}: its writer ended before it was made")
@@ -281,13 +284,13 @@ class BufferPool:
 
 
 def claimant(key: Key, here: Sequence[int]) -> int:
-    """The slot that uses an image on a node whose slots at its place are `here`: the image's own slot, or, if that is
-    not on this node (any more), one of these by the number of the shard."""
+    """Return the slot that uses an image on a node whose slots at its place are `here`: the image's own slot, or, if
+    that is not on this node (any more), one of these by the number of the shard."""
     return key.slot if key.slot in here else here[key.shard % len(here)]
 
 
 def _wait_whole(buffer: Buffer) -> None:
-    """The thread is done with the buffer; else it would make whole what is written by then."""
+    """Wait until the thread is done with the buffer; else it would make whole what is written by then."""
     if buffer.digest is not None:
         buffer.digest.result()
         buffer.digest = None

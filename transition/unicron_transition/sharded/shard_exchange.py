@@ -1,19 +1,98 @@
-"""What goes between the ranks that have a distributed optimizer's shards: who holds which, headers, and flat pieces
-with their checksums."""
+"""The traffic between the ranks that have a distributed optimizer's shards: which elements move, who holds which shard,
+headers, and flat pieces with their checksums.
+
+A bucket is a run of parameters whose gradients are reduced together. Megatron cuts each bucket into one equal part for
+each data-parallel rank; a rank's **shard** is its parts of all buckets, one after the other. The cut follows from the
+buckets' sizes and the number of shards alone, so shards of a generation that is gone can still be read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from unicron_detector.chaos.inject import injector
+from unicron_transition.seams.elastic_buckets import QUANTUM, padded_size
 from unicron_transition.snapshot import tensor_transfer
 from unicron_transition.snapshot.tensor_transfer import broadcast_bytes
 
 TRIES = 3  # to move what a change of size takes, before the generation is given up
+
+
+class MissingShard(RuntimeError):
+    """Nobody here holds some shard of the state that is asked for."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One run of elements on its way from an old shard to a new one.
+
+    The old shard is `old`, read at `read` by the rank `source`; the new shard is that of the rank `target`, which
+    writes at `write`. A rank that has what it needs moves it to itself.
+    """
+
+    source: int
+    target: int
+    old: int
+    read: int
+    write: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The sizes of all buckets of one rank's place in a replica, in elements without padding."""
+
+    elements: tuple[int, ...]
+    quantum: int = QUANTUM
+
+    def parts(self, count: int) -> list[int]:
+        """Return the size of one part of each bucket when there are `count` shards."""
+        return [padded_size(elements, count, self.quantum) // count for elements in self.elements]
+
+    def length(self, count: int) -> int:
+        """Return the size of one of `count` shards."""
+        return sum(self.parts(count))
+
+    def moves(self, held: Sequence[Collection[int]], count: int) -> list[Move]:
+        """Return the moves that bring the state from `count` shards to as many as there are ranks.
+
+        held: for each rank of the new group, in order, the old shards of which it has a copy. What a rank has itself it
+        takes from there; everything else comes from the holder that has least to send so far. Deterministic: all ranks
+        compute the same. Raises :class:`MissingShard` when a shard has no holder.
+        """
+        holders: list[list[int]] = [[] for _ in range(count)]
+        for rank, has in enumerate(held):
+            for shard in has:
+                holders[shard].append(rank)
+        if missing := [shard for shard, ranks in enumerate(holders) if not ranks]:
+            raise MissingShard(f"no copy is left of shard {', '.join(map(str, missing))} of {count}")
+        sent: Counter[int] = Counter()
+        found = []
+        for old, target, read, write, size in self._pieces(count, len(held)):
+            ranks = holders[old]
+            source = target if target in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
+            sent[source] += size if source != target else 0
+            found.append(Move(source, target, old, read, write, size))
+        return found
+
+    def _pieces(self, before: int, after: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """Yield (old shard, new shard, place in the old one, place in the new one, size) of all elements, in order."""
+        read_base = write_base = 0
+        for elements, old_part, new_part in zip(self.elements, self.parts(before), self.parts(after), strict=True):
+            position = 0
+            while position < elements:
+                old, new = position // old_part, position // new_part
+                stop = min((old + 1) * old_part, (new + 1) * new_part, elements)
+                read, write = position - old * old_part, position - new * new_part
+                yield old, new, read_base + read, write_base + write, stop - position
+                position = stop
+            read_base, write_base = read_base + old_part, write_base + new_part
 
 
 class CopyFailed(RuntimeError):
@@ -32,8 +111,8 @@ class ShardExchange:
         self._group, self._wire, self._lost = group, wire, lost
 
     def who_holds(self, count: int, step: float, shards: Sequence[int]) -> tuple[int, float, list[set[int]]]:
-        """How many shards a set has, Adam's step, and which shards each rank of the group holds, from what this rank
-        knows of it: 0, 0 and none where it has no part."""
+        """Return how many shards a set has, Adam's step, and which shards each rank of the group holds, from what this
+        rank knows of it: 0, 0 and none where it has no part."""
         group = self._group()
         told = torch.tensor([count, step, len(shards)], dtype=torch.float64, device=self._wire)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
@@ -47,7 +126,7 @@ class ShardExchange:
         return int(told[0]), float(told[1]), [{shard for shard in row if shard >= 0} for row in rows]
 
     def header(self, mine: bytes, source: int) -> bytes:
-        """That of rank `source` of the group. Raises :class:`CopyFailed` where it was spoiled on its way."""
+        """Get the header of rank `source` of the group. Raises :class:`CopyFailed` where it was spoiled on its way."""
         group = self._group()
         header, sound = broadcast_bytes(mine if group.rank() == source else None, source, self._wire, group)
         if not sound:
@@ -63,7 +142,7 @@ class ShardExchange:
     def send_soundly(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]]
     ) -> None:
-        """Does what :meth:`send` does, and does it again where the bytes that came are not those that were sent. Raises
+        """Send as :meth:`send` does, and again where the bytes that came are not those that were sent. Raises
         :class:`CopyFailed` after the last try."""
         group = self._group()
         for _ in range(TRIES):
@@ -74,8 +153,8 @@ class ShardExchange:
         raise CopyFailed(f"parts of the optimizer's state were spoiled on their way {TRIES} times")
 
     def check_alive(self) -> None:
-        """What was received is believed only now: an aborted NCCL collective returns garbage and raises nothing. Raises
-        :class:`CopyFailed` where the generation is over."""
+        """Raise :class:`CopyFailed` where the generation is over. Nothing that was received is believed before: an
+        aborted NCCL collective returns garbage and raises nothing."""
         if self._wire.type == "cuda":
             torch.cuda.current_stream().synchronize()
         if self._lost():

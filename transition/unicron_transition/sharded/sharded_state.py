@@ -15,7 +15,7 @@ import torch
 from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.generations import sharding
 from unicron_transition.generations.layout import replicas
-from unicron_transition.generations.sharding import MARK_BITS, named
+from unicron_transition.generations.sharding import MARK_BITS, state_base
 from unicron_transition.iteration.exchange import Exchange
 from unicron_transition.iteration.gradient_copies import Where
 from unicron_transition.iteration.rank_log import warn
@@ -82,7 +82,7 @@ class ShardedState(LocalState):
     def _check_untouched(self) -> None:
         """Raises :class:`UnsupportedLayout` where the script has loaded a state of the optimizer by itself: it
         is of a shard that this rank will not have."""
-        if any(each.optimizer.state for each in elastic_buckets.distributed(self._state.optimizer)):
+        if any(each.optimizer.state for each in elastic_buckets.distributed_optimizers(self._state.optimizer)):
             raise UnsupportedLayout(
                 "unicron can't go on from an optimizer state that the script loaded: let unicron.Checkpoints do it"
             )
@@ -96,14 +96,14 @@ class ShardedState(LocalState):
         if self._came:
             self._came = False
             self.shards.claim(self._here, again=True)
-        return self.shards.held()
+        return self.shards.held_shards()
 
     # ------------------------------------------------------------ into a generation
     def enter_generation(self, plan: Plan, iteration: int) -> None:
         before = self.shards.base, self._version
         self._version_before = self._version
         self.wait_whole()
-        self.shards.enter_generation(named(plan.generation, self._exchange.largest(secrets.randbits(MARK_BITS))))
+        self.shards.enter_generation(state_base(plan.generation, self._exchange.largest(secrets.randbits(MARK_BITS))))
         place = self._slot % self._size
         slots = [replica[place] for replica in replicas(plan.members, self._size)]
         nodes, blocks = ([str(slot // ranks) for slot in slots] for ranks in (self._per_node, self._per_block))
@@ -121,8 +121,8 @@ class ShardedState(LocalState):
         return iteration
 
     def _take_shards(self, plan: Plan, iteration: int) -> int:
-        """The optimizer's state in the new layout: what a plan names, or, where nobody has trained, what goes with the
-        parameters."""
+        """Take the optimizer's state in the new layout: the one that a plan names, or, where nobody has trained, the
+        one that goes with the parameters."""
         if plan.state is not None:
             self.adopt(*plan.state, lacking=not self._trained or plan.state[1] < self._version_before)
             return plan.state[1]
@@ -199,7 +199,7 @@ class ShardedState(LocalState):
         return self.shards.index == 0 and bool(self._untrained.bytes)
 
     def _file_head(self, version: int, untrained: str, about: bytes, step: float) -> bytes:
-        """For the readers of this rank's shard as a file of a checkpoint."""
+        """Return the head for readers of this rank's shard as a file of a checkpoint."""
         return contents.head_of(self._state, about, version, self._process.layout.text, step, untrained)
 
     def set_aside(self, iteration: int, members: Sequence[int], generation: int, writer: Writer) -> bool:

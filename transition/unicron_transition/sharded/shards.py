@@ -1,12 +1,19 @@
 """The state of a sharded optimizer in the ranks' memory: snapshots by version, copies of other ranks', and resharding.
 
 A rank's shard is one flat tensor of three rows, [main parameters, exp_avg, exp_avg_sq], laid out by
-:class:`sharding.Buckets`. A **set** is all shards of one state of the training: it is named by the
+:class:`shard_exchange.Buckets`. A **set** is all shards of one state of the training: it is named by the
 generation in which the state was made (`base`: another generation may repeat a step and differ in the last bit) and its
 `version`, the number of finished steps. Each rank keeps its own shard of the last two versions, and those of the ranks
 whose partner it is: 24 bytes for each element of a shard, and as many for each copy. Older ones are written over. They
 lie in the memory of the node's agent where there is one (:mod:`sharded.buffer_pool`): the next process of
 the slot has them again.
+
+Invariants:
+
+- The last set that was confirmed stays until the next one is; so does what it was made from, until that buffer is
+  needed.
+- A shard goes to another rank only if it has the digest that it was sealed with.
+- A set that was found to be incomplete everywhere is never reported again.
 """
 
 from __future__ import annotations
@@ -23,11 +30,11 @@ from typing import Any
 import msgpack
 import torch
 
-from unicron_transition.generations.sharding import MARK_BITS, Buckets, Uncovered, named
+from unicron_transition.generations.sharding import MARK_BITS, state_base
 from unicron_transition.seams import elastic_buckets
 from unicron_transition.seams.modules import copy_all
-from unicron_transition.sharded.buffer_pool import Buffer, BufferPool, Claimed
-from unicron_transition.sharded.shard_exchange import CopyFailed, ShardExchange
+from unicron_transition.sharded.buffer_pool import Buffer, BufferPool, ClaimedImage
+from unicron_transition.sharded.shard_exchange import Buckets, CopyFailed, MissingShard, ShardExchange
 from unicron_transition.snapshot import parts
 from unicron_transition.snapshot.checkpoint_file import behind, set_mark
 from unicron_transition.snapshot.image_format import SHARD, STEP, Found, Key
@@ -106,20 +113,20 @@ class Shards:
             self._take_back(claimed)
 
     def _lacks(self, key: Key) -> bool:
-        found = self._sets.get((named(key.base, int(key.mark, 16)), key.iteration))
+        found = self._sets.get((state_base(key.base, int(key.mark, 16)), key.iteration))
         return found is None or key.shard not in found.shards
 
     def _misfit(self, found: Found) -> str:
-        """Why an image is no shard of this model."""
+        """Return why an image is no shard of this model; empty if it is one."""
         key = found.key
         if not (0 <= key.shard < key.count and 0 <= key.base < MOST_GENERATIONS and _MARK.fullmatch(key.mark)):
             return "not an image of this release"
         length = len(STATES) * self.buckets.length(key.count) * torch.float32.itemsize
         return "" if length == found.data_bytes else "of another model"
 
-    def _take_back(self, claimed: Claimed) -> None:
+    def _take_back(self, claimed: ClaimedImage) -> None:
         key = claimed.key
-        name = named(key.base, int(key.mark, 16)), key.iteration
+        name = state_base(key.base, int(key.mark, 16)), key.iteration
         try:
             model, step, header, _ = msgpack.unpackb(claimed.head)
         except ValueError:
@@ -163,7 +170,7 @@ class Shards:
         self._told = (self.base, version) if told else None
 
     def set_aside(self, version: int, untrained: Path | None = None) -> bool:
-        """The agent is to make a checkpoint's file of this rank's shard of `version`; False where it cannot. untrained:
+        """Have the agent make a checkpoint's file of this rank's shard of `version`; False where it cannot. untrained:
         the image that goes into the same file."""
         if self._told != (self.base, version):
             return False
@@ -197,17 +204,17 @@ class Shards:
             self._add(version, shard, buffer)
 
     def confirm(self, version: int) -> None:
-        """All members have their copies of `version`: older sets are not needed any more. That from which it was made
-        stays until the next one takes its buffer, for a rank that dies now may leave an image of `version` that is not
-        whole yet."""
+        """Confirm `version`: all members have their copies, and older sets are not needed any more. The one that it was
+        made from stays until the next one takes its buffer, for a rank that dies now may leave an image of `version`
+        that is not whole yet."""
         now = self.base, version
         self._keep_only({now, self._before})
         self.pool.trim(self._elements)
         self._confirmed = self._before = now
 
-    def held(self) -> list[tuple[int, int, int, list[int]]]:
-        """What this rank could give: (base, version, count of shards, which of them) of each set, the newest last.
-        Where there are images, they are whole."""
+    def held_shards(self) -> list[tuple[int, int, int, list[int]]]:
+        """Return what this rank could give: (base, version, count of shards, which of them) of each set, the newest
+        last. Where there are images, they are whole."""
         self.pool.wait_whole()
         return [(*key, found.count, sorted(found.shards)) for key, found in sorted(self._sets.items())]
 
@@ -220,7 +227,7 @@ class Shards:
         Only what a rank does not hold itself moves. Afterwards this rank's shard is kept as `version` of the present
         generation (copies are to be sent), the optimizer has it, and all parameters of the model are made from it.
         What was held of the state before stays until a copy is confirmed, so that this may be done again, with other
-        members. Returns `extra` of :meth:`export`. Raises :class:`Uncovered` when a part has no holder.
+        members. Returns `extra` of :meth:`export`. Raises :class:`MissingShard` when a part has no holder.
 
         whole(extra): the same in all members; where it is not, the set is dropped before anything has changed.
         """
@@ -229,7 +236,7 @@ class Shards:
         own = (old.count, old.step, sorted(old.shards)) if old is not None else (0, 0.0, [])
         count, step, held = self._exchange.who_holds(*own)
         if not any(held):
-            raise Uncovered(f"nobody holds state {version} of generation {base}")
+            raise MissingShard(f"nobody holds state {version} of generation {base}")
         header = self._exchange.header(old.header if old else b"", next(rank for rank, has in enumerate(held) if has))
         if not whole(bytes(msgpack.unpackb(header, strict_map_key=False)["extra"])):
             self._pass_over((base, version))
@@ -257,15 +264,15 @@ class Shards:
         return extra
 
     def _add(self, version: int, shard: int, buffer: Buffer, told: bytes = b"", cut: bool = False) -> None:
-        """A buffer of the present generation has its content: from now on it is part of the set of `version`. told: for
-        the readers of its image as a checkpoint's file."""
+        """Add a buffer of the present generation, which has its content, to the set of `version`. told: for the readers
+        of its image as a checkpoint's file."""
         mine = self._sets[self.base, version]
         mine.shards[shard] = buffer
         key = Key(SHARD, self.pool.slot, version, self._place, self._size, shard, mine.count, *self._parted_base)
         self.pool.seal(buffer, key, self._head(mine.step, mine.header, told), cut)
 
     def _head(self, step: float, header: bytes, told: bytes = b"") -> bytes:
-        """The head of an image."""
+        """Return the head of an image."""
         packed: bytes = msgpack.packb((self._model, step, header, told))
         return packed
 
@@ -275,14 +282,14 @@ class Shards:
         return hashlib.blake2b(repr(self.buckets).encode(), digest_size=8).digest()
 
     def _pass_over(self, key: tuple[int, int]) -> None:
-        """Nobody can go on from this set, so this rank does not report it again."""
+        """Pass over a set that nobody can go on from: this rank does not report it again."""
         self._passed.add(key)
         if (old := self._sets.pop(key, None)) is not None:
             for buffer in old.shards.values():
                 self.pool.discard(buffer)
 
     def _drop_spoiled(self, old: _Set | None) -> None:
-        """What memory has spoiled since it was summed is not given to anybody."""
+        """Drop shards that memory has spoiled since they were summed: nobody gets them."""
         if old is None:
             return
         for shard, buffer in list(old.shards.items()):
@@ -292,15 +299,16 @@ class Shards:
 
     # ------------------------------------------------------------ the optimizer
     def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[dict[str, torch.Tensor], list[torch.Tensor]]]:
-        """For each parameter of which this rank has a part: Megatron's tensors of the part, its places in `flat`."""
+        """Yield for each parameter of which this rank has a part: Megatron's tensors of the part, its places in
+        `flat`."""
         for optimizer, parameter, where, base in self._ranges():
             local = where["gbuf_local"]
             tensors = elastic_buckets.own_state(optimizer, parameter)
             yield tensors, _pieces_of(flat, base + local.start, local.size)
 
     def _ranges(self) -> Iterator[tuple[Any, torch.nn.Parameter, Mapping[str, Any], int]]:
-        """For each parameter of which this rank has a part: its optimizer, Megatron's ranges of the part, and at which
-        element of a row the bucket begins that they count from."""
+        """Yield for each parameter of which this rank has a part: its optimizer, Megatron's ranges of the part, and at
+        which element of a row the bucket begins that they count from."""
         base = 0
         buckets = elastic_buckets.optimizer_buckets(self.optimizer)
         for (optimizer, number, buffer, bucket), part in zip(buckets, self.buckets.parts(self.count), strict=True):
@@ -310,12 +318,12 @@ class Shards:
             base += part
 
     def _step(self) -> float:
-        """Adam's; 0 where this rank has nothing but padding."""
+        """Return Adam's step; 0 where this rank has nothing but padding."""
         tensors = (tensors for tensors, _ in self._pieces(torch.empty(self._elements, device="meta")))
         return next((float(each["step"]) for each in tensors if "step" in each), 0.0)
 
     def about(self, untrained: Mapping[int, int] | None = None) -> bytes:
-        """Where in this rank's shard the parts of the parameters are, as :mod:`snapshot.contents` has it; the
+        """Return where in this rank's shard the parts of the parameters are, as :mod:`snapshot.contents` has it; the
         same for all states of a generation.
 
         untrained: where in the image that stands behind the shard's data in a file each tensor lies that is not
@@ -345,7 +353,7 @@ class Shards:
         return self._about
 
     def _behind(self, part: parts.Part, untrained: Mapping[int, int]) -> tuple[Any, ...] | None:
-        """A tensor that is not trained, as :meth:`about` has it."""
+        """Describe a tensor that is not trained, as :meth:`about` has it."""
         whole, mine = part.parameter, part.tensors[parts.PARAMETER]
         if (begin := untrained.get(whole.data_ptr()) if whole.is_contiguous() else None) is None:
             return None
@@ -353,7 +361,7 @@ class Shards:
         return _name(mine.dtype), mine.numel(), at
 
     def _starts(self) -> dict[int, int]:
-        """id of a parameter -> at which element of a row its first one would be, if this rank had all of it."""
+        """Return id of a parameter -> at which element of a row its first one would be, if this rank had all of it."""
         return {
             id(parameter): base + where["gbuf_local"].start - where["param"].start
             for _, parameter, where, base in self._ranges()
@@ -370,7 +378,7 @@ class Shards:
             if "step" in tensors:
                 tensors["step"].fill_(step)
         copy_all(into, values)
-        optimizers = elastic_buckets.distributed(self.optimizer)
+        optimizers = elastic_buckets.distributed_optimizers(self.optimizer)
         if len(optimizers) != len(data["optimizers"]):
             raise StateMismatch("the peers have another number of optimizers: start the same script on all nodes")
         for optimizer, (groups, scaler) in zip(optimizers, data["optimizers"], strict=True):
@@ -384,13 +392,13 @@ class Shards:
         return bytes(data["extra"])
 
     def _header(self, extra: bytes) -> bytes:
-        """What is no big tensor: learning rates and the like, the loss scaler's state, and `extra`."""
+        """Return all that is no big tensor: learning rates and the like, the loss scaler's state, and `extra`."""
         optimizers = [
             (
                 plain(optimizer.optimizer.param_groups),
                 {} if optimizer.grad_scaler is None else optimizer.grad_scaler.state_dict(),
             )
-            for optimizer in elastic_buckets.distributed(self.optimizer)
+            for optimizer in elastic_buckets.distributed_optimizers(self.optimizer)
         ]
         packed: bytes = msgpack.packb({"optimizers": optimizers, "extra": extra}, default=torch.Tensor.tolist)
         return packed
@@ -406,7 +414,7 @@ class Shards:
         return self._elements * torch.float32.itemsize
 
     def _take_buffers(self, count: int, header: bytes, told: bytes = b"") -> AbstractContextManager[list[Buffer]]:
-        """Memory for so many shards of the present generation."""
+        """Take memory for so many shards of the present generation."""
         return self.pool.take_buffers(count, self._elements, len(self._head(0.0, header, told)))
 
     def _drop(self, key: tuple[int, int]) -> None:
@@ -424,6 +432,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _pieces_of(flat: torch.Tensor, start: int, size: int) -> list[torch.Tensor]:
-    """A run of elements in each row of a shard."""
+    """Return a run of elements in each row of a shard."""
     rows = flat.view(len(STATES), -1)
     return [row.narrow(0, start, size) for row in rows]

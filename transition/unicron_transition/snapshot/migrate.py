@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from unicron_detector.chaos.inject import injector
 from unicron_detector.processes.rank_messages import Fault
-from unicron_transition.iteration.deferred_changes import scalers
+from unicron_transition.iteration.accumulation import scalers
 from unicron_transition.snapshot.model_facts import model_facts
 from unicron_transition.snapshot.tensor_transfer import (
     as_tensor,

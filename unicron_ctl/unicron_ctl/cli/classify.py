@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from unicron_ctl.shared.settings.config_file import load
 from unicron_ctl.shared.system.printable import print_text
+from unicron_detector.failures.classify import Classifier
 from unicron_detector.failures.severity import Verdict
 from unicron_detector.failures.statements import lines_outside_frames
 
@@ -60,40 +61,41 @@ def command(
     unicronctl classify --exit 0:9 --oom
     """
     given = sum(value is not None for value in (status, xid, slurm))
-    if given > 1 or (given == 0 and text is None) or (text is not None and (xid is not None or slurm is not None)):
+    needless = text is not None and (xid is not None or slurm is not None)
+    if given > 1 or needless or (text is None and not given):
         raise click.UsageError("give a TEXT (or - for standard input), or one of --exit, --xid, --slurm")
     if lines and given:
         raise click.UsageError("--lines goes with a TEXT only")
     classifier = load(config).classifier()
-    if text == "-":
-        text = sys.stdin.read()
+    words = sys.stdin.read() if text == "-" else text or ""
     if lines:
-        for line in lines_outside_frames(text or ""):
-            verdict = classifier.match(line, source or _source(line))
-            if verdict:
-                _print(verdict, as_json, line)
-        return
+        return _print_lines(classifier, words, source, as_json)
     try:
         if status is not None:
-            verdict = classifier.exit(status, text or "", oom)
+            verdict = classifier.exit(status, words, oom)
         elif xid is not None:
             verdict = classifier.xid(xid)
-        elif slurm is not None:
-            verdict = classifier.slurm(slurm)
         else:
-            verdict = classifier.text(text or "", source or _source(text or ""))
+            verdict = classifier.slurm(slurm) if slurm is not None else classifier.text(words, source or _source(words))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     _print(verdict, as_json)
 
 
+def _print_lines(classifier: Classifier, text: str, source: str | None, as_json: bool) -> None:
+    """Prints the verdict on each line that is a fault."""
+    for line in lines_outside_frames(text):
+        if verdict := classifier.match(line, source or _source(line)):
+            _print(verdict, as_json, line)
+
+
 def _source(text: str) -> str:
-    """Where a text comes from that nobody told: its first line says."""
+    """Return the source of a text without `--source`, which its first line shows."""
     return "kernel" if _OF_A_KERNEL.search(text.strip().split("\n", 1)[0]) else "exception"
 
 
-class Classified(msgspec.Struct, kw_only=True):
-    """A verdict on one text. text: that line of the input, where the input has several."""
+class TextVerdict(msgspec.Struct, kw_only=True):
+    """A verdict on one text."""
 
     cause: str
     severity: int
@@ -102,11 +104,12 @@ class Classified(msgspec.Struct, kw_only=True):
     rule: str
     scope: str
     text: str | UnsetType = UNSET
+    """That line of the input, where the input has several."""
 
 
 def _print(verdict: Verdict, as_json: bool, line: str | None = None) -> None:
     if as_json:
-        found = msgspec.convert(verdict, Classified, from_attributes=True)
+        found = msgspec.convert(verdict, TextVerdict, from_attributes=True)
         found.text = UNSET if line is None else line
         print_text(json.dumps(msgspec.to_builtins(found)))
         return

@@ -13,10 +13,10 @@ from unicron_ctl.shared.settings.config_file import examine
 from unicron_ctl.shared.settings.partitions import ACT, DEFAULT, PERMISSIONS
 from unicron_ctl.shared.slurm import CommandLineClient, PartitionInfo, SlurmError
 from unicron_ctl.shared.system.columns import Listing, show
-from unicron_ctl.shared.system.errors import FOUND
+from unicron_ctl.shared.system.errors import PROBLEM_FOUND
 from unicron_ctl.shared.system.printable import print_text
 
-BY_ITSELF = 2
+RETURN_TO_SERVICE_ALWAYS = 2
 RETURNS = (
     "slurm.conf: ReturnToService=2 gives a node that was set down back when its slurmd registers, without the checks "
     "of [controller] admission: set it to 1"
@@ -24,7 +24,7 @@ RETURNS = (
 
 
 class PartitionReport(msgspec.Struct, kw_only=True):
-    """What an admin allows in one partition. nodes, state: null where Slurm has no such partition."""
+    """The permissions in one partition. nodes, state: null where Slurm has no such partition."""
 
     partition: str
     nodes: int | None
@@ -66,11 +66,11 @@ def check(path: str | None, as_json: bool) -> int:
         if config.controller.slurm != "none":
             client = CommandLineClient(timeout=config.controller.slurm_timeout)
             listed = client.partitions()
-            if client.return_to_service() == BY_ITSELF:
+            if client.return_to_service() == RETURN_TO_SERVICE_ALWAYS:
                 warnings.append(RETURNS)
     except SlurmError as failed:
         error = str(failed)
-    found = allowed(config, listed)
+    found = permissions(config, listed)
     known = {one.name for one in listed}
     if listed:
         problems += [
@@ -81,18 +81,18 @@ def check(path: str | None, as_json: bool) -> int:
     if as_json:
         report = ConfigReport(file=config.path, problems=problems, warnings=warnings, slurm=error, partitions=found)
         print_text(json.dumps(msgspec.to_builtins(report)))
-        return FOUND if problems else 0
+        return PROBLEM_FOUND if problems else 0
     print_text(config.path or "no file: the defaults")
     show([table(found)])
     if error:
         print_text(f"Slurm's partitions are not known: {error}", err=True)
     for problem in (*warnings, *problems):
         print_text(problem, err=True)
-    return FOUND if problems else 0
+    return PROBLEM_FOUND if problems else 0
 
 
-def allowed(config: Config, listed: list[PartitionInfo]) -> list[PartitionReport]:
-    """What counts for each of Slurm's partitions, each other that the file names, and all others ("default")."""
+def permissions(config: Config, listed: list[PartitionInfo]) -> list[PartitionReport]:
+    """Return the permissions in Slurm's partitions, in others that the file names, and in all others ("default")."""
     shown = {one.name: one for one in listed}
     found = []
     for name in (*shown, *sorted(config.controller.partitions.keys() - shown.keys() - {DEFAULT}), DEFAULT):

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from unicron_ctl.shared.commands.times import moment
-from unicron_ctl.shared.commands.trouble import named, nameless
-from unicron_ctl.shared.slurm.host_lists import folded
+from unicron_ctl.shared.commands.trouble import nameless, with_names
+from unicron_ctl.shared.slurm.host_lists import fold
 
 TOGETHER = 10.0  # seconds from the first of equal events to the last one of its line
 ABOUT = ("id", "time", "job", "generation", "kind")  # fields of every event
@@ -42,7 +42,7 @@ def together(events: Iterable[Event]) -> list[Group]:
 
 def line(event: Event) -> str:
     """One event on one line, with nothing folded."""
-    return f"{moment(event['time'])} {event['kind']}{_job(event)}{_generations([event])}: {_said(event)}"
+    return f"{moment(event['time'])} {event['kind']}{_job(event)}{_generations([event])}: {_text_of(event)}"
 
 
 def line_of(group: Group) -> str:
@@ -50,10 +50,10 @@ def line_of(group: Group) -> str:
     first, text = group[0], _nameless(group[0])
     where = ""
     for mark, names in enumerate(zip(*map(_names, group), strict=True)):
-        told = named(text, [name for name in names if name], _mark(mark))
+        told = with_names(text, [name for name in names if name], _mark(mark))
         if mark == 0 and told == text:  # the text names no node
             nodes = {node for event in group for node in _nodes(event)}
-            where = f" on {folded(nodes)}" if nodes and folded(nodes) not in text else ""
+            where = f" on {fold(nodes)}" if nodes and fold(nodes) not in text else ""
         text = told
     times = f" ({len(group)} times)" if len(group) > 1 else ""
     return f"{moment(first['time'])} {first['kind']}{_job(first)}{_generations(group)}{where}: {text}{times}"
@@ -68,33 +68,33 @@ def _generations(group: Group) -> str:
     return "" if not found else f" g{found[0]}" if len(found) == 1 else f" g{found[0]}-{found[-1]}"
 
 
-def _said(event: Event, folds: bool = False) -> str:
-    """What an event says. folds: nodes as a host list."""
+def _text_of(event: Event, folds: bool = False) -> str:
+    """Return the words of an event. folds: nodes as a host list."""
     told = event.get("reason") or event.get("text")
     if not told:
         rest = {key: value for key, value in event.items() if key not in ABOUT}
-        if folds and _listed(event, "nodes"):
-            rest["nodes"] = folded(event["nodes"])
+        if folds and _list_field(event, "nodes"):
+            rest["nodes"] = fold(event["nodes"])
         told = ", ".join(f"{key}={value}" for key, value in rest.items())
     told = " ".join(str(told).split())
-    if folds and len(listed := _listed(event, "nodes")) > 1:
+    if folds and len(listed := _list_field(event, "nodes")) > 1:
         for between in (", ", ",", " "):
-            told = told.replace(between.join(listed), folded(listed))
+            told = told.replace(between.join(listed), fold(listed))
     return told
 
 
 def _nodes(event: Event) -> list[str]:
-    return [event["node"]] if event.get("node") else _listed(event, "nodes")
+    return [event["node"]] if event.get("node") else _list_field(event, "nodes")
 
 
-def _listed(event: Event, field: str) -> list[Any]:
+def _list_field(event: Event, field: str) -> list[Any]:
     """The field where it is a list: of some kinds it is a count."""
     return found if isinstance(found := event.get(field), list) else []
 
 
 def _names(event: Event) -> list[str]:
-    """What sets an event apart from its equals, in a fixed order; "" for what it has not."""
-    element, slots = event.get("element"), _listed(event, "slots") or [one[0] for one in _listed(event, "lost")]
+    """Return the names that set an event apart from its equals, in a fixed order; "" for one that it has not."""
+    element, slots = event.get("element"), _list_field(event, "slots") or [one[0] for one in _list_field(event, "lost")]
     numbered = isinstance(element, int) and element >= 0
     return [
         event.get("node") or "",
@@ -105,8 +105,8 @@ def _names(event: Event) -> list[str]:
 
 
 def _nameless(event: Event) -> str:
-    """What an event says, with a mark in place of each of its names."""
-    text = _said(event, folds=True)
+    """Return the words of an event, with a mark in place of each of its names."""
+    text = _text_of(event, folds=True)
     for mark, name in enumerate(_names(event)):
         text = nameless(text, name, _mark(mark))
     return text

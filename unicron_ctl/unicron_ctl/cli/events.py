@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import click
 
@@ -88,7 +87,7 @@ def command(
 class Log:
     """The controller's log, read in pieces: an answer holds as much as costs the controller little."""
 
-    def __init__(self, question: dict[str, Any], ask: Callable[[dict[str, Any]], list[Event]]) -> None:
+    def __init__(self, question: Mapping[str, object], ask: Callable[[Mapping[str, object]], list[Event]]) -> None:
         self._question, self._ask = question, ask
         self.read = 0
         """The id of the event up to which the log was read."""

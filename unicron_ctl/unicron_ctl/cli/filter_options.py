@@ -10,7 +10,7 @@ import click
 
 from unicron_ctl.shared.commands.times import SINCE
 
-Filters = dict[str, Any]  # what is asked for: arguments of a question
+Filters = dict[str, str | float]  # arguments of a question
 
 
 _OPTIONS: dict[str, Callable[[Any], Any]] = {  # by the argument of the question

@@ -69,7 +69,7 @@ def rank_files(folder: Path, rank: int | None, known: dict[int, RankFile]) -> No
             known.setdefault(number, RankFile(number, path))
 
 
-def merged(files: dict[int, RankFile]) -> Iterator[LogLine]:
+def merge_lines(files: dict[int, RankFile]) -> Iterator[LogLine]:
     """The new lines of all files in the order of their times."""
     return heapq.merge(*(files[rank].new_lines() for rank in sorted(files)), key=lambda line: line.time)
 
@@ -91,7 +91,7 @@ def command(
     job: str, rank: int | None, follow: bool, as_json: bool, folder: Path | None, controller: str | None
 ) -> None:
     """Show the output of a job's ranks, in the order of time. JOB is an id or a name."""
-    where = folder / job if folder is not None else _asked(job, controller)
+    where = folder / job if folder is not None else _log_folder(job, controller)
     files: dict[int, RankFile] = {}
     rank_files(where, rank, files)
     if not files and not follow:
@@ -101,8 +101,8 @@ def command(
         )
     try:
         while True:
-            for line in merged(files):
-                print_text(json.dumps(msgspec.to_builtins(line)) if as_json else _shown(line, rank), lines=True)
+            for line in merge_lines(files):
+                print_text(json.dumps(msgspec.to_builtins(line)) if as_json else _line_text(line, rank), lines=True)
             if not follow:
                 return
             time.sleep(POLL_SECONDS)
@@ -111,7 +111,7 @@ def command(
         return
 
 
-def _asked(job: str, controller: str | None) -> Path:
+def _log_folder(job: str, controller: str | None) -> Path:
     """The job's folder. Raises UserError."""
     found = ask_controller({"kind": "explain", "job": job}, controller)["log_dir"]
     if not found:
@@ -120,5 +120,5 @@ def _asked(job: str, controller: str | None) -> Path:
     return Path(found)
 
 
-def _shown(line: LogLine, rank: int | None) -> str:
+def _line_text(line: LogLine, rank: int | None) -> str:
     return f"{line.time} {line.text}" if rank is not None else f"{line.time} [rank {line.rank}] {line.text}"

@@ -8,7 +8,7 @@ import click
 
 from unicron_ctl.shared.commands.options import DURATION, controller_option
 from unicron_ctl.shared.commands.status_tables import paused_lines
-from unicron_ctl.shared.protocol.answer_schema import Paused
+from unicron_ctl.shared.protocol.answer_schema import PauseState
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
@@ -46,7 +46,7 @@ def _show(order: dict[str, object], as_json: bool, controller: str | None) -> No
     if as_json:
         print_text(json.dumps(answer))
         return
-    told = as_struct(answer, Paused)
+    told = as_struct(answer, PauseState)
     for line in paused_lines(told.until) or ["nothing is paused"]:
         print_text(line)
     print_text(", ".join(f"{name}: {mode}" for name, mode in told.modes.items()))

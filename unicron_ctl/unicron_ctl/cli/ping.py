@@ -10,7 +10,7 @@ from unicron_ctl.shared.commands.options import Number, controller_option
 from unicron_ctl.shared.protocol.client import ask_and_see
 from unicron_ctl.shared.settings.config_file import load
 from unicron_ctl.shared.settings.places import controller_address
-from unicron_ctl.shared.system.addresses import named
+from unicron_ctl.shared.system.addresses import name_of
 from unicron_ctl.shared.system.printable import print_text
 
 
@@ -22,4 +22,4 @@ def command(seconds: float, controller: str | None) -> None:
     began = time.monotonic()
     _, target = ask_and_see({"kind": "ping"}, controller, timeout=seconds)
     took = time.monotonic() - began
-    print_text(f"{named(controller_address(controller, load()), target)} answers after {1e3 * took:.1f} ms")
+    print_text(f"{name_of(controller_address(controller, load()), target)} answers after {1e3 * took:.1f} ms")

@@ -8,7 +8,7 @@ import pkgutil
 import click
 import msgspec
 
-from unicron_ctl.shared.commands.table import from_rooms
+from unicron_ctl.shared.commands.table import rooms
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 
@@ -21,9 +21,9 @@ SCHEMAS = {
     "events": f"{_ANSWERS}:Event",
     "logs": "unicron_ctl.cli.logs:LogLine",
     "explain": f"{_ANSWERS}:Explanation",
-    "pause": f"{_ANSWERS}:Paused",
-    "resume": f"{_ANSWERS}:Paused",
-    "classify": "unicron_ctl.cli.classify:Classified",
+    "pause": f"{_ANSWERS}:PauseState",
+    "resume": f"{_ANSWERS}:PauseState",
+    "classify": "unicron_ctl.cli.classify:TextVerdict",
     "plan": f"{_ANSWERS}:Assignment",
     "config check": "unicron_ctl.cli.config_check:ConfigReport",
 }
@@ -36,7 +36,9 @@ def command(words: tuple[str, ...]) -> None:
 
     The schema of a command that prints a line for each item, such as `events`, is that of one line.
     """
-    types, name = {**SCHEMAS, **from_rooms("SCHEMAS")}, " ".join(words)
+    types, name = dict(SCHEMAS), " ".join(words)
+    for room in rooms():
+        types |= getattr(room, "SCHEMAS", {})
     if not name:
         print_text("\n".join(types), lines=True)
     elif name in types:

@@ -1,28 +1,39 @@
-"""`unicronctl status`: jobs, nodes and the last failures.
+"""`unicronctl status`, `jobs`, `nodes` and `explain`: the controller's answers as tables, or with `--json` as they are.
 
-`unicronctl schema status` describes its JSON.
+`unicronctl schema` describes the JSON. That of `jobs` and `nodes` is the list of that name in `status`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 
 import click
 
 from unicron_ctl.cli.filter_options import Filters, filter_options
 from unicron_ctl.shared.commands import status_tables
+from unicron_ctl.shared.commands.alternative import alternative
 from unicron_ctl.shared.commands.options import controller_option
-from unicron_ctl.shared.protocol.answer_schema import Status
+from unicron_ctl.shared.protocol.answer_schema import Explanation, Job, Node, Status
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
-from unicron_ctl.shared.system.columns import show, terminal_width
-from unicron_ctl.shared.system.errors import FOUND, WRONG_USE, UserError
+from unicron_ctl.shared.system.columns import Cell, Listing, show, terminal_width
+from unicron_ctl.shared.system.errors import PROBLEM_FOUND, WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 
 INTERVAL = 2.0  # seconds
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def _show(data: object, as_json: bool, parts: Callable[[bool], Iterable[Listing | Cell]]) -> None:
+    """Prints an answer. parts: the tables; whether they are folded, as for people."""
+    if as_json:
+        print_text(json.dumps(data, indent=2), lines=True)
+    else:
+        show(parts(terminal_width() is not None))
 
 
 @click.command(name="status")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.option("--watch", is_flag=True, help="The same as `unicronctl top`.")
 @filter_options("user", "partition", "nodes", "since")
 @controller_option()
@@ -40,8 +51,38 @@ def command(as_json: bool, watch: bool, filters: Filters, controller: str | None
         top.watch(INTERVAL, filters, controller)
         return 0
     data = ask_controller({"kind": "status", **filters}, controller)
-    if as_json:
-        print_text(json.dumps(data, indent=2), lines=True)
-    else:
-        show(status_tables.status(as_struct(data, Status), terminal_width() is not None, bool(filters)))
-    return FOUND if data["attention"] else 0
+    _show(data, as_json, lambda folded: status_tables.status(as_struct(data, Status), folded, bool(filters)))
+    return PROBLEM_FOUND if data["attention"] else 0
+
+
+@click.command(name="jobs")
+@json_option
+@filter_options("user", "partition", "nodes", "since")
+@controller_option()
+def jobs(as_json: bool, filters: Filters, controller: str | None) -> None:
+    """List protected jobs. With --since: those that have run since then."""
+    data = ask_controller({"kind": "jobs", **filters}, controller)
+    _show(data, as_json, lambda folded: [status_tables.jobs(as_struct(data, list[Job]), folded, bool(filters))])
+
+
+@click.command(name="nodes")
+@json_option
+@filter_options("user", "partition", "nodes")
+@controller_option()
+def nodes(as_json: bool, filters: Filters, controller: str | None) -> None:
+    """List nodes and who uses them. With --user: those on which that user's jobs run."""
+    data = ask_controller({"kind": "nodes", **filters}, controller)
+    _show(data, as_json, lambda folded: [status_tables.nodes(as_struct(data, list[Node]), folded)])
+
+
+@click.command(name="explain")
+@click.argument("job")
+@json_option
+@controller_option()
+def explain(job: str, as_json: bool, controller: str | None) -> None:
+    """Explain why a job was treated as it was. JOB is an id or a name."""
+    data = ask_controller({"kind": "explain", "job": job}, controller)
+    data["alternative"] = (
+        None if data["ended"] else alternative(ask_controller({"kind": "scenario"}, controller), data["job"])
+    )
+    _show(data, as_json, lambda _: status_tables.explanation(as_struct(data, Explanation)))

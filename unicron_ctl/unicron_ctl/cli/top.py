@@ -83,14 +83,14 @@ def picture(data: Status, width: int, height: int, trouble: str = "", chosen: bo
     rest = [lines_of([part], width) for part in status_tables.tables(data, folded=True, chosen=chosen)]
     room = height - 1
     shown = cut(first, max(LEAST_LINES, room - LEAST_LINES * len(rest)), "`unicronctl status` shows all")
-    shares = shared([len(lines) + 1 for lines in rest], room - len(shown))
+    shares = share_lines([len(lines) + 1 for lines in rest], room - len(shown))
     for lines, share in zip(rest, shares, strict=True):
         shown += cut([*lines, Text()], share, "")
     return shown[:room]
 
 
-def shared(wanted: Sequence[int], room: int) -> list[int]:
-    """How many lines each gets of those that it wants: all of them, or as many as the others."""
+def share_lines(wanted: Sequence[int], room: int) -> list[int]:
+    """Return the lines that each gets of those that it wants: all of them, or as many as the others."""
     given = [0] * len(wanted)
     left = room
     for position, place in enumerate(sorted(range(len(wanted)), key=lambda place: wanted[place])):

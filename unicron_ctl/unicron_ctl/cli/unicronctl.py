@@ -9,7 +9,7 @@ import sys
 import click
 from click.shell_completion import CompletionItem
 
-from unicron_ctl.shared.commands.table import Command, from_rooms
+from unicron_ctl.shared.commands.table import Command, rooms
 from unicron_ctl.shared.system.printable import print_text
 from unicron_ctl.shared.system.program import run
 from unicron_ctl.shared.system.release import version_option
@@ -18,10 +18,10 @@ COMMANDS = {
     "classify": Command("unicron_ctl.cli.classify:command", "Name the failure and severity of a log or message."),
     "config": Command("unicron_ctl.cli.config_check:command", "Check unicron.toml against the cluster's partitions."),
     "events": Command("unicron_ctl.cli.events:command", "Show the event log."),
-    "explain": Command("unicron_ctl.cli.explain:command", "Explain why a job was treated as it was."),
-    "jobs": Command("unicron_ctl.cli.jobs:command", "List protected jobs."),
+    "explain": Command("unicron_ctl.cli.status:explain", "Explain why a job was treated as it was."),
+    "jobs": Command("unicron_ctl.cli.status:jobs", "List protected jobs."),
     "logs": Command("unicron_ctl.cli.logs:command", "Show the output of a job's ranks, in the order of time."),
-    "nodes": Command("unicron_ctl.cli.nodes:command", "List nodes and who uses them."),
+    "nodes": Command("unicron_ctl.cli.status:nodes", "List nodes and who uses them."),
     "pause": Command("unicron_ctl.cli.pause:command", "Change nothing in Slurm for a while."),
     "ping": Command("unicron_ctl.cli.ping:command", "Ask the controller for a sign of life."),
     "plan": Command("unicron_ctl.cli.plan:command", "Compute the best assignment of nodes to jobs."),
@@ -37,7 +37,10 @@ COMMANDS = {
 @functools.cache
 def commands() -> dict[str, Command]:
     """All commands by name: the core's, and those of the rooms that are installed."""
-    return {**COMMANDS, **from_rooms("COMMANDS")}
+    found = dict(COMMANDS)
+    for room in rooms():
+        found |= getattr(room, "COMMANDS", {})
+    return found
 
 
 class LazyGroup(click.Group):

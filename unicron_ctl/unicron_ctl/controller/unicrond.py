@@ -27,7 +27,7 @@ from unicron_ctl.controller.server.standby import (
 )
 from unicron_ctl.controller.server.systemd import SystemdNotifier
 from unicron_ctl.shared.log.state_copies import replace_damaged
-from unicron_ctl.shared.log.store import Damaged
+from unicron_ctl.shared.log.store import LogDamaged
 from unicron_ctl.shared.log.term import Claim, Renewal, Tenure
 from unicron_ctl.shared.protocol import encryption
 from unicron_ctl.shared.settings import limits
@@ -111,7 +111,7 @@ def unicrond(
     client = slurm_client(config)  # Slurm may not answer for a while: no lease waits for it
     try:
         lead(config, read, folder, client, notifier)
-    except Damaged as error:
+    except LogDamaged as error:
         kept = replace_damaged(folder, error.why)
         log.error(
             "%s was damaged (%s): it is in %s, and a new one begins; jobs are adopted", error.path, error.why, kept
@@ -121,8 +121,7 @@ def unicrond(
 
 
 def lead(config: Config, read: Read, folder: Path, client: SlurmClient | None, notifier: SystemdNotifier) -> None:
-    """Claims the state folder, at once or as soon as it can, and runs the controller. Raises Damaged for a log that is
-    not as it was written."""
+    """Claims the state folder, at once or as soon as it can, and runs the controller. Raises LogDamaged."""
     if len(config.controller.addresses) < 2:
         section = config.controller
         claimed, ports = claim_with_ports(
@@ -198,7 +197,7 @@ def serve(
 
     try:
         server = Server(config, store, ports, client, config.classifier(), connections, progress, tenure)
-    except Damaged:
+    except LogDamaged:
         ports.close()
         raise
     if claimed.stolen:
@@ -220,7 +219,7 @@ def serve(
     server.catch_signals()
     written = store.path.with_name("address")
     write_whole(written, server.address + "\n")
-    server.started()
+    server.record_start()
     journal.announce(PROGRAM, f"listening on {server.address}")
     notifier.ready()
     try:
@@ -243,11 +242,11 @@ def keep_lease(config: Config, claimed: Claim, tenure: Tenure, server: Server) -
     port = endpoint(server.address)[1]
     second = SecondLeader(lambda: another_leader(addresses, port, believed), server.worker.call)
 
-    def turned(now: float) -> None:
+    def check_rivals(now: float) -> None:
         isolation.check_isolation(now)
         second.check_others(now)
 
-    server.turned = turned
+    server.turned = check_rivals
     return renewal
 
 

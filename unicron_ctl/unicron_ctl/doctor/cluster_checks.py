@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from unicron_ctl.doctor.slurm_lines import ADMINISTRATOR, WANTED, administrator
-from unicron_ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
+from unicron_ctl.doctor.facts import Case, Finding, advice, good, problem, unknown
+from unicron_ctl.doctor.slurm_lines import ADMINISTRATOR, CONF_LINES, administrator
 from unicron_ctl.shared.settings.limits import PLANNED_SECONDS, RULES, names, number
 from unicron_ctl.shared.settings.partitions import ACT, DEFAULT
 from unicron_ctl.shared.slurm.slurm_settings import NO_LIMIT, SlurmSettings
@@ -29,7 +29,7 @@ def slurm(case: Case) -> Iterator[Finding]:
 
 
 def auth_type(case: Case) -> Iterator[Finding]:
-    """How Slurm knows its users."""
+    """Slurm knows its users by munge."""
     kind = case.site.settings.text("AuthType")
     if kind == "auth/munge":
         yield good(kind)
@@ -97,9 +97,9 @@ def prolog_failure(case: Case) -> Iterator[Finding]:
 
 
 def _lines(case: Case, check: str, text: str) -> Iterator[Finding]:
-    """What slurm.conf lacks for this check."""
+    """Yield the lines that slurm.conf lacks for this check."""
     settings = case.site.settings
-    wanted = [one for one in WANTED if one.check == check]
+    wanted = [one for one in CONF_LINES if one.check == check]
     missing = [line for one in wanted if (line := one.line(settings))]
     if missing:
         yield problem(text, f"{'; '.join(missing)} in slurm.conf")
@@ -148,16 +148,16 @@ ROOM = 2.0  # seconds above what it must hold
 def time_outs(case: Case) -> Iterator[Finding]:
     """Slurm's time-outs fit each other and Unicron's. What is to be done fits, too, and unicrond takes it."""
     settings, known = case.site.settings, limits(case)
-    better, broken = raised(known), [step for step in LADDER if _is_broken(step, known)]
+    better, broken = sufficient_values(known), [step for step in LADDER if _is_broken(step, known)]
     more = [name for name in better if better[name] != known[name] and name not in {step.high for step in broken}]
     for step in broken:
-        low, below = " + ".join(map(_shown, step.low)), sum(known[name] for name in step.low)
+        low, below = " + ".join(map(_label, step.low)), sum(known[name] for name in step.low)
         follow = [rung.high for rung in _RUNGS if rung.high in more and step.high in rung.low]
         more = [name for name in more if name not in follow]
         do = [_line(settings, name, better[name]) for name in dict.fromkeys((step.high, *follow))]
         if step.high == "BatchStartTimeout":
             do[0] += ", or UNICRON_HEALTH_SECONDS in prolog.conf"
-        high = f"{_shown(step.high)} = {number(known[step.high])}"
+        high = f"{_label(step.high)} = {number(known[step.high])}"
         yield problem(f"{low} = {number(below)} s must be at most {high} s: {step.why}", "; with it ".join(do))
     if settings.seconds("SlurmdTimeout") == 0:
         yield problem(
@@ -169,7 +169,7 @@ def time_outs(case: Case) -> Iterator[Finding]:
 
 
 def limits(case: Case) -> dict[str, float]:
-    """What the ladder's names are here, seconds; without those that have no value."""
+    """Return the values of the ladder's names here, in seconds, without those that have none."""
     settings, ours = case.site.settings, case.site.config.controller
     found = {
         "the prolog": float(case.host.health.seconds + PROLOG_REST),
@@ -183,7 +183,7 @@ def limits(case: Case) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def raised(known: Mapping[str, float]) -> dict[str, float]:
+def sufficient_values(known: Mapping[str, float]) -> dict[str, float]:
     """Values with which the whole ladder holds, and unicrond's own rules about the same names."""
     better = dict(known)
     for _ in _RUNGS:  # each raises what a later one depends on at most once
@@ -200,12 +200,12 @@ def _is_broken(step: Step, known: Mapping[str, float]) -> bool:
     return low > known[step.high] or (step.below and low == known[step.high])
 
 
-def _shown(name: str) -> str:
+def _label(name: str) -> str:
     return f"[controller] {name}" if name in OURS else name
 
 
 def _line(settings: SlurmSettings, name: str, value: float) -> str:
-    """What to write where. Older releases have one limit for prolog and epilog, and take no other name."""
+    """Return what to write where. Older releases have one limit for prolog and epilog, and take no other name."""
     if name in OURS:
         return f"{name} = {number(value)} in [controller]"
     if name == "cred_expire":

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, get_args
 import click
 import msgspec
 
-from unicron_ctl.doctor.facts import COMPUTE, HostFacts, Ports, Question, Role, SiteFacts
-from unicron_ctl.doctor.verdicts import GOOD, PROBLEM
+from unicron_ctl.doctor.facts import COMPUTE, GOOD, PROBLEM, HostFacts, Ports, Question, Role, SiteFacts
 from unicron_ctl.shared.commands.options import controller_option
-from unicron_ctl.shared.slurm.host_lists import folded
-from unicron_ctl.shared.system.errors import FOUND, UserError
+from unicron_ctl.shared.slurm.host_lists import fold
+from unicron_ctl.shared.system.errors import PROBLEM_FOUND, UserError
 from unicron_ctl.shared.system.printable import print_text
 from unicron_detector.words import counted
 
 if TYPE_CHECKING:
     from unicron_ctl.doctor.examination import Result
-    from unicron_ctl.doctor.on_nodes import Gathered
+    from unicron_ctl.doctor.on_nodes import NodeAnswers
     from unicron_ctl.shared.settings.config import Config
     from unicron_ctl.shared.slurm import CommandLineClient
 
@@ -110,7 +109,7 @@ def command(
         print_text(json.dumps(msgspec.to_builtins(report), indent=1), lines=True)
     else:
         _print(hosts, results, verbose)
-    return FOUND if any(result.verdict == PROBLEM for result in results) else 0
+    return PROBLEM_FOUND if any(result.verdict == PROBLEM for result in results) else 0
 
 
 def _with_level(client: CommandLineClient, site: SiteFacts, here: HostFacts) -> SiteFacts:
@@ -125,14 +124,14 @@ def _with_level(client: CommandLineClient, site: SiteFacts, here: HostFacts) -> 
 
 def _ask_nodes(
     site: SiteFacts, config: Config, question: Question, wish: object, chosen: tuple[str, ...]
-) -> tuple[Gathered, dict[str, str], Ports]:
+) -> tuple[NodeAnswers, dict[str, str], Ports]:
     """The nodes' answers, the nodes that could not be asked, and their ports. Raises UserError where nobody answers."""
     from unicron_ctl.doctor import on_nodes, site_facts
     from unicron_ctl.shared.slurm.steps import search_path
 
     if site.slurm_problem:
         raise UserError(f"the nodes cannot be asked: {site.slurm_problem}")
-    marked = site_facts.marked(config, site.partitions)
+    marked = site_facts.partitions_in_use(config, site.partitions)
     if unknown := [name for name in chosen if name not in {one.name for one in site.partitions}]:
         raise UserError(f"Slurm has no partition {unknown[0]}: it has {', '.join(p.name for p in site.partitions)}", 2)
     steps, left_out = on_nodes.groups(site.nodes, chosen or marked)
@@ -167,7 +166,7 @@ def _print(hosts: list[HostFacts], results: list[Result], verbose: bool) -> None
             if not result.hosts or len(hosts) == 1
             else "all hosts"
             if result.hosts == everybody
-            else folded(result.hosts)
+            else fold(result.hosts)
         )
         text = f"{result.verdict:8} {result.check}{f' ({where})' if where else ''}: {result.text}"
         print_text(text)  # a node that somebody has taken over may say anything

@@ -1,4 +1,4 @@
-"""The table of checks, and how facts are judged by them. Pure."""
+"""The table of checks: who collects the facts of each on a host, and who judges them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,25 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from unicron_ctl.doctor import cluster_checks, host_checks, reach_checks
-from unicron_ctl.doctor.facts import COMPUTE, HEAD, LOGIN, HostFacts, Ports, SiteFacts
-from unicron_ctl.doctor.verdicts import GOOD, PROBLEM, UNKNOWN, Case, Check, Finding, Verdict, unknown
+from unicron_ctl.doctor import cluster_checks as cluster
+from unicron_ctl.doctor import host_checks as host
+from unicron_ctl.doctor import reach_checks as reach
+from unicron_ctl.doctor.facts import (
+    COMPUTE,
+    GOOD,
+    HEAD,
+    LOGIN,
+    PROBLEM,
+    UNKNOWN,
+    Case,
+    Check,
+    Finding,
+    HostFacts,
+    Ports,
+    SiteFacts,
+    Verdict,
+    unknown,
+)
 
 EVERYWHERE = frozenset((HEAD, LOGIN, COMPUTE))
 WITH_JOBS = frozenset((LOGIN, COMPUTE))
@@ -16,36 +32,35 @@ ON_NODES = frozenset((COMPUTE,))
 CLUSTER: frozenset[str] = frozenset()
 NODES = "nodes"  # what gave no answer; no check of the table
 _ORDER: tuple[Verdict, ...] = ("problem", "unknown", "advice", "good")
-
 CHECKS: tuple[Check, ...] = (
-    Check("slurm", CLUSTER, cluster_checks.slurm),
-    Check("config", EVERYWHERE, host_checks.config),
-    Check("partitions", CLUSTER, cluster_checks.partitions),
-    Check("controller", EVERYWHERE, reach_checks.controller),
-    Check("release", EVERYWHERE, reach_checks.release),
-    Check("controller-user", EVERYWHERE, reach_checks.controller_user),
-    Check("users", EVERYWHERE, reach_checks.users),
-    Check("admin-level", CLUSTER, cluster_checks.admin_level),
-    Check("auth-type", CLUSTER, cluster_checks.auth_type),
-    Check("munge", EVERYWHERE, reach_checks.munge),
-    Check("clock", EVERYWHERE, reach_checks.clock),
-    Check("agent-ports", ON_NODES, reach_checks.agent_ports),
-    Check("slurmd-port", ON_NODES, reach_checks.slurmd_port),
-    Check("plugin", WITH_JOBS, reach_checks.plugin),
-    Check("agent", ON_NODES, reach_checks.agent),
-    Check("python", WITH_JOBS, host_checks.python),
-    Check("containers", ON_NODES, host_checks.containers),
-    Check("shared-memory", ON_NODES, host_checks.shared_memory),
-    Check("limits", EVERYWHERE, host_checks.limits),
-    Check("kernel-log", ON_NODES, host_checks.kernel_log),
-    Check("prolog", ON_NODES, host_checks.prolog),
-    Check("epilog", ON_NODES, host_checks.epilog),
-    Check("health-check", ON_NODES, host_checks.health_check),
-    Check("job-requeue", CLUSTER, cluster_checks.job_requeue),
-    Check("return-to-service", CLUSTER, cluster_checks.return_to_service),
-    Check("prolog-flags", CLUSTER, cluster_checks.prolog_flags),
-    Check("prolog-failure", CLUSTER, cluster_checks.prolog_failure),
-    Check("time-outs", CLUSTER, cluster_checks.time_outs),
+    Check("slurm", CLUSTER, cluster.slurm),
+    Check("config", EVERYWHERE, host.config, {"config": host.config_facts}),
+    Check("partitions", CLUSTER, cluster.partitions),
+    Check("controller", EVERYWHERE, reach.controller, {"controller": reach.controller_facts}),
+    Check("release", EVERYWHERE, reach.release),
+    Check("controller-user", EVERYWHERE, reach.controller_user),
+    Check("users", EVERYWHERE, reach.users, {"users": reach.user_numbers}),
+    Check("admin-level", CLUSTER, cluster.admin_level),
+    Check("auth-type", CLUSTER, cluster.auth_type),
+    Check("munge", EVERYWHERE, reach.munge, {"munge": reach.munge_problem}),
+    Check("clock", EVERYWHERE, reach.clock),
+    Check("agent-ports", ON_NODES, reach.agent_ports),
+    Check("slurmd-port", ON_NODES, reach.slurmd_port),
+    Check("plugin", WITH_JOBS, reach.plugin, {"plugin": reach.plugin_facts}),
+    Check("agent", ON_NODES, reach.agent, {"agent": reach.agent_facts}),
+    Check("python", WITH_JOBS, host.python, {"torch": host.torch, "megatron": host.megatron}),
+    Check("containers", ON_NODES, host.containers, {"containers": host.container_facts}),
+    Check("shared-memory", ON_NODES, host.shared_memory, {"shm": host.shm_facts}),
+    Check("limits", EVERYWHERE, host.limits, {"limits": host.step_limits, "unicrond_files": host.unicrond_files}),
+    Check("kernel-log", ON_NODES, host.kernel_log, {"kernel_log": host.kernel_log_facts}),
+    Check("prolog", ON_NODES, host.prolog, {"prolog": host.prolog_scripts}),
+    Check("epilog", ON_NODES, host.epilog, {"epilog": host.epilog_scripts}),
+    Check("health-check", ON_NODES, host.health_check, {"health_program": host.health_program, "health": host.health}),
+    Check("job-requeue", CLUSTER, cluster.job_requeue),
+    Check("return-to-service", CLUSTER, cluster.return_to_service),
+    Check("prolog-flags", CLUSTER, cluster.prolog_flags),
+    Check("prolog-failure", CLUSTER, cluster.prolog_failure),
+    Check("time-outs", CLUSTER, cluster.time_outs),
 )
 NEED_SLURM = frozenset(check.name for check in CHECKS if not check.roles) - {"slurm"}
 
@@ -76,10 +91,10 @@ def examine(
                 for finding in check.judge(Case(_node_or(hosts), first, site, ports)):
                     found.setdefault((check.name, finding), [])
             continue
-        for host in hosts:
-            if host.role in check.roles:
-                for finding in check.judge(Case(host, first, site, ports)):
-                    found.setdefault((check.name, finding), []).append(host.name)
+        for one in hosts:
+            if one.role in check.roles:
+                for finding in check.judge(Case(one, first, site, ports)):
+                    found.setdefault((check.name, finding), []).append(one.name)
     for node, why in silent:
         found.setdefault((NODES, unknown(f"not asked: {why}")), []).append(node)
     return [
@@ -101,7 +116,7 @@ def no_answer(silent: dict[str, str]) -> list[Result]:
 
 def _node_or(hosts: Sequence[HostFacts]) -> HostFacts:
     """A compute node, whose prolog is the one that counts; the first host where no node was asked."""
-    return next((host for host in hosts if host.role == COMPUTE), hosts[0])
+    return next((one for one in hosts if one.role == COMPUTE), hosts[0])
 
 
 def by_weight(results: Iterable[Result]) -> list[Result]:
@@ -110,7 +125,7 @@ def by_weight(results: Iterable[Result]) -> list[Result]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """How many checks are good, and what the others are."""
+    """Return how many checks are good, and what the others are."""
     checks = {result.check for result in results}
     bad = {result.check for result in results if result.verdict == PROBLEM}
     open_ = {result.check for result in results if result.verdict == UNKNOWN} - bad

@@ -27,7 +27,7 @@ from unicron_detector.health.checks import HealthConfig
 WIDTH = 110
 STATE_DIR = "/var/lib/unicron"
 # What a commented line shows of a setting that has no default of its own.
-EXAMPLES: dict[str, Any] = {
+EXAMPLES: dict[str, object] = {
     "gpus": 8,
     "memory_mb": 500_000,
     "actions": list(PERMISSIONS),
@@ -49,9 +49,9 @@ TAIL = """\
 
 @dataclass(frozen=True)
 class Wish:
-    """What the file is to say. host: the controller's, as all hosts know it. user: unicrond's user, "" where everybody
-    believes it anyway (root, SlurmUser). partitions: Slurm's. marked: those that Unicron begins in; all where none is
-    named. gpus: of each node; None where nodes differ or have none."""
+    """The contents of the first file. host: the controller's, as all hosts know it. user: unicrond's user, "" where
+    everybody believes it anyway (root, SlurmUser). partitions: Slurm's. marked: those that Unicron begins in; all where
+    none is named. gpus: of each node; None where nodes differ or have none."""
 
     host: str
     user: str = ""

@@ -1,20 +1,78 @@
-"""Checks of one host's own things: limits, memory, kernel log, programs, Python. Pure."""
+"""Facts and checks of one host's own things: limits, memory, kernel log, programs, Python.
+
+What collects a fact judges nothing and raises for nothing that is missing; what judges it is pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import glob
+import os
+import resource
+import subprocess
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
 from shlex import quote  # what a node says is typed by root
 
-from unicron_ctl.doctor.facts import COMPUTE, HEAD, NO_LIMIT
-from unicron_ctl.doctor.slurm_lines import HEALTH_PROGRAM, HOOK, HOOK_FOLDER, WANTED
-from unicron_ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
+from unicron_ctl.doctor.facts import (
+    COMPUTE,
+    HEAD,
+    NO_LIMIT,
+    Case,
+    ConfigFacts,
+    ContainerFacts,
+    Finding,
+    HealthFacts,
+    Inspection,
+    KernelLogFacts,
+    ScriptFacts,
+    ShmFacts,
+    advice,
+    good,
+    problem,
+    unknown,
+)
+from unicron_ctl.doctor.slurm_lines import CONF_LINES, HEALTH_PROGRAM, HOOK, HOOK_FOLDER
+from unicron_ctl.shared.settings.places import PACKAGED_PYTHON
 from unicron_ctl.shared.system.descriptors import shortage
-from unicron_transition.seams.table import KNOWN, known
+from unicron_ctl.shared.system.errors import one_line
+from unicron_detector.health.program_output import TooMuchOutput, run_program
+from unicron_transition.seams.table import KNOWN_RELEASES, known
 
 FEWEST_FILES = 4096  # of an agent or a rank: a DataLoader with workers has hundreds
 SHARE_OF_MEMORY = 0.25  # of a node for the copies of training states
 HEALTH_CONF = "/etc/unicron/health.conf"
 MEBIBYTE, GIBIBYTE = 1 << 20, 1 << 30
+PROGRAM_SECONDS = 20.0  # for an agent or an interpreter to say which it is, on a busy node
+LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "core": resource.RLIMIT_CORE}
+MARK = b"nicron"  # in a script that is ours, or calls one of ours
+MOST_BYTES = 1 << 20  # of a script
+ADMISSION = "unicron_ctl.nodes.admission"
+# The scripts' own defaults
+PROLOG_SECONDS = 4
+APPTAINER_CONF = "/etc/apptainer/apptainer.conf"
+ENROOT_MOUNTS = "/etc/enroot/mounts.d"
+
+
+def config_facts(asked: Inspection) -> ConfigFacts:
+    return asked.config_facts
+
+
+def torch(_: Inspection) -> str:
+    return _release_of("torch")
+
+
+def megatron(_: Inspection) -> str:
+    return _release_of("megatron-core")
+
+
+def _release_of(distribution: str) -> str:
+    """Return the release of an installed distribution, "" without one. Nothing of it is imported."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def config(case: Case) -> Iterator[Finding]:
@@ -42,6 +100,15 @@ def config(case: Case) -> Iterator[Finding]:
         yield good(mine.path)
 
 
+def shm_facts(_: Inspection) -> ShmFacts:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return ShmFacts(memory=memory)
+    return ShmFacts(size=found.f_frsize * found.f_blocks, free=found.f_frsize * found.f_bavail, memory=memory)
+
+
 def shared_memory(case: Case) -> Iterator[Finding]:
     """/dev/shm has room for the copies of training states."""
     found, least = case.host.shm, case.site.config.health.shm_mb * MEBIBYTE
@@ -66,6 +133,32 @@ def shared_memory(case: Case) -> Iterator[Finding]:
         yield good("/dev/shm is large enough")
 
 
+def step_limits(_: Inspection) -> dict[str, int]:
+    """The limits of this process. Agents raise that of open files as far as they may, so there the hard one counts."""
+    found = {name: resource.getrlimit(number)[name == "nofile"] for name, number in LIMITS.items()}
+    return {name: NO_LIMIT if value == resource.RLIM_INFINITY else value for name, value in found.items()}
+
+
+def processes(name: str) -> list[Path]:
+    """The folders in /proc of the processes that run a program of this name, in an interpreter or not."""
+    found = []
+    for path in Path("/proc").glob("[1-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = os.fsdecode(path.read_bytes()).split("\0")
+            if any(os.path.basename(word) == name or word.endswith(f".{name}") for word in words[:3]):
+                found.append(path.parent)
+    return found
+
+
+def unicrond_files(_: Inspection) -> int | None:
+    """Return how many files the unicrond of this host may open; None where none runs here, or it is another user's."""
+    for folder in processes("unicrond"):
+        with contextlib.suppress(OSError, ValueError, StopIteration):
+            line = next(one for one in (folder / "limits").read_text().splitlines() if one.startswith("Max open files"))
+            return int(line.split()[3])
+    return None
+
+
 def limits(case: Case) -> Iterator[Finding]:
     """The limits that Slurm gives to steps, and unicrond's own."""
     found = [*_step_limits(case), *_unicrond_limits(case)]
@@ -73,7 +166,7 @@ def limits(case: Case) -> Iterator[Finding]:
 
 
 def _step_limits(case: Case) -> Iterator[Finding]:
-    """What is wrong with the limits of steps on a node. A login's limits are other ones."""
+    """Judge the limits of steps on a node. A login's limits are other ones."""
     if case.host.role != COMPUTE:
         return
     found = case.host.limits
@@ -97,6 +190,26 @@ def _unicrond_limits(case: Case) -> Iterator[Finding]:
         yield problem(f"unicrond: {text.partition(':')[0]}", "LimitNOFILE=65536 in unicrond.service")
 
 
+def kernel_log_facts(asked: Inspection) -> KernelLogFacts:
+    """Whether agents, which run as any user, can read the kernel log."""
+    path = asked.config.agent.kmsg
+    try:
+        restricted = Path("/proc/sys/kernel/dmesg_restrict").read_text().strip() == "1"
+    except OSError:
+        restricted = False
+    try:
+        mode: int | None = os.stat(path).st_mode
+    except OSError:
+        mode = None
+    return KernelLogFacts(
+        watched=asked.config.agent.node_events,
+        path=path,
+        restricted=restricted,
+        is_there=mode is not None,
+        readable=mode is not None and bool(mode & 0o004),
+    )
+
+
 def kernel_log(case: Case) -> Iterator[Finding]:
     """Agents, which run as the jobs' users, can read the kernel log."""
     found = case.host.kernel_log
@@ -115,6 +228,33 @@ def kernel_log(case: Case) -> Iterator[Finding]:
         yield good(f"{found.path} can be read")
 
 
+def prolog_scripts(asked: Inspection) -> ScriptFacts:
+    return _scripts(asked.question.prolog)
+
+
+def epilog_scripts(asked: Inspection) -> ScriptFacts:
+    return _scripts(asked.question.epilog)
+
+
+def health_program(asked: Inspection) -> ScriptFacts:
+    return _scripts([asked.question.health_program] if asked.question.health_program else [])
+
+
+def _scripts(patterns: Iterable[str]) -> ScriptFacts:
+    """Return the programs that these paths with wildcards lead to."""
+    found = [path for pattern in patterns for path in sorted(glob.glob(pattern)) if os.path.isfile(path)]
+    ours = [path for path in found if _is_ours(path)]
+    return ScriptFacts(found=found, ours=ours, blocked=[path for path in ours if not os.access(path, os.X_OK)])
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return MARK in file.read(MOST_BYTES)
+    except OSError:
+        return "nicron" in os.path.basename(path)  # it is for root's eyes only
+
+
 def prolog(case: Case) -> Iterator[Finding]:
     """Slurm's Prolog is ours, or calls it."""
     return _hook(case, "Prolog")
@@ -131,7 +271,7 @@ def _hook(case: Case, name: str) -> Iterator[Finding]:
     if case.site.slurm_problem:
         yield unknown(f"Slurm did not say which {name} it starts")
     elif not case.site.settings.words(name):
-        line = next(wanted.line for wanted in WANTED if wanted.name == name)(case.site.settings)
+        line = next(wanted.line for wanted in CONF_LINES if wanted.name == name)(case.site.settings)
         yield problem(f"Slurm has no {name}", f"{line} in slurm.conf")
     elif found.blocked:
         yield problem(f"{found.blocked[0]} cannot be executed", f"chmod 755 {quote(found.blocked[0])}")
@@ -142,13 +282,47 @@ def _hook(case: Case, name: str) -> Iterator[Finding]:
         yield good(f"{found.ours[0]}")
 
 
+def _keys_of(path: str) -> dict[str, str] | None:
+    """The lines KEY=VALUE of a file; None where it cannot be read."""
+    try:
+        text = Path(path).read_text(errors="replace")
+    except OSError:
+        return None
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
+
+
+def health(asked: Inspection) -> HealthFacts:
+    """Return the settings of the health checks on a node, as prolog and HealthCheckProgram find them."""
+    if asked.question.role != COMPUTE:
+        return HealthFacts()
+    prolog = _keys_of(os.environ.get("UNICRON_PROLOG_CONF") or "/etc/unicron/prolog.conf") or {}
+    conf = os.environ.get("UNICRON_HEALTH_CONF") or prolog.get("UNICRON_HEALTH_CONF") or "/etc/unicron/health.conf"
+    keys = _keys_of(conf)
+    python = (keys or {}).get("UNICRON_PYTHON") or PACKAGED_PYTHON
+    said = prolog.get("UNICRON_HEALTH_SECONDS", "")
+    seconds = int(said) if said.isdecimal() and 1 <= int(said) <= 49 else PROLOG_SECONDS
+    runs = keys is not None and prolog.get("UNICRON_CHECK_HEALTH") != "off"
+    found = "" if keys is None else conf
+    return HealthFacts(conf=found, python=python, problem=_cannot_check(python), seconds=seconds if runs else 0)
+
+
+def _cannot_check(python: str) -> str:
+    """Why this interpreter cannot run the admission checks, in one line, or nothing."""
+    try:
+        done = run_program([python, "-P", "-c", f"import {ADMISSION}"], PROGRAM_SECONDS)
+    except (OSError, subprocess.TimeoutExpired, TooMuchOutput) as error:
+        return one_line(getattr(error, "strerror", None) or str(error))
+    last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+    return one_line("".join(last)) or f"it ended with {done.returncode}" if done.returncode else ""
+
+
 def health_check(case: Case) -> Iterator[Finding]:
     """HealthCheckProgram is ours, is started, and can run the checks."""
-    settings, found, health = case.site.settings, case.host.health_program, case.host.health
+    settings, found, checks = case.site.settings, case.host.health_program, case.host.health
     if case.site.slurm_problem:
         yield unknown("Slurm did not say which HealthCheckProgram it starts")
         return
-    lines = [line for wanted in WANTED if wanted.check == "health-check" and (line := wanted.line(settings))]
+    lines = [line for wanted in CONF_LINES if wanted.check == "health-check" and (line := wanted.line(settings))]
     program = settings.text("HealthCheckProgram")
     sound = not lines
     if not program:
@@ -165,13 +339,13 @@ def health_check(case: Case) -> Iterator[Finding]:
     elif not found.ours:
         sound = False
         yield problem(f"{program} does not call unicron-health", f"let it call {HEALTH_PROGRAM}")
-    if health.problem:
+    if checks.problem:
         sound = False
         yield problem(
-            f"UNICRON_PYTHON={health.python} cannot run the checks: {health.problem}",
-            f"install unicron-agent there, or name the Python that has Unicron in {health.conf or HEALTH_CONF}",
+            f"UNICRON_PYTHON={checks.python} cannot run the checks: {checks.problem}",
+            f"install unicron-agent there, or name the Python that has Unicron in {checks.conf or HEALTH_CONF}",
         )
-    elif not health.conf:
+    elif not checks.conf:
         sound = False
         yield advice(f"no {HEALTH_CONF}: the prolog does not run these checks", f"touch {HEALTH_CONF}")
     if sound:
@@ -187,7 +361,7 @@ def python(case: Case) -> Iterator[Finding]:
             sound = False
             yield problem(
                 f"{package} {release} is not known: training with it is refused in session mode",
-                f"install {' or '.join(KNOWN[package])}, or submit with --unicron-mode=restart",
+                f"install {' or '.join(KNOWN_RELEASES[package])}, or submit with --unicron-mode=restart",
             )
     mine = (host.python.rpartition(".")[0], host.torch, host.megatron)
     firsts = (first.python.rpartition(".")[0], first.torch, first.megatron)
@@ -209,6 +383,33 @@ def _clash(mine: tuple[str, str, str], firsts: tuple[str, str, str]) -> bool:
 
 def _packages(torch: str, megatron: str) -> str:
     return f"torch {torch or '-'}, megatron-core {megatron or '-'}"
+
+
+def container_facts(asked: Inspection) -> ContainerFacts:
+    """Return the container runtimes of this host and what they mount of Unicron's."""
+    agent_folder = os.path.dirname(os.path.dirname(asked.agent))
+    mounts = [path for path in sorted(glob.glob(f"{ENROOT_MOUNTS}/*.fstab")) if _is_ours(path)]
+    sources = [line.split()[0] for path in mounts for line in _lines(path)]
+    binds = any(
+        words[:2] == ["bind", "path"] and agent_folder and "".join(words[3:]).split(":")[0].rstrip("/") == agent_folder
+        for words in (line.replace("=", " = ").split() for line in _lines(APPTAINER_CONF))
+    )
+    return ContainerFacts(
+        enroot=os.path.isdir(os.path.dirname(ENROOT_MOUNTS)),
+        enroot_mounts=bool(mounts),
+        enroot_missing=[path for path in sources if not os.path.exists(path)],
+        apptainer=os.path.isfile(APPTAINER_CONF),
+        apptainer_binds=binds,
+    )
+
+
+def _lines(path: str) -> list[str]:
+    """The lines of a configuration file that are no comments."""
+    try:
+        text = Path(path).read_text(errors="replace")
+    except OSError:
+        return []
+    return [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
 
 
 def containers(case: Case) -> Iterator[Finding]:

@@ -88,7 +88,7 @@ class Collector:
         if len(parts) < count:
             return None
         try:
-            return node, kind, _unpacked(base64.b64decode("".join(parts[i] for i in range(count))))
+            return node, kind, _unpack(base64.b64decode("".join(parts[i] for i in range(count))))
         except (KeyError, ValueError, zlib.error):
             return None
 
@@ -97,7 +97,7 @@ def _is_number(word: str) -> bool:
     return word.isascii() and word.isdecimal() and len(word) <= 6
 
 
-def _unpacked(data: bytes) -> bytes:
+def _unpack(data: bytes) -> bytes:
     """The data of a node, which may have packed a great deal into little. Raises ValueError and zlib.error."""
     packed = zlib.decompressobj()
     found = packed.decompress(data, MOST_FACTS)
@@ -166,19 +166,19 @@ class Wish:
 
 
 def own_program() -> tuple[str, ...]:
-    """What runs on each node: this `unicronctl`, which is at the same path there, or this interpreter."""
+    """Return what runs on each node: this `unicronctl`, which is at the same path there, or this interpreter."""
     path = os.path.abspath(sys.argv[0])
     is_program = os.path.basename(path) == "unicronctl" and os.access(path, os.X_OK)
     return (path, "doctor", "--step") if is_program else interpreter(sys.executable)
 
 
 def interpreter(python: str) -> tuple[str, ...]:
-    """What runs there by a Python in which Unicron is installed."""
+    """Return what runs there by a Python in which Unicron is installed."""
     return (python, "-P", "-m", MODULE)  # -P: the user's folder must not hide our modules
 
 
 @dataclass
-class Gathered:
+class NodeAnswers:
     """The answers. silent: node -> why it gave none. doors: node -> why its port cannot be reached, "" where it can."""
 
     hosts: list[HostFacts] = field(default_factory=list)
@@ -241,7 +241,7 @@ def _lines(stream: IO[str]) -> Iterator[str]:
 
 
 def _errors(stream: IO[str]) -> list[str]:
-    """What a step writes for people: the beginning, and all the rest is read and dropped."""
+    """Read what a step writes for people: the beginning, and all the rest is read and dropped."""
     said = stream.read(MOST_ERRORS)
     while stream.read(MOST_ERRORS):
         pass
@@ -259,10 +259,10 @@ class Asking:
         self._question, self._wish, self._reach = question, wish, reach
         if reach is not None:
             self._question = msgspec.structs.replace(question, door=DOOR_SECONDS)
-        self._found = Gathered()
+        self._found = NodeAnswers()
         self._lock = threading.Lock()
 
-    def run(self, steps: Sequence[tuple[str, list[str]]]) -> Gathered:
+    def run(self, steps: Sequence[tuple[str, list[str]]]) -> NodeAnswers:
         """The answers of all steps. Raises UserError where srun is missing."""
         with ThreadPoolExecutor(AT_ONCE) as doors:
             try:

@@ -17,7 +17,7 @@ PLUGIN = "unicron.so"
 CONTAINER_PLUGINS = re.compile(r"pyxis|enroot|container")  # they put the task into a container
 MOST_BYTES = 8 << 20  # of unicron.so
 DEEPEST = 8  # files that include others
-_BUILT = re.compile(rb"unicron (\S+), built for Slurm (\d+(?:\.\d+)*)")  # plugin_release in spank/plugin.c
+_BUILD_TEXT = re.compile(rb"unicron (\S+), built for Slurm (\d+(?:\.\d+)*)")  # plugin_release in spank/plugin.c
 
 
 class Line(NamedTuple):
@@ -48,8 +48,8 @@ def lines_of(path: Path, depth: int = 0) -> Iterator[Line]:
 
 
 def candidates(setting: str, slurm_conf: str, spool: str) -> list[str]:
-    """Where plugstack.conf may be: where Slurm's setting says, beside this host's slurm.conf, and in the caches of a
-    host whose slurm.conf comes from slurmctld (configless)."""
+    """Return where plugstack.conf may be: where Slurm's setting says, beside this host's slurm.conf, and in the caches
+    of a host whose slurm.conf comes from slurmctld (configless)."""
     found = [setting] if setting else []
     found += [os.path.join(os.path.dirname(slurm_conf), "plugstack.conf")] if slurm_conf else []
     found += ["/run/slurm/conf/plugstack.conf"]
@@ -84,8 +84,8 @@ def plugin_facts(files: Sequence[str], plugin_dir: str) -> tuple[PluginFacts, st
 
 
 def in_plugin_dir(plugin_dir: str, name: str) -> str:
-    """Where Slurm looks for a plugin of this name: in the folders of PluginDir, which has colons between them, in their
-    order. An absolute name stands for itself."""
+    """Return where Slurm looks for a plugin of this name: in the folders of PluginDir, which has colons between them,
+    in their order. An absolute name stands for itself."""
     folders = [folder for folder in plugin_dir.split(":") if folder] or ["/usr/lib/slurm"]
     places = [os.path.join(folder, name) for folder in folders]
     return next((path for path in places if os.path.isfile(path)), places[0])
@@ -95,14 +95,14 @@ def built_for(path: str) -> tuple[str, str]:
     """The plugin's release and that of the Slurm that it was built for; "" where the file does not say."""
     try:
         with open(path, "rb") as file:
-            found = _BUILT.search(file.read(MOST_BYTES))
+            found = _BUILD_TEXT.search(file.read(MOST_BYTES))
     except OSError:
         return "", ""
     return (found[1].decode(errors="replace"), found[2].decode()) if found else ("", "")
 
 
 def installed_plugin(plugin_dir: str) -> str:
-    """Where unicron.so is on this host, or where the package puts it."""
+    """Return where unicron.so is on this host, or where the package puts it."""
     places = [
         PACKAGED_PLUGIN,
         in_plugin_dir(plugin_dir, PLUGIN),
@@ -112,6 +112,6 @@ def installed_plugin(plugin_dir: str) -> str:
 
 
 def installed_agent() -> str:
-    """Where the agent is on this host, or where the package puts it."""
+    """Return where the agent is on this host, or where the package puts it."""
     places = [PACKAGED_AGENT, os.path.join(sysconfig.get_path("scripts"), "unicron-agent")]
     return next((path for path in places if os.path.isfile(path)), PACKAGED_AGENT)

@@ -1,17 +1,79 @@
-"""Checks of what hosts and the controller are to each other: the way between them, users, clocks, releases. Pure."""
+"""Facts and checks of what hosts and the controller are to each other: the way between them, users, clocks, releases.
+
+What collects a fact judges nothing and raises for nothing that is missing; what judges it is pure.
+"""
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
+import socket
+import subprocess
+import time
 from collections.abc import Iterator, Mapping
 
-from unicron_ctl.doctor.facts import COMPUTE, HEAD
-from unicron_ctl.doctor.verdicts import Case, Finding, advice, good, problem, unknown
-from unicron_ctl.shared.system.addresses import split_addresses
+from unicron_ctl.doctor.facts import (
+    COMPUTE,
+    HEAD,
+    AgentFacts,
+    Case,
+    ControllerFacts,
+    Finding,
+    Inspection,
+    PluginFacts,
+    advice,
+    good,
+    problem,
+    unknown,
+)
+from unicron_ctl.doctor.host_checks import PROGRAM_SECONDS
+from unicron_ctl.shared.protocol.answer_schema import Pong
+from unicron_ctl.shared.protocol.client import as_struct, ask_controller
+from unicron_ctl.shared.protocol.munge import MungeError, make_credential, unmunge
+from unicron_ctl.shared.settings.places import controller_address
+from unicron_ctl.shared.system.addresses import endpoints, resolve_all, split_addresses
+from unicron_ctl.shared.system.errors import UserError, one_line
 from unicron_ctl.shared.system.release import work_together
+from unicron_detector.health.program_output import TooMuchOutput, run_program
 
 ROOT = 0
 _BELONGS = re.compile(r"belongs to (\S+) \(uid \d+\)")  # protocol.controller_discovery
+ASK_SECONDS = 5.0
+CONNECT_SECONDS = 2.0
+
+
+def controller_facts(asked: Inspection) -> ControllerFacts:
+    """Ask the controller for a sign of life, as agents and commands do."""
+    address = controller_address(asked.question.controller or None, asked.config)
+    facts = ControllerFacts(address=address)
+    began = time.time()
+    try:
+        pong = as_struct(ask_controller({"kind": "ping"}, address, timeout=ASK_SECONDS), Pong)
+    except UserError as error:
+        facts.problem, facts.tcp = one_line(str(error)), takes_connections(address)
+        return facts
+    answered = time.time()
+    facts.tcp, facts.release, facts.uid = True, pong.release, pong.uid
+    facts.within = (answered - began) / 2
+    facts.ahead = pong.time - (began + answered) / 2
+    return facts
+
+
+def takes_connections(address: str) -> bool | None:
+    """Whether something listens at one of the addresses, tcp://HOST:PORT with commas between; None where none of their
+    hosts is known."""
+    try:
+        targets = resolve_all(endpoints(address))
+    except (UserError, OSError):
+        return None
+    for target in targets:
+        try:
+            with socket.create_connection(target.address[:2], CONNECT_SECONDS):
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def controller(case: Case) -> Iterator[Finding]:
@@ -27,7 +89,7 @@ def controller(case: Case) -> Iterator[Finding]:
 
 
 def _way_to_controller(case: Case) -> str:
-    """What to do where the controller does not answer."""
+    """Return what to do where the controller does not answer."""
     found, port = case.host.controller, case.host.controller.address.rpartition(":")[2]
     if whose := _BELONGS.search(found.problem):
         return f'controller_users = ["{whose[1]}"] in [agent] of {case.host.config.path or "unicron.toml"}'
@@ -81,6 +143,25 @@ def controller_user(case: Case) -> Iterator[Finding]:
         )
 
 
+def user_numbers(asked: Inspection) -> dict[str, int | None]:
+    return {name: uid_of(name) for name in asked.question.users}
+
+
+def uid_of(name: str) -> int | None:
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return None
+
+
+def user_name(uid: int) -> str:
+    """The user's name on this host, or its number."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
 def users(case: Case) -> Iterator[Finding]:
     """SlurmUser and the controller's user have the same number everywhere."""
     slurms_name, slurms_uid = case.site.settings.user()
@@ -99,6 +180,16 @@ def users(case: Case) -> Iterator[Finding]:
             yield problem(f"{name} is uid {mine} here, and {uid} to Slurm and Unicron", f"usermod --uid {uid} {name}")
     if sound:
         yield good(", ".join(f"{name} is uid {uid}" for name, uid in wanted.items()) or "no user is known")
+
+
+def munge_problem(asked: Inspection) -> str:
+    """Return why munge, if it is used, does not work on this host, in one line, or nothing."""
+    if asked.config_facts.auth != "munge":
+        return ""
+    try:
+        return "" if unmunge(make_credential("doctor")).uid == os.geteuid() else "munge named another user"
+    except MungeError as error:
+        return one_line(str(error))
 
 
 def munge(case: Case) -> Iterator[Finding]:
@@ -130,6 +221,10 @@ def clock(case: Case) -> Iterator[Finding]:
         )
     else:
         yield good("the clock agrees with the controller's")
+
+
+def plugin_facts(asked: Inspection) -> PluginFacts:
+    return asked.plugin
 
 
 def plugin(case: Case) -> Iterator[Finding]:
@@ -167,7 +262,7 @@ def plugin(case: Case) -> Iterator[Finding]:
 
 
 def _line_problems(case: Case) -> Iterator[tuple[str, str]]:
-    """What is wrong with the line itself, and what to do."""
+    """Yield what is wrong with the line itself, and what to do."""
     found, mine = case.host.plugin, case.host.config
     if found.required:
         yield "the plugin is required: if it is missing on a node, no job runs there", f"optional in {found.plugstack}"
@@ -185,6 +280,26 @@ def _line_problems(case: Case) -> Iterator[tuple[str, str]]:
         )
     if found.config and mine.path and found.config != mine.path:
         yield f"jobs read {found.config}, and commands {mine.path}", f"config={mine.path} in {found.plugstack}"
+
+
+def agent_facts(asked: Inspection) -> AgentFacts:
+    """Return the agent's release on a node, or why it cannot be executed."""
+    path = asked.agent
+    if not path or asked.question.role != COMPUTE:
+        return AgentFacts(path=path)
+    try:
+        done = run_program([path, "--version"], PROGRAM_SECONDS)
+    except OSError as error:
+        return AgentFacts(path=path, problem=error.strerror or str(error))
+    except subprocess.TimeoutExpired:
+        return AgentFacts(path=path, problem=f"no answer within {PROGRAM_SECONDS:g} s")
+    except TooMuchOutput as error:
+        return AgentFacts(path=path, problem=str(error))
+    said = done.stdout.decode(errors="replace").split()
+    if done.returncode or said[:1] != ["unicron-agent"]:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return AgentFacts(path=path, problem=one_line("".join(last)) or f"it ended with {done.returncode}")
+    return AgentFacts(path=path, release=" ".join(said[1:]))
 
 
 def agent(case: Case) -> Iterator[Finding]:

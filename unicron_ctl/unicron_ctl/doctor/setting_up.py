@@ -1,4 +1,4 @@
-"""What else an installation takes: the plugin's line, slurm.conf's, and the steps in their order. Pure."""
+"""The other parts of an installation: the plugin's line, slurm.conf's, and the steps in their order. Pure."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ PLUGSTACK_HEAD = """\
 
 @dataclass(frozen=True)
 class Site:
-    """What the lines and steps depend on. address: the controller's. config, plugstack: the files in Unicron's folder.
-    user: unicrond's; uid: its number here, None while there is none. level: its AdminLevel. has_accounts: Slurm has
-    slurmdbd. plugin, agent: the paths in the plugin's line. found: the plugin as Slurm has it on this host.
+    """The site, as far as lines and steps depend on it. address: the controller's. config, plugstack: the files in
+    Unicron's folder. user: unicrond's; uid: its number here, None while there is none. level: its AdminLevel.
+    has_accounts: Slurm has slurmdbd. plugin, agent: the paths in the plugin's line. found: the plugin as Slurm has it
+    on this host.
     """
 
     settings: SlurmSettings
@@ -61,7 +62,7 @@ def slurm_conf_lines(settings: SlurmSettings) -> list[str]:
 
 
 def steps(site: Site) -> list[str]:
-    """What to do, in order. A step may have several lines; those that begin with spaces are commands."""
+    """Return what to do, in order. A step may have several lines; those that begin with spaces are commands."""
     return [*_controller(site), *_nodes(site), *_slurm(site), *_then(site)]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from unicron_ctl.doctor.setting_up import UNIT_USER
-from unicron_ctl.shared.system.errors import FOUND, WRONG_USE, UserError
+from unicron_ctl.shared.system.errors import PROBLEM_FOUND, WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 from unicron_ctl.shared.system.whole_file import write_whole
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from unicron_ctl.shared.slurm.slurm_settings import SlurmSettings
 
 USUAL = "/etc/unicron/unicron.toml"
-KEPT = ".old"
+OLD_SUFFIX = ".old"
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*", re.ASCII)
 
 
@@ -35,7 +35,7 @@ USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*", re.ASCII)
     "--partition", "marked", multiple=True, metavar="P", help="Begin in P only; may be repeated [default: all]."
 )
 @click.option("--dry-run", is_flag=True, help="Write nothing, and print the files.")
-@click.option("--force", is_flag=True, help=f"Replace files that differ; they stay beside, as FILE{KEPT}.")
+@click.option("--force", is_flag=True, help=f"Replace files that differ; they stay beside, as FILE{OLD_SUFFIX}.")
 def command(path: str, host: str | None, user: str, marked: tuple[str, ...], dry_run: bool, force: bool) -> int:
     """Write unicron.toml for this cluster, in mode observe, and the plugin's line, and print what else to do.
 
@@ -56,13 +56,13 @@ def command(path: str, host: str | None, user: str, marked: tuple[str, ...], dry
     _print_rest(site)
     for problem in problems:
         print_text(f"{path}: {problem}", err=True)
-    return FOUND if problems else 0
+    return PROBLEM_FOUND if problems else 0
 
 
 def _wish(
     client: CommandLineClient, settings: SlurmSettings, host: str | None, user: str, marked: tuple[str, ...]
 ) -> Wish:
-    """What the file is to say. Raises UserError."""
+    """Return what the file is to say. Raises UserError."""
     from unicron_ctl.doctor.first_file import Wish
     from unicron_ctl.shared.settings.config import DEFAULT_PORT, address_problem
 
@@ -89,9 +89,10 @@ def _wish(
 def _site(
     client: CommandLineClient, settings: SlurmSettings, wish: Wish, user: str, path: str
 ) -> tuple[Site, list[str]]:
-    """What lines and steps depend on, and what is wrong with the file that is there now."""
-    from unicron_ctl.doctor.host_facts import read_config, uid_of
+    """Return what lines and steps depend on, and what is wrong with the file that is there now."""
+    from unicron_ctl.doctor.host_facts import read_config
     from unicron_ctl.doctor.plugstack import candidates, installed_agent, installed_plugin, plugin_facts
+    from unicron_ctl.doctor.reach_checks import uid_of
     from unicron_ctl.doctor.setting_up import Site
     from unicron_ctl.shared.slurm import SlurmError
 
@@ -138,7 +139,7 @@ def _write(path: Path, text: str, dry_run: bool, force: bool) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if old is not None:
-            write_whole(path.with_name(path.name + KEPT), old)
+            write_whole(path.with_name(path.name + OLD_SUFFIX), old)
         write_whole(path, text)
     except OSError as error:
         raise UserError(

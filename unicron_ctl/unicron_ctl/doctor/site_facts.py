@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from unicron_ctl.doctor.facts import COMPUTE, HEAD, LOGIN, HostFacts, Question, Role, SiteFacts
-from unicron_ctl.doctor.host_facts import processes, user_name
+from unicron_ctl.doctor.host_checks import processes
 from unicron_ctl.doctor.plugstack import candidates
+from unicron_ctl.doctor.reach_checks import user_name
 from unicron_ctl.shared.settings.config import Config
 from unicron_ctl.shared.settings.partitions import OFF
 from unicron_ctl.shared.settings.places import controller_address, is_guess
@@ -45,8 +46,8 @@ def controllers_level(client: CommandLineClient, site: SiteFacts, here: HostFact
 
 
 def find_role(site: SiteFacts, config: Config, environment: Mapping[str, str] = os.environ) -> Role:
-    """What this host is: a node within a job, the controller's or slurmctld's host, a node with a slurmd, else a login
-    node."""
+    """Return what this host is: a node within a job, the controller's or slurmctld's host, a node with a slurmd, else a
+    login node."""
     if environment.get("SLURMD_NODENAME"):
         return COMPUTE
     here = socket.gethostname().split(".")[0]
@@ -71,7 +72,7 @@ def is_controllers_host(explicit: str, config: Config) -> bool:
 
 
 def question_for(role: Role, site: SiteFacts, config: str = "", controller: str = "") -> Question:
-    """What a host of this role is asked."""
+    """Return what a host of this role is asked."""
     settings = site.settings
     conf = os.environ.get("SLURM_CONF") or settings.text("SLURM_CONF")
     name, _ = settings.user()
@@ -89,11 +90,11 @@ def question_for(role: Role, site: SiteFacts, config: str = "", controller: str 
 
 
 def patterns(settings: SlurmSettings, name: str) -> list[str]:
-    """Where Prolog or Epilog lies, with wildcards. A path that is not absolute is beside slurm.conf."""
+    """Return where Prolog or Epilog lies, with wildcards. A path that is not absolute is beside slurm.conf."""
     folder = Path(settings.text("SLURM_CONF") or "/etc/slurm/slurm.conf").parent
     return [str(folder / word) for word in settings.words(name)]
 
 
-def marked(config: Config, partitions: Iterable[PartitionInfo]) -> list[str]:
+def partitions_in_use(config: Config, partitions: Iterable[PartitionInfo]) -> list[str]:
     """Slurm's partitions in which Unicron is not switched off."""
     return [one.name for one in partitions if config.controller.rules(one.name).mode != OFF]

@@ -1,16 +1,17 @@
-"""What slurm.conf is to say: one table for `unicronctl setup`, which prints what is missing, and for the doctor."""
+"""The lines that slurm.conf needs: one table for `unicronctl setup`, which prints what is missing, and for the
+doctor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from unicron_ctl.shared.settings.places import PACKAGED
+from unicron_ctl.shared.settings.places import PACKAGE_FOLDER
 from unicron_ctl.shared.slurm.slurm_settings import SlurmSettings
 
-HEALTH_PROGRAM = f"{PACKAGED}/unicron-health"
+HEALTH_PROGRAM = f"{PACKAGE_FOLDER}/unicron-health"
 HEALTH_INTERVAL = "300"
-HOOK_FOLDER = {"Prolog": f"{PACKAGED}/prolog.d", "Epilog": f"{PACKAGED}/epilog.d"}
+HOOK_FOLDER = {"Prolog": f"{PACKAGE_FOLDER}/prolog.d", "Epilog": f"{PACKAGE_FOLDER}/epilog.d"}
 HOOK = "50-unicron"
 ADMINISTRATOR = "Administrator"
 
@@ -22,7 +23,7 @@ def administrator(user: str, level: str) -> str:
     return f"sacctmgr add user {user} account=root adminlevel={ADMINISTRATOR}"
 
 
-class Wanted(NamedTuple):
+class ConfLine(NamedTuple):
     """One setting. check: the doctor's check that it belongs to. line: the line that is missing or wrong, "" where all
     is well."""
 
@@ -68,34 +69,34 @@ def _health_states(settings: SlurmSettings) -> str:
     return f"HealthCheckNodeState={','.join(['ANY', *cycle])}"
 
 
-WANTED: tuple[Wanted, ...] = (
-    Wanted("JobRequeue", "job-requeue", _value("JobRequeue", "1"), "a lost element is started again"),
-    Wanted(
+CONF_LINES: tuple[ConfLine, ...] = (
+    ConfLine("JobRequeue", "job-requeue", _value("JobRequeue", "1"), "a lost element is started again"),
+    ConfLine(
         "ReturnToService",
         "return-to-service",
         _value("ReturnToService", "1"),
         "a node that was set down comes back once it has been checked; with 2, before",
     ),
-    Wanted("Prolog", "prolog", _hook("Prolog"), "a node is checked before it gets a job"),
-    Wanted("Epilog", "epilog", _hook("Epilog"), "what a job has left on a node is removed"),
-    Wanted(
+    ConfLine("Prolog", "prolog", _hook("Prolog"), "a node is checked before it gets a job"),
+    ConfLine("Epilog", "epilog", _hook("Epilog"), "what a job has left on a node is removed"),
+    ConfLine(
         "PrologFlags",
         "prolog-flags",
         _with_word("PrologFlags", "Alloc"),
         "all nodes of a job are checked before it begins, not each at its first step",
     ),
-    Wanted(
+    ConfLine(
         "SchedulerParameters",
         "prolog-failure",
         _with_word("SchedulerParameters", "nohold_on_prolog_fail"),
         "a job whose prolog failed is not held",
     ),
-    Wanted("HealthCheckProgram", "health-check", _health_program, "nodes that are proven bad get no jobs"),
-    Wanted("HealthCheckInterval", "health-check", _health_interval, "seconds between two checks; 0 is never"),
-    Wanted("HealthCheckNodeState", "health-check", _health_states, "down nodes too: they come back by their reports"),
+    ConfLine("HealthCheckProgram", "health-check", _health_program, "nodes that are proven bad get no jobs"),
+    ConfLine("HealthCheckInterval", "health-check", _health_interval, "seconds between two checks; 0 is never"),
+    ConfLine("HealthCheckNodeState", "health-check", _health_states, "down nodes too: they come back by their reports"),
 )
 
 
-def missing(settings: SlurmSettings) -> list[tuple[Wanted, str]]:
+def missing(settings: SlurmSettings) -> list[tuple[ConfLine, str]]:
     """The lines that slurm.conf lacks or has otherwise, in the table's order."""
-    return [(wanted, line) for wanted in WANTED if (line := wanted.line(settings))]
+    return [(wanted, line) for wanted in CONF_LINES if (line := wanted.line(settings))]

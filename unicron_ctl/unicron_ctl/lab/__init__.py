@@ -11,8 +11,8 @@ COMMANDS = {
     "punish": Command("unicron_ctl.lab.commands.inject:punish", "Break ranks at random until the time is up."),
 }
 SCHEMAS = {
-    "inject": "unicron_ctl.shared.protocol.answer_schema:Injected",
-    "punish": "unicron_ctl.shared.protocol.answer_schema:Injected",
+    "inject": "unicron_ctl.shared.protocol.answer_schema:Injection",
+    "punish": "unicron_ctl.shared.protocol.answer_schema:Injection",
     "cluster status": "unicron_ctl.lab.cluster.cluster_status:ClusterStatus",
     "demo": "unicron_ctl.lab.demo.report:DemoResult",
 }

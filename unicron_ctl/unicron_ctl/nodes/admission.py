@@ -22,7 +22,7 @@ import msgspec
 
 from unicron_ctl.shared.protocol.client import ask_controller
 from unicron_ctl.shared.settings.config import Config, skip_problem
-from unicron_ctl.shared.settings.config_file import understood
+from unicron_ctl.shared.settings.config_file import load_valid_part
 from unicron_ctl.shared.slurm import drains
 from unicron_ctl.shared.system.errors import UserError, one_line
 from unicron_detector.health.checks import Settings, checks_of
@@ -86,9 +86,10 @@ def _usual_config() -> str | None:
 
 
 def _config(path: str | None) -> tuple[Config, list[str]]:
-    """What of the file has a meaning, and what has none: one wrong line must not switch the other checks off."""
+    """Return the valid part of the file, and what is wrong with the rest: one wrong line must not switch the other
+    checks off."""
     try:
-        return understood(path) if path else (Config(), [])
+        return load_valid_part(path) if path else (Config(), [])
     except UserError as error:
         return Config(), [f"{str(error).removeprefix(f'{path}: ')}; the defaults are used"]
 

@@ -1,6 +1,7 @@
-"""A bundle about a job for support: what the asker may see, without what looks like a secret.
+"""Packs what support needs to know of a job: a list of what a bundle may hold, and nothing else.
 
-It asks as whoever calls it, and reads files with that user's rights. Each text goes through `system.redaction`.
+In it are numbers, names and words that Unicron and Slurm choose. What users write comes with `--with-logs` alone: no
+search finds every secret in it. It asks as whoever calls it, and reads files with that user's rights.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ import stat
 import subprocess
 import tarfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from unicron_ctl.shared.log.records.codec import KINDS
+from unicron_ctl.shared.protocol import answer_schema
 from unicron_ctl.shared.protocol.client import ask_controller
-from unicron_ctl.shared.settings.config_file import search_path, understood
+from unicron_ctl.shared.settings.config_file import load_valid_part
 from unicron_ctl.shared.settings.notify import load_secrets
 from unicron_ctl.shared.settings.places import program
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
-from unicron_ctl.shared.system.redaction import redacted, secret_values, without_secrets
+from unicron_ctl.shared.system.redaction import secret_values, without_values
 from unicron_detector.words import counted
 
 TAIL_BYTES = 64 << 10  # of each file of output
@@ -45,17 +50,49 @@ PACKAGES = (
     "prometheus_client",
     "pyslurm",
 )
+TEXTS = frozenset(
+    "action actions agent assignment auth bounds cause code detected_by event fault job kind kind_of_failure layout"
+    " layouts metric metrics mode modes node node_names nodes partition partitions paused peer phase plan_reason"
+    " planned planned_layout release rule scope shares slurm source spare_of spares start state states until used_by"
+    " user verdict".split()
+)
+"""Fields of answers and records whose texts, and the keys of whose maps, no user writes. All others are left out."""
+LEFT_OUT_SETTINGS = {"health": ["programs"], "notify": ["secrets"]}
+"""Settings that may hold a secret: arguments of programs, and where the secrets are."""
+SQUEUE = "%i|%T|%r|%P|%q|%Q|%D|%N|%C|%m|%b|%l|%M|%S|%e"
+"""Columns of `squeue -o` (man squeue) that hold none of the user's words."""
+
+
+def _fields() -> frozenset[str]:
+    """Return the names of all fields of answers and records: keys that are not in it may be users' words."""
+    structs = [one for one in vars(answer_schema).values() if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+    return frozenset(name for struct in (*structs, *KINDS.values()) for name in struct.__struct_fields__)
+
+
+_FIELDS = _fields()
+
+
+def without_users_words(data: Any, field: str = "") -> Any:
+    """Return plain data of an answer with what a bundle may hold: numbers, and the texts of TEXTS."""
+    if isinstance(data, str):
+        return data if field in TEXTS else ""
+    if isinstance(data, list):
+        return [without_users_words(one, field) for one in data]
+    if not isinstance(data, dict):
+        return data
+    allowed = {name: value for name, value in data.items() if name in _FIELDS or field in TEXTS}
+    return {name: without_users_words(value, name if name in _FIELDS else field) for name, value in allowed.items()}
 
 
 def pack(job: str, output: Path | None, with_logs: bool, controller: str | None) -> tuple[Path, list[str]]:
-    """Writes the bundle, mode 0600. Returns its path, and what is not in it and why. Raises UserError."""
+    """Write the bundle, mode 0600. Return its path, and what is not in it and why. Raise UserError."""
     left_out: list[str] = []
-    texts = dict(_collected(job, with_logs, controller, left_out))
-    known = _known_secrets()
+    members = dict(_collect(job, with_logs, controller, left_out))
     stamp = time.strftime("%Y%m%dT%H%M%S")
     name = f"unicron-{re.sub('[^A-Za-z0-9_.-]', '_', job)[:60]}-{stamp}"
     path = output or Path(f"{name}.tar.gz")
-    texts["README.txt"] = _readme(job, texts, left_out)
+    members["README.txt"] = _readme(job, members, with_logs, left_out)
+    secrets = _known_secrets()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileExistsError:
@@ -63,19 +100,18 @@ def pack(job: str, output: Path | None, with_logs: bool, controller: str | None)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: name another file with -o", WRONG_USE) from None
     with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-        for member, text in sorted(texts.items()):
-            _add(archive, f"{name}/{member}", _written(member, text, known))
+        for member, content in sorted(members.items()):
+            _add(archive, f"{name}/{member}", without_values(_serialize(member, content), secrets))
     return path, left_out
 
 
-def _written(member: str, said: Any, known: Collection[str]) -> str:
-    """A text, or plain data as JSON, without secrets: in JSON they would be quoted, and look otherwise."""
-    if isinstance(said, str):
-        return without_secrets(said, known)
-    data = redacted(said, known)
+def _serialize(member: str, content: Any) -> str:
+    """Return a text as it is, and plain data as JSON."""
+    if isinstance(content, str):
+        return content
     if member.endswith(".jsonl"):
-        return "".join(json.dumps(one) + "\n" for one in data)
-    return json.dumps(data, indent=2) + "\n"
+        return "".join(json.dumps(one) + "\n" for one in content)
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
@@ -85,31 +121,37 @@ def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
     archive.addfile(member, io.BytesIO(data))
 
 
-def _readme(job: str, texts: Mapping[str, Any], left_out: list[str]) -> str:
+def _readme(job: str, members: Mapping[str, Any], with_logs: bool, left_out: list[str]) -> str:
+    contents = (
+        "It holds the job's output and the words of its errors. Look through it before you send it."
+        if with_logs
+        else "Texts that users or their programs write are left out: --with-logs adds them."
+    )
     lines = [
         f"About job {job}, made by `unicronctl report job` at {time.strftime('%Y-%m-%dT%H:%M:%S%z')}.",
-        "What looks like a secret was replaced by ***. Look through it before you send it.",
+        contents,
         "",
-        *sorted(texts),
+        *sorted(members),
         *(f"left out: {line}" for line in left_out),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _known_secrets() -> list[str]:
-    """Secrets whose values are known here, if only to be looked for."""
+    """Return the secrets whose values are known here, to take them out wherever they stand."""
     found = secret_values(os.environ)
     with contextlib.suppress(UserError):
-        config, _ = understood()
+        config, _ = load_valid_part()
         if config.notify.secrets and os.access(config.notify.secrets, os.R_OK):
             found += load_secrets(config.notify).words
     return found
 
 
-def _collected(job: str, with_logs: bool, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
-    """(member, text or plain data) of all that there is. Raises UserError if the controller refuses it."""
+def _collect(job: str, with_logs: bool, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield (member, text or plain data) of all that there is. Raise UserError if the controller refuses it."""
     explained: dict[str, Any] = {}
     user = ""
+    allowed = _whole if with_logs else without_users_words
     try:
         explained = ask_controller({"kind": "explain", "job": job}, controller)
     except UserError as error:
@@ -117,17 +159,22 @@ def _collected(job: str, with_logs: bool, controller: str | None, left_out: list
             raise  # it has answered: there is no such job, or it is not the asker's
         left_out.append(f"what the controller knows: {error}")
     if explained:
-        yield "explain.json", explained
-        for name, said in _answered(explained["job"], controller, left_out):
-            user = said[0]["user"] if name == "job.json" and said else user
-            yield name, said
+        yield "explain.json", allowed(explained)
+        for name, answer in _ask_about(explained["job"], controller, left_out):
+            user = answer[0]["user"] if name == "job.json" and answer else user
+            yield name, allowed(answer)
     number = str(explained.get("job", job))
-    yield from _slurm(number, left_out)
+    if number.isdecimal():
+        yield from _slurm(number, with_logs, left_out)
     if with_logs:
         yield from _logs(explained, number, user, left_out)
     yield from _configuration(left_out)
     yield "versions.txt", _versions()
     yield from _doctor(left_out)
+
+
+def _whole(data: Any) -> Any:
+    return data
 
 
 def _answers(controller: str | None) -> bool:
@@ -138,8 +185,8 @@ def _answers(controller: str | None) -> bool:
     return True
 
 
-def _answered(job: str, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
-    """What else the controller says of the job, to this asker."""
+def _ask_about(job: str, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield what else the controller says of the job, to this asker."""
 
     def answer_to(kind: str, **more: Any) -> Any:
         return ask_controller({"kind": kind, **more}, controller, ANSWER_SECONDS)
@@ -161,22 +208,27 @@ def _of(job: str, elements: list[str]) -> bool:
     return any(element.partition("_")[0] == job for element in elements)
 
 
-def _slurm(job: str, left_out: list[str]) -> Iterator[tuple[str, str]]:
-    """What Slurm shows this user of the job."""
-    if not job.isdecimal():
-        return
-    said, error = _output(["scontrol", "--local", "show", "job", job], SLURM_SECONDS)
-    if error:
-        left_out.append(f"scontrol show job {job}: {error}")
-    else:
-        yield "slurm-job.txt", said
+def _slurm(job: str, with_logs: bool, left_out: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield what Slurm shows this user of the job; `scontrol` shows the user's words, too."""
+    listing = ["squeue", "--local", "-t", "all", "-o", SQUEUE, "-j", job]
+    commands = {"slurm-queue.txt": listing}
+    if with_logs:
+        commands["slurm-job.txt"] = ["scontrol", "--local", "show", "job", job]
+    for name, command in commands.items():
+        text, error = _output(command, SLURM_SECONDS)
+        if error:
+            left_out.append(f"{command[0]}: {error}")
+        else:
+            yield name, text
 
 
 def _logs(explained: Mapping[str, Any], job: str, user: str, left_out: list[str]) -> Iterator[tuple[str, str]]:
-    """The ends of the ranks' files and of the job's own output, as far as this user can read them. user: the owner."""
+    """Yield the ends of the ranks' files and of the job's own output that this user can read. user: the owner."""
     folder = Path(explained.get("log_dir") or "/nonexistent")
     failed = [slot for failure in explained.get("failures", []) for slot in failure["slots"]]
-    files = {int(found[1]): path for path in _listed(folder) if (found := re.fullmatch(r"rank-(\d+)\.log", path.name))}
+    files = {
+        int(found[1]): path for path in _list_folder(folder) if (found := re.fullmatch(r"rank-(\d+)\.log", path.name))
+    }
     order = dict.fromkeys([slot for slot in reversed(failed) if slot in files] + sorted(files))
     paths = {f"logs/rank-{rank}.log": files[rank] for rank in list(order)[:MOST_FILES]}
     said, _ = _output(["scontrol", "--local", "show", "job", job], SLURM_SECONDS) if job.isdecimal() else ("", "")
@@ -192,7 +244,7 @@ def _logs(explained: Mapping[str, Any], job: str, user: str, left_out: list[str]
         left_out.append(f"the output of {counted(len(order) - MOST_FILES, 'rank')}")
 
 
-def _listed(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -200,7 +252,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _owner(user: str, job: str) -> int | None:
-    """The uid of the job's owner; None where nobody says. user: as the controller says, "" while it does not answer."""
+    """Return the uid of the job's owner, None if nobody knows. user: the owner's name, "" while it is not known."""
     with contextlib.suppress(KeyError):
         return pwd.getpwnam(user).pw_uid
     said = (
@@ -210,7 +262,7 @@ def _owner(user: str, job: str) -> int | None:
 
 
 def _tail(path: Path, owner: int | None) -> str:
-    """The last TAIL_BYTES of a plain file of the job's owner. Raises OSError.
+    """Read the last TAIL_BYTES of a plain file of the job's owner. Raises OSError.
 
     The job says where its files are: a link there must not bring what is its reader's into the bundle, and a device
     must not even be opened.
@@ -226,26 +278,26 @@ def _tail(path: Path, owner: int | None) -> str:
     finally:
         os.close(named)
     with os.fdopen(descriptor, "rb") as file:
-        size = found.st_size
-        file.seek(max(0, size - TAIL_BYTES))
-        text = file.read(TAIL_BYTES).decode(errors="replace")
-    # A line without its beginning may be a secret without its name.
-    return re.sub(r"\A[^\r\n]*[\r\n]+", "", text) if size > TAIL_BYTES else text
+        file.seek(max(0, found.st_size - TAIL_BYTES))
+        return file.read(TAIL_BYTES).decode(errors="replace")
 
 
-def _configuration(left_out: list[str]) -> Iterator[tuple[str, str]]:
-    path = next((path for path in search_path() if path.is_file()), None)
-    if path is None:
-        left_out.append("unicron.toml: this machine has none")
-        return
+def _configuration(left_out: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings that have a meaning, those with their defaults included."""
     try:
-        yield "unicron.toml", path.read_text(errors="replace")
-    except OSError as error:
-        left_out.append(f"{path}: {error.strerror}")
+        config, _ = load_valid_part()
+    except UserError as error:
+        left_out.append(f"configuration.json: {error}")
+        return
+    settings = msgspec.to_builtins(config)
+    for section, names in LEFT_OUT_SETTINGS.items():
+        for name in names:
+            del settings[section][name]
+    yield "configuration.json", settings
 
 
 def _versions() -> str:
-    """Lists the releases of this machine and its packages."""
+    """List the releases of this machine and its packages."""
     lines = [f"python {platform.python_version()}", f"system {platform.platform()}"]
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -255,7 +307,7 @@ def _versions() -> str:
 
 
 def _doctor(left_out: list[str]) -> Iterator[tuple[str, str]]:
-    """What `unicronctl doctor` prints."""
+    """Yield what `unicronctl doctor` prints."""
     said, error = _output([*program("unicronctl", "unicron_ctl.cli.unicronctl"), "doctor"], DOCTOR_SECONDS)
     if said:
         yield "doctor.txt", said
@@ -264,7 +316,7 @@ def _doctor(left_out: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _output(command: list[str], seconds: float) -> tuple[str, str]:
-    """What a program prints, and why it could not be run, or failed."""
+    """Return what a program prints, and why it could not be run, or failed."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False, errors="replace"

@@ -90,14 +90,14 @@ def _send(report: Report, path: str | None) -> None:
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="[default: here, by name]"
 )
-@click.option("--with-logs", is_flag=True, help="Add the end of the ranks' output, which may hold anything.")
+@click.option("--with-logs", is_flag=True, help="Add the ranks' output and texts of users, which may hold anything.")
 @controller_option()
 def job(job: str, output: Path | None, with_logs: bool, controller: str | None) -> None:
     """Pack what is known of JOB (an id or a name) into a file for support.
 
-    In it: why the job was treated as it was, its events, the configuration, versions, and what `unicronctl doctor`
-    finds. You get only what you may see. What looks like a secret is taken out, but no list of forms is complete: look
-    through it before you send it.
+    In it: what the controller answers about the job, its events, the settings, versions, and what `unicronctl doctor`
+    finds. You get only what you may see. Texts of users and their programs, reasons included, are in it only with
+    --with-logs: then look through it before you send it.
     """
     from unicron_ctl.reports.bundle import pack
 

@@ -18,7 +18,7 @@ def _day(at: float) -> str:
 
 
 def title(report: Report) -> str:
-    """What it is about."""
+    """Return the report's title."""
     return f"Unicron, {_day(report.since)} to {_day(report.until)}"
 
 

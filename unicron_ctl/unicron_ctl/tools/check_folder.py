@@ -22,7 +22,7 @@ from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.log.state_copies import backup
 from unicron_ctl.shared.log.store import Holder, Store
 from unicron_ctl.shared.log.term import LEASE_SECONDS, LOG_FILE, RENEW_SECONDS
-from unicron_ctl.shared.system.errors import FOUND, WRONG_USE, UserError
+from unicron_ctl.shared.system.errors import PROBLEM_FOUND, WRONG_USE, UserError
 from unicron_ctl.shared.system.owner import as_owner, as_root_again
 from unicron_ctl.shared.system.printable import print_text
 
@@ -65,7 +65,7 @@ def command(folder: Path) -> int:
         found.append(f"a transaction took {slowest:.1f} s: a lease of {LEASE_SECONDS:g} s would end")
     for line in found:
         print_text(f"{folder}: {line}", err=True)
-    return FOUND if found else 0
+    return PROBLEM_FOUND if found else 0
 
 
 def problems(folder: Path) -> list[str]:
@@ -106,11 +106,11 @@ def other(program: str, path: Path) -> subprocess.CompletedProcess[str]:
 
 def event(number: int) -> Event:
     """One as long as a step, of which there are most."""
-    step = records.Steady(reason="x" * 220)
+    step = records.WorldProved(reason="x" * 220)
     return Event(number, 1e9 + number, "1", 1, step)
 
 
-def timed(work: Callable[[int], object]) -> list[float]:
+def measure(work: Callable[[int], object]) -> list[float]:
     """Milliseconds of each of TIMES calls."""
     found = []
     for number in range(TIMES):
@@ -126,10 +126,10 @@ def costs(folder: Path, shared: bool) -> dict[str, list[float]]:
     store.begin_term(Holder(1, "check-folder", LEASE_SECONDS), Holder())
     asked = records.SlurmAction(action="hold", element=1, node="")
     found = {
-        "one record": timed(lambda n: store.append([event(n + 1)])),
-        "twenty records": timed(lambda n: store.append([event(1000 + 20 * n + k) for k in range(20)])),
-        "one that must last": timed(lambda n: store.append([Event(10000 + n, 1e9, "1", 1, asked)])),
-        "a renewal": timed(lambda n: store.renew()),
+        "one record": measure(lambda n: store.append([event(n + 1)])),
+        "twenty records": measure(lambda n: store.append([event(1000 + 20 * n + k) for k in range(20)])),
+        "one that must last": measure(lambda n: store.append([Event(10000 + n, 1e9, "1", 1, asked)])),
+        "a renewal": measure(lambda n: store.renew()),
     }
     store.close()
     return found
@@ -141,7 +141,7 @@ def longest_renewal(folder: Path) -> float:
     state.mkdir()
     store = Store(state / LOG_FILE, shared=True)
     store.begin_term(Holder(1, "check-folder", LEASE_SECONDS), Holder())
-    step = records.Steady(reason="x" * 4000)
+    step = records.WorldProved(reason="x" * 4000)
     for first in range(1, LARGE_BYTES // 4096, 1000):
         store.append([Event(first + n, 1e9, "1", 1, step) for n in range(1000)])
     made = threading.Thread(target=backup, args=(state, folder / "copy"))

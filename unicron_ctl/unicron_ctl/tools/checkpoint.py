@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from unicron_ctl.shared.commands.options import Number
-from unicron_ctl.shared.system.errors import FAILURE, FOUND, WRONG_USE, UserError
+from unicron_ctl.shared.system.errors import FAILURE, PROBLEM_FOUND, WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 from unicron_detector.words import counted
 from unicron_transition.snapshot import folders, reading
@@ -137,7 +137,7 @@ def verify_command(folder: Path) -> int:
     for line in wrong:
         print_text(line, err=True)
     if wrong or index is None:
-        return FOUND if index is not None else FAILURE
+        return PROBLEM_FOUND if index is not None else FAILURE
     if index.common.doubt:
         print_text(index.common.doubt, err=True)
     known = "all whole" if index.format != "safetensors" else "of the right length (this format has no checksums)"

@@ -12,7 +12,7 @@ import msgspec
 
 from unicron_ctl.shared.commands.options import Number, controller_option
 from unicron_ctl.shared.system.columns import Listing, show
-from unicron_ctl.shared.system.errors import FOUND, UserError
+from unicron_ctl.shared.system.errors import PROBLEM_FOUND, UserError
 from unicron_ctl.shared.system.printable import print_text
 from unicron_detector.health.pair_probe import BACKENDS
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TELL_SECONDS = 2.0
 HEADINGS = ("round", "nodes", "result", "backend", "GB/s", "us", "what")
-FITTING: dict[str, Any] = {"optional": ["us"]}
+FITTING: dict[str, list[str]] = {"optional": ["us"]}
 
 
 class PairTest(msgspec.Struct, kw_only=True):
@@ -128,7 +128,7 @@ def command(
         print_text(json.dumps(msgspec.to_builtins(report_of(found, drained)), indent=2), lines=True)
     else:
         _print(found, drained, told)
-    return FOUND if found.judgement.bad else 0
+    return PROBLEM_FOUND if found.judgement.bad else 0
 
 
 def _drain(client: Any, found: Findings) -> dict[str, str]:

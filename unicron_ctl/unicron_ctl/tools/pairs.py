@@ -9,12 +9,12 @@ ones are paired with each other beside them in round 1, and only those that pass
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from unicron_ctl.shared.settings.places import nodes_python
 from unicron_ctl.shared.slurm.drains import OURS
@@ -82,23 +82,31 @@ def choose(
     Raises UserError for a node that Slurm does not know or that is named twice.
     """
     known = {node.name: node for node in nodes}
-    for name in wanted:
-        if name not in known:
-            raise UserError(f"Slurm knows no node {name!r}; `sinfo -N` lists them", WRONG_USE)
-    if len(set(wanted)) != len(wanted):
-        raise UserError("a node is named twice; name each node once", WRONG_USE)
+    _check_names(wanted, known)
     idle = [node.name for node in nodes if node.heard and "IDLE" in node.states]
     tested = [name for name in wanted if name in idle] if wanted else idle
-    left_out = {name: why_not_idle(known[name]) for name in wanted if name not in idle}
-    for name, why in left_out.items():
-        if known[name].reason.startswith(OURS) and "RESUME" not in why:  # a test may be what it waits for
-            left_out[name] += f"; for a test `scontrol update NodeName={name} State=RESUME` first"
+    left_out = {name: _why_not(known[name]) for name in wanted if name not in idle}
     helpers = [name for name in idle if name not in tested] if tested and (with_others or len(wanted) == 1) else []
     if len(tested) == 1 and not helpers:
         left_out[tested.pop()] = "it has no partner: no other idle node was named, and --helpers takes others"
     need = max(0, 2 * PAIRS_WANTED - len(tested))
     need += (len(tested) + need) % 2
     return tested, helpers[:need], left_out
+
+
+def _check_names(wanted: Sequence[str], known: Collection[str]) -> None:
+    """Raise UserError for a node that Slurm does not know or that is named twice."""
+    if unknown := next((name for name in wanted if name not in known), ""):
+        raise UserError(f"Slurm knows no node {unknown!r}; `sinfo -N` lists them", WRONG_USE)
+    if len(set(wanted)) != len(wanted):
+        raise UserError("a node is named twice; name each node once", WRONG_USE)
+
+
+def _why_not(node: NodeInfo) -> str:
+    """Return why a node cannot be tested, and how to make it fit where a test may be what it waits for."""
+    why = why_not_idle(node)
+    ours = node.reason.startswith(OURS) and "RESUME" not in why
+    return f"{why}; for a test `scontrol update NodeName={node.name} State=RESUME` first" if ours else why
 
 
 def pairs(tested: Sequence[str], helpers: Sequence[str]) -> list[Group]:
@@ -206,34 +214,54 @@ class Runner:
         return read(number, group, out, err, process.returncode, late)
 
 
+class Answer(msgspec.Struct):
+    """A line of a probe (unicron_detector.health.pair_probe)."""
+
+    node: str
+    started: bool = False
+    ok: bool | None = None
+    error: str = ""
+    backend: str = ""
+    bandwidth: float | None = None
+    latency: float | None = None
+
+
 def read(number: int, group: Group, out: str, err: str, status: int, late: bool) -> Test:
-    """The outcome in one srun's output. Pure."""
-    said = list(_lines(out))
-    started = {item["node"] for item in said if item.get("started")}
-    results = {item["node"]: item for item in said if "ok" in item and item.get("node") in group}
-    if not started and not late and any(words in err for words in _NOT_GRANTED):
-        last = one_line(err.strip().splitlines()[-1])
-        return Test(number, group, None, f"Slurm gave no nodes to test on: {last}"[:300])
-    if len(results) == len(group) and all(item["ok"] for item in results.values()) and status == 0:
+    """Read the outcome in one srun's output. Pure."""
+    answers = list(_answers(out))
+    started = {one.node for one in answers if one.started}
+    results = {one.node: one for one in answers if one.ok is not None and one.node in group}
+    if not started and not late and _not_granted(err):
+        return Test(number, group, None, f"Slurm gave no nodes to test on: {_last_line(err)}"[:300])
+    if len(results) == len(group) and all(one.ok for one in results.values()) and status == 0:
         lead = results[group[0]]
-        rate, delay = lead.get("bandwidth"), lead.get("latency")
-        seconds = 1e9 / rate if rate else None  # for a gigabyte: what judge() compares
-        return Test(number, group, Outcome(True, seconds), "", str(lead["backend"]), rate, delay)
-    errors = [f"{name}: {item['error']}" for name, item in results.items() if not item["ok"]]
-    # A peer that vanished is what the others saw; what went wrong itself says more.
+        seconds = 1e9 / lead.bandwidth if lead.bandwidth else None  # for a gigabyte: what judge() compares
+        return Test(number, group, Outcome(True, seconds), "", lead.backend, lead.bandwidth, lead.latency)
+    errors = [*_errors(group, started, results), *(["the test did not end in time"] if late else [])]
+    reason = "; ".join(errors) or _last_line(err) or f"srun ended with {status}"
+    backend = next((one.backend for one in results.values() if one.backend), "")
+    return Test(number, group, Outcome(False), reason[:300], backend)
+
+
+def _errors(group: Group, started: Collection[str], results: Mapping[str, Answer]) -> list[str]:
+    """Return what went wrong. A peer that vanished is what the others saw; what failed by itself says more."""
+    errors = [f"{name}: {one.error}" for name, one in results.items() if not one.ok]
     errors.sort(key=lambda text: "closed the connection" in text or "Connection" in text)
     missing = [name for name in group if name not in started]
     if missing and len(missing) < len(group):
         errors.insert(0, f"the probe did not start on {', '.join(missing)}")
-    if late:
-        errors.append("the test did not end in time")
-    if not errors:
-        errors = [one_line(err.strip().splitlines()[-1]) if err.strip() else f"srun ended with {status}"]
-    backend = next((str(item["backend"]) for item in results.values() if item.get("backend")), "")
-    return Test(number, group, Outcome(False), "; ".join(errors)[:300], backend)
+    return errors
 
 
-# srun's words when the job did not start: that says nothing of the nodes' hardware.
+def _not_granted(err: str) -> bool:
+    """Whether srun says that the job did not start, which says nothing of the nodes' hardware."""
+    return any(words in err for words in _NOT_GRANTED)
+
+
+def _last_line(err: str) -> str:
+    return one_line(err.strip().splitlines()[-1]) if err.strip() else ""
+
+
 _NOT_GRANTED = (
     "Unable to allocate resources",
     "Unable to contact slurm controller",
@@ -244,16 +272,12 @@ _NOT_GRANTED = (
 )
 
 
-def _lines(out: str) -> Iterable[dict[str, Any]]:
+def _answers(out: str) -> Iterable[Answer]:
     for line in out.splitlines():
         _, mark, text = line.partition(MARK)
         if mark:
-            try:
-                item = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(item, dict) and isinstance(item.get("node"), str):
-                yield item
+            with contextlib.suppress(msgspec.DecodeError):
+                yield msgspec.json.decode(text, type=Answer)
 
 
 def _words(groups: Sequence[Group]) -> str:

@@ -47,7 +47,7 @@ PolicyResults = list[PolicyResult]
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says."""
+    """The options of the command line."""
 
     trace: str | None
     generate: str | None
@@ -153,16 +153,31 @@ def _replay_trace(options: Options) -> None:
     from unicron_planner.simulate.trace import with_notice, write
 
     policies = [policy(name) for name in options.policy or ("unicron",)]
-    cluster = load_scenario(options.scenario) if options.scenario else case(CASE, options.nodes or NODES)
+    nodes = options.nodes or NODES
+    cluster = load_scenario(options.scenario) if options.scenario else case(CASE, nodes)
     trace = _trace(options, cluster.nodes)
     if options.notice is not None:
         trace = with_notice(trace, options.notice)
     if path := options.save_trace:
         _write_file(path, lambda: write(trace, path))
     results = [simulate(cluster, trace, each) for each in policies]
-    fed = None if options.scenario else case(CASE, options.nodes or NODES, all_run=True)
-    all_running = [simulate(fed, trace, each) for each in policies] if fed else []
+    # Of the six jobs the best plan leaves some without nodes; the controller gives each its least.
+    all_running = (
+        [] if options.scenario else [simulate(case(CASE, nodes, all_run=True), trace, each) for each in policies]
+    )
     title = f"{trace.name}: {counted(cluster.nodes, 'node')}, {counted(len(cluster.jobs), 'job')}"
+    _draw(options, results, trace, title)
+    if options.json:
+        _print_json(results, all_running, policies if options.sources else ())
+        return
+    _show(results, policies if options.sources else ())
+    if all_running:
+        print_text("the six jobs' best plan leaves some without nodes; if each keeps one, as the controller has it:")
+        _show(all_running, ())
+
+
+def _draw(options: Options, results: Sequence[Result], trace: Trace, title: str) -> None:
+    """Write the figure and the page, where they are wanted."""
     if options.figure:
         from unicron_planner.simulate.figure import draw
 
@@ -172,21 +187,16 @@ def _replay_trace(options: Options) -> None:
 
         file = Path(options.html)
         _write_file(options.html, lambda: file.write_text(page(results, trace.until, title), encoding="utf-8"))
-    if options.json:
-        listed = [msgspec.convert(result.to_dict(), PolicyResult) for result in results]
-        for one, each in zip(listed, policies, strict=True):
-            one.sources = list(each.sources) if options.sources else UNSET
-        for one, result in zip(listed, all_running, strict=False):
-            told = result.to_dict()
-            one.all_running = {name: told[name] for name in ("mean_waf", "ideal_waf", "efficiency")}
-        print_text(json.dumps(msgspec.to_builtins(listed), indent=2), lines=True)
-    else:
-        _show(results, policies if options.sources else ())
-        if all_running:
-            print_text(
-                "the six jobs' best plan leaves some without nodes; if each keeps one, as the controller has it:"
-            )
-            _show(all_running, ())
+
+
+def _print_json(results: Sequence[Result], all_running: Sequence[Result], sourced: Sequence[Policy]) -> None:
+    items = [msgspec.convert(result.to_dict(), PolicyResult) for result in results]
+    for item, each in zip(items, sourced, strict=False):
+        item.sources = list(each.sources)
+    for item, result in zip(items, all_running, strict=False):
+        whole = result.to_dict()
+        item.all_running = {name: whole[name] for name in ("mean_waf", "ideal_waf", "efficiency")}
+    print_text(json.dumps(msgspec.to_builtins(items), indent=2), lines=True)
 
 
 def _judge_history(path: str, options: Options) -> None:

@@ -1,4 +1,4 @@
-"""What the page answers to whom, without sockets. Each viewer gets what the controller would tell this user."""
+"""The answers of the page, without sockets. Each viewer gets what the controller would tell this user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unicron_ctl.shared.protocol.answer_schema import Sharing, Status
 from unicron_ctl.shared.protocol.audience import Sight, Viewer
 from unicron_ctl.web import page_view
 from unicron_ctl.web.page_sessions import Sessions
-from unicron_ctl.web.page_source import Busy, Seen, Source
+from unicron_ctl.web.page_source import Busy, LastAnswer, Source
 
 PATIENCE_SECONDS = 4.0  # for what is made for somebody else
 MOST_OF_ONE = 8  # questions of one viewer that wait for an answer at the same time
@@ -79,7 +79,7 @@ class Once:
         self._lock = threading.Lock()
 
     def get(self, key: tuple[object, ...], number: int, make: Callable[[], T]) -> T:
-        """What was made under this key of the answer with this number. Raises Busy."""
+        """Return the thing that was made under this key of the answer with this number. Raises Busy."""
         if not self._lock.acquire(timeout=PATIENCE_SECONDS):
             raise Busy("too much is asked at once: try again")
         try:
@@ -133,7 +133,7 @@ class Page:
             raise NotFor(401, "run `unicronctl web link` and open the link that it prints")
         return viewer
 
-    def _sight(self, viewer: Viewer | None) -> tuple[Seen[Status], Sight]:
+    def _sight(self, viewer: Viewer | None) -> tuple[LastAnswer[Status], Sight]:
         """The last status, and what of it the viewer may see. Raises NotFor, Busy."""
         seen = self._source.status()
         if seen.answer is None:
@@ -171,7 +171,7 @@ class Page:
             raise NotFor(503, found.problem)
         answer = found.answer
         second = None if answer.ended else self._alternative(sight, viewer, job)
-        return json_body(page_view.explained(answer, second) | {"problem": found.problem}, found.every)
+        return json_body(page_view.job_view(answer, second) | {"problem": found.problem}, found.every)
 
     def _alternative(self, sight: Sight, viewer: Viewer | None, job: str) -> Any:
         """The planner's choice for the job and its second choice; None where it has none."""
@@ -197,7 +197,7 @@ class Page:
 
         def make() -> page_view.View:
             try:
-                return page_view.planned(scenario, solve(from_dict(msgspec.to_builtins(scenario))), names)
+                return page_view.plan_view(scenario, solve(from_dict(msgspec.to_builtins(scenario))), names)
             except PlanError as error:
                 return {"jobs": [], "why": str(error)}
 

@@ -16,7 +16,7 @@ from unicron_ctl.shared.system.addresses import resolve
 from unicron_ctl.shared.system.bounded_server import BoundedServer
 from unicron_ctl.shared.system.errors import UserError
 from unicron_ctl.web.page import JSON, Body, NotFor, Page, json_body
-from unicron_ctl.web.page_sessions import SESSION_SECONDS, Refused
+from unicron_ctl.web.page_sessions import SESSION_SECONDS, LinkRefused
 from unicron_ctl.web.page_source import Busy
 
 log = logging.getLogger("unicron.web")
@@ -58,7 +58,7 @@ class Server(BoundedServer):
 
 
 def own_origins(host: str, numeric: str, port: int) -> list[str]:
-    """How browsers on this host may call a page that listens there."""
+    """Return the origins by which browsers on this host may call a page that listens there."""
     names = {host, numeric} - {"0.0.0.0", "::", ""}
     if numeric in ("127.0.0.1", "::1"):
         names |= {"localhost", "127.0.0.1", "::1"}
@@ -113,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
             made = make()
         except NotFor as error:
             self._refuse(error.status, str(error))
-        except Refused as error:
+        except LinkRefused as error:
             self._refuse(403, str(error))
         except Busy as error:
             self._refuse(503, str(error))
@@ -206,7 +206,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.note_asked(self.connection)
         self.close_connection = True
         with contextlib.suppress(OSError):
-            self.wfile.write(f"HTTP/1.0 {int(code)} Refused\r\nContent-Length: 0\r\n\r\n".encode())
+            self.wfile.write(f"HTTP/1.0 {int(code)} LinkRefused\r\nContent-Length: 0\r\n\r\n".encode())
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: a watched page is asked for something every two seconds."""

@@ -1,4 +1,4 @@
-"""Who looks at the page: a link holds a munge credential, and a session takes its place (docs/web.md)."""
+"""Sessions of the page's viewers: a link holds a munge credential, and a session takes its place (docs/web.md)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEW_LINK = "make a new link with `unicronctl web link`"
 _names = TimeLimit(1.0, 4, "unicron-names")
 
 
-class Refused(Exception):
+class LinkRefused(Exception):
     """The credential opens nothing; the text says why."""
 
 
@@ -51,9 +51,9 @@ class Sessions:
         self._verifying = threading.BoundedSemaphore(VERIFYING)
 
     def open_session(self, credential: str) -> tuple[str, str]:
-        """The token of a new session, in two halves with a point between, and the user's name. Raises Refused."""
+        """The token of a new session, in two halves with a point between, and the user's name. Raises LinkRefused."""
         if not self._verifying.acquire(timeout=2.0):
-            raise Refused("too many links are opened at once: try again")
+            raise LinkRefused("too many links are opened at once: try again")
         try:
             viewer = self._viewer(credential)
         finally:
@@ -68,15 +68,15 @@ class Sessions:
 
     def _viewer(self, credential: str) -> Viewer:
         if not credential.startswith("MUNGE:") or not credential.isascii():
-            raise Refused(f"this is no link to a page: {NEW_LINK}")
+            raise LinkRefused(f"this is no link to a page: {NEW_LINK}")
         try:
             found = unmunge(credential)
         except MungeError as error:
-            raise Refused(f"{error}: {NEW_LINK}") from None
+            raise LinkRefused(f"{error}: {NEW_LINK}") from None
         if found.replayed or not self._first_use(credential, found.uid):
-            raise Refused(f"this link was used before: {NEW_LINK}")
+            raise LinkRefused(f"this link was used before: {NEW_LINK}")
         if found.payload not in self._claims:
-            raise Refused(f"this link is for another address: {NEW_LINK} and --url with the address that you open")
+            raise LinkRefused(f"this link is for another address: {NEW_LINK} and --url with the address that you open")
         try:
             user = _names.run(lambda: pwd.getpwuid(found.uid).pw_name)
         except (KeyError, TimeoutError):  # the name service may be away: who it is, the number says
@@ -84,12 +84,12 @@ class Sessions:
         return Viewer(found.uid, user)
 
     def _first_use(self, credential: str, uid: int) -> bool:
-        """Notes that a link is used. munged forgets which it has seen when it is started again. Raises Refused."""
+        """Notes that a link is used. munged forgets which it has seen when it is started again. Raises LinkRefused."""
         now, digest = self._clock(), _digest(credential)
         with self._lock:
             used = {seen: until for seen, until in self._used.get(uid, {}).items() if now < until}
             if len(used) >= LINKS_OF_ONE:
-                raise Refused("too many links were opened within the hour: try again later")
+                raise LinkRefused("too many links were opened within the hour: try again later")
             first = digest not in used
             self._used[uid] = used | {digest: now + LINK_SECONDS}
         return first

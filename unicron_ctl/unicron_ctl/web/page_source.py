@@ -1,4 +1,4 @@
-"""What the page knows of the controller: each question is asked once for all who look, and only while somebody does."""
+"""Asks the controller for the page: each question once for all who look, and only while somebody does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Busy(Exception):
 
 
 @dataclass(frozen=True)
-class Seen(Generic[Answer]):
+class LastAnswer(Generic[Answer]):
     """The last answer. problem: why there is no newer one, or "". number: rises with each try. every: seconds between
     two questions. at: when it was asked last, by the monotonic clock."""
 
@@ -43,16 +43,16 @@ class Seen(Generic[Answer]):
     at: float
 
 
-class Kept(Generic[Answer]):
+class AnswerKeeper(Generic[Answer]):
     """Keeps the answer to one question. Whoever wants it when it is due asks; meanwhile others get the last one."""
 
     def __init__(self, ask: Callable[[], Answer], seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._ask, self._seconds, self._clock = ask, seconds, clock
         self._asking = threading.Lock()
-        self._seen: Seen[Answer] | None = None
+        self._seen: LastAnswer[Answer] | None = None
         self._took = 0.0  # the last question
 
-    def latest(self) -> Seen[Answer]:
+    def latest(self) -> LastAnswer[Answer]:
         """The last answer, asked for anew when it is due. Raises Busy."""
         seen = self._seen
         old = seen is None or self._clock() - seen.at > OLD_SECONDS
@@ -67,7 +67,7 @@ class Kept(Generic[Answer]):
             raise Busy("the controller has not answered yet: try again")
         return seen
 
-    def _ask_now(self, before: Seen[Answer] | None) -> Seen[Answer]:
+    def _ask_now(self, before: LastAnswer[Answer] | None) -> LastAnswer[Answer]:
         answer, problem = before.answer if before else None, ""
         began, used = self._clock(), time.thread_time()
         try:
@@ -76,7 +76,7 @@ class Kept(Generic[Answer]):
             problem = str(error)
         took, self._took = self._took, self._clock() - began - (time.thread_time() - used)
         every = max(self._seconds, float(math.ceil(TIMES_ITS_LENGTH * min(took, self._took))))  # one may be bad luck
-        return Seen(answer, problem, before.number + 1 if before else 1, min(every, LONGEST_SECONDS), began)
+        return LastAnswer(answer, problem, before.number + 1 if before else 1, min(every, LONGEST_SECONDS), began)
 
 
 class Source:
@@ -84,24 +84,24 @@ class Source:
 
     def __init__(self, ask: Ask, clock: Callable[[], float] = time.monotonic) -> None:
         self._ask, self._clock = ask, clock
-        self._status = Kept(lambda: as_struct(ask(STATUS), Status), STATUS_SECONDS, clock)
-        self._scenario = Kept(lambda: as_struct(ask({"kind": "scenario"}), Scenario), SCENARIO_SECONDS, clock)
-        self._jobs: OrderedDict[str, Kept[Explanation]] = OrderedDict()
+        self._status = AnswerKeeper(lambda: as_struct(ask(STATUS), Status), STATUS_SECONDS, clock)
+        self._scenario = AnswerKeeper(lambda: as_struct(ask({"kind": "scenario"}), Scenario), SCENARIO_SECONDS, clock)
+        self._jobs: OrderedDict[str, AnswerKeeper[Explanation]] = OrderedDict()
         self._lock = threading.Lock()
         self._next_job = 0.0
 
-    def status(self) -> Seen[Status]:
+    def status(self) -> LastAnswer[Status]:
         """Everything at a glance. Raises Busy."""
         return self._status.latest()
 
-    def scenario(self) -> Seen[Scenario]:
+    def scenario(self) -> LastAnswer[Scenario]:
         """The planner's input. Raises Busy."""
         return self._scenario.latest()
 
-    def explanation(self, job: str) -> Seen[Explanation]:
+    def explanation(self, job: str) -> LastAnswer[Explanation]:
         """Why the job is treated as it is. Raises Busy."""
         with self._lock:
-            kept = self._jobs.setdefault(job, Kept(lambda: self._explain(job), EXPLAIN_SECONDS, self._clock))
+            kept = self._jobs.setdefault(job, AnswerKeeper(lambda: self._explain(job), EXPLAIN_SECONDS, self._clock))
             self._jobs.move_to_end(job)
             if len(self._jobs) > MOST_JOBS:
                 self._jobs.popitem(last=False)

@@ -1,4 +1,4 @@
-"""What the page shows, as JSON: the controller's answers to one viewer, in the words of the page. Pure."""
+"""Makes the page's JSON of the controller's answers to one viewer. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unicron_ctl.shared.slurm.host_lists import natural
 from unicron_ctl.shared.slurm.states import DRAINED
 from unicron_planner.solver.plan import Plan
 
-View = dict[str, Any]
+View = dict[str, object]
 
 
 def overview(status: Status, admin: bool) -> View:
@@ -35,7 +35,7 @@ def overview(status: Status, admin: bool) -> View:
 
 
 def _alarms(status: Status) -> list[str]:
-    """What somebody has to see first."""
+    """Return the lines that somebody has to see first."""
     found = [f"needs an admin: {item.reason}" for item in status.attention]
     if status.controller.alone_since is not None:
         found.append("unicrond hears no agent at all, and does nothing")
@@ -80,7 +80,6 @@ def _job(job: Job, status: Status) -> View:
 
 
 def _failure(failure: Failure) -> View:
-    again = failure.stepped_at or failure.resumed_at
     return {
         "id": failure.id,
         "job": failure.job,
@@ -90,7 +89,7 @@ def _failure(failure: Failure) -> View:
         "by": failure.detected_by,
         "reason": failure.reason,
         "at": failure.detected_at,
-        "again": again - failure.detected_at if again else None,
+        "again": status_tables.again_after(failure),
         "kept": failure.reused_micro_batches,
         "twice": failure.recomputed_micro_batches,
         "done": "; ".join(failure.actions) or failure.action,
@@ -105,7 +104,7 @@ def _node(node: Node, known: set[str]) -> list[Any]:
 
 
 def _look_of(node: Node, jobs: list[str], known: set[str]) -> str:
-    """How the map draws the node."""
+    """Return the look of the node on the map."""
     if not node.healthy:
         return "drained" if DRAINED.intersection(node.states) else "down"
     if node.asked_since is not None:
@@ -116,7 +115,7 @@ def _look_of(node: Node, jobs: list[str], known: set[str]) -> str:
 
 
 def _remark(node: Node) -> str:
-    """What there is to say of the node."""
+    """Return the remarks on the node."""
     words = [node.reason, node.admission]
     for name, report in (("health", node.health), ("pair test", node.pair_test)):
         if report is not None and report.verdict != "good":
@@ -130,7 +129,7 @@ def _remark(node: Node) -> str:
     return "; ".join(word for word in words if word)
 
 
-def explained(data: Explanation, alternative: Mapping[str, Any] | None) -> View:
+def job_view(data: Explanation, alternative: Mapping[str, Any] | None) -> View:
     """One job: how it stands, its failures and the decisions about it, the newest first, and its second-best plan."""
     second = (alternative or {}).get("second")
     return {
@@ -147,7 +146,7 @@ def explained(data: Explanation, alternative: Mapping[str, Any] | None) -> View:
     }
 
 
-def planned(scenario: Scenario, plan: Plan, names: Mapping[str, str]) -> View:
+def plan_view(scenario: Scenario, plan: Plan, names: Mapping[str, str]) -> View:
     """The best plan for the cluster as it is now. names: of the jobs, by id."""
     jobs = [
         {

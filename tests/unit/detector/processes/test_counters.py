@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from unicron_ctl.agent.ranks.counted import Counted, Folder
+from unicron_ctl.agent.ranks.counted import Folder, Progress
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_detector.processes import counters
 from unicron_detector.processes.counters import Counters
@@ -26,12 +26,12 @@ def folder(tmp_path):
 @pytest.fixture
 def pair(folder):
     """A slot's counts as the agent reads them, and the page as the process writes it."""
-    counted = Counted(folder, 0)
+    counted = Progress(folder, 0)
     environment = counted.start(1, 0)
     return counted, Counters(environment[counters.PAGE])
 
 
-def look(counted: Counted, status: RankStatus | None = None):
+def look(counted: Progress, status: RankStatus | None = None):
     status = status or RankStatus(state="running", generation=1)
     news, step = counted.update(status, time.monotonic())
     return status, news, step
@@ -158,6 +158,6 @@ os.write(write, b"x")
 def test_what_a_plain_program_starts_does_not_hear_a_signal_for_which_it_has_a_handler(folder):
     """A worker that loads data ran the script's own handler for SIGUSR1, and a program was ended by it. What it has no
     handler for is as it was, and SIGTERM ends what it starts."""
-    environment = dict(os.environ) | Counted(folder, 0).start(1, 0) | {"PYTHONPATH": folder.autoload}
+    environment = dict(os.environ) | Progress(folder, 0).start(1, 0) | {"PYTHONPATH": folder.autoload}
     done = subprocess.run([sys.executable, "-c", HELPERS], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True", "True", "True", "True", "False", "False", "False", "False"], done.stderr

@@ -81,11 +81,11 @@ def test_nothing_is_lost_and_as_many_as_can_be_are_complete(slots, size):
     assert len(complete) == min(sum(slot % size == place for slot in slots) for place in range(size))
     homes = [home for home in range(41) if slots >= set(range(home * size, (home + 1) * size))]
     assert all(list(range(home * size, (home + 1) * size)) in complete for home in homes)
-    members = layout.arranged(complete)
+    members = layout.arrange(complete)
     assert layout.heads(members, size) == sorted(layout.heads(members, size))
 
 
 @given(SIZES, SIZES, SIZES)
 def test_a_stated_layout_is_read_as_it_is_written(tensor, pipeline, virtual):
-    one = layout.Stated(Layout(tensor=tensor, pipeline=pipeline), virtual if pipeline > 1 else 1)
-    assert layout.stated(one.text) == one
+    one = layout.StatedLayout(Layout(tensor=tensor, pipeline=pipeline), virtual if pipeline > 1 else 1)
+    assert layout.parse_layout(one.text) == one

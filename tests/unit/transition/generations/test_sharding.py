@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_transition.generations.sharding import Buckets, Uncovered, partner_shifts
-from unicron_transition.seams.bucket_cut import capacity, padded
+from unicron_transition.generations.sharding import partner_shifts
+from unicron_transition.seams.elastic_buckets import capacity, padded_size
+from unicron_transition.sharded.shard_exchange import Buckets, MissingShard
 
 COUNTS = st.integers(1, 9)
 SIZES = st.lists(st.integers(1, 5000), min_size=1, max_size=4).map(tuple)
@@ -16,11 +17,11 @@ SIZES = st.lists(st.integers(1, 5000), min_size=1, max_size=4).map(tuple)
 @given(st.integers(1, 10**6), st.integers(1, 40), st.sampled_from([128, 2**16]))
 def test_a_bucket_has_room_for_every_number_of_parts(elements, most, quantum):
     room = capacity(elements, most, quantum)
-    assert room % padded(1, most, quantum) == 0  # what Megatron asserts of a bucket that is cut into `most`
+    assert room % padded_size(1, most, quantum) == 0  # what Megatron asserts of a bucket that is cut into `most`
     assert room <= elements + 2 * most * quantum
     for count in range(1, most + 1):
-        assert elements <= padded(elements, count, quantum) <= room
-        assert padded(elements, count, quantum) % count == 0 == padded(elements, count, quantum) % quantum
+        assert elements <= padded_size(elements, count, quantum) <= room
+        assert padded_size(elements, count, quantum) % count == 0 == padded_size(elements, count, quantum) % quantum
 
 
 @st.composite
@@ -78,7 +79,7 @@ def test_senders_share_the_work(change):
 def test_a_shard_without_a_holder_is_named(change, data):
     buckets, count, held = change
     lost = data.draw(st.integers(0, count - 1))
-    with pytest.raises(Uncovered, match=rf"\b{lost}\b.* of {count}"):
+    with pytest.raises(MissingShard, match=rf"\b{lost}\b.* of {count}"):
         buckets.moves([has - {lost} for has in held], count)
 
 

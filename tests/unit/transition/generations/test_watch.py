@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.processes import wait_for
 from unicron_detector.processes.rank_messages import Break, Plan, StopRank, Withdraw
-from unicron_transition.generations.watch import Dismissed, PlanTimeout, Watch
+from unicron_transition.generations.watch import PlanTimeout, RankDismissed, Watch
 
 
 def plan(generation: int, boundary: bool = False, **more) -> Plan:
@@ -152,7 +154,7 @@ def test_for_a_newcomer_that_waits_it_is_over_and_the_next_offer_is_its_way_in(w
 
 def test_who_is_in_with_all_others_stays_in(watch):
     newcomer(watch, 2)
-    watch.entered()
+    watch.note_entered()
     watch.on_message(withdrawn(2))
     assert not watch.lost()
     inside(watch, 3)
@@ -203,12 +205,73 @@ def test_a_rank_that_is_to_end_does_so_where_it_waits_for_a_plan():
     watch = Watch(0, lambda inside: None)
     watch.on_message(plan(3))
     watch.on_message(StopRank())
-    with pytest.raises(Dismissed) as ended:
+    with pytest.raises(RankDismissed) as ended:
         watch.wait_plan(5.0)
     assert ended.value.code == 75
 
 
 # ---------------------------------------------------------------- the threads
+def test_a_rank_that_stopped_by_itself_is_out_of_its_generation(watch, kicks):
+    inside(watch, 4)
+    assert watch.give_up() == 4 and watch.lost()
+    watch.on_message(broken(4))
+    time.sleep(0.06)
+    assert kicks.count == 0, "it has left its collectives: there is nobody to free"
+    inside(watch, 5)
+    assert not watch.lost()
+
+
+def test_a_stuck_main_thread_is_freed_until_it_acknowledges(watch, kicks):
+    inside(watch, 1)
+    watch.on_message(broken(1))
+    wait_for(lambda: kicks.count >= 3, "it is freed again and again")
+    watch.give_up()
+    after = kicks.count
+    time.sleep(0.06)
+    assert kicks.count == after
+
+
+def test_nobody_is_freed_while_the_next_generation_is_entered():
+    """The unblocking thread works under the lock: once `give_up` has returned, it touches no socket any more."""
+    acknowledged, touched = threading.Event(), []
+
+    def unblock(inside):
+        time.sleep(0.002)
+        touched.append(acknowledged.is_set())
+
+    watch = Watch(0, unblock)
+    for generation in range(1, 30):
+        acknowledged.clear()
+        inside(watch, generation)
+        watch.on_message(broken(generation))
+        time.sleep(0.001 * (generation % 5))
+        watch.give_up()
+        acknowledged.set()
+        time.sleep(0.001)
+    assert touched and not any(touched)
+
+
+def test_what_was_broken_inside_a_replica_is_no_shelter_any_more():
+    """The Break comes right before the next schedule: what that waits for must not be believed, nor waited for."""
+    told: list[bool] = []
+    watch = Watch(0, told.append)
+    inside(watch, 1)
+    watch.on_message(broken(1))  # of another replica's loss
+    wait_for(lambda: told, "the connections inside are broken")
+    watch.shelter(True)
+    assert watch.hit() and watch.disturbed(inside=True)
+    before = len(told)
+    wait_for(lambda: len(told) >= before + 3, "it is freed again and again")
+    assert all(told)
+    watch.give_up()
+    inside(watch, 2)
+    watch.shelter(True)
+    assert not watch.hit()
+    watch.on_message(broken(2))
+    wait_for(lambda: told[-1] is False, "only the others' connections are broken")
+    assert not watch.hit() and not watch.disturbed(inside=True)
+
+
 def test_messages_and_the_main_thread_at_the_same_time():
     """A storm of Breaks and plans while the main thread enters and gives up: it always ends in the newest plan."""
     watch, last = Watch(0, lambda inside: None), 300

@@ -37,16 +37,13 @@ def test_what_a_sound_communicator_says_is_believed(exchange):
     assert said.commit(None, False).offer is None and state.waited == 1
 
 
-def test_an_error_of_the_communicator_is_a_lost_peer(exchange):
+@pytest.mark.parametrize(
+    ("error", "over", "says"),
+    [(RuntimeError("remote process has exited"), False, "communicator reports an error"), (None, True, "ended")],
+)
+def test_an_error_of_the_communicator_or_an_ended_generation_is_a_lost_peer(exchange, error, over, says):
     """NCCL's collectives return without raising."""
     said, state = exchange
-    state.error = RuntimeError("remote process has exited")
-    with pytest.raises(PeerLost, match="communicator reports an error"):
-        said.all_there()
-
-
-def test_nothing_is_believed_of_a_generation_that_has_ended(exchange):
-    said, state = exchange
-    state.over = True
-    with pytest.raises(PeerLost, match="ended"):
+    state.error, state.over = error, over
+    with pytest.raises(PeerLost, match=says):
         said.all_there()

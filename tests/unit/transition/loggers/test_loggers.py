@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from tests.support.event_files import read
 from unicron import loggers
-from unicron_transition.iteration.result import StepResult
+from unicron_transition.iteration.ledger import StepResult
 
 
 def result(iteration: int) -> StepResult:
@@ -37,14 +38,6 @@ def train(world, ranks, steps, die=None) -> None:
 
 
 # ------------------------------------------------------------ TensorBoard
-def read(folder) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows, by tag."""
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = event_accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    found.Reload()
-    return {tag: [(each.step, each.value) for each in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
-
-
 @pytest.mark.parametrize("flushed", [True, False])
 def test_tensorboard_shows_each_step_once_when_the_writer_dies(world, tmp_path, flushed):
     """With what it wrote last, and without it: then its file ends before."""

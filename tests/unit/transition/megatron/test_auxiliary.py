@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unicron_transition.iteration.deferred_changes import DeferredChanges, hold_scalers
+from unicron_transition.iteration.accumulation import DeferredChanges, hold_scalers
 from unicron_transition.megatron import auxiliary
 from unicron_transition.megatron.auxiliary import Auxiliary
 
@@ -102,7 +102,7 @@ def test_recomputed_layers_count_in_the_backward_pass(chunks, monkeypatch):
         made_of.weigh(output, 1, real)
         output.backward()
         chunks[1].module.route(*routed)
-    made_of.computed()
+    made_of.end_schedule()
     assert counts(chunks) == [[0, 0], [3, 1]]
 
 

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unicron_detector.processes.rank_channel import micro_batch_of
 from unicron_transition.generations.layout import Layout
-from unicron_transition.iteration.accumulation import PeerLost, Sum, Work
-from unicron_transition.iteration.deferred_changes import DeferredChanges
+from unicron_transition.iteration.accumulation import DeferredChanges, PeerLost, Sum, Work
 from unicron_transition.iteration.gradient_copies import Where
 from unicron_transition.iteration.ledger import Ledger
 from unicron_transition.plain import flat_gradients

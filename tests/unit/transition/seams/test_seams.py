@@ -31,7 +31,7 @@ PYTHONS_OWN = {"_Unpickler", "_exit", "_replace", "_asdict", "_fields", "_Enviro
 
 def test_the_table_fits_what_is_installed():
     for seam in (*TORCH, *MEGATRON_CORE):
-        if seam.at(release(seam)) != table.GONE:
+        if seam.at(release(seam)) != table.NOT_THERE:
             importlib.import_module(seam.module)
     for rows in (TORCH, MEGATRON_CORE):
         assert table.difference(rows, release(rows[0])) is None
@@ -41,31 +41,33 @@ def release(seam: Seam) -> str:
     """The installed release of the package that the row is about."""
     package = "megatron-core" if seam.module.startswith("megatron") else "torch"
     importlib.import_module(package.replace("-", "."))
-    return table.installed(package)
+    return table.installed_release(package)
 
 
 def test_the_releases_of_the_environment_are_known():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
-    assert set(pinned) == set(table.KNOWN) and all(found in table.KNOWN[name] for name, found in pinned.items())
+    assert set(pinned) == set(table.KNOWN_RELEASES) and all(
+        found in table.KNOWN_RELEASES[name] for name, found in pinned.items()
+    )
 
 
 def test_what_is_required_is_the_oldest_known_release_or_newer():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     lines = setup["options.extras_require"]["train"].strip().splitlines()
-    least = dict(line.partition(";")[0].split(">=") for line in lines if line.split(">=")[0] in table.KNOWN)
-    assert set(least) == set(table.KNOWN)
+    least = dict(line.partition(";")[0].split(">=") for line in lines if line.split(">=")[0] in table.KNOWN_RELEASES)
+    assert set(least) == set(table.KNOWN_RELEASES)
     for package, oldest in least.items():
-        first = table.KNOWN[package][0]
+        first = table.KNOWN_RELEASES[package][0]
         assert table.numbers(first)[: len(oldest.split("."))] == table.numbers(oldest)
 
 
 @pytest.mark.parametrize(
-    ("release", "parameters"), [("0.16.1", "a"), ("0.17.0", "a b"), ("0.17.9+cpu", "a b"), ("0.18.2", table.GONE)]
+    ("release", "parameters"), [("0.16.1", "a"), ("0.17.0", "a b"), ("0.17.9+cpu", "a b"), ("0.18.2", table.NOT_THERE)]
 )
 def test_a_row_has_a_column_for_each_release(release, parameters):
-    row = Seam("megatron.core", "name", "a", "", {"0.17": "a b", "0.18": table.GONE})
+    row = Seam("megatron.core", "name", "a", "", {"0.17": "+ b", "0.18": table.NOT_THERE})
     assert row.at(release) == parameters
 
 
@@ -102,7 +104,9 @@ def test_a_release_that_differs_is_refused_in_one_line_that_says_what_to_do(seam
         table.check("torch", [seam], needed=[seam.module])
     text = str(refused.value)
     assert says in text and "\n" not in text
-    assert f"install one of {', '.join(table.KNOWN['torch'])}, or run the job with --unicron-mode=restart" in text
+    assert (
+        f"install one of {', '.join(table.KNOWN_RELEASES['torch'])}, or run the job with --unicron-mode=restart" in text
+    )
 
 
 def test_a_part_that_this_build_of_torch_lacks_is_left_out():

@@ -37,28 +37,17 @@ def member(told):
     return made
 
 
-def stop(member: Member, error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("error", "aborts", "text"),
+    [
+        (ABORTED, True, None),  # defect, seen on a card: survivors were taken for broken, and started again
+        (ABORTED, False, "was aborted"),
+        (RuntimeError("CUDA error: device-side assert triggered"), True, "CUDA error: device-side assert triggered"),
+        (PeerLost("a member of the generation is gone"), False, None),
+    ],
+)
+def test_a_fault_is_told_unless_a_peer_or_this_ranks_own_abort_explains_it(member, told, error, aborts, text):
+    member.process.aborter.begun = aborts
     member.stop(error, lambda unblock: None, clean=False)
-
-
-def test_what_its_own_abort_makes_a_collective_say_is_no_fault(member, told):
-    """Defect, seen on a card: the survivors of a loss were taken for broken, and started again."""
-    member.process.aborter.begun = True
-    stop(member, ABORTED)
-    assert told[-1].state == "stopped" and told[-1].fault is None
-
-
-def test_the_same_words_without_an_abort_are_told(member, told):
-    stop(member, ABORTED)
-    assert told[-1].fault.type == "DistBackendError" and "was aborted" in told[-1].fault.text
-
-
-def test_an_error_of_another_kind_is_told_whatever_was_aborted(member, told):
-    member.process.aborter.begun = True
-    stop(member, RuntimeError("CUDA error: device-side assert triggered"))
-    assert told[-1].fault.text == "CUDA error: device-side assert triggered"
-
-
-def test_a_lost_peer_is_no_fault(member, told):
-    stop(member, PeerLost("a member of the generation is gone"))
-    assert told[-1].fault is None
+    assert told[-1].state == "stopped" and (told[-1].fault is None) == (text is None)
+    assert text is None or (told[-1].fault.type == type(error).__name__ and text in told[-1].fault.text)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unicron_transition.iteration.exchange import Said
-from unicron_transition.session.save_schedule import SaveSchedule
+from unicron_transition.iteration.exchange import CommitResult
+from unicron_transition.session.persistence import SaveSchedule
 from unicron_transition.snapshot import save_interval
 from unicron_transition.snapshot.checkpoint import MINUTES, Checkpoints, Writer
 from unicron_transition.snapshot.save_interval import Risk
@@ -27,7 +27,7 @@ class Memory:
 
 def agreed(*ranks: SaveSchedule) -> None:
     """One commit of these ranks."""
-    said = Said(save=any(rank.wanted for rank in ranks), busy=any(rank.busy for rank in ranks))
+    said = CommitResult(save=any(rank.wanted for rank in ranks), busy=any(rank.busy for rank in ranks))
     for rank in ranks:
         rank.begin_iteration()
         rank.on_commit(said)

@@ -13,8 +13,8 @@ import torch
 
 from tests.support.kept import WRITER, beginnings, everything, iterations, kept, same, spoil, step, training
 from unicron_detector.processes.rank_messages import Cut, Save
-from unicron_transition.iteration.exchange import Said
-from unicron_transition.session.save_schedule import SaveSchedule
+from unicron_transition.iteration.exchange import CommitResult
+from unicron_transition.session.persistence import SaveSchedule
 from unicron_transition.snapshot import checkpoint_file, contents, image_format
 from unicron_transition.snapshot.checkpoint import Checkpoints
 from unicron_transition.snapshot.contents import Gatherer
@@ -395,7 +395,7 @@ def test_a_checkpoint_that_could_not_be_set_aside_is_asked_for_again(tmp_path, r
     here = [1], 1, WRITER
     saving = SaveSchedule(Checkpoints(tmp_path / "saves"), remembered)
     remembered.on_message(Save())
-    saving.on_commit(Said(save=saving.wanted))
+    saving.on_commit(CommitResult(save=saving.wanted))
     assert saving.is_due(1) and not saving.wanted and remembered.set_aside(1, *here)
 
     def full(*_):
@@ -408,7 +408,7 @@ def test_a_checkpoint_that_could_not_be_set_aside_is_asked_for_again(tmp_path, r
         remembered.close()
     assert not checkpoint_file.asides(tmp_path) and saving.wanted and not saving.busy
     saving.begin_iteration()
-    saving.on_commit(Said(save=saving.wanted))
+    saving.on_commit(CommitResult(save=saving.wanted))
     assert saving.is_due(2) and not saving.wanted, "it is asked for once"
     assert not remembered.set_aside(1, *here), "the rank writes it by itself"
     assert "No space left" in capsys.readouterr().err

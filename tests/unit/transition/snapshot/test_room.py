@@ -82,8 +82,11 @@ def test_what_another_gets_during_the_look_counts_all_the_same(tmp_path, monkeyp
 
 def test_no_limit_is_in_the_way_of_files_on_a_disk(tmp_path, limit, monkeypatch):
     limit(0)
+    with pytest.raises(OSError, match="0 MB are left"):
+        Image(tmp_path / "a.image", 10, 4 * MB)
     monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: False)
     Image(tmp_path / "a.image", 10, 4 * MB)
+    assert (tmp_path / "a.image").stat().st_size >= 4 * MB
 
 
 def test_where_a_file_lies_is_asked_of_its_mount(tmp_path):

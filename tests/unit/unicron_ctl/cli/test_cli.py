@@ -16,7 +16,7 @@ from tests.support.processes import LIMIT
 from unicron_ctl.cli import ping, unicronctl
 from unicron_ctl.cli.plan import by_id
 from unicron_ctl.shared.commands.options import DURATION
-from unicron_ctl.shared.system.addresses import named, resolve
+from unicron_ctl.shared.system.addresses import name_of, resolve
 from unicron_ctl.shared.system.errors import UserError
 from unicron_planner.problem.objective import PlanError
 
@@ -203,4 +203,4 @@ def test_ping_says_which_controller_answers(
     monkeypatch.setattr(ping, "ask_and_see", lambda *_, **more: ({}, resolve("127.0.0.1", 1)[0]))
     assert unicronctl.run("unicronctl", unicronctl.unicronctl, ["ping", "--controller", both]) == 0
     assert capsys.readouterr().out.startswith("tcp://localhost:1 answers after ")
-    assert named(both, resolve("127.0.0.3", 3)[0]) == "tcp://127.0.0.3:3", "its name leads elsewhere by now"
+    assert name_of(both, resolve("127.0.0.3", 3)[0]) == "tcp://127.0.0.3:3", "its name leads elsewhere by now"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from unicron_ctl.cli.config_check import allowed, command, table
+from unicron_ctl.cli.config_check import command, permissions, table
 from unicron_ctl.shared.settings.config import Config, ControllerConfig
 from unicron_ctl.shared.settings.partitions import Claim, PartitionConfig
 from unicron_ctl.shared.slurm import PartitionInfo
@@ -29,7 +29,7 @@ def _call(path: Path, *arguments: str, code: int) -> Any:
 
 def test_each_partition_is_a_line_to_be_grepped() -> None:
     config = Config(controller=ControllerConfig(partitions=PARTITIONS))
-    found = table(allowed(config, [PartitionInfo("gpu", 64, "UP"), PartitionInfo("cpu", 8, "DOWN")])).lines()
+    found = table(permissions(config, [PartitionInfo("gpu", 64, "UP"), PartitionInfo("cpu", 8, "DOWN")])).lines()
     assert found == [
         "PARTITION NODES STATE MODE    SPARE WEIGHT  ACTIONS",
         "gpu       64    UP    act     2     1,lab=4 drain,pin",

@@ -38,7 +38,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     world.slurm.submit("1", 1, user="ann", uid=1000)
     world.start_job(nodes=1)
     world.run(2.0)
-    kinds = [records.Steady(reason="works"), *[STEP] * 9]
+    kinds = [records.WorldProved(reason="works"), *[STEP] * 9]
     happened = [Event(1 + n, 1000.0 + n, "1", 0, kinds[n % 10]) for n in range(400)]
     happened[10] = Event(11, 1010.0, "", 0, records.NodeLost(node="n2", element=1, reason="n2 is lost"))
     happened[20] = Event(21, 1020.0, "", 0, records.NodeResumed(node="n2", reason="n2 is back"))

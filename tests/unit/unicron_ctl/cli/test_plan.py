@@ -8,24 +8,9 @@ import types
 
 import pytest
 
-from unicron_ctl.cli.unicronctl import unicronctl
-from unicron_ctl.shared.system.program import run
+from tests.support.plans import SCENARIO, call
 from unicron_planner.simulate.cases import case
 
-SCENARIO = """
-[cluster]
-nodes = 16
-[[job]]
-name = "gpt-7b"
-min_nodes = 2
-nodes = 4
-node_names = ["n1", "n2", "n3", "n4"]
-flops = { 2 = 1.0e15, 4 = 1.9e15 }
-[[job]]
-name = "gpt-13b"
-nodes = 8
-flops = { 4 = 1.9e15, 8 = 3.6e15, 12 = 5e15 }
-"""
 MINIMA = SCENARIO.replace("min_nodes = 2", "min_nodes = 16")
 
 
@@ -36,12 +21,6 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "minima.toml").write_text(MINIMA, encoding="utf-8")
     (tmp_path / "t.csv").write_text("seconds,event,node,cause\n3600,fail,n0,ecc_error\n", encoding="utf-8")
     return tmp_path
-
-
-def call(capsys, *arguments):
-    status = run("unicronctl", unicronctl, list(arguments))
-    out = capsys.readouterr()
-    return status, out.out, out.err
 
 
 def test_plan_prints_the_contract(files, capsys):
@@ -107,4 +86,6 @@ def test_wrong_use_is_one_line_and_status_2(files, capsys, arguments):
 
 
 def test_minima_can_be_overruled(files, capsys):
-    assert call(capsys, "plan", "minima.toml", "--oversubscribed")[0] == 0
+    assert call(capsys, "plan", "minima.toml")[0] == 2
+    status, out, _ = call(capsys, "plan", "minima.toml", "--oversubscribed", "--json")
+    assert status == 0 and 0 < sum(json.loads(out)["assignment"].values()) <= 16

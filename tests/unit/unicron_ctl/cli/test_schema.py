@@ -15,7 +15,7 @@ from tests.support.world import FakeSlurm, World
 from unicron_ctl.cli.unicronctl import unicronctl
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY
 from unicron_ctl.shared.protocol import answer_schema
-from unicron_ctl.shared.protocol.answer_schema import ADMIN, OWNER, Explanation, Job, Node, Status, redacted
+from unicron_ctl.shared.protocol.answer_schema import ADMIN, OWNER, Explanation, Job, Node, Status, without_fields
 
 # What programs rely on; keys may be added.
 JOB_KEYS = set(
@@ -107,4 +107,4 @@ def test_a_field_that_is_not_for_all_has_a_default_that_says_nothing(kind, audie
 
 def test_redaction_leaves_the_answer_itself_alone() -> None:
     ending = answer_schema.Ending(code=1, reason="secret", time=0.0, disowned=False)
-    assert redacted(ending, OWNER).reason == "" and ending.reason == "secret"
+    assert without_fields(ending, OWNER).reason == "" and ending.reason == "secret"

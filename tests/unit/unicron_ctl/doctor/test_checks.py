@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.doctor.examination import CHECKS, Result, by_weight, examine, no_answer, summary
 from unicron_ctl.doctor.facts import (
@@ -122,103 +123,102 @@ def changed(facts: Any, **fields: Any) -> Any:
     return made
 
 
-# (check, what is wrong with the node, the cluster, the ports; the verdict and the words of the finding)
-NODE: list[tuple[str, dict[str, Any], str, str]] = [
-    ("config", {"config__path": ""}, "problem", "no unicron.toml"),
-    ("config", {"config__problems": ["[health] gpuz: unknown key"]}, "problem", "gpuz"),
-    ("config", {"config__digest": "d2"}, "problem", "differs from that of login1"),
-    ("config", {"config__address": ""}, "problem", "does not say where the controller is"),
-    ("controller", {"controller__problem": "no controller answers at x"}, "problem", "no controller answers"),
-    ("release", {"controller__release": "0.3.0"}, "problem", "the controller is 0.3.0: they do not work together"),
-    ("release", {"controller__release": "0.2.0"}, "advice", "the controller is 0.2.0: they work together"),
-    ("release", {"release": "1.0.9"}, "problem", "1.0.9 is installed, and 0.1.0 on login1"),
-    ("controller-user", {"config__believed": {}}, "problem", "unicron's (uid 990), whom nobody here believes"),
-    ("controller-user", {"config__believed": {"unicron": None}}, "problem", "whom nobody here believes"),
-    ("controller-user", {"controller__problem": "x"}, "unknown", "does not answer"),
-    ("users", {"users": {"slurm": 64031, "unicron": 990}}, "problem", "slurm is uid 64031 here, and 64030"),
-    ("users", {"users": {"slurm": 64030, "unicron": None}}, "problem", "knows no user unicron"),
-    ("munge", {"munge": "munge: no socket"}, "problem", "no socket"),
-    ("clock", {"controller__ahead": 3.0}, "problem", "3.0 s behind the controller's"),
-    ("clock", {"controller__ahead": -90.0}, "problem", "90 s ahead of the controller's"),
-    ("clock", {"controller__problem": "x"}, "unknown", "not compared"),
-    ("plugin", {"plugin": PluginFacts(plugstack="/etc/slurm/plugstack.conf")}, "problem", "does not name unicron.so"),
-    ("plugin", {"plugin": PluginFacts()}, "problem", "no plugstack.conf on this host"),
-    ("plugin", {"plugin__is_there": False}, "problem", "is not there"),
-    ("plugin", {"plugin__slurm": "24.11.5"}, "problem", "built for Slurm 24.11.5, and this is 22.05.8"),
-    ("plugin", {"plugin__release": "0.3.0"}, "problem", "is of Unicron 0.3.0"),
-    ("plugin", {"plugin__release": "0.2.0"}, "advice", "is of Unicron 0.2.0"),
-    ("plugin", {"plugin__release": ""}, "problem", "is of Unicron an unknown release"),
-    ("plugin", {"plugin__required": True}, "problem", "required"),
-    ("plugin", {"plugin__late": ["spank_pyxis.so"]}, "problem", "spank_pyxis.so comes after"),
-    ("plugin", {"plugin__controller": ""}, "problem", "no controller="),
-    ("plugin", {"plugin__controller": "tcp://old:7451"}, "problem", "report to tcp://old:7451"),
-    ("plugin", {"plugin__config": "/etc/u.toml"}, "problem", "jobs read /etc/u.toml"),
-    ("agent", {"agent__problem": "No such file or directory"}, "problem", "does not start (No such file"),
-    ("agent", {"agent__path": ""}, "problem", "no agent="),
-    ("agent", {"agent__release": "1.1.0"}, "problem", "is of Unicron 1.1.0"),
-    ("agent", {"plugin": PluginFacts()}, "unknown", "no agent is known"),
-    ("python", {"torch": "2.1.0"}, "problem", "torch 2.1.0 is not known"),
-    ("python", {"megatron": "0.10.0"}, "problem", "megatron-core 0.10.0 is not known"),
-    ("python", {"torch": "2.15.0"}, "problem", "differs from login1's"),
-    ("python", {"python": "3.13.1"}, "problem", "differs from login1's"),
-    ("containers", {"containers__enroot": True}, "problem", "containers get no agent"),
+# (check, what is wrong with the node, the verdict)
+NODE: list[tuple[str, dict[str, Any], str]] = [
+    ("config", {"config__path": ""}, "problem"),
+    ("config", {"config__problems": ["[health] gpuz: unknown key"]}, "problem"),
+    ("config", {"config__digest": "d2"}, "problem"),
+    ("config", {"config__address": ""}, "problem"),
+    ("controller", {"controller__problem": "no controller answers at x"}, "problem"),
+    ("release", {"controller__release": "0.3.0"}, "problem"),
+    ("release", {"controller__release": "0.2.0"}, "advice"),
+    ("release", {"release": "1.0.9"}, "problem"),
+    ("controller-user", {"config__believed": {}}, "problem"),
+    ("controller-user", {"config__believed": {"unicron": None}}, "problem"),
+    ("controller-user", {"controller__problem": "x"}, "unknown"),
+    ("users", {"users": {"slurm": 64031, "unicron": 990}}, "problem"),
+    ("users", {"users": {"slurm": 64030, "unicron": None}}, "problem"),
+    ("munge", {"munge": "munge: no socket"}, "problem"),
+    ("clock", {"controller__ahead": 3.0}, "problem"),
+    ("clock", {"controller__ahead": -90.0}, "problem"),
+    ("clock", {"controller__problem": "x"}, "unknown"),
+    ("plugin", {"plugin": PluginFacts(plugstack="/etc/slurm/plugstack.conf")}, "problem"),
+    ("plugin", {"plugin": PluginFacts()}, "problem"),
+    ("plugin", {"plugin__is_there": False}, "problem"),
+    ("plugin", {"plugin__slurm": "24.11.5"}, "problem"),
+    ("plugin", {"plugin__release": "0.3.0"}, "problem"),
+    ("plugin", {"plugin__release": "0.2.0"}, "advice"),
+    ("plugin", {"plugin__release": ""}, "problem"),
+    ("plugin", {"plugin__required": True}, "problem"),
+    ("plugin", {"plugin__late": ["spank_pyxis.so"]}, "problem"),
+    ("plugin", {"plugin__controller": ""}, "problem"),
+    ("plugin", {"plugin__controller": "tcp://old:7451"}, "problem"),
+    ("plugin", {"plugin__config": "/etc/u.toml"}, "problem"),
+    ("agent", {"agent__problem": "No such file or directory"}, "problem"),
+    ("agent", {"agent__path": ""}, "problem"),
+    ("agent", {"agent__release": "1.1.0"}, "problem"),
+    ("agent", {"plugin": PluginFacts()}, "unknown"),
+    ("python", {"torch": "2.1.0"}, "problem"),
+    ("python", {"megatron": "0.10.0"}, "problem"),
+    ("python", {"torch": "2.15.0"}, "problem"),
+    ("python", {"python": "3.13.1"}, "problem"),
+    ("containers", {"containers__enroot": True}, "problem"),
     (
         "containers",
         {"containers__enroot": True, "containers__enroot_mounts": True, "containers__enroot_missing": ["/opt/unicron"]},
         "problem",
-        "/opt/unicron, which this host does not have",
     ),
-    ("containers", {"containers__apptainer": True}, "advice", "Apptainer"),
-    ("shared-memory", {"shm__size": 0}, "problem", "not mounted"),
-    ("shared-memory", {"shm__size": 1 << 20}, "problem", "has 1 MiB"),
-    ("shared-memory", {"shm__free": 1 << 20}, "problem", "less than 64 MiB free"),
-    ("shared-memory", {"shm__size": 10 << 30}, "advice", "10.0 GiB of the node's 100"),
-    ("limits", {"limits": {"nofile": 1024}}, "problem", "1024 files"),
-    ("limits", {"limits": {"memlock": 65536}, "infiniband": True}, "problem", "may not lock all memory"),
-    ("limits", {"limits": {"core": NO_LIMIT}}, "advice", "writes its memory to disk"),
-    ("limits", {"unicrond_files": 1024}, "problem", "unicrond: 1024 open files"),
-    ("kernel-log", {"kernel_log__restricted": True}, "problem", "dmesg_restrict is 1"),
-    ("kernel-log", {"kernel_log__is_there": False}, "problem", "not there"),
-    ("kernel-log", {"kernel_log__readable": False}, "problem", "cannot be read by jobs"),
-    ("kernel-log", {"kernel_log__watched": False}, "advice", "no agent reads"),
-    ("prolog", {"prolog": ScriptFacts(found=["/x"])}, "problem", "does not lead to Unicron's script"),
-    ("prolog", {"prolog": ScriptFacts(found=["/p"], ours=["/p"], blocked=["/p"])}, "problem", "cannot be executed"),
-    ("epilog", {"epilog": ScriptFacts()}, "problem", "does not lead to Unicron's script"),
-    ("health-check", {"health_program": ScriptFacts()}, "problem", "is not on this host"),
-    ("health-check", {"health_program": ScriptFacts(found=["/x"])}, "problem", "does not call unicron-health"),
+    ("containers", {"containers__apptainer": True}, "advice"),
+    ("shared-memory", {"shm__size": 0}, "problem"),
+    ("shared-memory", {"shm__size": 1 << 20}, "problem"),
+    ("shared-memory", {"shm__free": 1 << 20}, "problem"),
+    ("shared-memory", {"shm__size": 10 << 30}, "advice"),
+    ("limits", {"limits": {"nofile": 1024}}, "problem"),
+    ("limits", {"limits": {"memlock": 65536}, "infiniband": True}, "problem"),
+    ("limits", {"limits": {"core": NO_LIMIT}}, "advice"),
+    ("limits", {"unicrond_files": 1024}, "problem"),
+    ("kernel-log", {"kernel_log__restricted": True}, "problem"),
+    ("kernel-log", {"kernel_log__is_there": False}, "problem"),
+    ("kernel-log", {"kernel_log__readable": False}, "problem"),
+    ("kernel-log", {"kernel_log__watched": False}, "advice"),
+    ("prolog", {"prolog": ScriptFacts(found=["/x"])}, "problem"),
+    ("prolog", {"prolog": ScriptFacts(found=["/p"], ours=["/p"], blocked=["/p"])}, "problem"),
+    ("epilog", {"epilog": ScriptFacts()}, "problem"),
+    ("health-check", {"health_program": ScriptFacts()}, "problem"),
+    ("health-check", {"health_program": ScriptFacts(found=["/x"])}, "problem"),
     (
         "health-check",
         {"health_program": ScriptFacts(found=["/h"], ours=["/h"], blocked=["/h"])},
         "problem",
-        "cannot be executed",
     ),
-    ("health-check", {"health": HealthFacts()}, "advice", "no /etc/unicron/health.conf: the prolog"),
-    ("health-check", {"health__problem": "No module named 'unicron'"}, "problem", "cannot run the checks: No module"),
+    ("health-check", {"health": HealthFacts()}, "advice"),
+    ("health-check", {"health__problem": "No module named 'unicron'"}, "problem"),
 ]
-CLUSTER: list[tuple[str, dict[str, str], str]] = [
-    ("auth-type", {"AuthType": "auth/none"}, "everybody can be everybody"),
-    ("job-requeue", {"JobRequeue": "0"}, "not started again"),
-    ("return-to-service", {"ReturnToService": "2"}, "without its checks"),
-    ("return-to-service", {"ReturnToService": "0"}, "does not come back by itself"),
-    ("prolog-flags", {"PrologFlags": "(null)"}, "checked only when a step starts"),
-    ("prolog-flags", {"PrologFlags": "Alloc,NoHold"}, "jobs begin before"),
-    ("prolog-failure", {"SchedulerParameters": "(null)"}, "its job is held"),
-    ("prolog", {"Prolog": "(null)"}, "Slurm has no Prolog"),
-    ("epilog", {"Epilog": "(null)"}, "Slurm has no Epilog"),
-    ("health-check", {"HealthCheckProgram": "(null)"}, "starts no HealthCheckProgram"),
-    ("health-check", {"HealthCheckInterval": "0 sec"}, "not started on all nodes"),
-    ("health-check", {"HealthCheckNodeState": "IDLE"}, "not started on all nodes"),
-    ("time-outs", {"BatchStartTimeout": "5 sec"}, "the prolog = 8 s must be at most BatchStartTimeout = 5 s"),
-    ("time-outs", {"PrologEpilogTimeout": "5"}, "must be at most PrologTimeout = 5 s"),
-    ("time-outs", {"PrologTimeout": "6"}, "must be at most PrologTimeout = 6 s"),
-    ("time-outs", {"AuthInfo": "socket=/x,cred_expire=7"}, "the prolog = 8 s must be at most cred_expire = 7 s"),
-    ("time-outs", {"BatchStartTimeout": "200 sec"}, "BatchStartTimeout = 200 s must be at most cred_expire = 120 s"),
-    ("time-outs", {"KillWait": "2 sec"}, "must be at most KillWait = 2 s"),
-    ("time-outs", {"KillWait": "600 sec"}, "KillWait = 600 s must be at most [controller] isolate_seconds"),
-    ("time-outs", {"SlurmdTimeout": "1 sec"}, "before Unicron has looked at it"),
-    ("time-outs", {"SlurmdTimeout": "0 sec"}, "never sets a silent node down"),
-    ("time-outs", {"MessageTimeout": "60 sec"}, "must be at most [controller] slurm_timeout = 10 s"),
-    ("time-outs", {"MinJobAge": "5 sec"}, "Slurm forgets a job"),
+# (check, the setting of Slurm that is a problem)
+CLUSTER: list[tuple[str, dict[str, str]]] = [
+    ("auth-type", {"AuthType": "auth/none"}),
+    ("job-requeue", {"JobRequeue": "0"}),
+    ("return-to-service", {"ReturnToService": "2"}),
+    ("return-to-service", {"ReturnToService": "0"}),
+    ("prolog-flags", {"PrologFlags": "(null)"}),
+    ("prolog-flags", {"PrologFlags": "Alloc,NoHold"}),
+    ("prolog-failure", {"SchedulerParameters": "(null)"}),
+    ("prolog", {"Prolog": "(null)"}),
+    ("epilog", {"Epilog": "(null)"}),
+    ("health-check", {"HealthCheckProgram": "(null)"}),
+    ("health-check", {"HealthCheckInterval": "0 sec"}),
+    ("health-check", {"HealthCheckNodeState": "IDLE"}),
+    ("time-outs", {"BatchStartTimeout": "5 sec"}),
+    ("time-outs", {"PrologEpilogTimeout": "5"}),
+    ("time-outs", {"PrologTimeout": "6"}),
+    ("time-outs", {"AuthInfo": "socket=/x,cred_expire=7"}),
+    ("time-outs", {"BatchStartTimeout": "200 sec"}),
+    ("time-outs", {"KillWait": "2 sec"}),
+    ("time-outs", {"KillWait": "600 sec"}),
+    ("time-outs", {"SlurmdTimeout": "1 sec"}),
+    ("time-outs", {"SlurmdTimeout": "0 sec"}),
+    ("time-outs", {"MessageTimeout": "60 sec"}),
+    ("time-outs", {"MinJobAge": "5 sec"}),
 ]
 
 
@@ -247,19 +247,24 @@ def test_all_hosts_of_a_sound_installation_are_good_and_folded_into_one_result()
     assert summary(results) == f"{len(CHECKS)} checks: {len(CHECKS)} good"
 
 
-@pytest.mark.parametrize(("check", "wrong", "verdict", "words"), NODE)
-def test_a_node_that_is_not_as_it_should_be(check: str, wrong: dict[str, Any], verdict: str, words: str) -> None:
+@pytest.mark.parametrize(("check", "wrong", "verdict"), NODE)
+def test_a_node_that_is_not_as_it_should_be(check: str, wrong: dict[str, Any], verdict: str) -> None:
     results = [result for result in found(judged(changed(host(), **wrong)), check) if result.verdict != "good"]
     assert results and all((result.verdict, result.hosts) == (verdict, ["n1"]) for result in results), results
-    assert any(words in result.text for result in results), results
     assert all(result.do for result in results) or verdict == "unknown"
 
 
-@pytest.mark.parametrize(("check", "wrong", "words"), CLUSTER)
-def test_a_setting_of_slurm_that_does_not_fit(check: str, wrong: dict[str, str], words: str) -> None:
+@pytest.mark.parametrize(("check", "wrong"), CLUSTER)
+def test_a_setting_of_slurm_that_does_not_fit(check: str, wrong: dict[str, str]) -> None:
     results = [result for result in found(judged(host(), site(**wrong)), check) if result.verdict != "good"]
     assert results and all(result.verdict == "problem" and result.do for result in results), results
-    assert any(words in result.text for result in results), results
+
+
+def test_the_words_of_all_findings(snapshot: SnapshotAssertion) -> None:
+    cases = [found(judged(changed(host(), **wrong)), check) for check, wrong, _ in NODE]
+    cases += [found(judged(host(), site(**wrong)), check) for check, wrong in CLUSTER]
+    results = [result for case in cases for result in case if result.verdict != "good"]
+    assert "".join(f"{one.verdict:8} {one.check}: {one.text}\n         > {one.do}\n" for one in results) == snapshot
 
 
 @pytest.mark.parametrize("release", ["PrologEpilogTimeout", "PrologTimeout"], ids=["22.05", "with PrologTimeout"])

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.doctor import host_facts, on_nodes
-from unicron_ctl.doctor.facts import COMPUTE, HEAD, LOGIN, HostFacts, PluginFacts, Question, SiteFacts
+from unicron_ctl.doctor import host_checks, host_facts, on_nodes, reach_checks
+from unicron_ctl.doctor.facts import COMPUTE, HEAD, LOGIN, HostFacts, Inspection, PluginFacts, Question, SiteFacts
 from unicron_ctl.doctor.on_nodes import (
     DOOR,
     FACTS,
@@ -34,6 +34,7 @@ from unicron_ctl.shared.settings.config_file import parse
 from unicron_ctl.shared.slurm import NodeInfo
 from unicron_ctl.shared.slurm.slurm_settings import SlurmSettings
 
+NODE = Inspection(Question(role=COMPUTE))
 BUILT = b"\x7fELF\0unicron 0.1.0, built for Slurm 24.11.5\0more"
 
 
@@ -106,7 +107,7 @@ def test_scripts_that_are_ours_or_call_ours_are_known(tmp_path: Path) -> None:
     (tmp_path / "50-unicron").write_text("#!/bin/sh\n# Unicron's\n")
     (tmp_path / "60-calls").write_text("#!/bin/sh\nexec /usr/local/sbin/unicron-health\n")
     (tmp_path / "60-calls").chmod(0o755)
-    found = host_facts.scripts([f"{tmp_path}/*"])
+    found = host_checks.prolog_scripts(Inspection(Question(role=COMPUTE, prolog=[f"{tmp_path}/*"])))
     assert [Path(path).name for path in found.found] == ["10-site", "50-unicron", "60-calls"]
     assert [Path(path).name for path in found.ours] == ["50-unicron", "60-calls"]
     assert [Path(path).name for path in found.blocked] == ["50-unicron"]
@@ -116,54 +117,56 @@ def test_health_conf_and_its_python(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     health, prolog = tmp_path / "health.conf", tmp_path / "prolog.conf"
     monkeypatch.setenv("UNICRON_HEALTH_CONF", str(health))
     monkeypatch.setenv("UNICRON_PROLOG_CONF", str(prolog))
-    found = host_facts.health_facts()
+    found = host_checks.health(NODE)
     assert (found.conf, found.seconds, found.python) == ("", 0, "/opt/unicron/bin/python")
     health.write_text("# ours\nUNICRON_PYTHON=/nonexistent/python\n")
-    found = host_facts.health_facts()
+    found = host_checks.health(NODE)
     assert (found.python, found.problem, found.seconds) == ("/nonexistent/python", "No such file or directory", 4)
     health.write_text("UNICRON_PYTHON=/bin/false\n")
     prolog.write_text("UNICRON_HEALTH_SECONDS=12\n")
-    assert (host_facts.health_facts().problem, host_facts.health_facts().seconds) == ("it ended with 1", 12)
+    assert (host_checks.health(NODE).problem, host_checks.health(NODE).seconds) == ("it ended with 1", 12)
     prolog.write_text("UNICRON_CHECK_HEALTH=off\n")
-    assert host_facts.health_facts().seconds == 0
+    assert host_checks.health(NODE).seconds == 0
 
 
 def test_an_agent_is_asked_for_its_release(tmp_path: Path) -> None:
     agent = tmp_path / "unicron-agent"
-    assert host_facts.agent_facts(str(agent)).problem == "No such file or directory"
+    asked = Inspection(Question(role=COMPUTE), agent=str(agent))
+    assert reach_checks.agent_facts(asked).problem == "No such file or directory"
     agent.write_text("#!/bin/sh\necho unicron-agent 0.1.0\n")
     agent.chmod(0o755)
-    assert host_facts.agent_facts(str(agent)).release == "0.1.0"
+    assert reach_checks.agent_facts(asked).release == "0.1.0"
     agent.write_text("#!/bin/sh\necho no such thing >&2; exit 3\n")
-    assert host_facts.agent_facts(str(agent)).problem == "no such thing"
+    assert reach_checks.agent_facts(asked).problem == "no such thing"
 
 
 def test_a_kernel_log_that_a_user_may_not_read(tmp_path: Path) -> None:
     log = tmp_path / "kernel.log"
-    config = parse({"agent": {"kmsg": str(log)}})
-    assert not host_facts.kernel_log_facts(config).is_there
+    asked = Inspection(Question(role=COMPUTE), parse({"agent": {"kmsg": str(log)}}))
+    assert not host_checks.kernel_log_facts(asked).is_there
     log.write_text("")
     log.chmod(0o640)
-    assert not host_facts.kernel_log_facts(config).readable
+    assert not host_checks.kernel_log_facts(asked).readable
     log.chmod(0o644)
-    assert host_facts.kernel_log_facts(config).readable
+    assert host_checks.kernel_log_facts(asked).readable
 
 
 def test_containers_mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_facts, "ENROOT_MOUNTS", str(tmp_path / "mounts.d"))
-    monkeypatch.setattr(host_facts, "APPTAINER_CONF", str(tmp_path / "apptainer.conf"))
+    monkeypatch.setattr(host_checks, "ENROOT_MOUNTS", str(tmp_path / "mounts.d"))
+    monkeypatch.setattr(host_checks, "APPTAINER_CONF", str(tmp_path / "apptainer.conf"))
     (tmp_path / "mounts.d").mkdir()
+    asked = Inspection(Question(role=COMPUTE), agent="/opt/unicron/bin/unicron-agent")
     (tmp_path / "apptainer.conf").write_text("# bind path = /opt/unicron\n")
-    found = host_facts.container_facts("/opt/unicron")
+    found = host_checks.container_facts(asked)
     assert found.enroot and not found.enroot_mounts and found.apptainer and not found.apptainer_binds
     (tmp_path / "mounts.d" / "50-unicron.fstab").write_text(f"# ours\n{tmp_path}/unicron /opt none bind\n")
     (tmp_path / "apptainer.conf").write_text("bind path = /opt/unicron\n")
-    found = host_facts.container_facts("/opt/unicron")
+    found = host_checks.container_facts(asked)
     assert found.enroot_mounts and found.enroot_missing == [f"{tmp_path}/unicron"] and found.apptainer_binds
 
 
 def test_this_host_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unicron_ctl.doctor.controller_facts.ASK_SECONDS", 0.3)
+    monkeypatch.setattr("unicron_ctl.doctor.reach_checks.ASK_SECONDS", 0.3)
     facts = host_facts.collect(Question(role=LOGIN, users=["root", "no-such-user"], controller="tcp://127.0.0.1:1"))
     assert facts.users == {"root": 0, "no-such-user": None}
     assert facts.shm.size > 0 and facts.limits["nofile"] > 0 and facts.limits.keys() == {"nofile", "memlock", "core"}
@@ -209,7 +212,7 @@ def test_a_little_that_unpacks_to_very_much_is_none() -> None:
     assert len(lines) < on_nodes.MOST_PIECES and [collector.add_line(line) for line in lines] == [None] * len(lines)
 
 
-def asked(printed: str) -> on_nodes.Gathered:
+def asked(printed: str) -> on_nodes.NodeAnswers:
     """What is gathered where the step on n1 and n2 prints this."""
     asking = on_nodes.Asking(Question(role=COMPUTE), on_nodes.Wish(), {}, {})
     with ThreadPoolExecutor(1) as doors:

@@ -16,7 +16,7 @@ from unicron_ctl.doctor.first_file import Wish, unicron_toml
 from unicron_ctl.doctor.plugstack import lines_of
 from unicron_ctl.doctor.setting_up import Site, plugin_line, slurm_conf_lines, steps
 from unicron_ctl.doctor.setup_command import command
-from unicron_ctl.doctor.slurm_lines import WANTED
+from unicron_ctl.doctor.slurm_lines import CONF_LINES
 from unicron_ctl.shared.settings.config import Config, ControllerConfig, fields_of
 from unicron_ctl.shared.settings.config_file import examine, parse
 from unicron_ctl.shared.settings.notify import NotifyConfig
@@ -112,7 +112,7 @@ def test_only_what_slurm_conf_lacks_is_printed_and_other_words_stay() -> None:
     assert slurm_conf_lines(SlurmSettings({**BARE, **told})) == []
 
 
-@pytest.mark.parametrize("wanted", WANTED, ids=lambda wanted: wanted.name)
+@pytest.mark.parametrize("wanted", CONF_LINES, ids=lambda wanted: wanted.name)
 def test_each_line_is_met_by_itself(wanted) -> None:
     line = wanted.line(SlurmSettings({wanted.name: "0" if wanted.name != "HealthCheckNodeState" else "IDLE"}))
     if wanted.name in (

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import msgspec
 
-from tests.unit.unicron_ctl.shared.log.test_week import log
+from tests.support.week_log import log
 from unicron_ctl.reports import week_report
 from unicron_ctl.shared.log.week import week
 from unicron_ctl.shared.protocol.answer_schema import Report

@@ -17,7 +17,7 @@ def test_the_commands(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     make_key(folder)
     begun = claim(folder, False)
-    begun.store.append([Event(number, 1000.0, "1", 0, records.Steady(reason="")) for number in range(1, 11)])
+    begun.store.append([Event(number, 1000.0, "1", 0, records.WorldProved(reason="")) for number in range(1, 11)])
     begun.close()
     run = CliRunner().invoke
     made = run(commands.command, [str(tmp_path / "copy"), "--state-dir", str(folder)])

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from unicron_ctl.cli.unicronctl import unicronctl
-from unicron_ctl.shared.system.errors import FOUND, UserError
+from unicron_ctl.shared.system.errors import PROBLEM_FOUND, UserError
 from unicron_ctl.tools import check_folder
 
 
@@ -76,13 +76,13 @@ def test_what_does_not_hold_is_said(
 ) -> None:
     monkeypatch.setattr(check_folder, program, instead)
     done = run(tmp_path)
-    assert done.return_value == FOUND and said in done.stderr and list(tmp_path.iterdir()) == []
+    assert done.return_value == PROBLEM_FOUND and said in done.stderr and list(tmp_path.iterdir()) == []
 
 
 def test_a_slow_folder_does_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_folder, "LEASE_SECONDS", 1e-9)
     done = run(tmp_path)
-    assert done.return_value == FOUND and "a lease of 1e-09 s would end" in done.stderr
+    assert done.return_value == PROBLEM_FOUND and "a lease of 1e-09 s would end" in done.stderr
 
 
 def test_a_folder_without_room_for_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

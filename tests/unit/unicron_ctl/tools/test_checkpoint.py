@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from unicron_ctl.shared.protocol import client
-from unicron_ctl.shared.system.errors import FOUND, UserError
+from unicron_ctl.shared.system.errors import PROBLEM_FOUND, UserError
 from unicron_ctl.tools.checkpoint import command
 from unicron_transition.snapshot.checkpoint import Checkpoints
 from unicron_transition.snapshot.formats import opening
@@ -86,7 +86,7 @@ def test_a_damaged_checkpoint_is_found_and_not_copied(tmp_path, saved, to, form)
     place = whole.find(bytes(opening.index_of(folder).tensors["0.weight"].read().tobytes())) + 5
     data.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     found = invoke("verify", folder)
-    assert found.return_value == FOUND and "checksum" in found.stderr and not found.stdout
+    assert found.return_value == PROBLEM_FOUND and "checksum" in found.stderr and not found.stdout
     refused = invoke(to, folder, tmp_path / "copy")
     assert isinstance(refused.exception, UserError) and "checksum" in str(refused.exception)
     assert not (tmp_path / "copy").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.unicron_ctl.shared.commands.test_status_tables import fits, on_a_terminal, printed
+from tests.support.listings import fits, on_a_terminal, printed
 from unicron_ctl.shared.system.columns import Listing, show
 from unicron_ctl.tools import pair_test
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.unit.unicron_ctl.cli.test_plan import SCENARIO, call
+from tests.support.plans import SCENARIO, call
 
 SACCT = "JobID|User|JobName|State|ExitCode|Submit|Start|End|NNodes"
 TRACE = "seconds,event,node,cause\n3600,fail,n0,ecc_error\n90000,join,n0,\n100000,fail,n1,nccl_timeout\n"

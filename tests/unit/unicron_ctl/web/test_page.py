@@ -28,8 +28,8 @@ from unicron_ctl.shared.protocol.audience import Sight, Viewer
 from unicron_ctl.shared.protocol.client import as_struct
 from unicron_ctl.shared.system.errors import UserError
 from unicron_ctl.web import page, page_server, page_sessions, page_source
-from unicron_ctl.web.page_sessions import Refused, Sessions
-from unicron_ctl.web.page_source import Busy, Kept, Source
+from unicron_ctl.web.page_sessions import LinkRefused, Sessions
+from unicron_ctl.web.page_source import AnswerKeeper, Busy, Source
 
 ANN, BOB, EVE, NOBODY = Viewer(1000, "ann"), Viewer(1001, "bob"), Viewer(1002, "eve"), Viewer(65534, "nobody")
 CAROL, WEB, OWN = Viewer(1003, "carol"), Viewer(1004, "web"), Viewer(os.geteuid(), "own")
@@ -224,11 +224,11 @@ def test_a_link_works_once_also_where_munged_was_started_again(monkeypatch) -> N
     sessions = Sessions([origin], lambda: now[0])
     sessions.open_session("MUNGE:0:")
     now[0] = page_sessions.LINK_SECONDS - 1.0
-    with pytest.raises(Refused, match="used before"):
+    with pytest.raises(LinkRefused, match="used before"):
         sessions.open_session("MUNGE:0:")
     monkeypatch.setattr(page_sessions, "LINKS_OF_ONE", 2)
     sessions.open_session("MUNGE:1:")
-    with pytest.raises(Refused, match="too many links"):
+    with pytest.raises(LinkRefused, match="too many links"):
         sessions.open_session("MUNGE:2:")
     sessions.open_session("MUNGE:b:")
     now[0] += 2 * page_sessions.LINK_SECONDS
@@ -266,7 +266,7 @@ def test_too_many_links_at_once_wait_and_are_refused() -> None:
     for _ in range(page_sessions.VERIFYING):
         sessions._verifying.acquire()
     sessions._verifying.acquire = lambda timeout: False  # type: ignore[method-assign]
-    with pytest.raises(Refused, match="too many"):
+    with pytest.raises(LinkRefused, match="too many"):
         sessions.open_session("MUNGE:x:")
 
 
@@ -291,7 +291,7 @@ def test_a_slow_answer_is_asked_for_less_often_and_an_outage_is_said(monkeypatch
         return int(now[0])
 
     monkeypatch.setattr(page_source.time, "thread_time", lambda: 0.0)
-    kept = Kept(ask, 2.0, lambda: now[0])
+    kept = AnswerKeeper(ask, 2.0, lambda: now[0])
     assert kept.latest() == kept.latest() and kept.latest().answer == 100
     now[0] += 2.0
     assert (kept.latest().number, kept.latest().every) == (2, 2.0)
@@ -333,7 +333,7 @@ def test_many_jobs_looked_at_are_asked_for_one_after_the_other(monkeypatch) -> N
 
 def test_who_waits_too_long_for_somebody_elses_question_is_told_so(monkeypatch) -> None:
     monkeypatch.setattr(page_source, "PATIENCE_SECONDS", 0.01)
-    kept = Kept(lambda: 1, 2.0)
+    kept = AnswerKeeper(lambda: 1, 2.0)
     with kept._asking, pytest.raises(Busy):
         kept.latest()
 

@@ -1,1 +1,1 @@
-"""Who an agent is, and its connections to the controller, the ranks and other agents."""
+"""An agent's place in the cluster, and its connections to the controller, the ranks and other agents."""

@@ -2,19 +2,112 @@
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 
 from unicron_ctl.agent.connections.containment import Containment
 from unicron_ctl.agent.connections.controller_connection import Line
 from unicron_ctl.agent.connections.job_environment import Place
-from unicron_ctl.agent.connections.job_log import JobLog
-from unicron_ctl.agent.connections.outbox import Outbox
-from unicron_ctl.agent.connections.polling import Polling
 from unicron_ctl.agent.connections.rank_socket import RankLine, socket_folder
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.system.errors import one_line
+from unicron_detector.processes.job_output import standard_error
+from unicron_detector.processes.log_format import log_line
+
+COMPLAINTS = 5  # lines about bad messages from one side: a broken peer must not fill the job's log
+
+
+class JobLog:
+    """Lines on the agent's standard error, which Slurm writes into the job's. None of its methods waits for the log."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._complaints: Counter[str] = Counter()
+        self._once: set[str] = set()
+
+    def inform(self, text: str) -> None:
+        """Write news."""
+        self._write("info", text)
+
+    def warn(self, text: str) -> None:
+        """Write that something is not as it should be."""
+        self._write("warning", text)
+
+    def warn_once(self, text: str) -> None:
+        """Write it, unless that very line has been written before."""
+        if text not in self._once:
+            self._once.add(text)
+            self.warn(text)
+
+    def drop(self, peer: str, why: str) -> None:
+        """A bad message was dropped: the first ones of a peer get a line each."""
+        self._complaints[peer] += 1
+        if self._complaints[peer] <= COMPLAINTS:
+            self.warn(f"dropped a bad message of {peer}: {why[:300]}")
+
+    def _write(self, level: str, text: str) -> None:
+        line = log_line(level, "unicron", one_line(text), job=self._place.label, node=self._place.node)
+        standard_error.write(f"{line}\n".encode())
+
+
+class Outbox:
+    """Sends messages to the controller.
+
+    muted: the network is lost, by an injected fault. closed: the controller will not have this agent.
+    """
+
+    def __init__(self, line: Line, log: JobLog) -> None:
+        self._line, self._log = line, log
+        self.muted = self.closed = False
+        self._lost_steps = False  # some, and it was said
+
+    def send(self, message: wire.Message) -> None:
+        """Send one message; it is lost where nobody takes it."""
+        if self.muted or self.closed or self._line.key is None:
+            return
+        try:
+            self._line.socket.send(wire.encode(message), zmq.DONTWAIT)
+        except zmq.Again:  # the queue to a controller that is away is full; a status will tell again, a proof will not
+            proof = isinstance(message, wire.Steps) or (isinstance(message, wire.Status) and message.steps)
+            if proof and not self._lost_steps:
+                self._lost_steps = True
+                self._log.warn("the controller has been away for too long: reports of steps are lost until it is back")
+
+
+class Polling:
+    """Sockets and descriptors, each with what to do when it can be read. What fails there concerns nobody else."""
+
+    def __init__(self, containment: Containment) -> None:
+        self._containment = containment
+        self._poller = zmq.Poller()
+        self._calls: dict[Any, Callable[[], object]] = {}
+
+    def __contains__(self, source: Any) -> bool:
+        return source in self._calls
+
+    def watch(self, source: Any, call: Callable[[], object]) -> None:
+        """Call `call` whenever `source` can be read: a ZeroMQ socket or a descriptor."""
+        self._calls[source] = call
+        self._poller.register(source, zmq.POLLIN)
+
+    def unwatch(self, source: Any) -> None:
+        """Stop watching; a source that is not watched does no harm."""
+        if self._calls.pop(source, None) is not None:
+            self._poller.unregister(source)
+
+    def serve(self, seconds: float) -> list[Any]:
+        """Wait up to `seconds` for something to happen, and deal with all that has; returns where."""
+        found = [source for source, _ in self._poller.poll(max(0, math.ceil(seconds * 1000)))]
+        for source in found:
+            if source in self._calls:  # one before it may have ended this one
+                self._containment.attempt("take in what has come", self._calls[source])
+        return found
 
 
 @dataclass

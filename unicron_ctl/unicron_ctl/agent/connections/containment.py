@@ -44,7 +44,7 @@ class Containment:
 
 
 def reason(error: BaseException) -> str:
-    """What an exception says, in one line, with its name where it is not one of the system's."""
+    """Return the text of an exception in one line, with its name where it is not one of the system's."""
     if isinstance(error, OSError) and error.strerror:
         named = f"{error.filename}: " if isinstance(error.filename, str) else ""
         return f"{named}{error.strerror}"

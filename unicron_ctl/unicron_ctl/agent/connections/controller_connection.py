@@ -16,9 +16,8 @@ from typing import TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.shared.protocol import claims, wire
-from unicron_ctl.shared.protocol.controller_discovery import HELLO_SECONDS, Found, Hello
+from unicron_ctl.shared.protocol.controller_discovery import HELLO_SECONDS, ControllerKey, Hello
 from unicron_ctl.shared.protocol.encryption import PLAIN, new_pair, public_key, secure_client
 from unicron_ctl.shared.protocol.munge import MungeError, make_credential
 from unicron_ctl.shared.protocol.reach import first_open
@@ -127,7 +126,7 @@ class Line:
         """Reads what was answered; `learned` is called when the line leads to another key."""
         answers = self._hello.read()
 
-        def then(found: Found | None) -> None:
+        def then(found: ControllerKey | None) -> None:
             if found is None or self.up or self._known not in (None, found.key):
                 return
             if found.key == self._theirs:
@@ -141,36 +140,12 @@ class Line:
             learned()
 
         if answers:
-            self._in_thread("answers", lambda: self._hello.believed(answers), then)
+            self._in_thread("answers", lambda: self._hello.first_believed(answers), then)
 
-    def register(
-        self,
-        place: Place,
-        agent: str,
-        door: str,
-        peer: str,
-        images: tuple[str, str],
-        send: Callable[[wire.Message], None],
-    ) -> None:
-        """Sends the agent's first message, with a fresh credential that is bound to this line, as soon as that is made;
-        nothing before the line leads anywhere. images: where it takes and gives them, and the token for that."""
-        message = wire.Register(
-            job=place.job,
-            element=place.element,
-            agent=agent,
-            node=place.node,
-            address=place.address,
-            slots=place.slots,
-            settings=place.settings,
-            step=place.step,
-            requeues=place.requeues,
-            trains=place.trains,
-            door=door,
-            peer=peer,
-            key=self.pair[0],
-            images=images[0],
-            token=images[1],
-        )
+    def register(self, message: wire.Register, send: Callable[[wire.Message], None]) -> None:
+        """Send the agent's first message, with a fresh credential that is bound to this line, as soon as that is made;
+        nothing before the line leads anywhere."""
+        message.key = self.pair[0]
         key = self.key
         if key == PLAIN:
             self._problem = ""
@@ -203,9 +178,9 @@ class Line:
             try:
                 found.append(work())
             finally:  # whatever broke, the next try may do
-                self.results.put(lambda: done(found))
+                self.results.put(lambda: hand_on(found))
 
-        def done(found: list[Result]) -> None:
+        def hand_on(found: list[Result]) -> None:
             self._working.discard(what)
             for result in found:
                 then(result)

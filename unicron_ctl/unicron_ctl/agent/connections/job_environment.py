@@ -1,5 +1,5 @@
-"""Who this agent is: job, element, node, ranks and settings, read from the environment that Slurm and the plugin give
-it."""
+"""The place of this agent: job, element, node, ranks and settings, read from the environment that Slurm and the plugin
+give it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,22 @@ LEAST_MEMORY_RATE = 0.1  # megabytes a second: the other side gives up what is s
 
 @dataclass(frozen=True)
 class Place:
-    """One agent's place in the cluster. A slot is element * ranks_per_node + local rank. requeues: how often Slurm has
-    run the batch script of the whole job again; 0 for an element among others of an array. tasks: Slurm's tasks of this
-    node in their order, where the step has several: the ranks stand for them. The first is this process."""
+    """One agent's place in the cluster. A slot is element * ranks_per_node + local rank."""
 
     job: str
     element: int
     node: str
     address: str
+    """The address by which other nodes reach this one"""
     settings: Settings
     step: int = 0
+    """The number of the training among those of its batch script"""
     requeues: int = 0
+    """How often Slurm has run the whole job's batch script again; 0 for an element among others of an array"""
     trains: bool = True
+    """The command may train"""
     tasks: tuple[StepTask, ...] = ()
+    """Slurm's tasks of this node in their order, where the step has several; the first is this process"""
 
     @property
     def slots(self) -> list[int]:
@@ -54,20 +57,21 @@ class Place:
         return [self.element * count + local for local in range(count)]
 
     def alone(self) -> Place:
-        """This place of a job that is as large as its element. One allocation is one element."""
+        """Return this place in a job that is as large as its element. One allocation is one element."""
         if self.settings.allocation:
             return self
         return replace(self, settings=msgspec.structs.replace(self.settings, max_nodes=self.settings.block))
 
     def in_mode(self, mode: str, reason: str, trains: bool = True, command: str = "") -> Place:
-        """This place of a job that is healed in this mode. trains: its command may train. command: its digest."""
+        """Return this place in a job that is healed in this mode. trains: its command may train. command: its
+        digest."""
         settings = msgspec.structs.replace(self.settings, mode=mode, mode_reason=reason[: ranges.TEXT], command=command)
         return replace(self, settings=settings, trains=trains)
 
     @property
     def warning(self) -> str:
-        """What its element 0 says, for all, of a minimum or a number of spares that does not fit; else empty. The job
-        runs all the same: with all of its nodes, or with as many spares as leave enough of them."""
+        """The job's log line on a minimum or a number of spares that does not fit, from its element 0; else empty. The
+        job runs all the same: with all of its nodes, or with as many spares as leave enough of them."""
         settings = self.settings
         if settings.min_nodes > settings.max_nodes and not self.element:
             least = f"UNICRON_MIN_NODES={settings.min_nodes} of {settings.max_nodes} nodes"
@@ -93,7 +97,7 @@ def number(
     least: float = 1,
     most: float = ranges.MOST_COUNT,
 ) -> float:
-    """A variable's value, `default` when it is not set. Raises UserError, one line, when it makes no sense."""
+    """Return a variable's value, `default` when it is not set. Raises UserError, one line, when it makes no sense."""
     text = environment.get(name, default)
     try:
         value = kind(text)

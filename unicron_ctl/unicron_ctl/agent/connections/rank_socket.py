@@ -58,7 +58,7 @@ class RankLine:
         self._held = -1
 
     def receive(self) -> Iterator[tuple[bytes, bytes]]:
-        """What has come: (who, message)."""
+        """Yield each message that has come: (sender, data)."""
         while True:
             try:
                 identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -67,11 +67,11 @@ class RankLine:
             yield identity, frames[-1] if frames else b""
 
     def set_identity(self, slot: int, identity: bytes) -> None:
-        """The slot's process is who sent this."""
+        """Note the sender that is the slot's process."""
         self._identities[slot] = identity
 
     def send(self, slots: Iterable[int], message: wire.Message | ToRank) -> None:
-        """To those of the slots that are known."""
+        """Send a message to those of the slots whose sender is known."""
         data = for_rank(message)
         for slot in slots:
             if slot in self._identities:
@@ -79,7 +79,7 @@ class RankLine:
 
 
 def for_rank(message: wire.Message | ToRank) -> bytes:
-    """The message as ranks understand it, the controller's or this agent's own: a map with the version of their
+    """Return the message as ranks understand it, the controller's or this agent's own: a map with the version of their
     protocol (:mod:`unicron_detector.processes.rank_messages`)."""
     kind = {} if isinstance(message, wire.Message) else {"kind": message.kind}
     fields: dict[str, Any] = kind | msgspec.to_builtins(message, str_keys=False)
@@ -97,7 +97,7 @@ class Head(msgspec.Struct):
 
 
 def from_rank(data: bytes) -> tuple[Head, FromRank]:
-    """A rank's message. Raises msgspec.MsgspecError for what does not fit."""
+    """Return a rank's message. Raises msgspec.MsgspecError for what does not fit."""
     fields = msgspec.msgpack.decode(data)
     head = msgspec.convert(fields, Head)
     if refusal := RANKS.refusal(head.v):
@@ -131,7 +131,7 @@ def socket_folder(job: str, environment: Mapping[str, str]) -> str:
 
 
 def places(environment: Mapping[str, str]) -> list[str]:
-    """Where such a folder may be."""
+    """Return the folders in which such a folder may be."""
     return list(dict.fromkeys((environment.get("TMPDIR") or PLACES[0], *PLACES)))
 
 

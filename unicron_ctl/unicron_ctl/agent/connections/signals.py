@@ -16,7 +16,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 ENDING_SECONDS = 10.0  # for a script that saves something when it is told to end; Slurm's KillWait is 30 s
 SAVES = signal.SIGUSR2  # a checkpoint is wanted, and the training goes on; in restart mode it is the script's
 # What Slurm's --signal sends before a time limit is for the training script.
-FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+FOR_THE_SCRIPT = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 CONFIG_SECONDS = 5.0  # for Slurm to show its configuration
@@ -25,7 +25,7 @@ CONFIG_TRIES = 4  # it sends SIGTERM twice
 
 @functools.cache
 def slurm_signals_all() -> bool:
-    """Whether a signal for this step has reached the ranks, too, so that passing it on would double it: with
+    """Say whether a signal for this step has reached the ranks, too, so that passing it on would double it: with
     proctrack/linuxproc Slurm signals all descendants of a task, with the others the task alone."""
     pid, stepd = os.getppid(), False
     while pid > 1 and not stepd:
@@ -38,8 +38,7 @@ def slurm_signals_all() -> bool:
 
 
 def proctrack_type() -> str:
-    """Slurm's ProctrackType; empty where it does not say. Its signals reach this call of scontrol, too, and end it, so
-    that is made again."""
+    """Return Slurm's ProctrackType, or an empty text. Slurm's signals may end this call of scontrol: it is repeated."""
     for _ in range(CONFIG_TRIES):
         try:
             shown = run_program(["scontrol", "show", "config"], CONFIG_SECONDS)
@@ -59,7 +58,7 @@ class SignalPipe:
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in (*ENDING, *FORWARDED)}
+        self._before = {number: signal.signal(number, lambda *_: None) for number in (*ENDING, *FOR_THE_SCRIPT)}
 
     def fileno(self) -> int:
         return self._read

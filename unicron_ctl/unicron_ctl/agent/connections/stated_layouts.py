@@ -8,13 +8,13 @@ from itertools import product
 from unicron_ctl.shared.protocol import ranges
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_detector.words import counted
-from unicron_transition.generations.layout import Stated, stated
+from unicron_transition.generations.layout import StatedLayout, parse_layout
 
 LAYOUTS, MODEL = "UNICRON_LAYOUTS", "UNICRON_MODEL"
 AUTO = "auto"
 MOST_STAGES = 1024  # that `auto` tries by itself
-NEEDED = ("layers", "hidden", "heads", "seq-length", "vocab", "global-batch")
-SIZES = (*NEEDED, "micro-batch", "recompute")  # sequences of a micro-batch, by default 1; 1: full recomputation
+REQUIRED_SIZES = ("layers", "hidden", "heads", "seq-length", "vocab", "global-batch")
+SIZES = (*REQUIRED_SIZES, "micro-batch", "recompute")  # sequences of a micro-batch, by default 1; 1: full recomputation
 
 
 def read_model(environment: Mapping[str, str]) -> dict[str, int]:
@@ -28,14 +28,14 @@ def read_model(environment: Mapping[str, str]) -> dict[str, int]:
         sizes[name] = int(value)
         if not int(name != "recompute") <= sizes[name] <= ranges.MOST_COUNT:
             raise _wrong(MODEL, f"{word} is out of range", _EXAMPLE)
-    missing = [name for name in NEEDED if name not in sizes]
+    missing = [name for name in REQUIRED_SIZES if name not in sizes]
     if text and missing:
         raise _wrong(MODEL, f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing", _EXAMPLE)
     return sizes
 
 
 def read_layouts(environment: Mapping[str, str], per_node: int, nodes: int, model: Mapping[str, int]) -> list[str]:
-    """The layouts, the preferred first, in the words of :attr:`Stated.text`; [] where none are given.
+    """The layouts, the preferred first, in the words of :attr:`StatedLayout.text`; [] where none are given.
 
     per_node: ranks of a node; nodes: the most that the job can have. Raises UserError, one line, for one that cannot be
     run on any number of nodes.
@@ -57,8 +57,8 @@ def read_layouts(environment: Mapping[str, str], per_node: int, nodes: int, mode
     return names
 
 
-def misfit(one: Stated, per_node: int, nodes: int, model: Mapping[str, int]) -> str:
-    """Why no number of nodes can run it; empty where one can."""
+def misfit(one: StatedLayout, per_node: int, nodes: int, model: Mapping[str, int]) -> str:
+    """Return why no number of nodes can run it; empty where one can."""
     size = one.layout.size
     if size > per_node * nodes:
         return (
@@ -72,21 +72,21 @@ def misfit(one: Stated, per_node: int, nodes: int, model: Mapping[str, int]) -> 
     return ""
 
 
-def _read(text: str) -> Stated:
+def _read(text: str) -> StatedLayout:
     try:
-        return stated(text)
+        return parse_layout(text)
     except ValueError as error:
         raise _wrong(
             LAYOUTS, str(error), 'several are parted by commas, "auto TP8 PP4" tries all up to there'
         ) from None
 
 
-def _all(limits: list[str], per_node: int, nodes: int, model: Mapping[str, int]) -> list[Stated]:
+def _all(limits: list[str], per_node: int, nodes: int, model: Mapping[str, int]) -> list[StatedLayout]:
     """The layouts that fit, those with the fewest ranks first; tensor parallelism stays within a node."""
     if not model:
         raise _wrong(LAYOUTS, f"{AUTO} needs the sizes of the model", f'give {MODEL}="{_SIZES}"')
     deepest = min(model["layers"], per_node * nodes, MOST_STAGES)
-    most = _read(" ".join(limits)) if limits else Stated(stated(f"TP{per_node} PP{deepest}").layout)
+    most = _read(" ".join(limits)) if limits else StatedLayout(parse_layout(f"TP{per_node} PP{deepest}").layout)
     if most.virtual > 1:
         raise _wrong(LAYOUTS, f"{AUTO} tries no virtual stages (VPP{most.virtual})", "name those layouts one by one")
     tensor = [size for size in range(1, min(most.layout.tensor, per_node) + 1) if size & (size - 1) == 0]

@@ -109,7 +109,7 @@ class StepTasks:
         self.close()
 
     def tell_codes(self, codes: Mapping[int, int]) -> None:
-        """How ranks have ended, by local rank: exit codes, negative for a signal."""
+        """Note the exit codes of ranks by local rank, negative for a signal."""
         self._codes = codes
 
     def end(self, code: int) -> None:

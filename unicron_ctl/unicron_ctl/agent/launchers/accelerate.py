@@ -1,4 +1,4 @@
-"""What `accelerate launch` would start, by accelerate itself.
+"""Asks accelerate itself what `accelerate launch` would start.
 
 It turns its options and its configuration file into some hundred variables, which change with each release. So the
 job's own accelerate reads them, in a process that stops where the ranks would be started. That takes as long as the
@@ -7,18 +7,19 @@ launcher takes without Unicron.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
-from unicron_ctl.agent.launchers.commands import NotTaken
+import msgspec
+
+from unicron_ctl.agent.launchers.commands import LauncherStays
 
 SECONDS = 300.0  # for importing torch from a slow file system
-# What the launcher says of the rendezvous is the agent's to say.
-NOT_TAKEN = {"MASTER_ADDR", "MASTER_PORT", "_UNICRON_ACCELERATE_TOLD"}
+FILE = "_UNICRON_ACCELERATE_TOLD"  # the path of the answer
+OF_THE_AGENT = {"MASTER_ADDR", "MASTER_PORT", FILE}  # the rendezvous is the agent's
 
 # Runs in the job's Python, which need not have Unicron.
 PROGRAM = """
@@ -36,7 +37,8 @@ def tell(**told):
     os._exit(0)
 
 def start_ranks(told):
-    plain = {name.replace("_", "-"): value for name, value in vars(told).items()}
+    given = {name: value for name, value in vars(told).items() if value not in (None, "") and value is not False}
+    plain = {name.replace("_", "-"): value is True or str(value) for name, value in given.items()}
     tell(torchrun=plain, program=told.training_script, words=told.training_script_args, environment=dict(os.environ))
 
 def start_process(command, env=None, **_):
@@ -55,15 +57,28 @@ launch.launch_command(args)
 """
 
 
-def ask_accelerate(python: Sequence[str], words: Sequence[str]) -> dict[str, Any]:
-    """What it would start: `command` of its only process, or torchrun's options (`torchrun`, by their long names, as
-    texts) with `program` and `words`; `environment`: the variables that it changes; `machines` and `processes`.
+class Answer(msgspec.Struct):
+    """What accelerate would start."""
 
-    python: the job's interpreter; words: behind `accelerate launch`. Raises NotTaken.
-    """
+    machines: int
+    processes: int
+    """Of all machines"""
+    environment: dict[str, str]
+    """Variables that it changes"""
+    command: list[str] = []
+    """The command of its only process; empty where it calls torchrun"""
+    torchrun: dict[str, str | list[str] | bool] = {}
+    """torchrun's options by their long names"""
+    program: str = ""
+    words: list[str] = []
+
+
+def ask_accelerate(python: Sequence[str], words: Sequence[str]) -> Answer:
+    """Return what it would start. python: the job's interpreter; words: behind `accelerate launch`. Raises
+    LauncherStays."""
     with tempfile.TemporaryDirectory(prefix="unicron-accelerate-") as folder:
-        told = os.path.join(folder, "told")
-        environment = os.environ | {"_UNICRON_ACCELERATE_TOLD": told}
+        file = Path(folder, "answer")
+        environment = os.environ | {FILE: str(file)}
         try:
             done = subprocess.run(
                 [*python, "-c", PROGRAM, *words],
@@ -73,18 +88,16 @@ def ask_accelerate(python: Sequence[str], words: Sequence[str]) -> dict[str, Any
                 timeout=SECONDS,
                 check=False,
             )
-            with open(told, encoding="utf-8") as file:
-                found = json.load(file)
-        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            why = f"{type(error).__name__}: {error}"
-            if not isinstance(error, subprocess.TimeoutExpired) and "done" in locals():
-                why = (done.stderr.decode(errors="replace").strip().splitlines() or [why])[-1]
-            raise NotTaken(f"it does not say what it would start ({why}): write `srun python train.py`") from None
-    found["environment"] = {name: text for name, text in found["environment"].items() if name not in NOT_TAKEN}
-    if "torchrun" in found:
-        found["torchrun"] = {
-            name: value if isinstance(value, bool) else str(value)
-            for name, value in found["torchrun"].items()
-            if value is not None
-        }
-    return dict(found)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise _stays(f"{type(error).__name__}: {error}") from None
+        try:
+            answer = msgspec.json.decode(file.read_bytes(), type=Answer)
+        except (OSError, msgspec.DecodeError) as error:
+            said = done.stderr.decode(errors="replace").strip().splitlines()
+            raise _stays((said or [f"{type(error).__name__}: {error}"])[-1]) from None
+    answer.environment = {name: text for name, text in answer.environment.items() if name not in OF_THE_AGENT}
+    return answer
+
+
+def _stays(why: str) -> LauncherStays:
+    return LauncherStays(f"it does not say what it would start ({why}): write `srun python train.py`")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import shutil
@@ -9,21 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unicron_ctl.agent.ranks.warm_commands import ELSEWHERE
+from unicron_ctl.agent.program_table import MODULES, NAMES, PROGRAMS
 
 PYTHON = re.compile(r"python[\d.]*t?")
-SHELLS = ("ash", "bash", "dash", "ksh", "sh", "zsh")
-# Programs that run the command in their arguments, and may stand in front of each rank.
-WRAPPERS = {"chrt", "env", "ionice", "linux32", "linux64", "nice", "nohup", "numactl", "prlimit", "setarch", "setpriv"}
-WRAPPERS |= {"setsid", "stdbuf", "taskset", "time", "timeout"}
-# Programs that watch one process, or hide the environment from it.
-NOT_FOR_RANKS = {"compute-sanitizer", "cuda-gdb", "docker", "enroot", "gdb", "ltrace", "ncu", "nsys", "perf", "podman"}
-NOT_FOR_RANKS |= {"podman-hpc", "rocprof", "sarus", "script", "strace", "sudo", "unbuffer", "valgrind", "xargs"}
-CONTAINERS = {"apptainer", "ch-run", "docker", "enroot", "podman", "podman-hpc", "sarus", "shifter", "singularity"}
-# Launchers that the agent does not replace. (slurm_plugin/spank/command.c has all of them, too.)
-OTHERS = {"aprun", "colossalai", "composer", "horovodrun", "jsrun", "prun"}
-# Debian's alternatives have these ends: openmpi-bin 4.1.4, mpich 4.0.2
-MPI = tuple(f"{name}{end}" for name in ("mpirun", "mpiexec") for end in ("", ".hydra", ".mpich", ".openmpi"))
+SHELLS = PROGRAMS.shells.posix
+WRAPPERS = PROGRAMS.wrappers.of_a_rank
+ELSEWHERE = PROGRAMS.wrappers.elsewhere
+NOT_FOR_RANKS = PROGRAMS.wrappers.of_one_process
 SHELL_SYNTAX = set("$`;&|<>(){}*?[]~#!\n\\")
 # Options without a value, of programs that run a command in another environment (docs/behaviour/front-ends.toml)
 _FLAG = re.compile(
@@ -31,77 +24,70 @@ _FLAG = re.compile(
     r"|managed-python|offline|only-dev|quiet|recreate|refresh|reinstall|site-packages|system|upgrade|verbose)?"
 )
 VALUE_OPTIONS = ("-W", "-X", "--check-hash-based-pycs")  # of Python, which take the next word
-# The launchers that the agent replaces: kind -> names of programs, modules behind `python -m`. readers.py reads each.
-LAUNCHERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "torchrun": (("torchrun",), ("torch.distributed.run", "torch.distributed.elastic")),
-    "torch launch": ((), ("torch.distributed.launch",)),
-    "accelerate": (
-        ("accelerate", "accelerate-launch"),
-        ("accelerate.commands.launch", "accelerate.commands.accelerate_cli"),
-    ),
-    "deepspeed": (("deepspeed", "ds", "deepspeed.pt"), ("deepspeed.launcher.runner",)),
-    "fabric": (("fabric",), ()),
-    "mpi": ((*MPI, "orterun", "prterun"), ()),
-}
-KINDS = {word: kind for kind, (names, modules) in LAUNCHERS.items() for word in (*names, *modules)}
-NAMES = frozenset({*OTHERS, *(name for names, _ in LAUNCHERS.values() for name in names)})
-MODULES = frozenset(module for _, modules in LAUNCHERS.values() for module in modules)
 
 
-class NotTaken(Exception):
+class LauncherStays(Exception):
     """The command cannot run without its launcher; the text says why, and what to write."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """A launcher within a command: its words, the Python that would run it, and the words in front of it."""
+class LauncherCommand:
+    """A launcher within a command."""
 
     name: str
+    """The launcher, as the command names it"""
     prefix: list[str]
+    """Words in front of it"""
     words: list[str]
+    """Words behind its name"""
     python: list[str]
+    """The Python that would run it"""
     environment: dict[str, str]
+    """Variables that `env` sets in front of it"""
 
 
-def find_launcher(command: Sequence[str]) -> Found | None:
-    """The launcher that the command runs, directly or behind wrappers. Raises NotTaken for one behind a wrapper that
-    does not go with ranks."""
-    words = list(command)
-    environment: dict[str, str] = {}
+def find_launcher(command: Sequence[str]) -> LauncherCommand | None:
+    """Return the launcher that the command runs, directly or behind wrappers. Raises LauncherStays for one behind a
+    wrapper that does not go with ranks."""
+    words, environment = _without_env(list(command))
     at, elsewhere = 0, False
     while at < len(words):
         name = Path(words[at]).name
-        if name == "env" and at == 0:
-            while at + 1 < len(words) and re.fullmatch(r"[A-Za-z_]\w*=.*", words[at + 1], re.DOTALL):
-                at += 1
-                variable, _, value = words[at].partition("=")
-                environment[variable] = value
-            if at + 1 < len(words) and not words[at + 1].startswith("-"):
-                words, at = words[at + 1 :], 0
-                continue
-            environment, at = {}, 0  # it has options, and stays in front of each rank
         if (here := _launcher_at(words, at, elsewhere)) is not None:
-            name, rest, python = here
-            return Found(name, words[:at], rest, python, environment)
+            launcher, rest, python = here
+            return LauncherCommand(launcher, words[:at], rest, python, environment)
         if name in SHELLS and (inner := only_command(words[at:])) is not None:
-            words[at:] = inner
+            inner, variables = _without_env(inner) if at == 0 else (inner, {})
+            words[at:], environment = inner, environment | variables
             continue
-        if name in WRAPPERS or name in ELSEWHERE or name in NOT_FOR_RANKS:
-            following = _next_program(words, at + 1, name in ELSEWHERE)
-            if following is None:
-                return None
-            if name in NOT_FOR_RANKS:
-                if _launcher_at(words, following, True) is not None:
-                    raise NotTaken(f"its launcher stands behind {name}: write `srun {name} ... python train.py`")
-                return None
-            at, elsewhere = following, elsewhere or name in ELSEWHERE
-            continue
-        return None
+        if name not in WRAPPERS | ELSEWHERE | NOT_FOR_RANKS:
+            return None
+        following = _next_program(words, at + 1, name in ELSEWHERE)
+        if following is None:
+            return None
+        if name in NOT_FOR_RANKS:
+            if _launcher_at(words, following, True) is not None:
+                raise LauncherStays(f"its launcher stands behind {name}: write `srun {name} ... python train.py`")
+            return None
+        at, elsewhere = following, elsewhere or name in ELSEWHERE
     return None
 
 
+def _without_env(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the command behind `env A=1`, and its variables. An `env` with options stays in front of each rank."""
+    environment: dict[str, str] = {}
+    while words and Path(words[0]).name == "env":
+        settings = list(itertools.takewhile(re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL).fullmatch, words[1:]))
+        rest = words[1 + len(settings) :]
+        if not rest or rest[0].startswith("-"):
+            break
+        environment |= {name: value for name, _, value in (text.partition("=") for text in settings)}
+        words = rest
+    return words, environment
+
+
 def _next_program(words: Sequence[str], start: int, elsewhere: bool) -> int | None:
-    """Where a wrapper's command begins that names a launcher, a Python or another wrapper."""
+    """Return where a wrapper's command begins that names a launcher, a Python or another wrapper."""
     for at in range(start, len(words)):
         name = Path(words[at]).name
         if elsewhere and takes_value(words[at - 1]):
@@ -118,13 +104,13 @@ def _next_program(words: Sequence[str], start: int, elsewhere: bool) -> int | No
 
 
 def takes_value(option: str) -> bool:
-    """Whether the next word is the value of this one, as `deepspeed` in `conda run -n deepspeed python train.py`. An
-    option that nobody knows does: a value for a launcher would break the command."""
+    """Say whether the next word is the value of this one, as `deepspeed` in `conda run -n deepspeed python train.py`.
+    So it is for an option that nobody knows: taking a value for a launcher would break the command."""
     return option.startswith("-") and "=" not in option and not _FLAG.fullmatch(option)
 
 
 def _launcher_at(words: Sequence[str], at: int, elsewhere: bool) -> tuple[str, list[str], list[str]] | None:
-    """(name, its own words, the Python that runs it) of a launcher that begins there."""
+    """Return (name, its own words, the Python that runs it) of a launcher that begins there."""
     name = Path(words[at]).name
     if name in NAMES:
         python = ["python"] if elsewhere else [_interpreter(words[at])]
@@ -150,7 +136,7 @@ def _launcher_at(words: Sequence[str], at: int, elsewhere: bool) -> tuple[str, l
 
 
 def only_command(words: Sequence[str]) -> list[str] | None:
-    """The words of `bash -c TEXT` whose text is one command without any of the shell's own syntax."""
+    """Return the words of `bash -c TEXT` whose text is one command without any of the shell's own syntax."""
     if len(words) < 3 or not all(re.fullmatch(r"-[a-z]*", word) for word in words[1:-1]):
         return None
     if "c" not in words[-2] or SHELL_SYNTAX & set(words[-1]):
@@ -166,7 +152,7 @@ def only_command(words: Sequence[str]) -> list[str] | None:
 
 
 def _interpreter(program: str) -> str:
-    """The Python of a launcher's own script, by its first lines; `python` where they do not say."""
+    """Return the Python of a launcher's own script, by its first lines; `python` where they do not say."""
     path = shutil.which(program)
     try:
         with open(path or program, "rb") as file:
@@ -181,5 +167,5 @@ def _interpreter(program: str) -> str:
 
 
 def is_submitit(command: Sequence[str]) -> bool:
-    """`python -u -m submitit.core._submit FOLDER`, which calls the function that its user has submitted."""
+    """Say whether this is `python -u -m submitit.core._submit FOLDER`, which calls a function that was submitted."""
     return "submitit.core._submit" in command[1:] and command[list(command).index("submitit.core._submit") - 1] == "-m"

@@ -20,18 +20,16 @@ from pathlib import Path
 
 from unicron_ctl.agent.connections.job_environment import LAUNCH
 from unicron_ctl.agent.launchers.commands import (
-    CONTAINERS,
-    MODULES,
-    NAMES,
+    ELSEWHERE,
     NOT_FOR_RANKS,
     SHELLS,
     WRAPPERS,
-    NotTaken,
+    LauncherStays,
     find_launcher,
     only_command,
     takes_value,
 )
-from unicron_ctl.agent.ranks.warm_commands import ELSEWHERE
+from unicron_ctl.agent.program_table import MODULES, NAMES, PROGRAMS
 from unicron_ctl.shared.system.plain_file import read_beginning
 
 FOLDER = "_UNICRON_LAUNCHERS"  # the folder at the front of PATH, for the agent that is started from it
@@ -47,50 +45,15 @@ _SETTING = re.compile(r"[A-Za-z_]\w*")
 _BY_ANY_NAME = re.compile(rf"(?<![\w/-])(?:{'|'.join(re.escape(name) for name in sorted(NAMES))})$")
 _RUNS_ELSEWHERE = {"exec", "run", "ch-run", "shifter"}
 _PYTHON_BY_PATH = re.compile(r"/python[\d.]*$")
-# Programs that start the ranks of their node by themselves, as a rule by torchrun or its API, and what follows the name
-# where only some of its commands do (docs/behaviour/front-ends.toml). The agent does not read what they are told.
-OWN_RANKS: dict[str, tuple[str, ...]] = {
-    "ft_launcher": (),
-    "tune": ("run",),
-    "llamafactory-cli": ("train", "sft", "dpo", "rm"),
-    "lmf": ("train", "sft", "dpo", "rm"),
-    "swift": ("pt", "sft", "rlhf", "infer"),
-    "megatron": ("pt", "sft", "rlhf"),
-    "axolotl": ("train", "evaluate", "inference", "merge-sharded-fsdp-weights"),
-    "oumi": ("distributed",),
-    "torchx": ("run",),
-    "trl": ("sft", "dpo", "grpo", "kto", "reward", "rloo", "distillation"),
-    "xtuner": ("train", "test"),
-    "mim": ("train", "test", "gridsearch"),
-    "autotrain": ("llm", "--config"),
-    "ray": ("start", "symmetric-run"),
-    "composer": (),
-    "verl.trainer.main_ppo": (),
-    "verl.trainer.sft_trainer_ray": (),
-    "openrlhf.cli.train_ppo_ray": (),
-    "areal.infra.launcher.local": (),
-    "areal.infra.launcher.ray": (),
-    "determined.launch.torch_distributed": (),
-    "determined.launch.deepspeed": (),
-    "determined.launch.horovod": (),
-}
-# The module behind `python -m` -> the program that it is.
-OWN_MODULES = {
-    "nvidia_resiliency_ext.fault_tolerance.launcher": "ft_launcher",
-    "torchtune._cli.tune": "tune",
-    "llamafactory.cli": "llamafactory-cli",
-    "swift.cli.main": "swift",
-    "swift.cli._megatron.main": "megatron",
-    "axolotl.cli.main": "axolotl",
-    "torchx.cli.main": "torchx",
-    "autotrain.cli.autotrain": "autotrain",
-    "ray.scripts.scripts": "ray",
-    "composer.cli": "composer",
-    "composer.cli.launcher": "composer",
-}
-# What a container is given to run, to the end of the command.
-_CONTAINER = re.compile(rf"""(?<![\w.-])(?:{"|".join(sorted(CONTAINERS))})\s(?:"[^"]*"|'[^']*'|[^;&|\n"'])*""")
+OWN_RANKS, OWN_MODULES = PROGRAMS.own_ranks, PROGRAMS.own_modules
+# A container's start, to the end of the command
+_CONTAINER = re.compile(
+    rf"""(?<![\w.-])(?:{"|".join(sorted(PROGRAMS.wrappers.containers))})\s(?:"[^"]*"|'[^']*'|[^;&|\n"'])*"""
+)
 _CHANGES_PATH = re.compile(r"activate\b|\bmodule\s+(?:load|add)\b|\bPATH=", re.MULTILINE)
+OTHER_SHELLS = PROGRAMS.shells.others
+_OTHER_SHELL = re.compile(rf"\b(?:{'|'.join(OTHER_SHELLS)})\b")
+_ANY_SHELL = re.compile(rf"\b(?:{'|'.join((*SHELLS, *OTHER_SHELLS))})\b")
 _RUNS_ARGUMENTS = re.compile(r"\$[@*]|\$\{[@*]")
 
 _SHIM = """#!/bin/sh
@@ -128,9 +91,11 @@ exec {name} "$@"
 
 
 def launches(command: Sequence[str]) -> bool:
-    """Whether the command is a shell, perhaps behind wrappers, whose text names a launcher. Raises NotTaken for one
-    that would find the launcher without asking PATH."""
+    """Say whether the command is a shell of sh's kind, perhaps behind wrappers, whose text names a launcher. Raises
+    LauncherStays for one that would find the launcher without asking PATH."""
     text = shell_text(command)
+    if of_another_shell(command):
+        return False
     if text is not None and _RUNS_ARGUMENTS.search(text):
         starts = [at for at in range(1, len(command)) if Path(command[at]).name.startswith((*NAMES, "python"))]
         starts = starts[:MOST_SCRIPTS]
@@ -142,61 +107,91 @@ def launches(command: Sequence[str]) -> bool:
         return False
     how = "its shell script starts the ranks by a launcher"
     told = "write `srun torchrun ...` or `srun python train.py` in the batch script"
-    if named.by_path and only_command(command) is None:  # else take_over sees it
-        raise NotTaken(f"{how} that is named by its path: name it without a path, or {told}")
+    if named.by_path and only_command(command) is None:  # else read_launcher sees it
+        raise LauncherStays(f"{how} that is named by its path: name it without a path, or {told}")
     if named.by_path:
         return False
     if named.by_no_function and _CHANGES_PATH.search(text):
-        raise NotTaken(f"{how} behind exec or a wrapper after PATH was changed: {told}")
+        raise LauncherStays(f"{how} behind exec or a wrapper after PATH was changed: {told}")
     return True
 
 
 @dataclass
-class Named:
-    """What a shell's text names. launcher: the first that a command begins with, or a wrapper runs. own_ranks: the same
-    of a program that starts ranks by itself. by_path: one is
-    named by its path. by_no_function: one stands behind exec or a wrapper, which ask no function of the shell's."""
+class ShellNames:
+    """Launchers and their like that a shell's text names."""
 
     launcher: str = ""
+    """The first that a command begins with, or a wrapper runs"""
     own_ranks: str = ""
+    """The first program that starts ranks by itself"""
     by_path: bool = False
+    """A launcher is named by its path"""
     by_no_function: bool = False
+    """A launcher stands behind exec or a wrapper, which call no function of the shell's"""
+
+    def add_word(self, here: _Position, word: str, before: str) -> None:
+        """Take in a word that stands here."""
+        runs, module = here.runs(before), here.module and word in MODULES
+        _, slash, name = word.rpartition("/")
+        if (module and not here.elsewhere) or (word in NAMES and runs):
+            self.launcher = self.launcher or word
+        self.own_ranks = self.own_ranks or here.own_ranks(word, before, module)
+        self.by_path = self.by_path or bool(slash and name in NAMES) or (module and here.by_path)
+        if here.unasked and (module or _BY_ANY_NAME.search(word)):
+            self.by_no_function = True
 
 
 @dataclass
-class _Here:
-    """Where in a command the next piece stands. begins: a command may begin there. wrapped: behind a wrapper that one
-    began with, and unasked: behind any. other: behind a program that may run another environment's, and
-    elsewhere: it does. value_follows: behind its option. by_path: behind a Python
-    with a path. module: behind -m. setting: the piece before is a name in front of =, and value: so is one before
-    that, with its value still going on. program: the piece before is the name of one of OWN_RANKS, of which some
-    commands start ranks."""
+class _Position:
+    """The place of the next piece of a text within its command."""
 
     begins: bool = True
+    """A command may begin here"""
     wrapped: bool = False
+    """Behind a wrapper that a command began with"""
     unasked: bool = False
+    """Behind any wrapper"""
     other: bool = False
+    """Behind a program that may run another environment's"""
     elsewhere: bool = False
+    """Behind such a program that does"""
     value_follows: bool = False
+    """Behind an option of such a program"""
     by_path: bool = False
+    """Behind a Python with a path"""
     module: bool = False
+    """Behind -m"""
     setting: bool = False
+    """Behind a name in front of ="""
     value: bool = False
+    """In the value of a setting"""
     program: str = ""
+    """The piece before names this one of OWN_RANKS, of which some commands start ranks"""
 
     def runs(self, before: str) -> bool:
-        """Whether a word that stands here is a command, by itself or behind a wrapper."""
+        """Say whether a word that stands here is a command, by itself or behind a wrapper."""
         return self.begins or (self.wrapped and before.isspace())
 
     def own_program(self, word: str, before: str) -> str:
-        """The one of OWN_RANKS that a word names which stands here."""
+        """Return the one of OWN_RANKS that a word names which stands here."""
         if self.module and before.isspace():
             return OWN_MODULES.get(word, word if word in OWN_RANKS else "")
         name = word.rpartition("/")[2]
         return name if name in OWN_RANKS and (self.runs(before) or self.runs_elsewhere()) else ""
 
+    def own_ranks(self, word: str, before: str, is_launcher: bool) -> str:
+        """Return the program that starts ranks by itself, with its command, that a word names which stands here.
+        is_launcher: the word is a launcher's module."""
+        program, name = self.own_program(word, before), word.rpartition("/")[2]
+        if self.program and word in OWN_RANKS[self.program]:
+            return f"{self.program} {word}"
+        if OWN_RANKS.get(program) == ():
+            return program
+        inside = self.runs_elsewhere() and name in NAMES and not self.runs(before)
+        return name if inside or (self.elsewhere and is_launcher) else ""
+
     def runs_elsewhere(self) -> bool:
-        """Whether a word that stands here may be what runs in another environment."""
+        """Say whether a word that stands here may be what runs in another environment."""
         return self.elsewhere and not self.value_follows
 
     def pass_blanks(self, blanks: str, before: str) -> None:
@@ -234,9 +229,9 @@ class _Here:
         self.begins = self.module = False
 
 
-def read_names(text: str) -> Named:
-    """What the text names; each of its pieces is looked at once."""
-    named, here = Named(), _Here()
+def read_names(text: str) -> ShellNames:
+    """Return the names in the text; each of its pieces is read once."""
+    names, here = ShellNames(), _Position()
     pieces = _PIECE.findall(text)
     for before, piece, after in zip(["\n", *pieces], pieces, [*pieces[1:], "\n"], strict=False):
         if piece.isspace():
@@ -245,32 +240,16 @@ def read_names(text: str) -> Named:
             here.pass_sign(piece)
         else:
             if after not in ("=", "!"):
-                _hear_word(named, here, piece, before)
+                names.add_word(here, piece, before)
             here.pass_word(piece, before, after)
-    return named
-
-
-def _hear_word(named: Named, here: _Here, word: str, before: str) -> None:
-    module = here.module and word in MODULES
-    runs = here.runs(before)
-    if (module and not here.elsewhere) or (word in NAMES and runs):
-        named.launcher = named.launcher or word
-    _, slash, name = word.rpartition("/")
-    if here.program and word in OWN_RANKS[here.program]:
-        named.own_ranks = named.own_ranks or f"{here.program} {word}"
-    elif OWN_RANKS.get(program := here.own_program(word, before)) == ():
-        named.own_ranks = named.own_ranks or program
-    elif (here.elsewhere and module) or (here.runs_elsewhere() and name in NAMES and not runs):
-        named.own_ranks = named.own_ranks or name
-    named.by_path = named.by_path or bool(slash and name in NAMES) or (module and here.by_path)
-    if here.unasked and (module or _BY_ANY_NAME.search(word)):
-        named.by_no_function = True
+    return names
 
 
 def starts_own_ranks(command: Sequence[str]) -> str:
-    """What the job's log says of a program that starts the ranks of its node by itself; empty for another one."""
+    """Return the job's log line on a program that starts the ranks of its node by itself; empty for another one."""
     text = shell_text(command)
-    name = read_names(shlex.join(command) if text is None else text).own_ranks
+    names = read_names(shlex.join(command) if text is None else text)
+    name = names.own_ranks or (names.launcher if of_another_shell(command) else "")
     if not name:
         return ""
     told = f"{name} starts the ranks of a node by itself, so Unicron restarts whole nodes"
@@ -278,7 +257,7 @@ def starts_own_ranks(command: Sequence[str]) -> str:
 
 
 def kept_in_container(command: Sequence[str]) -> str:
-    """What the job's log says of a launcher that stays, for it runs in a shell inside a container, or in a container
+    """Return the job's log line on a launcher that stays, for it runs in a shell inside a container, or in a container
     inside a shell. Empty where there is none."""
     text = shell_text(command)
     for segment in _CONTAINER.findall(shlex.join(command) if text is None else text):
@@ -296,68 +275,94 @@ def kept_in_container(command: Sequence[str]) -> str:
 
 
 def _launcher_within(segment: str, words: Sequence[str]) -> str:
-    """The name of the launcher that these words of a container's start name, or its script does."""
+    """Return the name of the launcher that these words of a container's start name, or its script does."""
     scripts = list(dict.fromkeys(word for word in words if word.endswith(".sh")))[:MOST_SCRIPTS]
     for text in (segment, *(_script(word, own=False) or "" for word in scripts)):
         if named := read_names(text).launcher:
             return named
     try:
         found = find_launcher(words)
-    except NotTaken:
+    except LauncherStays:
         return "the launcher"
     return found.name if found is not None else ""
 
 
 def shell_text(command: Sequence[str]) -> str | None:
-    """The text that a shell would run, without comments; None for a command that is no shell's. Raises NotTaken for a
-    shell that reads it from its standard input, which it cannot read again."""
+    """Return the text that a shell would run, without comments; None for a command that is no shell's. Raises
+    LauncherStays for a shell that reads it from its standard input, which it cannot read again."""
+    words = _behind_wrappers(command)
+    if not words:
+        return None
+    if Path(words[0]).name not in (*SHELLS, *OTHER_SHELLS):
+        return _script(words[0], own=True) if "/" in words[0] or words[0].endswith(".sh") else None
+    letters, words = _split_shell_options(words[1:])
+    if words and "c" in letters:
+        return _without_comments(words[0][:MOST_BYTES])
+    if words and "s" not in letters:
+        return _script(words[0], own=False)
+    raise LauncherStays("its shell reads from standard input what to run: write that to a file, and `srun bash FILE`")
+
+
+def of_another_shell(command: Sequence[str]) -> bool:
+    """Say whether a shell runs the command in which nothing can take a launcher's place, such as csh."""
+    words = _behind_wrappers(command)
+    if words and Path(words[0]).name in OTHER_SHELLS:
+        return True
+    text = _read_text(words[0]) if words and "/" in words[0] else None
+    first = (text or "").partition("\n")[0]
+    return first.startswith("#!") and _OTHER_SHELL.search(first) is not None
+
+
+def _behind_wrappers(command: Sequence[str]) -> list[str]:
+    """Return the command without the wrappers of ranks in front of it."""
     at, last = 0, len(command) - 1
     while at < last and Path(command[at]).name in WRAPPERS:
         at += 1
         while at < last and (command[at].startswith("-") or "=" in command[at] or command[at][:1].isdecimal()):
             at += 1
-    if not command:
-        return None
-    program, words = command[at], list(command[at + 1 :])
-    if Path(program).name not in SHELLS:
-        return _script(program, own=True) if "/" in program or program.endswith(".sh") else None
-    letters = ""
-    while words and words[0][:1] in ("-", "+") and "s" not in letters:
-        option = words.pop(0)
+    return list(command[at:])
+
+
+def _split_shell_options(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the letters of a shell's options, and the words behind the options and their values."""
+    letters, waiting = "", list(words)
+    while waiting and waiting[0][:1] in ("-", "+") and "s" not in letters:
+        option = waiting.pop(0)
         if option in ("-", "--"):
             break
         long = option.startswith("--")
         letters += "" if long else option[1:]
         values = option in ("--rcfile", "--init-file") if long else option.count("o") + option.count("O")
-        del words[:values]
-    if words and "c" in letters:
-        return _without_comments(words[0][:MOST_BYTES])
-    if words and "s" not in letters:
-        return _script(words[0], own=False)
-    raise NotTaken("its shell reads from standard input what to run: write that to a file, and `srun bash FILE`")
+        del waiting[:values]
+    return letters, waiting
+
+
+def _read_text(path: str) -> str | None:
+    """Return the beginning of a file; None where it cannot be read."""
+    try:
+        return read_beginning(path, MOST_BYTES)
+    except OSError:
+        return None
 
 
 def _script(path: str, own: bool) -> str | None:
-    """The text of a shell script. own: it is executed by itself, so that its first line says whose it is."""
-    try:
-        text = read_beginning(path, MOST_BYTES)
-    except OSError:
-        return None
-    first = text.partition("\n")[0]
-    if "\0" in text or (own and not re.search(rf"\b(?:{'|'.join(SHELLS)})\b", first if first[:2] == "#!" else "")):
+    """Return the text of a shell script. own: it is executed by itself, so that its first line says whose it is."""
+    text = _read_text(path)
+    first = (text or "").partition("\n")[0]
+    if text is None or "\0" in text or (own and not (first.startswith("#!") and _ANY_SHELL.search(first))):
         return None
     return _without_comments(text)
 
 
 def _without_comments(text: str) -> str:
-    """The text without lines that are comments, each continued line as one."""
+    """Return the text without lines that are comments, each continued line as one."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     return "\n".join(lines).replace("\\\n", " ")
 
 
 @contextmanager
 def meaning_the_agent(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """An environment of a shell in which the launchers' names mean the agent."""
+    """Yield an environment of a shell in which the launchers' names mean the agent."""
     with tempfile.TemporaryDirectory(prefix="unicron-launchers-") as folder:
         changed = {"PATH": f"{folder}{os.pathsep}{environment.get('PATH', os.defpath)}", FOLDER: folder}
         for name in (*sorted(NAMES), *PYTHONS):
@@ -372,8 +377,7 @@ def meaning_the_agent(environment: Mapping[str, str]) -> Iterator[dict[str, str]
 
 
 def count_launch(environment: Mapping[str, str]) -> str:
-    """The number of this launch among those of the same shell, from 0. The shell's own launches come one after the
-    other."""
+    """Return the number of this launch among those of the same shell, from 0. They come one after the other."""
     try:
         with open(Path(environment[FOLDER], "count"), "ab") as file:
             file.write(b".")
@@ -383,7 +387,7 @@ def count_launch(environment: Mapping[str, str]) -> str:
 
 
 def leave_shell(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a command in such a shell, as the user's script has it."""
+    """Return the environment of a command in such a shell, as the user's script has it."""
     folder = environment.get(FOLDER)
     if folder is None:
         return dict(environment)

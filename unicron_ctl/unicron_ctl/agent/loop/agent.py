@@ -1,7 +1,6 @@
 """The agent's loop: one poller over the controller, the ranks' channel, their pidfds and standard errors, and signals.
 
-It decides nothing: it reports the state of its ranks, at every change and at every heartbeat, and does what the
-controller says.
+It decides nothing: it reports the state of its ranks, at every change and at every heartbeat, and obeys the controller.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,25 +18,32 @@ import msgspec
 from unicron_ctl.agent.connections.connections import connect
 from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.agent.connections.rank_socket import from_rank
-from unicron_ctl.agent.connections.signals import ENDING, FORWARDED, SAVES, SignalPipe, slurm_signals_all
+from unicron_ctl.agent.connections.signals import ENDING, FOR_THE_SCRIPT, SAVES, SignalPipe, slurm_signals_all
 from unicron_ctl.agent.connections.step_tasks import others
 from unicron_ctl.agent.loop.controller_registration import Registration
-from unicron_ctl.agent.loop.dumps import Dumps
 from unicron_ctl.agent.loop.ending import Ending
 from unicron_ctl.agent.loop.plans import AT_WORK, LONG_WAIT_SECONDS, Plans, wait_long
-from unicron_ctl.agent.loop.reports import Reports
+from unicron_ctl.agent.loop.reports import Dumps, Reports
 from unicron_ctl.agent.loop.stand_in import StandIn
 from unicron_ctl.agent.node import node_watch
 from unicron_ctl.agent.node.rendezvous_store import Store, StoreProcess
 from unicron_ctl.agent.node.sampling import Sampling
 from unicron_ctl.agent.node.witness import Witness
 from unicron_ctl.agent.ranks.injected_faults import Trials
-from unicron_ctl.agent.ranks.rank_host import host_ranks
-from unicron_ctl.agent.ranks.ranks import Rank, package_path, stop_all
+from unicron_ctl.agent.ranks.rank_logs import RankLogs
+from unicron_ctl.agent.ranks.rank_processes import Processes
+from unicron_ctl.agent.ranks.ranks import (
+    Rank,
+    package_path,
+    rank_environment,
+    stop_all,
+    surroundings_of,
+)
+from unicron_ctl.agent.ranks.warm_start import WarmStart
 from unicron_ctl.agent.snapshots.snapshots import open_snapshots
 from unicron_ctl.shared.protocol import wire
 from unicron_detector.processes.rank_messages import Save, Saved, Step, Timing, ToRank
-from unicron_detector.processes.supervise import Child, adopt_orphans
+from unicron_detector.processes.supervise import adopt_orphans
 
 LOGS_SECONDS = 2.0  # without progress, for the files with the ranks' output
 STAY_SECONDS = 3600.0  # for Slurm to end a preempted element, which it would not requeue if that ended by itself
@@ -76,9 +82,11 @@ class Agent:
         self._snapshots = open_snapshots(
             place, os.environ, self._to_all, self._plans.writers_before_at_rest, self.log.warn
         )
-        hear, tell = self._from_ranks, self._send_status
-        self._host = host_ranks(place, self.command, os.environ, net, self._told, hear, self._explain, tell)
-        self.ranks = self._host.ranks
+        self.logs = RankLogs(os.environ, place.job)
+        self._environment = rank_environment(place, net.ranks.endpoint, dict(os.environ), self._job_variables)
+        self.ranks = self._make_ranks()
+        self.processes = Processes(net, self._from_ranks, self._explain, self._send_status)
+        self.warm_start = WarmStart(self.ranks, self.command, net, self.processes.attend)
         self._witness = Witness()
         self._stand_in = StandIn(net, place, self.identity, self.AGREES, self._to_ranks)
         self._trials = Trials(place.job, net, self._witness.door, self.ranks, self._send_to_rank)
@@ -91,13 +99,21 @@ class Agent:
         self.registration = Registration(place, self.identity, net, self._witness.door, self._stand_in.address, copies)
         environment = {**os.environ, "PYTHONPATH": package_path(os.environ)}
         self._store: Store = StoreProcess(
-            self.command, environment, self._host.warm_start.fork, watch, unwatch, tell, self.log.warn
+            self.command, environment, self.warm_start.fork, watch, unwatch, self._send_status, self.log.warn
         )
         self._signals = SignalPipe()
+        self._orders = self._order_handlers()
         self._watch_all()
 
+    def _make_ranks(self) -> dict[int, Rank]:
+        """Return the ranks by slot, without processes."""
+        around, made = surroundings_of(self.place), dict[int, Rank]()
+        for local, slot in enumerate(self.place.slots):
+            made[slot] = Rank(slot, local, self.command, self._environment, surroundings=around[local])
+            made[slot].logs = self.logs
+        return made
+
     def _watch_all(self) -> None:
-        """Watch the sockets and descriptors that there are from the beginning."""
         watch = self._net.polling.watch
         watch(self._net.line.socket, self._from_controller)
         watch(self._net.ranks.socket, self._from_ranks)
@@ -145,11 +161,11 @@ class Agent:
         try:
             attempt("watch the node", self._watch_node)
             attempt("adopt what its ranks leave behind", adopt_orphans)
-            attempt("start the zygote", lambda: self._host.warm_start.start_zygote(self._environments(), os.environ))
+            attempt("start the zygote", lambda: self.warm_start.start_zygote(self._environments(), os.environ))
             attempt("start the rendezvous store", self._store.start)
             for rank in self.ranks.values():
                 if not rank.alive:
-                    attempt(f"start slot {rank.slot}", partial(self._host.processes.start, rank, 0))
+                    attempt(f"start slot {rank.slot}", partial(self.processes.start, rank, 0))
             while self.exit_code is None and not self.released:
                 self._run_once()
         finally:
@@ -172,8 +188,8 @@ class Agent:
             ("end the files", lambda: self._snapshots.files.close(FILES_SECONDS if self._ending.final else 0.0)),
             ("save the training state", lambda: self._ending.save()),
             ("end the store", self._store.close),
-            ("end the zygote", self._host.warm_start.close),
-            ("end the ranks' files", partial(self._host.logs.close, LOGS_SECONDS)),
+            ("end the zygote", self.warm_start.close),
+            ("end the ranks' files", partial(self.logs.close, LOGS_SECONDS)),
             ("give up what ranks left behind", partial(adopt_orphans, False)),
             ("end the metrics", self._reports.sampling.close),
             ("close the line to the controller", self._net.line.close),
@@ -189,8 +205,8 @@ class Agent:
         ):
             self._net.containment.attempt(what, step)
 
-    def _told(self) -> dict[str, str]:
-        """What a process that starts now is told of the job."""
+    def _job_variables(self) -> dict[str, str]:
+        """Return the variables about the job of a process that starts now."""
         return {**self._snapshots.memory.environment, **({"UNICRON_LAYOUT": self._layout} if self._layout else {})}
 
     def _run_once(self) -> None:
@@ -202,8 +218,8 @@ class Agent:
             ("report", partial(self._reports.on_timer, now)),
             ("look after the memory", partial(self._snapshots.memory.touch_folder, now)),
             ("look after the copies", partial(self._snapshots.copies.give_cut, now)),
-            ("look after the zygote", lambda: self._host.warm_start.on_timer(now, self._child_pid)),
-            ("look after the processes", lambda: self._host.processes.on_timer(self.ranks.values())),
+            ("look after the zygote", lambda: self.warm_start.on_timer(now, self._child_pid)),
+            ("look after the processes", lambda: self.processes.on_timer(self.ranks.values())),
             ("begin what was forked", self._complete_starts),
             ("answer at the door", self._witness.door.answer),
             ("send a status", partial(self._report, now)),
@@ -226,19 +242,18 @@ class Agent:
         return self._store.pid
 
     def _wait_for_events(self) -> None:
-        """Wait until something is to be done. Mere progress of ranks is taken in here: it only changes when to
-        report."""
+        """Wait until something is to be done; mere progress of ranks only changes when to report."""
         now, sent = time.monotonic(), self._reports.sent_at
         waits = (
             self._stand_in.participant.seconds_to_tick(now),
             self._dumps.timeout,
-            self._host.warm_start.timeout(now),
+            self.warm_start.timeout(now),
             self._snapshots.copies.seconds_to_cut(now),
             self._ending.timeout(now),
         )
-        until = now + min(*waits, self._host.processes.timeout(self.ranks.values(), now))
+        until = now + min(*waits, self.processes.timeout(self.ranks.values(), now))
         while True:
-            due = min(until, now + self._status_wait(now), now + self._reports.timeout(now))
+            due = min(until, now + self._reports.status_wait(now), now + self._reports.timeout(now))
             came = self._serve(due - now)
             now = time.monotonic()
             if came != [self._net.ranks.socket] or self._reports.sent_at != sent or now >= due:
@@ -247,11 +262,8 @@ class Agent:
     def _report(self, now: float) -> None:
         """Send a status when it is due."""
         urgent = self._stand_in.on_timer(now) or self._trials.restore_network()
-        if urgent or self._status_wait(now) <= 0.0:
+        if urgent or self._reports.status_wait(now) <= 0.0:
             self._send_status()
-
-    def _status_wait(self, now: float) -> float:
-        return self._reports.status_wait(now)
 
     def _serve(self, seconds: float) -> list[Any]:
         """Wait up to `seconds` for something to happen, and deal with all that has; returns where."""
@@ -262,7 +274,7 @@ class Agent:
     def _complete_starts(self) -> None:
         """Start the processes that were forked."""
         self._store.complete_start()
-        self._host.warm_start.start_forked_ranks()
+        self.warm_start.start_forked_ranks()
 
     def _end_if_over(self, now: float) -> None:
         self._ending.end_if_late(now)
@@ -271,7 +283,7 @@ class Agent:
     # ------------------------------------------------------------ processes
     def _environments(self) -> list[dict[str, str]]:
         """The environments of ranks that differ in all that may be different: of one for each of Slurm's tasks."""
-        environment, first = self._host.environment, self.place.slots[0]
+        environment, first = self._environment, self.place.slots[0]
         return [
             environment(first + number, number, number) | ({"UNICRON_LAYOUT": "another"} if number else {})
             for number in range(max(2, len(self.place.tasks)))
@@ -286,36 +298,30 @@ class Agent:
             self._to_all(Saved(iteration=iteration))
 
     def _explain(self, rank: Rank) -> None:
-        """What there is to know of the end of the rank's process."""
+        """Find out why the rank's process has ended."""
         if rank.status.exit is not None and rank.status.exit.code == -signal.SIGTERM and not self._ending.noticed:
             # Slurm may have sent it to all processes of the step.
             self._on_signal(self._signals.read_within(SIGTERM_SECONDS))
         if rank.status.exit is not None and self._reports.node is not None:
             self._reports.node.explain(rank.status.exit)
-        self._trials.ended(rank)
+        self._trials.on_end(rank)
         self._reports.node_events()  # what killed it comes before its end
 
     def _on_signal(self, numbers: bytes) -> None:
         for number in numbers:
             if number == SAVES and self.AGREES:
-                self._snapshots.files.request_checkpoint(self._states.isdisjoint(AT_WORK), self._snapshots.copies.whole)
+                states = {rank.status.state for rank in self.ranks.values()}
+                self._snapshots.files.request_checkpoint(states.isdisjoint(AT_WORK), self._snapshots.copies.whole)
                 self._to_all(Save())
-            elif number in FORWARDED and not slurm_signals_all():
+            elif number in FOR_THE_SCRIPT and not slurm_signals_all():
                 for rank in self.ranks.values():
                     if rank.child is not None:
                         rank.child.pass_on(number, rank.trainer)
             elif number in ENDING and self.exit_code is None:
-                for child in self._children if number == signal.SIGTERM and slurm_signals_all() else ():
-                    child.terminated = True
+                for rank in self.ranks.values() if number == signal.SIGTERM and slurm_signals_all() else ():
+                    if rank.child is not None:
+                        rank.child.terminated = True
                 self._ending.on_signal(number, not self.registration.welcomed or self.place.settings.max_nodes == 1)
-
-    @property
-    def _children(self) -> list[Child]:
-        return [rank.child for rank in self.ranks.values() if rank.child is not None]
-
-    @property
-    def _states(self) -> set[str]:
-        return {rank.status.state for rank in self.ranks.values()}
 
     # ------------------------------------------------------------ messages
     def _from_ranks(self) -> None:
@@ -368,69 +374,72 @@ class Agent:
                 return
             self._last_heard = time.monotonic()
             self._stand_in.participant.on_controller(self._last_heard)
-            self._obey(message)
+            self._orders[type(message)](message)
         except wire.BadMessage as error:
             if isinstance(error, wire.OtherRelease):
                 self.registration.refusal = str(error)
             self.log.drop("the controller", str(error))
 
-    def _obey(self, message: Any) -> None:  # noqa: C901  (one branch a message)
-        """Do what one of wire.ToAgent says. Raises BadMessage, before anything is done, when it makes no sense."""
-        match message:
-            case wire.Welcome():
-                self._on_welcome(message)
-            case wire.Ping():
-                self._reports.pinged = max(self._reports.pinged, message.number)
-                self._stand_in.participant.cede_votes(message.over)
-                self._send_status()
-            case wire.Reach():
-                self._witness.try_addresses(message.number, message.targets)
-            case wire.Refused():
-                self._on_refused(message)
-            case wire.Break():
-                self._plans.on_break(message.reason)
-                self._stand_in.participant.on_break(message)
-                self._to_ranks(message)
-            case wire.Withdraw():
-                self._to_ranks(message)
-            case wire.PlanShare():
-                self._on_plan(message)
-            case wire.Recall():
-                if (share := self._plans.share(message.generation)) is not None:
-                    job, element = self.place.job, self.place.element
-                    self._net.outbox.send(wire.Held(job=job, element=element, agent=self.identity, share=share))
-            case wire.StartRank():
-                rank = self.ranks.get(message.slot)
-                if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:
-                    self._layout = message.layout
-                    self._host.processes.start(rank, message.incarnation)
-            case wire.StopRank():
-                rank = self.ranks.get(message.slot)
-                if rank is None or rank.status.incarnation != message.incarnation:
-                    return
-                if message.save:
-                    self._send_to_rank(message.slot, message)
-                else:
-                    rank.kill()
-                    self._reports.dirty = True
-            case wire.Cut():
-                self._snapshots.copies.obey(message)
-            case wire.Fetch():
-                self._snapshots.copies.fetch(message, time.monotonic())
-            case wire.Inject():
-                self._trials.perform(message)
-            case wire.Stacks():
-                self._dumps.start_dump(message)
-            case wire.End():
-                self._on_end(message)
-            case wire.Grace():
-                self._ending.notice_seconds = max(self._ending.notice_seconds, message.seconds)
-            case wire.Note(at_end=True):
-                self._ending.summary = message.text
-            case wire.Note():
-                self.log.warn_once(message.text)
-            case wire.Released():
-                self._ending.on_released(message)
+    def _order_handlers(self) -> dict[type[wire.Message], Callable[[Any], object]]:
+        """Return the handler of each message of wire.ToAgent. It raises BadMessage before it does anything."""
+        return {
+            wire.Welcome: self._on_welcome,
+            wire.Ping: self._on_ping,
+            wire.Pong: lambda _: None,
+            wire.Reach: lambda message: self._witness.try_addresses(message.number, message.targets),
+            wire.Refusal: self._on_refused,
+            wire.Break: self._on_break,
+            wire.Withdraw: self._to_ranks,
+            wire.PlanShare: self._on_plan,
+            wire.Recall: self._on_recall,
+            wire.StartRank: self._on_start_rank,
+            wire.StopRank: self._on_stop_rank,
+            wire.Cut: self._snapshots.copies.obey,
+            wire.Fetch: lambda message: self._snapshots.copies.fetch(message, time.monotonic()),
+            wire.Inject: self._trials.perform,
+            wire.Stacks: self._dumps.start_dump,
+            wire.End: self._on_end,
+            wire.Grace: self._ending.on_grace,
+            wire.Note: self._on_note,
+            wire.Release: self._ending.on_released,
+        }
+
+    def _on_ping(self, message: wire.Ping) -> None:
+        self._reports.pinged = max(self._reports.pinged, message.number)
+        self._stand_in.participant.cede_votes(message.over)
+        self._send_status()
+
+    def _on_break(self, message: wire.Break) -> None:
+        self._plans.on_break(message.reason)
+        self._stand_in.participant.on_break(message)
+        self._to_ranks(message)
+
+    def _on_recall(self, message: wire.Recall) -> None:
+        if (share := self._plans.share(message.generation)) is not None:
+            job, element = self.place.job, self.place.element
+            self._net.outbox.send(wire.RecallAnswer(job=job, element=element, agent=self.identity, share=share))
+
+    def _on_start_rank(self, message: wire.StartRank) -> None:
+        rank = self.ranks.get(message.slot)
+        if rank is not None and not rank.alive and rank.status.incarnation < message.incarnation:
+            self._layout = message.layout
+            self.processes.start(rank, message.incarnation)
+
+    def _on_stop_rank(self, message: wire.StopRank) -> None:
+        rank = self.ranks.get(message.slot)
+        if rank is None or rank.status.incarnation != message.incarnation:
+            return
+        if message.save:
+            self._send_to_rank(message.slot, message)
+        else:
+            rank.kill()
+            self._reports.dirty = True
+
+    def _on_note(self, message: wire.Note) -> None:
+        if message.at_end:
+            self._ending.summary = message.text
+        else:
+            self.log.warn_once(message.text)
 
     def _on_plan(self, share: wire.PlanShare) -> None:
         """A plan for the ranks, or the controller's word that it takes over what the agents agreed on."""
@@ -461,7 +470,7 @@ class Agent:
         self._ending.on_order(message)
         self._end_if_over(time.monotonic())
 
-    def _on_refused(self, message: wire.Refused) -> None:
+    def _on_refused(self, message: wire.Refusal) -> None:
         self.registration.on_refused(message)
         known = self.registration.was_welcomed
         if message.alone and not message.final and known:

@@ -51,16 +51,31 @@ class Registration:
     def register(self) -> None:
         """Send the first message."""
         self._tried = time.monotonic()
-        images = self._copies.address, self._copies.token
-        door = join(self._place.address, self._door.port)
-        self._line.register(self._place, self._identity, door, self._peer, images, self._outbox.send)
+        place = self._place
+        message = wire.Register(
+            job=place.job,
+            element=place.element,
+            agent=self._identity,
+            node=place.node,
+            address=place.address,
+            slots=place.slots,
+            settings=place.settings,
+            step=place.step,
+            requeues=place.requeues,
+            trains=place.trains,
+            door=join(place.address, self._door.port),
+            peer=self._peer,
+            images=self._copies.address,
+            token=self._copies.token,
+        )
+        self._line.register(message, self._outbox.send)
 
     def on_welcome(self) -> bool:
         """The controller knows this agent; True where it did so before."""
         again, self.welcomed, self.was_welcomed = self.was_welcomed, True, True
         return again
 
-    def on_refused(self, message: wire.Refused) -> None:
+    def on_refused(self, message: wire.Refusal) -> None:
         """The controller does not take this agent."""
         self.refusal, self.alone = message.reason, self.alone or message.alone
         self.apart = message.alone and message.final

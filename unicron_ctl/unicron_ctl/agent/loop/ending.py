@@ -1,4 +1,4 @@
-"""When and how an element ends: with its training, by a signal, by the controller's word, or without a controller."""
+"""The end of an element: with its training, by a signal, by the controller's word, or without a controller."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from unicron_ctl.agent.connections.job_log import JobLog
+from unicron_ctl.agent.connections.connections import JobLog
 from unicron_ctl.agent.connections.signals import ENDING_SECONDS
 from unicron_ctl.agent.loop.plans import Plans
 from unicron_ctl.agent.ranks.ranks import STOP_SECONDS, Rank
@@ -89,7 +89,11 @@ class Ending:
         self._log.inform(f"{signal.Signals(number).name}: {self.leaves}")
         self._tell("")
 
-    def on_released(self, message: wire.Released) -> None:
+    def on_grace(self, message: wire.Grace) -> None:
+        """The controller gives the element more time to leave."""
+        self.notice_seconds = max(self.notice_seconds, message.seconds)
+
+    def on_released(self, message: wire.Release) -> None:
         """Nothing is to be waited for any more."""
         if self._notice is None or self.exit_code is not None:
             return
@@ -135,6 +139,6 @@ class Ending:
                 rank.kill()  # a spare
 
     def _saving(self, ended: bool = False) -> Callable[[], None]:
-        """What writes the training state of a job that ends in the middle of its training. ended: by an error."""
+        """Return the function that saves a job that ends in the middle of its training. ended: by an error."""
         how = self._plans.saving({rank.status.state for rank in self._ranks.values()}, ended)
         return self._snapshots.last_checkpoint(*how) if how is not None else lambda: None

@@ -17,23 +17,61 @@ import random
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from unicron_ctl.agent.connections.job_environment import Place
-from unicron_ctl.agent.loop.absence import Absence
 from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS, Agent
-from unicron_ctl.agent.ranks.counted import Counted, Folder
+from unicron_ctl.agent.ranks.counted import Folder, Progress
 from unicron_ctl.agent.ranks.fence import Fence
 from unicron_ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
 from unicron_ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outside_the_step
 from unicron_ctl.agent.ranks.zygote_client import Starter
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
-from unicron_ctl.shared.settings.limits import PLANNED_SECONDS
+from unicron_ctl.shared.settings.limits import ORPHAN_SECONDS, PLANNED_SECONDS
+from unicron_detector.failures.classify import default_classifier
 from unicron_detector.processes.rank_messages import Step, ToRank
 from unicron_detector.processes.supervise import USUAL, Surroundings
 from unicron_transition.snapshot import cuts
 from unicron_transition.snapshot.formats import tracker
+
+AWAY_SECONDS = 2.0  # without a connection after a rank's end: a controller that is only restarted is back by then
+
+
+class Absence:
+    """Says once that a rank has ended while the controller is away, so that all wait for it, and once that it is back.
+
+    speaks: this node also says so where its ranks ended only because others did.
+    """
+
+    def __init__(self, speaks: bool) -> None:
+        self._speaks = speaks
+        self._since: float | None = None  # what the log was told, by the time of the controller's last word
+
+    def news(self, connected: bool, last_heard: float, ranks: Iterable[structs.RankStatus], now: float) -> str:
+        """The next line for the log, or nothing. last_heard: of the controller; now: on the same, monotonic clock."""
+        if self._since is not None:
+            if last_heard <= self._since:
+                return ""
+            self._since = None
+            return "the controller is back: the ranks start again as it says"
+        if connected or not any(map(self._counts, ranks)):
+            return ""
+        self._since = last_heard
+        left = max(0.0, ORPHAN_SECONDS - (now - last_heard))
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
+        return (
+            "a rank has ended, and the controller does not answer: no rank trains until it is back. From "
+            f"{until} on nodes with an ended rank end their part of the step with its exit status"
+        )
+
+    def _counts(self, status: structs.RankStatus) -> bool:
+        """The rank has ended a while ago, and this node is to say so."""
+        end = status.exit
+        if status.state != "exited" or end is None or time.time() - end.at < AWAY_SECONDS:
+            return False
+        return self._speaks or default_classifier().exit(end.code, end.last_line).scope != "network"
+
 
 YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
 OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows its own error
@@ -52,7 +90,7 @@ class PlainRank(Rank):
         slot: int,
         local: int,
         command: Sequence[str],
-        counted: Counted,
+        counted: Progress,
         starter: Starter = COLD,
         surroundings: Surroundings = USUAL,
     ):
@@ -173,11 +211,11 @@ class RestartAgent(Agent):
         self._pages = Folder(self._net.ranks.folder)
         around = surroundings_of(place)
         self._plain = {
-            slot: PlainRank(slot, local, self.command, Counted(self._pages, slot), surroundings=around[local])
+            slot: PlainRank(slot, local, self.command, Progress(self._pages, slot), surroundings=around[local])
             for local, slot in enumerate(place.slots)
         }
         for rank in self._plain.values():
-            rank.logs = self._host.logs
+            rank.logs = self.logs
         self.ranks.update(self._plain)
         self._store = FreePort()
         self._snapshots.copies.plain = True
@@ -192,7 +230,7 @@ class RestartAgent(Agent):
         self._next: tuple[wire.Plan, float] | None = None  # a world that begins once its doors were tried; until when
 
     def _base(self, local: int) -> dict[str, str]:
-        """What the process of this local rank has in every world."""
+        """Return the variables of this local rank's process in every world."""
         given = task_environment(self.place, local, os.environ)
         return {
             **{name: value for name, value in outside_the_step(given).items() if name not in NOT_FOR_PROGRAMS},
@@ -269,7 +307,7 @@ class RestartAgent(Agent):
                 world.environment(rank.local, self._base(rank.local))
                 | {"UNICRON_GENERATION": str(plan.generation), **self._snapshots.memory.environment},
             )
-            self._host.processes.attend(rank)
+            self.processes.attend(rank)
         self._store.start()
         self._send_status()
 
@@ -342,7 +380,7 @@ class RestartAgent(Agent):
         # What the controller has given up for good it forms no other world of.
         closed, muted = self._net.outbox.closed, self._net.outbox.muted
         if self._fence.check_lease(self._net.line.up or closed, muted and not closed, pids, time.monotonic()):
-            self.log.warn(self._fence.told())
+            self.log.warn(self._fence.reason())
             for rank in inside:
                 rank.kill()
         if self._reports.fenced != self._fence.holds:
@@ -365,16 +403,17 @@ class RestartAgent(Agent):
 
 
 def own_end_seconds(message: wire.Break, age: float) -> float:
-    """How long the processes of a world, `age` seconds old, may go on to end by themselves. Where nobody was lost
-    another node may have heard first that Slurm ends the whole job: its SIGTERM comes to this one, too, and once."""
+    """Return for how long the processes of a world, `age` seconds old, may go on to end by themselves. Where nobody was
+    lost another node may have heard first that Slurm ends the whole job: its SIGTERM comes to this one, too, and
+    once."""
     if not message.lost:
         return SIGTERM_SECONDS
     return OWN_END_SECONDS if not message.killed and age < YOUNG_SECONDS else 0.0
 
 
 def world_of(plan: wire.Plan, place: Place, names: Sequence[str] = ()) -> World:
-    """The place of this node in the plan's world: its members' nodes in order of their slots. names: of these nodes,
-    where they are known.
+    """Return the place of this node in the plan's world: its members' nodes in order of their slots. names: of these
+    nodes, where they are known.
 
     Raises BadMessage for a plan whose store has no port.
     """

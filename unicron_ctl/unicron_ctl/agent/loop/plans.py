@@ -17,19 +17,21 @@ LONG_WAIT_SECONDS = 60.0  # without a world, after which the job's log says wher
 
 
 def wait_long(statuses: Sequence[structs.RankStatus], now: float) -> bool:
-    """Whether all ranks have been able to enter a world for long, and there is none. now: in seconds since the epoch,
-    as in the statuses."""
+    """Say whether all ranks have been able to enter a world for long, and there is none. now: in seconds since the
+    epoch, as in the statuses."""
     latest = max((status.changed for status in statuses), default=now)
     return all(status.state == "waiting" for status in statuses) and now - latest >= LONG_WAIT_SECONDS
 
 
 class Saving(NamedTuple):
-    """before(key): of an image, the nodes that come first to write it; None: it is not this node's. rests: nobody
-    trains, as far as this node knows. prunes: older checkpoints go."""
+    """The way in which a node saves its part of a job."""
 
     before: Callable[[Key], tuple[int, ...] | None]
+    """Return the nodes that write an image before this one; None: it is not this node's"""
     rests: bool
+    """Nobody trains, as far as this node knows"""
     prunes: bool
+    """Older checkpoints are removed"""
 
 
 class Plans:
@@ -45,17 +47,17 @@ class Plans:
         self._entered, self._world = 0, ""  # the last generation that was entered here, and its size
 
     def add_plan(self, share: wire.PlanShare, generation: int) -> None:
-        """The ranks are given it, or agreed on it already."""
+        """Keep a plan that the ranks are given, or have agreed on."""
         self._held[generation] = share
         while len(self._held) > PLANS_HELD:
             del self._held[min(self._held)]
 
     def share(self, generation: int) -> wire.PlanShare | None:
-        """That plan, for a controller that has lost its log."""
+        """Return that plan, for a controller that has lost its log."""
         return self._held.get(generation)
 
     def on_break(self, reason: str) -> None:
-        """The controller says why the generation is over."""
+        """Note why the generation is over."""
         self._broken_by = reason
 
     def on_entered(self, generation: int) -> str:
@@ -82,8 +84,8 @@ class Plans:
         return shared_plans.whole(self._held[max(self._held)]).members if self._held else ()
 
     def saving(self, states: Collection[str], ended: bool) -> Saving | None:
-        """How this node writes its part of a job that ends in the middle of its training; None where it writes none.
-        states: of its ranks. ended: for all, by an error, so the state itself may be what ends it.
+        """Return how this node saves its part of a job that ends in the middle of its training; None where it saves
+        none. states: of its ranks. ended: for all, by an error, so the state itself may be what ends it.
 
         Ranks that begin anew may be those of a job that waits. Or the others train without them, which nobody has told
         this node: then it comes after them, and writes only where they have written nothing as late.
@@ -99,21 +101,21 @@ class Plans:
         return Saving(self.all_other_writers, True, False) if member and RESTING.issuperset(states) else None
 
     def writers_before(self, key: Key, members: Sequence[int] | None = None) -> tuple[int, ...] | None:
-        """The nodes that train a place of the layout and come before this one; None where this one does not train it. A
-        shard is its rank's. members: by default those of the newest plan."""
+        """Return the nodes that train a place of the layout and come before this one; None where this one does not
+        train it. A shard is its rank's. members: by default those of the newest plan."""
         nodes = self._nodes(key, members)
         if not nodes:
             return None if key.kind == SHARD else ()
         return tuple(nodes[: nodes.index(self._here)]) if self._here in nodes else None
 
     def writers_before_at_rest(self, key: Key) -> tuple[int, ...] | None:
-        """The nodes that write before this one while nobody trains. A node that holds a copy of what others train comes
-        after all of them."""
+        """Return the nodes that write before this one while nobody trains. A node that holds a copy of what others
+        train comes after all of them."""
         nodes, mine = self._nodes(key), self.writers_before(key)
         return tuple(nodes) if mine is None and nodes else mine
 
     def all_other_writers(self, key: Key) -> tuple[int, ...] | None:
-        """All nodes but this one, which comes last in everything; None where it writes nothing."""
+        """Return all nodes but this one, which comes last in everything; None where it writes nothing."""
         return (
             None
             if self.writers_before_at_rest(key) is None

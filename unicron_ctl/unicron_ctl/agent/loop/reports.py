@@ -1,4 +1,4 @@
-"""What an agent tells the controller of its ranks and its node."""
+"""An agent's reports on its ranks and its node to the controller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.agent.loop.step_reports import StepReports
 from unicron_ctl.agent.node.node_watch import NodeWatch
 from unicron_ctl.agent.node.sampling import Sampling
-from unicron_ctl.agent.ranks.ranks import Rank
+from unicron_ctl.agent.ranks.ranks import Rank, stacks_file
 from unicron_ctl.agent.ranks.vitals import Vitals
 from unicron_ctl.agent.snapshots.peer_copies import Copies
 from unicron_ctl.shared.consensus.participant import Participant
@@ -18,9 +18,50 @@ from unicron_ctl.shared.protocol import ranges, structs, wire
 from unicron_ctl.shared.protocol.structs import MERGE_SECONDS
 from unicron_ctl.shared.system.addresses import join
 from unicron_detector.processes.rank_messages import Step
+from unicron_detector.processes.stacks import Dump
 
+DUMP_SECONDS = 0.02  # between two looks at stack traces in the making
 COLD_TEXT = 400  # characters of a reason
 KEPT_SECONDS, MOST_KEPT = 15.0, 512  # for which step reports that were sent are kept, and how many
+
+
+class Dumps:
+    """Makes stack traces of ranks for the controller. endpoint: of the ranks' socket, beside which they write."""
+
+    def __init__(
+        self, job: str, ranks: Mapping[int, Rank], endpoint: str, send: Callable[[wire.Message], None]
+    ) -> None:
+        self._job, self._ranks, self._endpoint, self._send = job, ranks, endpoint, send
+        self._making: dict[int, tuple[int, Dump]] = {}  # slot -> (incarnation, its traces)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds until :meth:`send_finished` is to be called whatever happens; infinity while nothing is made."""
+        return DUMP_SECONDS if self._making else float("inf")
+
+    def start_dump(self, order: wire.Stacks) -> None:
+        """Have them made, if the process is still there."""
+        rank = self._ranks.get(order.slot)
+        there = rank is not None and rank.child is not None and rank.status.incarnation == order.incarnation
+        if rank is None or not there or order.slot in self._making:
+            return
+        self._making[order.slot] = order.incarnation, Dump(rank.trainer, stacks_file(self._endpoint, order.slot))
+
+    def send_finished(self) -> None:
+        """Send those that are made."""
+        for slot, (incarnation, dump) in list(self._making.items()):
+            if dump.done():
+                del self._making[slot]
+                self._send(
+                    wire.StackTrace(
+                        job=self._job,
+                        slot=slot,
+                        incarnation=incarnation,
+                        how=dump.how,
+                        state=dump.state,
+                        text=dump.text,
+                    )
+                )
 
 
 class Reports:
@@ -77,8 +118,8 @@ class Reports:
         self._metrics(now)
 
     def status(self, port: int | None, leaving: str = "", noticed: bool = False) -> None:
-        """The whole state. port: of the node's rendezvous store. leaving: why the agent is about to end. noticed: its
-        element is to end soon."""
+        """Send the whole state. port: of the node's rendezvous store. leaving: why the agent is about to end. noticed:
+        its element is to end soon."""
         now = time.monotonic()
         steps = self._due_steps(now, leaving=bool(leaving))  # what a rank has proved comes before its end
         most = ranges.MOST_STEP_REPORTS
@@ -111,7 +152,7 @@ class Reports:
                 failing=self._copies.failing(now),
                 refusing=self._copies.refusing(now),
                 images=self._copies.rows(any(rank.running for rank in self._ranks.values())),
-                saved=self._copies.saved(),
+                saved=self._copies.newest_saved(),
                 fenced=self.fenced,
                 ranks=statuses,
                 cold={slot: rank.cold[:COLD_TEXT] for slot, rank in self._ranks.items() if rank.cold},
@@ -120,7 +161,7 @@ class Reports:
         )
 
     def add_step(self, slot: int, step: Step) -> None:
-        """Takes in that this slot's rank has stepped."""
+        """Take in that this slot's rank has stepped."""
         self._steps.add(slot, step, time.monotonic())
 
     def repeat_steps(self) -> None:
@@ -128,18 +169,19 @@ class Reports:
         self._steps.repeat(time.monotonic())
 
     def send_steps_again(self) -> None:
-        """Step reports of the last seconds once more: the controller may be another one, and what was on its way when
-        the old one was lost has not reached it. Only of the newest generation: others may have been undone since."""
+        """Send step reports of the last seconds once more: the controller may be another one, and what was on its way
+        when the old one was lost has not reached it. Only of the newest generation: others may have been undone
+        since."""
         since = time.monotonic() - KEPT_SECONDS
         newest = max((report.generation for _, report in self._kept), default=0)
         self._send_steps([report for at, report in self._kept if at >= since and report.generation == newest])
 
     def send_steps(self, now: float) -> None:
-        """Step reports that can wait no longer."""
+        """Send step reports that can wait no longer."""
         self._send_steps(self._due_steps(now, hold=True))
 
     def _due_steps(self, now: float, leaving: bool = False, hold: bool = False) -> list[structs.StepReport]:
-        """Step reports that are due. hold: they may wait for later ones."""
+        """Return step reports that are due. hold: they may wait for later ones."""
         ranks = {} if leaving else self._ranks
         running = {slot: rank.status.generation for slot, rank in ranks.items() if rank.running}
         due = self._steps.due_reports(now, running, hold)
@@ -147,7 +189,7 @@ class Reports:
         return due
 
     def _send_steps(self, reports: list[structs.StepReport]) -> None:
-        """Step reports that no status takes along."""
+        """Send step reports that no status takes along."""
         job, element, most = self._place.job, self._place.element, ranges.MOST_STEP_REPORTS
         for first in range(0, len(reports), most):
             self._send(
@@ -155,13 +197,13 @@ class Reports:
             )
 
     def testimony(self, answers: Iterable[tuple[int, list[str]]]) -> None:
-        """What the witness found: (number of the question, words)."""
+        """Send the answers of the witness: (number of the question, words)."""
         job, element, agent = self._place.job, self._place.element, self._identity
         for number, words in answers:
-            self._send(wire.Reached(job=job, element=element, agent=agent, number=number, words=words))
+            self._send(wire.ReachAnswer(job=job, element=element, agent=agent, number=number, words=words))
 
     def node_events(self, again: bool = False) -> None:
-        """What the node has said; again: from the beginning."""
+        """Send the news of the node; again: from the beginning."""
         for event in (
             self.node.new_events(self._place.job, self._place.element, self._identity, again) if self.node else ()
         ):

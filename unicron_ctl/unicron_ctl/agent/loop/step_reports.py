@@ -79,13 +79,13 @@ class StepReports:
         """
         if hold and self._may_wait(now, running):
             return []
-        reports = [self._merged(group) for group in self._repeated]
+        reports = [self._merge_group(group) for group in self._repeated]
         self._repeated = []
         newest = max(self._open, default=None)
         for key in sorted(self._open):
             group = self._open[key]
             if key != newest or now - group.since >= MERGE_SECONDS or self._complete(group, running):
-                reports.append(self._merged(self._open.pop(key)))
+                reports.append(self._merge_group(self._open.pop(key)))
         if reports:
             self.sent_at = now
         return reports
@@ -121,7 +121,7 @@ class StepReports:
         members = {slot for slot, in_generation in running.items() if in_generation == generation}
         return members <= told | group.steps.keys()
 
-    def _merged(self, group: _Group) -> structs.StepReport:
+    def _merge_group(self, group: _Group) -> structs.StepReport:
         generation, iteration, total = group.key
         if self._last != (generation, iteration):
             self._last, self._told = (generation, iteration), set()

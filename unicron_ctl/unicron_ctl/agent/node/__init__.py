@@ -1,1 +1,1 @@
-"""What the node itself knows, and its helper processes."""
+"""The node's own news, and the agent's helper processes."""

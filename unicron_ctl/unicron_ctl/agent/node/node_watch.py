@@ -1,4 +1,4 @@
-"""What the node itself knows: its kernel log, the out-of-memory kills of the ranks' cgroup, its links.
+"""The news of the node itself: its kernel log, the out-of-memory kills of the ranks' cgroup, its links.
 
 A thread of its own looks, for sysfs of a sick adapter may block for a minute and heartbeats must not; the agent's loop
 hears of news through a descriptor. Whatever cannot be read is said once and left out: training does not depend on it.
@@ -57,7 +57,8 @@ class NodeWatch:
         return self._ready
 
     def new_events(self, job: str, element: int, agent: str, again: bool = False) -> list[wire.NodeEvent]:
-        """What is new, as messages of that agent; `again`: all that is still kept, for a controller that forgot."""
+        """Return new events as messages of that agent; `again`: all that are still kept, for a controller that
+        forgot."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._ready, 4096)
         with self._lock:

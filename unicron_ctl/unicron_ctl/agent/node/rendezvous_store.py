@@ -20,7 +20,7 @@ HOST = ["-m", "unicron_transition.generations.store_host"]
 
 
 class Store(Protocol):
-    """What an agent needs of a store. port: None until it answers. pid: of its process, if any."""
+    """A rendezvous store, as the agent uses it. port: None until it answers. pid: of its process, if any."""
 
     port: int | None
 
@@ -137,10 +137,10 @@ class StoreProcess:
         if len(words) == 2 and words[0] == b"port" and words[1].isdigit():
             self.port = int(words[1])
         if not data:
-            self._ended()
+            self._on_end()
         self._told()
 
-    def _ended(self) -> None:
+    def _on_end(self) -> None:
         again = self.port is not None or isinstance(self._process, Child)
         self.close()
         if again:

@@ -1,4 +1,4 @@
-"""What this agent can say of other nodes, and how others see that it lives: its door."""
+"""The agent's testimony about other nodes, and its door, by which others see that it lives."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Witness:
 
         def one(place: int) -> None:
             words[place] = str(reach(targets[place], REACH_SECONDS))
-            answered()
+            count_answer()
 
-        def answered() -> None:
+        def count_answer() -> None:
             with self._lock:
                 self._trying -= 1
                 left[0] -= 1
@@ -52,7 +52,7 @@ class Witness:
             try:
                 threading.Thread(target=one, args=(place,), name="unicron-witness", daemon=True).start()
             except RuntimeError:  # there is none to be had: nothing is known of this one
-                answered()
+                count_answer()
 
     def close(self) -> None:
         """The door is shut; answers that are still to come are lost."""

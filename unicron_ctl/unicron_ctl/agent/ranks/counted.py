@@ -1,6 +1,5 @@
-"""What the processes of plain programs count in their pages (`unicron_detector/processes/counters.py`), as the agent
-reads it: their ranks' progress and the steps that it reports for them.
-"""
+"""The counts in the pages of plain programs (`unicron_detector/processes/counters.py`), as the agent reads them: their
+ranks' progress and the steps that it reports for them."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ ASK_SECONDS = 1.0  # between two such questions
 
 
 class Folder:
-    """Where an agent's pages are. autoload: what Python's path needs, so that torch loads the counters."""
+    """The folder of an agent's pages. autoload: the entry of Python's path by which torch loads the counters."""
 
     def __init__(self, ranks: str) -> None:
         """ranks: the folder of the ranks' socket."""
@@ -114,8 +113,8 @@ class Page:
         self._map.close()
 
 
-class Counted:
-    """What one rank's processes have counted in the present generation. base: the job's iterations before it."""
+class Progress:
+    """The progress of one rank's processes in the present generation. base: the job's iterations before it."""
 
     def __init__(self, folder: Folder, slot: int) -> None:
         self._folder, self._slot = folder, slot
@@ -175,7 +174,7 @@ class Counted:
         return after != before, step
 
     def _step(self, count: Count) -> Step:
-        """What has been stepped since the last look, as one report of the newest iteration."""
+        """Return the steps since the last look as one report of the newest iteration."""
         number, since = count.done - self._done, self._at if self._done else self._began
         seconds = max(1e-6, (count.done_at - since) / 1e9 / number)
         waited = max(0, count.waited_then - self._waited) / 1e9 / number

@@ -89,7 +89,7 @@ class Fence:
         self._renew(NEVER if math.isinf(until) else until, pids)
         return now >= until
 
-    def told(self) -> str:
+    def reason(self) -> str:
         """Why the processes end."""
         return (
             "neither the controller nor enough of the world's other nodes can be reached: the processes end, for a "

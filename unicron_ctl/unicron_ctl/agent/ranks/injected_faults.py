@@ -71,7 +71,7 @@ class Trials:
             self._hole = None
         return True
 
-    def ended(self, rank: Rank) -> None:
+    def on_end(self, rank: Rank) -> None:
         """The rank's process is gone: what was put around it goes, too."""
         cage = self._cages.pop(rank.slot, None)
         if cage is not None:
@@ -84,7 +84,7 @@ class Trials:
         for slot in self._ranks:
             self._tell(slot, order)
         self._outbox.muted, self._until = True, time.monotonic() + seconds
-        self._door.shut()
+        self._door.stop_answering()
         if name == "lost-network":
             self._line.hang_up()
         else:

@@ -12,7 +12,7 @@ CONSOLE = "UNICRON_CONSOLE_RANKS"
 
 
 def shown_ranks(environment: Mapping[str, str]) -> frozenset[int] | None:
-    """The local ranks whose output the job's log shows; None for all. Raises UserError."""
+    """Return the local ranks whose output the job's log shows; None for all. Raises UserError."""
     said = environment.get(CONSOLE, "")
     if not said:
         return None
@@ -30,7 +30,7 @@ class RankLogs:
         self._files: dict[int, LogFile] = {}
 
     def output(self, local: int, environment: Mapping[str, str]) -> RankOutput:
-        """Where the output of a process goes that is this local rank. environment: of the process."""
+        """Return the output of a process that is this local rank. environment: of the process."""
         shown = self._shown is None or local in self._shown
         if self._folder is None:
             return RankOutput(shown=shown)
@@ -39,7 +39,7 @@ class RankLogs:
         return RankOutput(file, shown)
 
     def close(self, seconds: float) -> None:
-        """What waits to be written gets `seconds`."""
+        """Close the files; text that waits to be written gets `seconds`."""
         for file in self._files.values():
             file.close(seconds)
         self._files.clear()

@@ -83,12 +83,12 @@ class Rank:
         self.status = structs.RankStatus(state="exited", incarnation=-1)
 
     def start(self, incarnation: int) -> None:
-        """A new process in this slot; the old one must be gone. One that cannot be started counts as exited."""
+        """Start a new process in this slot; the old one must be gone. One that cannot be started counts as exited."""
         self.status = structs.RankStatus(state="starting", incarnation=incarnation, changed=time.time())
         self._begin_process(self._environment(self.slot, self.local, incarnation))
 
     def _begin_process(self, environment: Mapping[str, str]) -> None:
-        """A process: warm where that is possible, and then :meth:`arrive` takes it in; else cold, at once."""
+        """Begin a process: warm where that is possible, and then :meth:`arrive` takes it in; else cold, at once."""
         self._tries_until = time.monotonic() + START_SECONDS
         self._try(environment)
 
@@ -104,13 +104,13 @@ class Rank:
             self._stdin = standard_input.open()
             self.coming = self.starter.request_fork(environment, surroundings=self._around())
         except OSError as error:
-            self._failed(error)
+            self._on_failure(error)
             return
         if self.coming is None:
             self._begin_cold(environment, self.starter.why)
 
     def _around(self) -> Surroundings:
-        """What surrounds the next process."""
+        """Return the surroundings of the next process."""
         around = replace(self.surroundings, stdin=self._stdin)
         return replace(around, stdout=self._stdout[1]) if self._stdout else around
 
@@ -129,10 +129,10 @@ class Rank:
         try:
             self._has(Child(fill_words(self._command, environment), environment, surroundings=self._around()))
         except (OSError, MemoryError) as error:
-            self._failed(error)
+            self._on_failure(error)
 
-    def _failed(self, error: OSError | MemoryError) -> None:
-        """What the node is short of may be free soon: it is tried again, and then counts as exited."""
+    def _on_failure(self, error: OSError | MemoryError) -> None:
+        """Try again where the node is short of something, for a while; then the rank counts as exited."""
         self._close_streams()
         why = getattr(error, "strerror", "") or str(error) or type(error).__name__
         passes = isinstance(error, MemoryError) or error.errno in PASSING
@@ -253,7 +253,8 @@ class Rank:
 
 
 def last_words(tail: str) -> str:
-    """The statement that says why a process ended, as one line (failures.root_cause); the last line where none does."""
+    """Return the statement that says why a process ended, as one line (failures.root_cause); the last line where none
+    does."""
     said, _ = default_classifier().last_words(tail)
     lines = tail.splitlines()
     return one_line(said or (lines[-1] if lines else ""))
@@ -289,8 +290,8 @@ def stop_children(children: Sequence[Child], seconds: float = STOP_SECONDS) -> N
 
 
 def surroundings_of(place: Place) -> list[Surroundings]:
-    """What surrounds the node's ranks, by local rank: that of Slurm's tasks, where the step has several. The first
-    is the agent's own task, whose output is the agent's."""
+    """Return the surroundings of the node's ranks, by local rank: that of Slurm's tasks, where the step has several.
+    The first is the agent's own task, whose output is the agent's."""
     if not place.tasks:
         return [USUAL] * place.settings.ranks_per_node
     first, *others = place.tasks
@@ -304,8 +305,8 @@ def surroundings_of(place: Place) -> list[Surroundings]:
 
 
 def task_environment(place: Place, local: int, environment: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment that Slurm gave the task of this local rank. environment: the agent's, which also knows the
-    launcher."""
+    """Return the environment that Slurm gave the task of this local rank. environment: the agent's, which also knows
+    the launcher."""
     if not 0 < local < len(place.tasks):
         return environment
     return {
@@ -315,7 +316,7 @@ def task_environment(place: Place, local: int, environment: Mapping[str, str]) -
 
 
 def package_path(base: Mapping[str, str]) -> str:
-    """PYTHONPATH with which a script finds `unicron` where it is not installed."""
+    """Return a PYTHONPATH with which a script finds `unicron` where it is not installed."""
     return os.pathsep.join(filter(None, [base.get("PYTHONPATH", ""), *rank_roots()]))
 
 

@@ -94,7 +94,7 @@ class World:
 
 
 def slurm_world(rank: int, size: int, local: int, per_node: int, node: int) -> dict[str, str]:
-    """What srun would tell the task that is this rank, had one step started the whole world. JAX, TensorFlow's
+    """Return srun's variables for the task that is this rank, had one step started the whole world. JAX, TensorFlow's
     SlurmClusterResolver and idr_torch read the names with STEP."""
     nodes = size // per_node
     tasks = f"{per_node}(x{nodes})" if nodes > 1 else str(per_node)
@@ -131,7 +131,7 @@ def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> W
         return World(0, 1, ranks, place.address, port, place.job)
     array, block = "SLURM_ARRAY_TASK_ID" in environment, place.settings.block
     if array and place.settings.max_nodes > block:
-        running = _settled(place.job, place.element, block)
+        running = _wait_for_elements(place.job, place.element, block)
         elements = sorted(running)
     else:
         names = hosts(environment.get("SLURM_JOB_NODELIST", ""))
@@ -149,7 +149,7 @@ def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> W
     return World(own, len(elements), ranks, first, port, place.job, names=all_nodes)
 
 
-def _settled(job: str, own: int, block: int) -> dict[int, str]:
+def _wait_for_elements(job: str, own: int, block: int) -> dict[int, str]:
     """element -> node of the elements that run, `own` among them, once the answer has stood still; else the last one
     in time.
     """

@@ -40,7 +40,7 @@ class Usage:
 
 
 def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
-    """The process as it is now; None for one that is gone."""
+    """Return the process as it is now; None for one that is gone."""
     try:
         fields = _text(f"{root}/{pid}/stat").rpartition(")")[2].split()
         usage = Usage(fields[0], (int(fields[11]) + int(fields[12])) / _TICK, int(fields[21]) * _PAGE, 0.0)
@@ -54,7 +54,8 @@ def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
 
 
 def children_cpu(pid: int, root: Path = Path("/proc")) -> float:
-    """Seconds of CPU time that its living descendants have taken, as far as its main thread has started them."""
+    """Return the seconds of CPU time that its living descendants have taken, as far as its main thread has started
+    them."""
     found, seconds = [str(pid)], 0.0
     for parent in found:
         try:
@@ -69,7 +70,7 @@ def children_cpu(pid: int, root: Path = Path("/proc")) -> float:
 
 
 def awaits_answer(pid: int, root: Path = Path("/proc")) -> bool:
-    """Whether its main thread waits for an answer: from a socket, a pipe, a child, a file server."""
+    """Say whether its main thread waits for an answer: from a socket, a pipe, a child, a file server."""
     try:
         return bool(ANSWERS.search(_text(f"{root}/{pid}/wchan")))
     except OSError:
@@ -77,8 +78,8 @@ def awaits_answer(pid: int, root: Path = Path("/proc")) -> bool:
 
 
 def _text(path: str) -> str:
-    """What a small file of /proc says. Each status reads two of them for each rank, so nothing is added to the system's
-    calls. Raises OSError."""
+    """Return the text of a small file of /proc. Each status reads two of them for each rank, so nothing is added to the
+    system's calls. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(descriptor, 4096).decode(errors="replace")
@@ -94,8 +95,8 @@ class Activity:
         self._children: float | None = None  # their CPU time at the last window, while the process itself is idle
 
     def idle(self, usage: Usage, now: float, children: Callable[[], float] = float) -> float:
-        """Seconds since it was last busy, up to the last window. children: the CPU time of its children, which is
-        looked at while it does nothing itself."""
+        """Return the seconds since it was last busy, up to the last window. children: the CPU time of its children,
+        which is looked at while it does nothing itself."""
         elapsed = now - self._time
         if elapsed >= WINDOW:
             cpu = (usage.cpu - self._usage.cpu) / elapsed

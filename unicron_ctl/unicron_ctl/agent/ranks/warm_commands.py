@@ -7,21 +7,19 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
+from unicron_ctl.agent.program_table import PROGRAMS
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 
 WARM, PRELOAD = "UNICRON_WARM", "UNICRON_PRELOAD"
 _PYTHON = re.compile(r"python[\d.]*t?")
 _ALONE = re.compile(r"-[bBdEIOPqsSuv]+|-[WX].+")  # options of the interpreter that are a word each, python(1)
 _WITH_A_WORD = ("-W", "-X", "--check-hash-based-pycs")
-# Programs that run the command in their arguments with another Python inside than outside.
-ELSEWHERE = {"apptainer", "ch-run", "conda", "hatch", "mamba", "micromamba", "pdm", "pipenv", "pixi", "poetry"}
-ELSEWHERE |= {"shifter", "singularity", "uv"}
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def python_command(command: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """(interpreter and its options, `SCRIPT ...` or `-m MODULE ...`) of a command that runs a Python script; None for
-    any other."""
+    """Return (interpreter and its options, `SCRIPT ...` or `-m MODULE ...`) of a command that runs a Python script;
+    None for any other."""
     if not command or not _PYTHON.fullmatch(os.path.basename(command[0])):
         return None
     at = 1
@@ -35,19 +33,19 @@ def python_command(command: Sequence[str]) -> tuple[list[str], list[str]] | None
 
 
 def python_of(command: Sequence[str]) -> list[str]:
-    """The words that start the Python which has torch: the first that the command names, behind the container or
+    """Return the words that start the Python which has torch: the first that the command names, behind the container or
     environment that it is in; else this one."""
     if os.path.basename(command[0]).startswith("python"):  # also a wrapper, as python-of-the-project
         return [command[0]]
     at = next((at for at, word in enumerate(command) if _PYTHON.fullmatch(os.path.basename(word))), None)
     if at is None:
         return [sys.executable]
-    first = next((start for start in range(at) if os.path.basename(command[start]) in ELSEWHERE), at)
+    first = next((start for start in range(at) if os.path.basename(command[start]) in PROGRAMS.wrappers.elsewhere), at)
     return list(command[first : at + 1])
 
 
 def wanted(environment: Mapping[str, str]) -> bool:
-    """Whether ranks are to start warm. Raises UserError for a value that says neither."""
+    """Say whether ranks are to start warm. Raises UserError for a value that says neither."""
     value = environment.get(WARM, "")
     if value not in ("", "0", "1"):
         raise UserError(f"{WARM}={value!r}: write 0 to start every rank cold, or unset it", WRONG_USE)
@@ -55,7 +53,8 @@ def wanted(environment: Mapping[str, str]) -> bool:
 
 
 def named_modules(environment: Mapping[str, str]) -> list[str]:
-    """What the user wants imported beside the script's own imports. Raises UserError for what is no module's name."""
+    """Return the modules that the user wants imported beside the script's own. Raises UserError for what is no module's
+    name."""
     names = [name.strip() for name in environment.get(PRELOAD, "").split(",") if name.strip()]
     for name in names:
         if not _MODULE.fullmatch(name):
@@ -64,6 +63,6 @@ def named_modules(environment: Mapping[str, str]) -> list[str]:
 
 
 def common(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What the environments of these ranks have in common, which is the zygote's."""
+    """Return the variables that these ranks have in common, which are the zygote's."""
     first, *others = ranks
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}

@@ -11,7 +11,9 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+import msgspec
 
 from unicron_ctl.agent.ranks.placeholders import fill_words
 from unicron_detector.formats import ZYGOTE
@@ -28,22 +30,24 @@ TRIES = 5
 
 @dataclass(eq=False)
 class Coming:
-    """A rank's process that is being forked; settled with its pid, or with the reason why it has to start cold.
-
-    stderr: the reading end of its standard error; leave: the writing end of the pipe by which it learns that it may
-    begin; theirs: the other ends. asked: when the zygote was (monotonic). late: it has not answered in time.
-    """
+    """A rank's process that is being forked; settled with its pid, or with the reason why it has to start cold."""
 
     words: list[str]
     environment: Mapping[str, str]
     stderr: int
+    """The reading end of its standard error"""
     leave: int
+    """The writing end of the pipe by which it learns that it may begin"""
     theirs: tuple[int, int]
+    """The other ends of both"""
     surroundings: Surroundings = USUAL
     asked: float | None = None
+    """The time at which the zygote was asked (monotonic)"""
     late: bool = False
+    """The zygote has not answered in time"""
     pid: int | None = None
     cold: str = ""
+    """Why it has to start cold"""
 
     @classmethod
     def of(cls, words: list[str], environment: Mapping[str, str], surroundings: Surroundings = USUAL) -> Coming:
@@ -91,13 +95,29 @@ class Coming:
         os.close(self.leave)
 
 
+class Answer(msgspec.Struct):
+    """A message of the zygote."""
+
+    ready: bool = False
+    """It has imported everything"""
+    off: str | None = None
+    """Why it ends"""
+    number: int = 0
+    """The request that it answers"""
+    pid: int | None = None
+    cold: str = ""
+    """Why the process has to start cold"""
+    stale: bool = False
+    """A file has changed since it was imported: another zygote is needed"""
+
+
 class Starter(Protocol):
-    """What ranks get their processes from. why: the reason for which they start cold now, or nothing."""
+    """The source of ranks' processes. why: the reason for which they start cold now, or nothing."""
 
     why: str
 
     def request_fork(self, environment: Mapping[str, str], *, surroundings: Surroundings = USUAL) -> Coming | None:
-        """A warm process with this environment; None where it has to start cold. Its standard
+        """Request a warm process with this environment; None where it has to start cold. Its standard
         input and output stay open until it has settled."""
 
 
@@ -108,7 +128,7 @@ class AlwaysCold:
         self.why = why
 
     def request_fork(self, environment: Mapping[str, str], *, surroundings: Surroundings = USUAL) -> Coming | None:
-        """None."""
+        """Return None: there is no zygote."""
         return None
 
 
@@ -157,8 +177,8 @@ class ZygoteClient:
     def request_fork(
         self, environment: Mapping[str, str], words: list[str] | None = None, surroundings: Surroundings = USUAL
     ) -> Coming | None:
-        """A warm process with this environment, as soon as there is one; None where it has to start cold. `words`: what
-        it runs in place of the command. Raises OSError."""
+        """Request a warm process with this environment, as soon as there is one; None where it has to start cold.
+        `words`: what it runs in place of the command. Raises OSError."""
         if self._child is None:
             return None
         if any(coming.late for coming in self._asked.values()):
@@ -177,7 +197,7 @@ class ZygoteClient:
         return coming
 
     def _send(self, number: int, coming: Coming, now: float) -> None:
-        """Asks for one; a zygote that is gone is noticed by its end of the line. Raises OSError, without a
+        """Send a request; a zygote that is gone is noticed by its end of the line. Raises OSError, without a
         descriptor. now: one for all that are asked for
         together (monotonic); a look at the files that begins after it counts for each of them."""
         assert self._line is not None
@@ -200,7 +220,7 @@ class ZygoteClient:
             coming.forget()
 
     def _send_late(self, number: int, coming: Coming, now: float) -> None:
-        """What was wanted before the zygote was ready."""
+        """Send a request that came before the zygote was ready."""
         self._asked[number] = coming
         try:
             self._send(number, coming, now)
@@ -220,15 +240,15 @@ class ZygoteClient:
                 data = b""
             if not data:
                 self._died()
-            elif not self._heard(json.loads(data)):
+            elif not self._take_answer(msgspec.json.decode(data, type=Answer)):
                 return  # its last word
 
-    def _heard(self, message: dict[str, Any]) -> bool:
-        """False when there is nothing more to read."""
-        if "off" in message:
-            self._end(message["off"])
+    def _take_answer(self, answer: Answer) -> bool:
+        """Take in one message; False when there is nothing more to read."""
+        if answer.off is not None:
+            self._end(answer.off)
             return False
-        if "ready" in message:
+        if answer.ready:
             self.ready = True
             unsent, self._asked = self._asked, {}
             now = time.monotonic()
@@ -239,12 +259,12 @@ class ZygoteClient:
                     self._send_late(number, coming, now)
             return True
         self._answered = time.monotonic()
-        coming = self._asked.pop(message["number"])
+        coming = self._asked.pop(answer.number)
         if coming.settled:
             return True  # too late
-        coming.pid, coming.cold = message.get("pid"), message.get("cold", "")
+        coming.pid, coming.cold = answer.pid, answer.cold
         self.why = coming.cold
-        if message.get("stale"):
+        if answer.stale:
             self._end(coming.cold)
             self.start_process()
             return False

@@ -26,7 +26,7 @@ LEAST_PRIORITY = 19  # of the thread: what computes comes first
 UNFINISHED_SECONDS = 5.0  # for the thread to leave a file unfinished
 
 
-class _Ended(OSError):
+class _AgentEnds(OSError):
     """The agent ends."""
 
 
@@ -90,7 +90,7 @@ class Files:
                 self._say("no checkpoint is written: the script gives its session no `checkpoints`")
                 self._asked = False
             return
-        for found in checkpoint_file.asides(memory, self._spoiled):
+        for found in checkpoint_file.asides(memory, self._report_bad_image):
             if not self._ends.is_set():
                 self._write(found, where)
         self._prune(where)
@@ -98,14 +98,14 @@ class Files:
     def _write(self, found: Found, where: checkpoint_file.Destination) -> None:
         try:
             path = checkpoint_file.persist(found, where.folder, self._pace())
-            self._said(f"the training state of iteration {found.key.iteration} was saved in {path.parent}", False)
+            self._log_change(f"the training state of iteration {found.key.iteration} was saved in {path.parent}", False)
             self.results.put(found.key.iteration)
-        except _Ended:
+        except _AgentEnds:
             return  # it stays for the next agent
         except Exception as error:  # whatever it is: as long as the image stays its rank sets no other one aside
             again = "the training goes on; it is tried again with the next one"
             what = f"couldn't save the training state of iteration {found.key.iteration}"
-            self._said(f"{what}: {_words(error)}: {again}", True)
+            self._log_change(f"{what}: {_words(error)}: {again}", True)
         with contextlib.suppress(OSError, BadImage):
             if read_page(found.path) == found:  # else a rank has set aside another one meanwhile
                 checkpoint_file.release_aside(found.path)
@@ -123,11 +123,11 @@ class Files:
             if folders.prune(where.folder, where.keep) >= self._first:
                 self._first = -1
 
-    def _spoiled(self, error: BadImage) -> None:
-        self._said(f"no checkpoint is made of what was set aside: {error}: the training goes on", True)
+    def _report_bad_image(self, error: BadImage) -> None:
+        self._log_change(f"no checkpoint is made of what was set aside: {error}: the training goes on", True)
 
-    def _said(self, text: str, failing: bool) -> None:
-        """What was asked for, and what is otherwise than the last time."""
+    def _log_change(self, text: str, failing: bool) -> None:
+        """Log the checkpoints that were asked for, and changes since the last time."""
         if failing != self._failing or (self._asked and not failing):
             self._say(text)
         self._failing, self._asked = failing, self._asked and failing
@@ -140,11 +140,11 @@ class Files:
             written += size
             ahead = written / self._rate - (time.monotonic() - began) if self._rate else 0.0
             if self._ends.wait(max(0.0, ahead)):
-                raise _Ended("the agent ends")
+                raise _AgentEnds("the agent ends")
 
         return wrote
 
 
 def _words(error: Exception) -> str:
-    """What those that are expected say is for people."""
+    """Return the text of an error; that of an expected one is for people."""
     return str(error) if isinstance(error, (OSError, BadImage)) else f"{type(error).__name__}: {error}"

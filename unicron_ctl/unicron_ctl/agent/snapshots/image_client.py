@@ -15,13 +15,18 @@ from unicron_transition.snapshot.image_format import BadImage, Found, Key
 
 
 def put(
-    found: Found, address: str, token: str, meter: stream.Meter, rate: float = 0.0, wanted: stream.Wanted = lambda: True
+    found: Found,
+    address: str,
+    token: str,
+    meter: stream.Meter,
+    rate: float = 0.0,
+    wanted: stream.Check = lambda: True,
 ) -> None:
     """Give an image to the agent at `address`. rate: bytes a second at most, 0 for no limit. wanted(): it still is.
 
-    Raises OSError, BadImage where the image was overwritten meanwhile, or is damaged: then it is gone; Unwanted.
+    Raises OSError, BadImage where the image was overwritten meanwhile, or is damaged: then it is gone; NoLongerWanted.
     """
-    with _connected(address, token, stream.Request(bytes=found.used)) as connection:
+    with _connect(address, token, stream.Request(bytes=found.used)) as connection:
         connection.settimeout(stream.room_seconds(found.used))
         said = stream.receive(connection, len(stream.GO))
         connection.settimeout(stream.SILENT_SECONDS)
@@ -35,21 +40,21 @@ def put(
         if answer == stream.HARM and (problem := stream.examine(found)):
             raise BadImage(problem)
         if answer != stream.KEPT:
-            raise stream.Damaged(f"{address} has not kept it: it came damaged")
+            raise stream.ChecksumError(f"{address} has not kept it: it came damaged")
 
 
 def get(key: Key, folder: Path, address: str, token: str, meter: stream.Meter) -> Found:
     """Get an image from the agent at `address` into `folder`. Raises OSError, Busy, NoRoom where this side cannot take
     it, BadImage."""
-    with _connected(address, token, stream.Request(key)) as connection:
+    with _connect(address, token, stream.Request(key)) as connection:
         length = stream.LENGTH.unpack(stream.receive(connection, stream.LENGTH.size))[0]
         if not length:
             raise stream.Busy("it serves others")
         try:
-            with _drafted(folder, length) as draft:
+            with _open_draft(folder, length) as draft:
                 draft.receive(connection, meter)
                 found = draft.keep_image()
-        except stream.Damaged:
+        except stream.ChecksumError:
             connection.sendall(stream.HARM)
             raise
         connection.sendall(stream.KEPT)
@@ -59,7 +64,7 @@ def get(key: Key, folder: Path, address: str, token: str, meter: stream.Meter) -
     return found
 
 
-def _drafted(folder: Path, length: int) -> stream.Draft:
+def _open_draft(folder: Path, length: int) -> stream.Draft:
     try:
         return stream.Draft(folder, length)
     except (OSError, OverflowError) as error:
@@ -67,7 +72,7 @@ def _drafted(folder: Path, length: int) -> stream.Draft:
 
 
 @contextlib.contextmanager
-def _connected(address: str, token: str, request: stream.Request) -> Iterator[socket.socket]:
+def _connect(address: str, token: str, request: stream.Request) -> Iterator[socket.socket]:
     with socket.create_connection(split(address), stream.SILENT_SECONDS) as connection:
         connection.settimeout(stream.SILENT_SECONDS)
         stream.keep_alive(connection)

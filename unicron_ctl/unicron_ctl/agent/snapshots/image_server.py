@@ -25,10 +25,12 @@ AT_ONCE = 8  # others that are served
 
 
 class News(NamedTuple):
-    """What a server has to tell. problem: said once; more: what changes from one time to the next, said with it."""
+    """A server's news."""
 
     problem: str = ""
+    """A line that is logged once"""
     more: str = ""
+    """Its end, which changes from one time to the next"""
 
 
 class _Strangers:
@@ -166,7 +168,7 @@ class Server:
                 connection.sendall(stream.GO)
                 draft.receive(connection, self._meter)
                 draft.keep_image()
-        except stream.Damaged:
+        except stream.ChecksumError:
             connection.sendall(stream.HARM)
             raise
         self._news(News())

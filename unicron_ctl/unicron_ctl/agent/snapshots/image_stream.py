@@ -59,7 +59,7 @@ NONCE, PROOF = 16, hashlib.sha256().digest_size
 GO, NO, SO, WHOLE, KEPT, HARM = b"go", b"no", b"so", b"whole", b"kept", b"harm"
 MOST_REASON = 400  # bytes
 LENGTH = struct.Struct("<Q")
-Wanted = Callable[[], bool]
+Check = Callable[[], bool]
 
 
 class TransferError(OSError):
@@ -74,7 +74,7 @@ class Busy(TransferError):
     """The other side serves others for now."""
 
 
-class Unwanted(Exception):
+class NoLongerWanted(Exception):
     """An image that nobody wants any more was not sent to its end. rate: bytes a second until then, 0 for too few."""
 
     def __init__(self, sent: int, seconds: float, length: int):
@@ -82,12 +82,12 @@ class Unwanted(Exception):
         self.rate = sent / max(1e-6, seconds) if sent >= PIECE else 0.0
 
 
-class Damaged(TransferError):
-    """What has come does not match its checksum."""
+class ChecksumError(TransferError):
+    """The bytes that came do not match their checksum."""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a client wants: the image of this key, or to give one of so many bytes."""
+    """A client's request: the image of this key, or to give one of so many bytes."""
 
     key: Key | None = None
     bytes: int = 0
@@ -152,7 +152,8 @@ class Draft:
             raise TransferError("it was overwritten while it was sent")
 
     def keep_image(self) -> Found:
-        """Give the file its name. Raises BadImage where its first page is not sound, Damaged where the rest is not."""
+        """Give the file its name. Raises BadImage where its first page is not sound, ChecksumError where the rest is
+        not."""
         self._file.flush()
         found = read_page(self._path)
         if found.key.kind not in COPIED:
@@ -160,7 +161,7 @@ class Draft:
         if found.used != self._length:
             raise BadImage(f"an image of {found.used} bytes came as {self._length}")
         if self._digest.digest() != found.digest or not _head_is_sound(found):
-            raise Damaged("what came does not match its checksum")
+            raise ChecksumError("what came does not match its checksum")
         path = self._folder / copy_name(found.key)
         self._path.replace(path)
         return read_page(path)
@@ -232,7 +233,12 @@ def _fill(connection: socket.socket, piece: memoryview, meter: Meter) -> None:
 
 
 def send_image(
-    connection: socket.socket, found: Found, rate: float, meter: Meter, room: float = 0.0, wanted: Wanted = lambda: True
+    connection: socket.socket,
+    found: Found,
+    rate: float,
+    meter: Meter,
+    room: float = 0.0,
+    wanted: Check = lambda: True,
 ) -> None:
     """Its bytes, and at the end that they were those of one image. room: seconds in which the other side may still make
     room for them, and takes none: what is sent first lies in the sockets until then."""
@@ -250,9 +256,7 @@ def _compare(found: Found) -> None:
         raise BadImage(f"{found.path}: overwritten while it was sent")
 
 
-def _send_bytes(
-    connection: socket.socket, found: Found, rate: float, meter: Meter, room: float, wanted: Wanted
-) -> None:
+def _send_bytes(connection: socket.socket, found: Found, rate: float, meter: Meter, room: float, wanted: Check) -> None:
     began, sent, until = time.monotonic(), 0, _latest(found.used)
     with found.path.open("rb") as file:
         while sent < found.used:
@@ -265,7 +269,7 @@ def _send_bytes(
             if time.monotonic() > until:
                 raise TransferError(f"it went too slowly: {sent} of {found.used} bytes")
             if sent < found.used and not wanted():
-                raise Unwanted(sent, time.monotonic() - began, found.used)
+                raise NoLongerWanted(sent, time.monotonic() - began, found.used)
             ahead = sent / rate - (time.monotonic() - began) if rate else 0.0
             if ahead > 0:
                 time.sleep(min(ahead, SILENT_SECONDS / 2))

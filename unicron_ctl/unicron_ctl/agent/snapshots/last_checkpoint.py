@@ -22,11 +22,10 @@ Before = tuple[int, ...]  # the nodes that have the same place and come first
 
 
 class LastCheckpoint:
-    """What one node writes. folder: its memory, None where it has none; where the script makes no checkpoints nothing
-    is written. turn(key): the nodes that have that place, too, and come first; None: this node does not write it. say:
-    called with one line for the job's log. ends: is set when nothing is waited for any more. prunes: older checkpoints
-    are removed.
-    """
+    """The last checkpoint of one node. folder: its memory, None where it has none; where the script makes no
+    checkpoints nothing is written. turn(key): the nodes that have that place, too, and come first; None: this node does
+    not write it. say: called with one line for the job's log. ends: is set when nothing is waited for any more. prunes:
+    older checkpoints are removed."""
 
     def __init__(
         self,

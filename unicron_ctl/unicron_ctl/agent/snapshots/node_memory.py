@@ -70,7 +70,7 @@ class Memory:
             self._complain(f"no training state is kept in memory: couldn't make {folder} ({why})")
 
     def _free(self) -> None:
-        """What is unfinished in the own folder goes, and what jobs have left long ago. What else is in the own one
+        """Remove unfinished files of the own folder, and files that jobs have left long ago. All else in the own one
         stays, however long ago that was left: it is held by now.
 
         To give back much memory takes many seconds, and an agent that is silent for so long is taken for lost: so a
@@ -84,7 +84,7 @@ class Memory:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What ranks are told."""
+        """The variables of ranks."""
         return {FOLDER: str(self.folder) if self.folder is not None else ""}
 
     def touch_folder(self, now: float) -> None:
@@ -118,7 +118,7 @@ class Memory:
 
 
 def within(seconds: float, what: Callable[[], None]) -> None:
-    """In a thread; what hangs, as on a file system that is away, is left behind."""
+    """Run `what` in a thread; what hangs, as on a file system that is away, is left behind."""
     thread = threading.Thread(target=what, name="unicron-within", daemon=True)
     try:
         thread.start()
@@ -129,7 +129,7 @@ def within(seconds: float, what: Callable[[], None]) -> None:
 
 
 def _remove_all(folder: Path | None, base: Path, node: str, now: float, places: Iterable[Path]) -> None:
-    """What was put away in `folder`, which ranks of this job want first, and what other jobs have left."""
+    """Remove the files that were put away in `folder`, which ranks want first, and those that other jobs have left."""
     with contextlib.suppress(OSError):
         for path in list(folder.glob(f"{AWAY}*")) if folder is not None else ():
             path.unlink(missing_ok=True)
@@ -174,7 +174,7 @@ def _is_others(folder: Path) -> bool:
 
 
 def _put_unfinished_away(folder: Path, descriptor: int) -> int:
-    """What processes were making that ended gets a name under which it is removed; nobody makes anything while this
+    """Rename unfinished files of processes that have ended, so that they are removed; nobody makes any while this
     agent alone is there, without ranks. Returns the descriptor that holds the folder from now on. Raises OSError.
 
     A lock that becomes another one is given up for a moment (flock(2)), in which somebody may take it who has found the

@@ -10,17 +10,19 @@ before it is removed. Nothing here decides, and nothing waits for a rank.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import itertools
 import os
+import socket
 import statistics
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from unicron_ctl.agent.connections.interfaces import collectives_address
 from unicron_ctl.agent.connections.job_environment import Place, memory_every, memory_rate
 from unicron_ctl.agent.snapshots import image_client, image_server, image_stream
 from unicron_ctl.shared.protocol import ranges, structs, wire
@@ -28,6 +30,49 @@ from unicron_ctl.shared.system.mailbox import Mailbox
 from unicron_transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX
 from unicron_transition.snapshot.image_format import COPIED, STATE, UNTRAINED, USER, Found, Key, inventory
 from unicron_transition.snapshot.worker import Worker
+
+VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # where a job says it
+_OF_THE_LINK = "20"  # the scope in /proc/net/if_inet6
+_SIOCGIFADDR = 0x8915  # netdevice(7)
+
+
+def collectives_address(environment: Mapping[str, str]) -> str:
+    """The address of the first interface that the collectives are told to use, of IPv4 where it has one; empty where
+    they are told none, or it has none. As NCCL reads it: prefixes, with = in front whole names; what is to be left out
+    (^) says nothing here.
+    """
+    for variable in VARIABLES:
+        text = environment.get(variable, "")
+        exact, names = text.startswith("="), text.removeprefix("=").split(",")
+        if not text or text.startswith("^"):
+            continue
+        for wanted in filter(None, names):
+            for _, name in socket.if_nameindex():
+                if (name == wanted if exact else name.startswith(wanted)) and (found := _address(name)):
+                    return found
+    return ""
+
+
+def _address(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return _address_of_ipv6(interface)
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _address_of_ipv6(interface: str) -> str:
+    """Its first address that is not for its own link only."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return ""
+    for digits, _, _, scope, _, name in map(str.split, lines):
+        if name == interface and scope != _OF_THE_LINK:
+            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    return ""
+
 
 CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
 AGAIN_SECONDS = 2.0  # before what failed is tried again
@@ -40,33 +85,33 @@ WHY = 120  # characters of the reason
 
 @dataclass(frozen=True)
 class _Task:
-    """An image that is to go between this node and another.
-
-    image: to be given to `holder`; to be got from it where `found` is None. failures: images that could not be given
-    to it, or got from it, before that."""
+    """An image that is to go between this node and another."""
 
     key: Key
     holder: structs.Holder
+    """The other node's agent"""
     found: Found | None = None
+    """The image to be given; None: it is to be got"""
     failures: int = 0
+    """Images that could not be given to that agent, or got from it, before this one"""
 
 
 @dataclass(frozen=True)
-class _Done:
-    """What became of a task.
-
-    rate: bytes a second, 0 for too little to tell. dropped: it was not wanted any more, and `problem` says how far
-    it was by then. blames: the other side; who was to send it is asked last from now on, and who was to take it is
-    passed over."""
+class _Outcome:
+    """The outcome of a task."""
 
     task: _Task
     problem: str = ""
+    """Why it failed, or how far it was when it was dropped"""
     dropped: bool = False
+    """It was not wanted any more"""
     blames: bool = False
+    """The other side is to blame: as a sender it is asked last from now on, as a receiver it is passed over"""
     rate: float = 0.0
+    """Bytes a second; 0 for too little to tell"""
 
 
-class _Blamed:
+class _FailedPeers:
     """Agents, by their addresses, with which images came to nothing of late: how often, one after the other, and why
     the last time."""
 
@@ -75,7 +120,7 @@ class _Blamed:
         self._known: dict[str, tuple[structs.Failing, float]] = {}  # and until when that is told
 
     def add(self, address: str, why: str, now: float) -> None:
-        before = self.told(now).get(address)
+        before = self.current(now).get(address)
         self.drop(address)  # the last one comes last
         what = structs.Failing(times=1 + (before.times if before else 0), why=why[:WHY])
         self._known[address] = what, now + FAILING_SECONDS
@@ -85,7 +130,7 @@ class _Blamed:
     def drop(self, address: str) -> None:
         self._known.pop(address, None)
 
-    def told(self, now: float) -> dict[str, structs.Failing]:
+    def current(self, now: float) -> dict[str, structs.Failing]:
         self._known = {address: one for address, one in self._known.items() if now < one[1]}
         return {address: what for address, (what, _) in self._known.items()}
 
@@ -104,7 +149,7 @@ class Copies:
     ):
         self._folder, self._tell, self._say = folder, tell, say
         self._rate = memory_rate(environment)
-        self.results: Mailbox[_Done | image_server.News] = Mailbox()
+        self.results: Mailbox[_Outcome | image_server.News] = Mailbox()
         self._meter = image_stream.Meter()
         self._server: image_server.Server | None = None
         self.address = self.token = ""
@@ -113,8 +158,8 @@ class Copies:
             self._server = image_server.Server(folder, host, self.results.put, self._meter)
             self.address, self.token = self._server.address, self._server.token
         self.failed = 0  # transfers that came to nothing
-        self._failing = _Blamed(ranges.MOST_FAILING)  # who gave none
-        self._refusing = _Blamed(ranges.MOST_PASSED_OVER)  # who took none; nobody asks for more
+        self._failing = _FailedPeers(ranges.MOST_FAILING)  # who gave none
+        self._refusing = _FailedPeers(ranges.MOST_PASSED_OVER)  # who took none; nobody asks for more
         self._failures: Counter[tuple[str, bool]] = Counter()  # by address, got or given; the threads count
         self._rests: dict[str, float] = {}  # address -> until when nothing is given to it
         self.rates: dict[int, float] = {}  # element -> bytes a second of the last image between it and this one
@@ -215,14 +260,14 @@ class Copies:
 
     def failing(self, now: float) -> dict[str, structs.Failing]:
         """By their addresses, the agents from which images could not be got of late."""
-        return self._failing.told(now)
+        return self._failing.current(now)
 
     def refusing(self, now: float) -> dict[str, structs.Failing]:
         """By their addresses, the agents to which images could not be given of late."""
-        return self._refusing.told(now)
+        return self._refusing.current(now)
 
     def rows(self, trains: bool) -> list[structs.Image]:
-        """What lies in this node's memory and stays; while no rank trains, also what the last iterations have left."""
+        """Return the images of this node that stay; while no rank trains, also those of the last iterations."""
         folder = self._folder()
         if folder is None or (trains and (self.cut.iteration < 0 or self.cut.none)):
             return []
@@ -231,7 +276,7 @@ class Copies:
         all_states = () if trains else (STATE,)
         return [row(one) for one in found if one.path.name.startswith(stays) or one.key.kind in all_states]
 
-    def saved(self) -> structs.Image | None:
+    def newest_saved(self) -> structs.Image | None:
         """The newest that a script without a session keeps in this node."""
         folder = self._folder() if self.plain else None
         kept = [one for one in inventory(folder) if one.key.kind == USER] if folder is not None else []
@@ -265,9 +310,9 @@ class Copies:
                 self._under_way.add(mark)
 
     def _prune(self, order: wire.Cut, back: bool) -> None:
-        """Copies of cuts that are not needed any more. The ranks write over their own; where none is needed these go,
-        too, also of ranks that are no more. back: the job has gone back behind the last cut, so what there is of later
-        iterations is of no use."""
+        """Remove copies of cuts that are not needed any more. The ranks write over their own; where none is needed
+        these go, too, also of ranks that are no more. back: the job has gone back behind the last cut, so what there is
+        of later iterations is of no use."""
 
         def needed(iteration: int) -> bool:
             return iteration == order.good if back else _needed(order, iteration)
@@ -287,21 +332,21 @@ class Copies:
             path.rename(away)
             self._freeing.submit(lambda: away.unlink(missing_ok=True))
 
-    def _blame(self, done: _Done, now: float) -> None:
+    def _blame(self, done: _Outcome, now: float) -> None:
         """An image could not be got from there, or given; the controller is told, for there may be others."""
         address = done.task.holder.address
         (self._failing if done.task.found is None else self._refusing).add(address, done.problem, now)
         if done.task.found is not None:
             self._rests[address] = now + AGAIN_SECONDS  # until the controller has named another one
 
-    def _is_slow(self, done: _Done) -> bool:
+    def _is_slow(self, done: _Outcome) -> bool:
         """Whether images go there so much slower than elsewhere that no cut may get through before the next one is
         due."""
         rates = [rate for element, rate in self.rates.items() if element != done.task.holder.element]
         usual = statistics.median(rates) if rates else USUAL_RATE
         return 0.0 < done.rate * SLOWER < min(usual, self._rate or usual)
 
-    def _complain(self, done: _Done) -> None:
+    def _complain(self, done: _Outcome) -> None:
         what = "give a copy of the training state to" if done.task.found is not None else "get a copy from"
         text = f"couldn't {what} element {done.task.holder.element} at {done.task.holder.address}"
         self._say_once(text, f": {done.problem}; it is tried again")
@@ -314,25 +359,25 @@ class Copies:
     # ------------------------------------------------------------ the threads
     def _do(self, task: _Task) -> None:
         if not self._wanted(task):
-            self.results.put(_Done(task, dropped=True))
+            self.results.put(_Outcome(task, dropped=True))
             return
         began = time.monotonic()
         try:
             size = self._transfer(task)
-        except image_stream.Unwanted as end:
-            self.results.put(_Done(task, str(end), dropped=True, rate=end.rate))
+        except image_stream.NoLongerWanted as end:
+            self.results.put(_Outcome(task, str(end), dropped=True, rate=end.rate))
             return
         except Exception as error:  # what a peer sends must not end the thread
             blames = _blames(task, error)
             self._failures[task.holder.address, task.found is not None] += blames
-            self.results.put(_Done(task, str(error) or type(error).__name__, blames=blames))
+            self.results.put(_Outcome(task, str(error) or type(error).__name__, blames=blames))
             return
         rate = size / max(1e-6, time.monotonic() - began) if size >= LEAST_MEASURED else 0.0
-        self.results.put(_Done(task, rate=rate))
+        self.results.put(_Outcome(task, rate=rate))
 
     def _wanted(self, task: _Task) -> bool:
-        """Still. What another image could not be got from, or given to, is not tried for all that wait behind that: the
-        controller names somebody else, or the same one again."""
+        """Say whether it is wanted still. What another image could not be got from, or given to, is not tried for all
+        that wait behind that: the controller names somebody else, or the same one again."""
         order, giving = self.cut, task.found is not None
         if giving and not (_needed(order, task.key.iteration) and task.holder in order.targets):
             return False
@@ -361,7 +406,7 @@ def _blames(task: _Task, error: Exception) -> bool:
 
 
 def row(found: Found) -> structs.Image:
-    """What the controller is told of an image."""
+    """Return the controller's row about an image."""
     return structs.Image(**asdict(found.key), bytes=found.used)
 
 

@@ -1,4 +1,4 @@
-"""All that an agent does with its ranks' training state."""
+"""The parts of an agent that keep and move its ranks' training state."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from unicron_transition.snapshot.image_format import Key
 
 @dataclass
 class Snapshots:
-    """The parts that keep and move an agent's training state.
-
-    memory: the node's. copies: of it in other nodes, and of theirs here. files: checkpoints of what ranks have set
-    aside.
-    """
+    """The parts that keep and move an agent's training state."""
 
     memory: Memory
+    """The node's shared memory"""
     copies: Copies
+    """Copies of it in other nodes, and of theirs here"""
     files: Files
+    """Checkpoints of states that ranks have set aside"""
     say: Callable[[str], None]
 
     def last_checkpoint(self, before: Callable[[Key], Before | None], rests: bool, prunes: bool) -> Callable[[], None]:
-        """What writes this node's part of a job that ends in the middle of its training (`loop.plans.Saving`)."""
+        """Return the function that saves this node's part of a job that ends in the middle of its training
+        (`loop.plans.Saving`)."""
         last = LastCheckpoint(self.memory.folder, before, self.say, prunes=prunes)
         return partial(last.write, self.copies.whole if rests else [])
 

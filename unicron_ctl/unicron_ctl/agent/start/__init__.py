@@ -1,1 +1,1 @@
-"""How an agent starts: who it is, and in which mode its command runs."""
+"""The start of an agent: its place, and the mode in which its command runs."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,19 +16,20 @@ import click
 
 from unicron_ctl.agent.connections.containment import reason
 from unicron_ctl.agent.connections.step_tasks import others
-from unicron_ctl.agent.launchers import readers, shells, world
-from unicron_ctl.agent.launchers.commands import NotTaken, is_submitit
+from unicron_ctl.agent.launchers import shells, world
+from unicron_ctl.agent.launchers.commands import LauncherStays, is_submitit
+from unicron_ctl.agent.launchers.readers import read_launcher
 from unicron_ctl.agent.ranks.rank_logs import shown_ranks
 from unicron_ctl.agent.ranks.static_world import LAUNCHER, SUBMITIT
 from unicron_ctl.agent.ranks.warm_commands import wanted
-from unicron_ctl.agent.start import bare, rank_count, untouched
+from unicron_ctl.agent.start import bare, untouched
 from unicron_ctl.agent.start.bare import without_agent
 from unicron_ctl.agent.start.command_mode import (
     Mode,
+    add_launcher,
     asked_mode,
     choose_mode,
     is_python,
-    launched,
     only_helps,
     scripts_of,
 )
@@ -44,7 +46,51 @@ if TYPE_CHECKING:
 
 REGISTER_TIMEOUT = "10"  # seconds to find the controller before the job runs unprotected
 FLUSH_SECONDS = 2.0  # without progress, for the last lines of a job's log
-NO_ADDRESS = (errno.EINVAL, errno.EPROTONOSUPPORT, errno.ENODEV)  # what ZeroMQ says of one
+NO_ADDRESS = (errno.EINVAL, errno.EPROTONOSUPPORT, errno.ENODEV)  # ZeroMQ's errors for one
+SAID_TASKS = "_UNICRON_SAID_TASKS"  # names what has set the number of tasks (slurm_plugin/spank/submit.c)
+# A program that is one process of several: it reads its rank, or imports a library that does so
+_SEVERAL = re.compile(
+    r"\btorch\.distributed\b|^[ \t]*from[ \t]+torch[ \t]+import\b.*\bdistributed\b"
+    r"|\binit_(?:process_group|distributed)\b|\b(?:LOCAL_RANK|RANK|WORLD_SIZE|SLURM_LOCALID)\b|\blocal[-_]rank\b"
+    r"|^[ \t]*(?:from|import)[ \t]+(?:accelerate|deepspeed|lightning|megatron|nemo|pytorch_lightning|torchtitan|trl"
+    r"|unicron)\b"
+    r"|\b\w*Trainer\(",
+    re.MULTILINE,
+)
+# A program that uses all GPUs of its node by itself
+_ALONE = re.compile(
+    r"\b(?:mp|multiprocessing)\.(?:spawn|Process)\b|\bspawn\(|\bstart_processes\b|\bDataParallel\(|\bdevice_map\b"
+    r"|\b(?:notebook|debug)_launcher\b|\btensor_parallel_size\b|^[ \t]*(?:from|import)[ \t]+(?:jax|vllm)\b",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """The command of each rank, without a launcher in front of it."""
+
+    words: list[str]
+    """The command"""
+    news: str = ""
+    """The job's log line about the launcher"""
+    warning: str = ""
+    """The job's log line about a part of the launcher's work that nobody does now"""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """All that an agent needs before it begins."""
+
+    mode: Mode
+    """The way in which the job is healed"""
+    place: Place
+    """This agent's place in the job"""
+    words: Sequence[str]
+    """The command of each rank"""
+    seconds: float
+    """Seconds to find the controller"""
+    why_one: str
+    """Why one task is one rank (:func:`why_one_rank`)"""
 
 
 def import_folders(command: Sequence[str], folder: str, python_path: str) -> list[Path]:
@@ -115,11 +161,37 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     replaced = replace_launcher(command, outside)
     if isinstance(replaced, int):
         return replaced
-    rank_command, told_launcher, warning = replaced
+    ready = prepare_or_become(controller, mode, replaced.words, command, outside)
+    from unicron_ctl.agent.start.unprotected import run_unprotected
+
+    place, words, address = ready.place, ready.words, controller or os.environ.get("UNICRON_CONTROLLER", "")
+    if not address:
+        return run_unprotected(place, words, "no controller is configured (UNICRON_CONTROLLER)")
+    agent = begin_agent(ready, address)
+    if isinstance(agent, str):
+        return run_unprotected(place, words, agent)
     try:
-        chosen, place, words, seconds, why_one = prepare(controller, mode, rank_command)
-        from unicron_ctl.agent.start.unprotected import run_unprotected
-        from unicron_detector.processes.job_output import standard_error, standard_output
+        connected = agent.connect(ready.seconds)
+    except Exception as error:  # no rank has begun
+        agent.close()
+        return run_unprotected(place, words, f"the agent failed: {reason(error)}")
+    status = run_agent(agent, ready, replaced) if connected else close_agent(agent)
+    if status is not None:
+        return status
+    if agent.registration.apart:
+        untouched.become(command, outside, agent.registration.refusal)
+    place = place.alone() if agent.registration.alone else place
+    return run_unprotected(place, words, agent.registration.why_not(address))
+
+
+def prepare_or_become(
+    controller: str | None, mode: str | None, words: list[str], command: Sequence[str], outside: Mapping[str, str]
+) -> Preparation:
+    """Prepare the agent, or become the command, with the environment `outside`, where it is to have none. Raises
+    UserError for what makes no sense."""
+    try:
+        ready = prepare(controller, mode, words)
+        import unicron_ctl.agent.start.unprotected  # noqa: F401  (a file of the user's may hide what it imports)
     except UserError:
         if os.environ.get(untouched.BY_DEFAULT) == "1":
             untouched.become(command, outside)  # nobody has asked for what cannot be done
@@ -127,48 +199,42 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     except Exception as error:
         replace_variables(outside)
         without_agent(["--", *command], reason(error))
-    why = untouched.why_sweep(os.environ, "its script", chosen.text)
-    why = why or untouched.why_by_ranks(place, chosen, os.environ)
-    if why or not untouched.meant(chosen, place.settings.ranks_per_node, os.environ):
+    why = untouched.why_sweep(os.environ, "its script", ready.mode.text)
+    why = why or untouched.why_by_ranks(ready.place, ready.mode, os.environ)
+    if why or not untouched.meant(ready.mode, ready.place.settings.ranks_per_node, os.environ):
         untouched.become(command, outside, why)
-    address = controller or os.environ.get("UNICRON_CONTROLLER", "")
-    if not address:
-        return run_unprotected(place, words, "no controller is configured (UNICRON_CONTROLLER)")
-    agent = begin_agent(chosen.name == SESSION, place, words, address)
-    if isinstance(agent, str):
-        return run_unprotected(place, words, agent)
-    try:
-        connected = agent.connect(seconds)
-    except Exception as error:  # no rank has begun
-        agent.close()
-        return run_unprotected(place, words, f"the agent failed: {reason(error)}")
-    if connected:
-        told_ranks = rank_count.describe_ranks(place, why_one, os.environ)
-        told_array = untouched.describe_array(os.environ, place.settings.max_nodes // place.settings.block)
-        said = (told_array, f"{chosen.name} mode: {chosen.reason}", told_launcher, told_ranks, place.warning)
-        say_all(agent, said, warning)
-        status = agent.run()
-        around = [rank.surroundings for rank in agent.ranks.values()]
-        flush(standard_output, standard_error, *(each.out for each in around), *(each.err for each in around))
-        if status is not None:
-            return status
-    else:
-        agent.close()
-        standard_error.flush(FLUSH_SECONDS)
-        if agent.exit_code is not None:
-            return agent.exit_code
-    if agent.registration.apart:
-        untouched.become(command, outside, agent.registration.refusal)
-    place = place.alone() if agent.registration.alone else place
-    return run_unprotected(place, words, agent.registration.why_not(address))
+    return ready
 
 
-def say_all(agent: Agent, said: Sequence[str], warning: str) -> None:
-    """Write these lines, and the warning, to the job's log."""
-    for told in filter(None, said):
-        agent.log.inform(told)
-    if warning:
-        agent.log.warn(warning)
+def run_agent(agent: Agent, ready: Preparation, launch: RankCommand) -> int | None:
+    """Run the ranks until the element is over; return its exit status, and None where the agent was released."""
+    from unicron_detector.processes.job_output import standard_error, standard_output
+
+    place = ready.place
+    for line in (
+        untouched.describe_array(os.environ, place.settings.max_nodes // place.settings.block),
+        f"{ready.mode.name} mode: {ready.mode.reason}",
+        launch.news,
+        describe_ranks(place, ready.why_one, os.environ),
+        place.warning,
+    ):
+        if line:
+            agent.log.inform(line)
+    if launch.warning:
+        agent.log.warn(launch.warning)
+    status = agent.run()
+    around = [rank.surroundings for rank in agent.ranks.values()]
+    flush(standard_output, standard_error, *(each.out for each in around), *(each.err for each in around))
+    return status
+
+
+def close_agent(agent: Agent) -> int | None:
+    """Close an agent that no controller takes; return its exit status where its element is over."""
+    from unicron_detector.processes.job_output import standard_error
+
+    agent.close()
+    standard_error.flush(FLUSH_SECONDS)
+    return agent.exit_code
 
 
 def flush(*outputs: JobOutput) -> None:
@@ -184,70 +250,66 @@ def replace_variables(environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
 
 
-def replace_launcher(command: Sequence[str], outside: Mapping[str, str]) -> tuple[list[str], str, str] | int:
-    """(what each rank runs, what the job's log says of the launcher that is left out, of what it warns). A shell with a
-    launcher in it is run here: its exit status. A command whose launcher stays is executed, with the environment
-    `outside`."""
+def replace_launcher(command: Sequence[str], outside: Mapping[str, str]) -> RankCommand | int:
+    """Return the command of each rank. A shell with a launcher in it is run here: its exit status. A command whose
+    launcher stays is executed, with the environment `outside`."""
     try:
         text = shells.shell_text(command)
         if why := untouched.why_sweep(os.environ, "its shell script", text or ""):
-            raise NotTaken(why)
+            raise LauncherStays(why)
         if shells.launches(command):
             check_tasks()
             with shells.meaning_the_agent(os.environ) as environment:
                 return bare.run_all([command], [environment])
         return without_launcher(command)
-    except NotTaken as error:
+    except LauncherStays as error:
         untouched.become(command, outside, str(error))
     except Exception as error:  # no folder for the launchers' names, and whatever nobody has thought of
         untouched.become(command, outside, f"its launcher could not be read: {reason(error)}")
 
 
 def check_tasks() -> None:
-    """Raise NotTaken where several tasks of this node would each run a launcher."""
+    """Raise LauncherStays where several tasks of this node would each run a launcher."""
     if others.count > 1:
         many = f"it has {others.count} tasks on a node, and each would start the ranks of a node by its launcher"
-        raise NotTaken(f"{many}: give it one (--ntasks-per-node=1)")
+        raise LauncherStays(f"{many}: give it one (--ntasks-per-node=1)")
 
 
-def without_launcher(command: Sequence[str]) -> tuple[list[str], str, str]:
-    """(what each rank runs, what the job's log says of the launcher that is left out, of what it warns). What the
-    launcher was told goes into this process's environment. Raises NotTaken."""
+def without_launcher(command: Sequence[str]) -> RankCommand:
+    """Return the command of each rank; the launcher's options go into this process's environment. Raises
+    LauncherStays."""
     environment = os.environ
     if is_submitit(command):
         if "SLURM_ARRAY_TASK_ID" in environment:
-            raise NotTaken("each element of submitit's array is a job of its own: submit one with nodes=N")
+            raise LauncherStays("each element of submitit's array is a job of its own: submit one with nodes=N")
         environment[LAUNCHER] = SUBMITIT
-        return list(command), "", ""
-    taken = readers.take_over(command)
-    if taken is None:
-        return list(command), shells.kept_in_container(command) or shells.starts_own_ranks(command), ""
-    if why := untouched.why_alone(environment, taken):
-        raise NotTaken(why)
+        return RankCommand(list(command))
+    launch = read_launcher(command)
+    if launch is None:
+        return RankCommand(list(command), shells.kept_in_container(command) or shells.starts_own_ranks(command))
+    if why := untouched.why_alone(environment, launch):
+        raise LauncherStays(why)
     check_tasks()
-    environment[LAUNCHER] = taken.launcher
+    environment[LAUNCHER] = launch.launcher
     sizes = (environment.get(name, "1") for name in ("SLURM_ARRAY_TASK_COUNT", "SLURM_NNODES"))
     elements, nodes = (int(size) if size.isdecimal() else 1 for size in sizes)
     spares = environment.get("UNICRON_SPARES", "0")
     devices = sum(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia[0-9]*"))
-    count = nodes if taken.nodes[1] == nodes > 1 else elements * nodes  # one of its element alone, or of the job
-    ranks = world.count_ranks(taken, environment, count, len(os.sched_getaffinity(0)), devices)
+    count = nodes if launch.nodes[1] == nodes > 1 else elements * nodes  # one of its element alone, or of the job
+    ranks = world.count_ranks(launch, environment, count, len(os.sched_getaffinity(0)), devices)
     array = "SLURM_ARRAY_TASK_ID" in environment
-    fewest = world.fewest_nodes(taken, elements, nodes, int(spares) if spares.isdecimal() else 0, array)
-    told = world.describe(taken, ranks)
+    fewest = world.fewest_nodes(launch, elements, nodes, int(spares) if spares.isdecimal() else 0, array)
+    told = world.describe(launch, ranks)
     if (said := environment.get("UNICRON_RANKS_PER_NODE")) and said != str(ranks):
         told += f"; UNICRON_RANKS_PER_NODE={said} counts"
     added = {"UNICRON_RANKS_PER_NODE": str(ranks)} | ({"UNICRON_MIN_NODES": str(fewest)} if fewest else {})
     os.environ.update({name: value for name, value in added.items() if not environment.get(name)})
-    os.environ.update(taken.environment)
-    return taken.command, told, taken.warning
+    os.environ.update(launch.environment)
+    return RankCommand(launch.command, told, launch.warning)
 
 
-def prepare(
-    controller: str | None, asked: str | None, command: Sequence[str]
-) -> tuple[Mode, Place, Sequence[str], float, str]:
-    """The job's mode, this agent's place, the command to run, seconds to find the controller, and why one task is one
-    rank (:func:`rank_count.why_one_rank`). Raises UserError for what makes no sense."""
+def prepare(controller: str | None, asked: str | None, command: Sequence[str]) -> Preparation:
+    """Read the mode, the place and the settings of this agent. Raises UserError for what makes no sense."""
     chosen = check_command(command, asked)
     # Only now: they import `transition`, which a file of the user's may hide.
     from unicron_ctl.agent.connections.job_environment import number, read_place
@@ -255,7 +317,7 @@ def prepare(
 
     address = controller or os.environ.get("UNICRON_CONTROLLER", "")
     trains = is_python(command, shells.shell_text(command) or "") and not only_helps(chosen.text)
-    why_one = rank_count.why_one_rank(os.environ, trains, chosen.text)
+    why_one = why_one_rank(os.environ, trains, chosen.text)
     place = read_place(os.environ, address, others.receive(), by_gpus=not why_one)
     place = place.in_mode(chosen.name, chosen.reason, trains, untouched.digest(command, os.environ))
     if place.settings.layouts and chosen.name != SESSION:
@@ -267,12 +329,40 @@ def prepare(
     shown_ranks(os.environ)
     wanted(os.environ)  # a value that makes no sense is refused before anything starts
     seconds = number(os.environ, "UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT, float, 0.0)
-    return chosen, place, launched(command) if chosen.launched else command, seconds, why_one
+    return Preparation(chosen, place, add_launcher(command) if chosen.launched else command, seconds, why_one)
 
 
-def begin_agent(session: bool, place: Place, command: Sequence[str], address: str) -> Agent | str:
-    """The agent, or why there is none and what to do. Whatever this node is short of, and whatever is broken: the
-    command runs all the same."""
+def why_one_rank(environment: Mapping[str, str], python: bool, text: str) -> str:
+    """Return why one task is one rank; empty where it stands for a rank for each GPU. text: of its script."""
+    if said := environment.get(SAID_TASKS):
+        return f"{said} says so"
+    if not python:
+        return "its command names no Python program that trains"
+    if found := _ALONE.search(text):
+        return f"its script names {found[0].strip(' (')}, which uses a node's GPUs by itself"
+    if _SEVERAL.search(text):
+        return ""
+    if not text:
+        return "its command names no script that can be read here"
+    return "its script names neither torch.distributed nor RANK, nor a library that does"
+
+
+def describe_ranks(place: Place, why_one: str, environment: Mapping[str, str]) -> str:
+    """Return the line about the ranks of one task on a node with several GPUs; empty where somebody has chosen them."""
+    gpus, ranks = environment.get("SLURM_GPUS_ON_NODE", ""), place.settings.ranks_per_node
+    if not gpus.isdecimal() or int(gpus) < 2 or place.tasks or environment.get("UNICRON_RANKS_PER_NODE"):
+        return ""
+    if not why_one:
+        return f"{ranks} ranks on each node, one for each GPU (`export UNICRON_RANKS_PER_NODE=1` starts one)"
+    return (
+        f"one rank on each node, for {why_one}; for one on each of its {gpus} GPUs write "
+        f"`export UNICRON_RANKS_PER_NODE={gpus}`, or --ntasks-per-node={gpus}"
+    )
+
+
+def begin_agent(ready: Preparation, address: str) -> Agent | str:
+    """Return the agent, or why there is none and what to do: whatever is short or broken here, the command runs."""
+    place = ready.place
     if short := shortage(len(place.slots)):
         return short
     try:
@@ -281,7 +371,7 @@ def begin_agent(session: bool, place: Place, command: Sequence[str], address: st
         from unicron_ctl.agent.loop.agent import Agent
         from unicron_ctl.agent.loop.plain_ranks import RestartAgent
 
-        return (Agent if session else RestartAgent)(place, command, address)
+        return (Agent if ready.mode.name == SESSION else RestartAgent)(place, ready.words, address)
     except UserError as error:  # of the configuration
         return str(error)
     except Exception as error:

@@ -12,19 +12,19 @@ from typing import NoReturn
 from unicron_ctl.agent.connections.step_tasks import others
 
 CANNOT_EXECUTE, NOT_FOUND = 126, 127  # as a shell has them
-RESTORED = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores them, and a program that is executed would, too
+DEFAULT_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores them, and a program that is executed would, too
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """This process becomes the command, as every other task of the node's does. Raises OSError."""
+    """Become the command, as every other task of the node's does. Raises OSError."""
     others.run_themselves()
-    for number in RESTORED:
+    for number in DEFAULT_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     os.execvpe(command[0], list(command), dict(environment))
 
 
 def run_all(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> int:
-    """Runs each command with its environment, which takes no descriptor and no thread; returns the first exit status
+    """Run each command with its environment, which takes no descriptor and no thread; returns the first exit status
     that is not 0, as a shell shows it. Signals that end this process go to all."""
     running: set[int] = set()
 
@@ -38,7 +38,7 @@ def run_all(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[st
     status = 0
     for command, environment in zip(commands, environments, strict=True):
         try:
-            running.add(os.posix_spawnp(command[0], list(command), dict(environment), setsigdef=[*RESTORED]))
+            running.add(os.posix_spawnp(command[0], list(command), dict(environment), setsigdef=[*DEFAULT_SIGNALS]))
         except OSError as error:
             print(f"unicron: cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
             status = NOT_FOUND if isinstance(error, FileNotFoundError) else CANNOT_EXECUTE
@@ -57,7 +57,7 @@ def run_all(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[st
 
 
 def without_agent(words: Sequence[str], why: str) -> NoReturn:
-    """The command of an agent's command line, after `--`, where the agent cannot even begin."""
+    """Run the command of an agent's command line, after `--`, where the agent cannot even begin."""
     command = list(words[words.index("--") + 1 :]) if "--" in words else []
     if not command:
         sys.exit(f"unicron-agent: {why}")

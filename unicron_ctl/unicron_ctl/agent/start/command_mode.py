@@ -1,5 +1,5 @@
-"""Which way a job is healed: `session`, within the iteration, for scripts that use `unicron.Session`, or `restart`
-of all processes in a new world, for any other program (docs/user-guide.md)."""
+"""The way in which a job is healed: `session`, within the iteration, for scripts that use `unicron.Session`, or
+`restart` of all processes in a new world, for any other program (docs/user-guide.md)."""
 
 from __future__ import annotations
 
@@ -74,17 +74,20 @@ LAUNCHER = ("-m", "unicron.transition.megatron_lm")  # goes in front of such a p
 
 @dataclass(frozen=True)
 class Mode:
-    """session or restart, and why. launched: the command is a program of Megatron-LM's own, which is healed in session
-    mode by being run through :mod:`unicron_transition.megatron_lm`. text: of its script, where there is one."""
+    """The way in which a job is healed."""
 
     name: str
+    """session or restart"""
     reason: str
+    """Why it was chosen"""
     launched: bool = False
+    """The command is a program of Megatron-LM's own: session mode runs it by :mod:`unicron_transition.megatron_lm`"""
     text: str = field(default="", compare=False)
+    """The text of its script, where there is one"""
 
 
 def asked_mode(option: str | None, environment: Mapping[str, str]) -> tuple[str, str]:
-    """(auto, session or restart; where that was said). Raises UserError for anything else."""
+    """Return (auto, session or restart; where that was said). Raises UserError for anything else."""
     text, where = (option, "--mode") if option else (environment.get("UNICRON_MODE", ""), "UNICRON_MODE")
     if not text:
         return AUTO, ""
@@ -94,7 +97,7 @@ def asked_mode(option: str | None, environment: Mapping[str, str]) -> tuple[str,
 
 
 def choose_mode(asked: str, where: str, command: Sequence[str], folder: Path, imports: Sequence[Path]) -> Mode:
-    """The mode of a command that runs in `folder`; `imports` is where its Python looks for modules first.
+    """Return the mode of a command that runs in `folder`; `imports` is where its Python looks for modules first.
 
     auto reads the text of the script and follows nothing: who imports `unicron` in another module says
     `--unicron-mode=session`.
@@ -116,7 +119,7 @@ def choose_mode(asked: str, where: str, command: Sequence[str], folder: Path, im
 
 
 def is_python(command: Sequence[str], text: str) -> bool:
-    """Whether the command names Python, or a program of Python's. text: what its shell runs, where it has one."""
+    """Say whether the command names Python, or a program of Python's. text: what its shell runs, where it has one."""
     if _PYTHON.search("\n".join([*command, text])):
         return True
     words = dict.fromkeys(filter(_PROGRAM.fullmatch, _PIECE.findall(text)))  # front ends that the shell runs, by PATH
@@ -128,21 +131,21 @@ def is_python(command: Sequence[str], text: str) -> bool:
     return False
 
 
-def launched(command: Sequence[str]) -> list[str]:
-    """The command with :data:`LAUNCHER` in front of its script."""
+def add_launcher(command: Sequence[str]) -> list[str]:
+    """Return the command with :data:`LAUNCHER` in front of its script."""
     at = next(number for number, word in enumerate(command) if word.endswith(".py"))
     return [*command[:at], *LAUNCHER, *command[at:]]
 
 
 def scripts_of(text: str, folder: Path) -> str:
-    """The texts of the first Python scripts that a shell's text names, beside that text itself (`python -c`)."""
+    """Return the texts of the first Python scripts that a shell's text names, beside that text itself (`python -c`)."""
     names = list(dict.fromkeys(_SCRIPT.findall(text)))[:MOST_NAMES]
     paths = [path for path in (folder / name for name in names) if os.path.isfile(path)][:MOST_SCRIPTS]
     return "\n".join([text, *map(_read, paths)])[:MAX_BYTES]
 
 
 def only_helps(text: str) -> bool:
-    """Whether this is the text of a Python program that surely trains nothing: it imports Python's own modules and
+    """Say whether this is the text of a Python program that surely trains nothing: it imports Python's own modules and
     those of monitors only, and starts nothing else but programs such as nvidia-smi."""
     if len(text) > MOST_OF_HELPER:
         return False
@@ -156,7 +159,7 @@ def only_helps(text: str) -> bool:
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module if node.module and not node.level else ".")
-        elif isinstance(node, ast.Call) and (called := _called(node)) in _RUNS_MORE:
+        elif isinstance(node, ast.Call) and (called := _name_of(node)) in _RUNS_MORE:
             if called not in ("system", "popen") or not _runs_monitor(node):
                 return False
     names = {name.split(".")[0] for name in imported}
@@ -166,8 +169,8 @@ def only_helps(text: str) -> bool:
     return bool(names) and names <= (sys.stdlib_module_names | _MONITORS) - _RUN_MORE
 
 
-def _called(call: ast.Call) -> str:
-    """The name by which a function is called; empty where it has none."""
+def _name_of(call: ast.Call) -> str:
+    """Return the name by which a function is called; empty where it has none."""
     match call.func:
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return name
@@ -175,14 +178,9 @@ def _called(call: ast.Call) -> str:
 
 
 def _only_runs_monitors(tree: ast.Module) -> bool:
-    """Whether each use of the module subprocess runs a monitor's program, as far as the text shows."""
+    """Say whether each use of the module subprocess runs a monitor's program, as far as the text shows."""
     nodes = list(ast.walk(tree))
-    names = set[str]()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names |= {alias.asname or alias.name for alias in node.names if alias.name == "subprocess"}
-        elif isinstance(node, ast.ImportFrom) and node.module == "subprocess":
-            names |= {alias.asname or alias.name for alias in node.names if alias.name not in _OF_SUBPROCESS}
+    names = set[str]().union(*map(_names_of_subprocess, nodes))
     known = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in _OF_SUBPROCESS}
     for node in nodes:
         if isinstance(node, ast.Call) and _runs_monitor(node):
@@ -191,8 +189,18 @@ def _only_runs_monitors(tree: ast.Module) -> bool:
     return "*" not in names and all(id(node) in known for node in uses)
 
 
+def _names_of_subprocess(node: ast.AST) -> set[str]:
+    """Return the names that an import gives to the module subprocess, or to what it has that may run something."""
+    match node:
+        case ast.Import(names=names):
+            return {alias.asname or alias.name for alias in names if alias.name == "subprocess"}
+        case ast.ImportFrom(module="subprocess", names=names):
+            return {alias.asname or alias.name for alias in names if alias.name not in _OF_SUBPROCESS}
+    return set()
+
+
 def _runs_monitor(call: ast.Call) -> bool:
-    """Whether the call's first argument is the command of a monitor's program."""
+    """Say whether the call's first argument is the command of a monitor's program."""
     if not call.args or any(keyword.arg in (None, "args", "executable", "preexec_fn") for keyword in call.keywords):
         return False
     first = call.args[0]
@@ -204,7 +212,7 @@ def _runs_monitor(call: ast.Call) -> bool:
 
 
 def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> tuple[str, str | None]:
-    """(name, text) of the first Python script in the command; without a text the name says why."""
+    """Return (name, text) of the first Python script in the command; without a text the name says why."""
     python = False
     for position, word in enumerate(command):
         following = command[position + 1] if position + 1 < len(command) else ""
@@ -227,7 +235,7 @@ def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> t
 
 
 def _module(name: str, imports: Sequence[Path]) -> Path | None:
-    """The file that `python -m NAME` runs, found without importing anything."""
+    """Return the file that `python -m NAME` runs, found without importing anything."""
     inner = "/".join(name.split("."))
     paths = (folder / path for folder in imports for path in (f"{inner}/__main__.py", f"{inner}.py"))
     return next((path for path in paths if os.path.isfile(path)), None)

@@ -1,5 +1,5 @@
-"""What an agent needs of the machine before it begins: libzmq aborts the whole process where it gets no thread or
-no descriptor at its start, so both are tried first."""
+"""Checks of what the machine has left before an agent begins: libzmq aborts the whole process where it gets no thread
+or no descriptor at its start, so both are tried first."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ THREADS_SECONDS = 5.0
 
 
 def shortage(ranks: int) -> str:
-    """Why an agent with so many ranks cannot begin, and what to do; empty when it can."""
+    """Return why an agent with so many ranks cannot begin, and what to do; empty when it can."""
     if not os.path.exists("/proc/self/stat"):
         return "there is no /proc here, in which an agent sees its ranks: mount it into the container"
     return descriptors_short(DESCRIPTORS + FOR_A_RANK * ranks) or _threads(THREADS)
 
 
 def descriptors_short(needed: int) -> str:
-    """Why so many files cannot be opened, and what to do; empty when they can."""
+    """Return why so many files cannot be opened, and what to do; empty when they can."""
     try:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:

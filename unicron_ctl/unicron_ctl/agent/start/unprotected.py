@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from unicron_ctl.agent.connections.connections import JobLog
 from unicron_ctl.agent.connections.job_environment import Place
-from unicron_ctl.agent.connections.job_log import JobLog
 from unicron_ctl.agent.connections.signals import ENDING, ENDING_SECONDS, SignalPipe, slurm_signals_all
 from unicron_ctl.agent.connections.step_tasks import others
 from unicron_ctl.agent.ranks.placeholders import fill_words
@@ -51,8 +51,8 @@ def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
 
 
 def _base(place: Place, local: int) -> dict[str, str]:
-    """What the process of this local rank has in any world. The step of a job that is no array has the job's nodes, and
-    what it says of them is true."""
+    """Return the variables of this local rank's process in any world. The step of a job that is no array has the job's
+    nodes, and what it says of them is true."""
     given = task_environment(place, local, os.environ)
     mine = outside_the_step(given) if "SLURM_ARRAY_TASK_ID" in given else given
     return {**mine, "PYTHONPATH": package_path(given)}

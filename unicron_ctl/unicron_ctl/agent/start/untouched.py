@@ -21,7 +21,7 @@ from unicron_detector.processes.job_input import standard_input
 
 if TYPE_CHECKING:
     from unicron_ctl.agent.connections.job_environment import Place
-    from unicron_ctl.agent.launchers.readers import Taken
+    from unicron_ctl.agent.launchers.readers import Launch
 
 BY_DEFAULT = "UNICRON_BY_DEFAULT"  # the administrator's default=on put the agent here, and nobody's --unicron
 SWEEP = "UNICRON_SWEEP"  # 0: an array is one training all the same; else the name of what shows that it is none
@@ -33,14 +33,14 @@ _READS_THE_STEP = re.compile(r"\bSLURM_(?:PROCID|LOCALID|NODEID|NTASKS\w*|STEP\w
 
 
 def tasks_per_node(environment: Mapping[str, str]) -> int:
-    """The most tasks of this step on one node, from Slurm's "2(x3),1"."""
+    """Return the most tasks of this step on one node, from Slurm's "2(x3),1"."""
     counts = environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(",")
     return max((int(count) for text in counts if (count := text.partition("(")[0]).isdecimal()), default=1)
 
 
 def why_by_shape(environment: Mapping[str, str], joined: int = 1) -> str:
-    """Why a step of this shape is left alone; empty for one that an agent can have. joined: the tasks of this node that
-    the plugin has made one agent's."""
+    """Return why a step of this shape is left alone; empty for one that an agent can have. joined: the tasks of this
+    node that the plugin has made one agent's."""
     if (tasks := tasks_per_node(environment)) != joined:
         return (
             f"it has {tasks} tasks on a node, and without the plugin each would have an agent: "
@@ -55,8 +55,8 @@ def why_by_shape(environment: Mapping[str, str], joined: int = 1) -> str:
 
 
 def why_sweep(environment: Mapping[str, str], script: str, text: str) -> str:
-    """Why the elements of this array are runs of their own; empty where they are one training. text: of this script.
-    The plugin has read the batch script (slurm_plugin/spank/batch.c)."""
+    """Return why the elements of this array are runs of their own; empty where they are one training. text: of this
+    script. The plugin has read the batch script (slurm_plugin/spank/batch.c)."""
     said = environment.get(SWEEP, "")
     if "SLURM_ARRAY_TASK_ID" not in environment or said == "0":
         return ""
@@ -68,26 +68,26 @@ def why_sweep(environment: Mapping[str, str], script: str, text: str) -> str:
     )
 
 
-def why_alone(environment: Mapping[str, str], taken: Taken) -> str:
-    """Why the launcher of each element of an array has a world of its own; empty where it may be one of all."""
+def why_alone(environment: Mapping[str, str], launch: Launch) -> str:
+    """Return why the launcher of each element of an array has a world of its own; empty where it may be one of all."""
     if "SLURM_ARRAY_TASK_ID" not in environment or environment.get(SWEEP) == "0":
         return ""
     if environment.get("SLURM_ARRAY_TASK_COUNT") == "1":
         return ""
-    if "--standalone" in taken.replaced:
+    if "--standalone" in launch.replaced:
         told = "--standalone"
-    elif taken.nodes == (1, 1) and environment.get("SLURM_NNODES", "1") == "1":
+    elif launch.nodes == (1, 1) and environment.get("SLURM_NNODES", "1") == "1":
         told = "of one node"
     else:
         return ""
     return (
-        f"{taken.launcher} is told {told}, so each element of its array is a training of its own: submit it without "
+        f"{launch.launcher} is told {told}, so each element of its array is a training of its own: submit it without "
         f"--unicron, or, if they are one, leave that out or export {SWEEP}=0 in the batch script"
     )
 
 
 def describe_array(environment: Mapping[str, str], elements: int) -> str:
-    """The line that says that an array is one training; empty for another job."""
+    """Return the line that says that an array is one training; empty for another job."""
     if "SLURM_ARRAY_TASK_ID" not in environment or elements < 2 or environment.get(SWEEP) == "0":
         return ""
     job = environment.get("SLURM_ARRAY_JOB_ID", "")
@@ -97,7 +97,7 @@ def describe_array(environment: Mapping[str, str], elements: int) -> str:
 
 
 def digest(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """What tells the commands of an array's elements apart; empty for a job that is no array.
+    """Return a digest that tells the commands of an array's elements apart; empty for a job that is no array.
 
     Two digests with a full stop between them: of the command as it is, and without the element's own names. Two
     commands are the same where one of the two is: a number in a path may be the element's job, or a folder of all.
@@ -129,7 +129,7 @@ def _alone(pattern: str) -> str:
 
 
 def why_by_ranks(place: Place, mode: Mode, environment: Mapping[str, str]) -> str:
-    """Why the ranks of this node would not be what srun's tasks are; empty where they would."""
+    """Return why the ranks of this node would not be what srun's tasks are; empty where they would."""
     if place.tasks and USES_MPI.search(mode.text):
         return "its script uses MPI, whose processes only srun can join: give it one task on a node if it need not"
     theirs = {device for task in place.tasks for device in task.devices}
@@ -149,9 +149,9 @@ def why_by_ranks(place: Place, mode: Mode, environment: Mapping[str, str]) -> st
 
 
 def meant(mode: Mode, ranks: int, environment: Mapping[str, str]) -> bool:
-    """Whether this training is to be protected. With default=on nobody has asked: so a job array is one training only
-    where its script is written for Unicron, for else each element is a run of its own (a sweep); and a program that is
-    not must be the job's only rank, and must not look at the step, for an agent would change what it sees."""
+    """Say whether this training is to be protected. With default=on nobody has asked: so a job array is one training
+    only where its script is written for Unicron, for else each element is a run of its own (a sweep); and a program
+    that is not must be the job's only rank, and must not look at the step, for an agent would change what it sees."""
     if environment.get(BY_DEFAULT) != "1" or mode.name == SESSION:
         return True
     several_nodes = environment.get("SLURM_STEP_NUM_NODES", "1") != "1"
@@ -161,7 +161,7 @@ def meant(mode: Mode, ranks: int, environment: Mapping[str, str]) -> bool:
 
 
 def become(command: Sequence[str], environment: Mapping[str, str], why: str = "") -> NoReturn:
-    """Becomes the command. why: said by the step's first task only, and to nobody who has not asked for protection."""
+    """Become the command. why: said by the step's first task only, and to nobody who has not asked for protection."""
     by_default = environment.get(BY_DEFAULT) == "1"
     if why and not by_default and environment.get("SLURM_PROCID", "0") == "0":
         print(f"unicron: this step runs unprotected: {why}", file=sys.stderr, flush=True)

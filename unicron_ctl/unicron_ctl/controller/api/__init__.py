@@ -1,1 +1,1 @@
-"""What `unicronctl` is told."""
+"""The answers to `unicronctl`."""

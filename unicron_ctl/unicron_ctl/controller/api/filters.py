@@ -1,4 +1,4 @@
-"""What is asked for of jobs, nodes and failures.
+"""Chooses the jobs, nodes and failures that are asked for.
 
 Jobs and nodes are chosen from the answers as the asker gets them anyway, so a filter tells nobody more than he sees
 without. What a value may be, and what is near a wrong one, comes from these answers, too.
@@ -20,7 +20,7 @@ from unicron_ctl.shared.protocol import answer_schema as schema
 from unicron_ctl.shared.protocol.questions import Filters
 from unicron_ctl.shared.slurm.host_lists import hosts
 
-COMPARED = 128  # names that a wrong one is compared with
+MOST_COMPARED = 128  # names that a wrong one is compared with
 _HOST_LIST = re.compile(r"[^\[\]\s]*(\[[0-9,-]+\][^\[\]\s]*)*")
 
 
@@ -28,7 +28,7 @@ class Unanswerable(Exception):
     """The question makes no sense; the text says what would."""
 
 
-def checked(core: Core, wanted: Filters, asker: Asker, partitions: Iterable[str]) -> frozenset[str] | None:
+def checked_nodes(core: Core, wanted: Filters, asker: Asker, partitions: Iterable[str]) -> frozenset[str] | None:
     """The names of the nodes that are asked for; None for all. partitions: that there are. Raises Unanswerable."""
     if wanted.user:
         users = {job.settings.user for job in privacy.visible(core.view, asker)}
@@ -53,10 +53,14 @@ def check_partition(name: str, partitions: Iterable[str]) -> None:
 
 
 def near(word: str, known: Collection[str], what: str) -> str:
-    """What may have been meant, or what there is."""
+    """Return words that name the nearest known word, or the words that there are."""
     ordered = sorted(known)
-    here = max(0, bisect(ordered, word) - COMPARED // 2)  # in a long list only its neighbours: all would take seconds
-    found = difflib.get_close_matches(word[:100], ordered[here : here + COMPARED] if ordered[COMPARED:] else ordered, 1)
+    here = max(
+        0, bisect(ordered, word) - MOST_COMPARED // 2
+    )  # in a long list only its neighbours: all would take seconds
+    found = difflib.get_close_matches(
+        word[:100], ordered[here : here + MOST_COMPARED] if ordered[MOST_COMPARED:] else ordered, 1
+    )
     if found:
         return f": did you mean {found[0]}?"
     few = ", ".join(ordered[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")

@@ -1,4 +1,4 @@
-"""What is told of jobs."""
+"""The answers about jobs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import AgentRecord, Failure, JobState, Phase
-from unicron_ctl.controller.plan.inputs import bounds, fixed, waiting, weight
-from unicron_ctl.controller.plan.stranded import shortage
+from unicron_ctl.controller.plan.inputs import bounds, waiting, weight, why_fixed
+from unicron_ctl.controller.plan.reconcile import shortage
 from unicron_ctl.shared.protocol import answer_schema as schema
 from unicron_detector.words import counted
 
@@ -98,7 +98,7 @@ def explanation(core: Core, state: JobState) -> schema.Explanation:
 
 
 def _bounds(core: Core, state: JobState) -> str:
-    if why := fixed(core.view, state):
+    if why := why_fixed(core.view, state):
         nodes = counted(state.settings.max_nodes, "node")
         return f"it is one allocation, of {nodes}, which the plan leaves as it is: {why}"
     if state.settings.allocation:
@@ -116,7 +116,7 @@ def plain(source: object, kind: type[Struct]) -> Struct:
 
 
 def failure_answer(failure: Failure) -> schema.Failure:
-    """What the log says of the failure and its story, as one."""
+    """Return the failure as the log has it, with its story."""
     known = asdict(failure.record) | vars(failure)
     return msgspec.convert({**known, "kind": failure.record.kind_of_failure, "slot": failure.slot}, schema.Failure)
 
@@ -134,7 +134,7 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
         state=state.phase.value,
         generation=state.generation,
         planned_nodes=core.state.assignment.get(state.job),
-        layout=view.live.layout if not state.layout else state.layout,
+        layout=view.rank_layout if not state.layout else state.layout,
         layouts=list(state.settings.layouts),
         planned_layout=core.state.layouts.get(state.job, ""),
         replica=size,
@@ -212,12 +212,12 @@ def _elements(core: Core, state: JobState) -> list[schema.Element]:
 def _planned_with(core: Core, state: JobState) -> list[JobState]:
     """The jobs that are planned for together with this one."""
     acts = permission.acts(core.view, state)
-    jobs = (job for job in core.state.jobs.values() if not job.over and not fixed(core.view, job))
+    jobs = (job for job in core.state.jobs.values() if not job.over and not why_fixed(core.view, job))
     return [job for job in jobs if permission.acts(core.view, job) is acts]
 
 
 def _slow(core: Core, state: JobState) -> schema.Slow | None:
-    """What makes the job slow at present."""
+    """Return the present reason why the job is slow."""
     runtime = core.runtimes.get(state.job)
     return plain(runtime.sensors.times.slow, schema.Slow) if runtime and runtime.sensors.times.slow else None
 

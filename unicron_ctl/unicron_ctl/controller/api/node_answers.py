@@ -1,6 +1,9 @@
-"""What is told of nodes."""
+"""The answers about nodes."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import asdict
@@ -9,51 +12,78 @@ from unicron_ctl.controller.api import privacy
 from unicron_ctl.controller.api.job_answers import anomalies
 from unicron_ctl.controller.core.core import Core
 from unicron_ctl.controller.job import spares
+from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.node_state import NodeState
 from unicron_ctl.controller.nodes import readmission
 from unicron_ctl.shared.protocol import answer_schema as schema
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo
 from unicron_ctl.shared.slurm.states import OCCUPIES
 
 
 def visible_nodes(core: Core, asker: Asker, brief: bool = False) -> list[schema.Node]:
-    """All nodes that Slurm shows, and those on which an agent speaks. brief: without what they have measured."""
+    """Return all nodes that Slurm shows, and those on which an agent speaks. brief: without what they have measured."""
     if not privacy.sees_nodes(core.view, asker):
         return []
     seen = core.view.slurm.seen
+    over = {job.job for job in core.state.jobs.values() if job.ended}  # nobody hears how their agents end
+    facts = _Facts(
+        infos=seen.by_name if seen else {},
+        agents={view.node: view for view in core.view.live.agents() if view.alive and view.job not in over},
+        users=_users(seen.elements if seen else ()),
+        spares=_waiting(core),
+        asked=core.view.suspicions.nodes(),
+        anomalies=_anomalies_of_nodes(core) if asker.reads_all else {},
+    )
+    mine = privacy.own_jobs(core.view, asker)
+    listed = (_node(core, name, facts, asker, brief) for name in sorted({*facts.infos, *facts.agents}))
+    return [privacy.of_node(core.view, node, asker, mine) for node in listed]
+
+
+class _Facts(NamedTuple):
+    """Facts by node, found for all nodes at once."""
+
+    infos: Mapping[str, NodeInfo]
+    agents: Mapping[str, AgentView]
+    users: Mapping[str, list[str]]
+    spares: Mapping[str, dict[str, str]]
+    asked: Mapping[str, float]
+    anomalies: Mapping[str, list[schema.Anomaly]]
+
+
+def _node(core: Core, name: str, facts: _Facts, asker: Asker, brief: bool) -> schema.Node:
+    info, view, known = facts.infos.get(name), facts.agents.get(name), core.state.nodes.get(name)
+    agents_job = [f"{view.job}_{view.element}"] if view else []
+    checks, metrics, last_event = schema.NodeChecks(), dict[str, float](), None
+    if asker.reads_all:
+        checks, last_event = readmission.node_checks(core.view, core.slurm.gate, name), _last_event(known)
+        metrics = _metrics(core, view) if view and not brief else {}
+    return schema.Node(
+        node=name,
+        partitions=list(info.partitions) if info else [],
+        states=sorted(info.states) if info else [],
+        healthy=info.healthy if info else view is not None,
+        reason=info.reason if info else "",
+        used_by=facts.users.get(name, agents_job),
+        downed_by_unicron=bool(known and known.downed),
+        lost_at=known.lost_at or None if known else None,
+        last_heard=view.last_heard if view else None,
+        asked_since=facts.asked.get(name),
+        anomalies=facts.anomalies.get(name, []),
+        spare_of=facts.spares.get(name, {}),
+        metrics=metrics,
+        last_event=last_event,
+        **asdict(checks),
+    )
+
+
+def _users(elements: Iterable[ElementInfo]) -> dict[str, list[str]]:
+    """Node -> the elements that occupy it."""
     users: dict[str, list[str]] = {}
-    for e in seen.elements if seen else ():
+    for e in elements:
         if e.node and e.state in OCCUPIES:
             users.setdefault(e.node, []).append(e.label)
-    over = {job.job for job in core.state.jobs.values() if job.ended}  # nobody hears how their agents end
-    agents = {view.node: view for view in core.view.live.agents() if view.alive and view.job not in over}
-    names = seen.by_name if seen else {}
-    odd = _anomalies_of_nodes(core) if asker.reads_all else {}
-    mine = privacy.own_jobs(core.view, asker)
-    waiting, asked = _waiting(core), core.view.suspicions.nodes()
-    listed = []
-    for name in sorted({*names, *agents}):
-        info, view, known = names.get(name), agents.get(name), core.state.nodes.get(name)
-        checks = readmission.shown(core.view, core.slurm.gate, name) if asker.reads_all else schema.NodeChecks()
-        node = schema.Node(
-            node=name,
-            partitions=list(info.partitions) if info else [],
-            states=sorted(info.states) if info else [],
-            healthy=info.healthy if info else view is not None,
-            reason=info.reason if info else "",
-            used_by=users.get(name, [f"{view.job}_{view.element}"] if view else []),
-            downed_by_unicron=bool(known and known.downed),
-            lost_at=known.lost_at if known and known.lost_at else None,
-            last_heard=view.last_heard if view else None,
-            asked_since=asked.get(name),
-            anomalies=odd.get(name, []),
-            spare_of=waiting.get(name, {}),
-            metrics=_metrics(core, view.job, view.element) if view and asker.reads_all and not brief else {},
-            last_event=_last_event(known) if asker.reads_all else None,
-            **asdict(checks),
-        )
-        listed.append(privacy.of_node(core.view, node, asker, mine))
-    return listed
+    return users
 
 
 def _waiting(core: Core) -> dict[str, dict[str, str]]:
@@ -67,7 +97,7 @@ def _waiting(core: Core) -> dict[str, dict[str, str]]:
 
 
 def _last_event(known: NodeState | None) -> schema.NodeEvent | None:
-    """What the node's kernel, memory cgroup or links said last."""
+    """Return the last event that the node's kernel, memory cgroup or links reported."""
     if known is None or not known.events:
         return None
     last = known.events[-1]
@@ -84,8 +114,8 @@ def _anomalies_of_nodes(core: Core) -> dict[str, list[schema.Anomaly]]:
     return found
 
 
-def _metrics(core: Core, job: str, element: int) -> dict[str, float]:
-    """What the element's agent measured last on its node."""
-    runtime = core.runtimes.get(job)
-    sample = runtime.sensors.peers.samples.get(element) if runtime else None
+def _metrics(core: Core, view: AgentView) -> dict[str, float]:
+    """Return what the agent measured last on its node."""
+    runtime = core.runtimes.get(view.job)
+    sample = runtime.sensors.peers.samples.get(view.element) if runtime else None
     return sample.values if sample else {}

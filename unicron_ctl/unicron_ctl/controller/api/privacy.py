@@ -1,4 +1,4 @@
-"""Who is told what: owners, readers and admins all of a job; others what squeue would show them, or nothing where
+"""Cuts answers for the asker: owners, readers and admins get all of a job; others what squeue shows them, or nothing if
 Slurm's PrivateData says so (slurm.conf(5)). The fields that are not for others are marked in `protocol.answer_schema`,
 and `protocol.audience` cuts an answer."""
 

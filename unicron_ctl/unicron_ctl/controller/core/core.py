@@ -1,7 +1,7 @@
 """The one door: inputs come in, sensors and deciders are asked, and only here records are appended and folded, and
 messages and requests go out.
 
-    input -> what is known for now (`model.live`) -> sensors -> findings -> judge -> records
+    input -> what is known for now (`model.view.Live`) -> sensors -> findings -> judge -> records
           -> the job's next event -> its transition -> records -> orders to its agents
 
 Whoever drives it stores `events` before it sends `outbox` or starts `requests`, so that nothing is done that a restart
@@ -34,14 +34,13 @@ from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.fold import fold
 from unicron_ctl.controller.model.job_state import JobState, Phase
-from unicron_ctl.controller.model.live import Live
-from unicron_ctl.controller.model.quotas import Written
+from unicron_ctl.controller.model.quotas import LogQuota
 from unicron_ctl.controller.model.requests import Action, Knock, Probe, Run
-from unicron_ctl.controller.model.view import Listing, Outcome, Send, SlurmView, View
+from unicron_ctl.controller.model.view import Listing, Live, Outcome, Send, SlurmView, View
 from unicron_ctl.controller.nodes import isolation, readmission
-from unicron_ctl.controller.plan import reconcile, slurm_actions
+from unicron_ctl.controller.plan import slurm_actions
 from unicron_ctl.controller.sense import iterations, outliers
-from unicron_ctl.controller.sense.sensors import When
+from unicron_ctl.controller.sense.sensors import CLUSTER_SENSORS, ClusterSensor, When
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event, Record
 from unicron_ctl.shared.log.savings import PLAN
@@ -57,12 +56,12 @@ ATTENTION_SECONDS = 5.0  # between two looks for what needs an admin
 PHASE_RECORDS = (
     records.Break,
     records.PlanMade,
-    records.Adopted,
+    records.GenerationAdopted,
     records.NumberUsed,
-    records.Reinstated,
+    records.MembersReinstated,
     records.Offer,
     records.OfferWithdrawn,
-    records.Entered,
+    records.GenerationEntered,
     records.Reform,
     records.JobEnded,
     records.JobRegistered,
@@ -96,17 +95,19 @@ class Core:
             self.started_at,
         )
         self.runtimes: dict[str, JobRuntime] = {}
-        self.slurm = reconcile.Desk()
+        self.slurm = slurm_actions.Desk()
         self.node_events = judge_nodes.NodeEventQueue(waiting=judge_nodes.undecided_events(self.state.nodes))
         self._looked_at = self.started_at
         self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
-        self.written = Written()
+        self.written = LogQuota()
         self._containment = JobContainment(self.view, self.append, self.written)
-        self.intake = Intake(self.view, self.runtime, self.node_events, self.carry_out, self.written)
         self._dirty: set[str] = set()
         self._findings: deque[Finding] = deque()
         self._judging = False
-        self.turns = Turns(self.view, self.runtime, self.carry_out, self.judge, self._send)
+        self.turns = Turns(self.view, self.runtime, self.carry_out, self._send)
+        self.intake = Intake(
+            self.view, self.runtime, self.node_events, self.carry_out, self.turns.run_sensors, self.written
+        )
         self._listings = Listings(
             self.view, self.slurm, self.intake, self.turns, self.carry_out, self._containment, self._dirty
         )
@@ -137,7 +138,7 @@ class Core:
                 runtime.sensors.peers = outliers.JobPeers()
 
     def runtime(self, job: JobState) -> JobRuntime:
-        """What is known about the job and lost with the process."""
+        """Return what is known about the job and lost with the process."""
         found = self.runtimes.get(job.job)
         if found is None:
             found = self.runtimes[job.job] = JobRuntime.for_job(self.view.job(job), self.config)
@@ -147,7 +148,7 @@ class Core:
     def append(self, job: str, generation: int, record: Record) -> Event:
         """Records one decision and takes it into the state."""
         event = Event(self.state.last_event + 1, self.view.now, job, generation, record)
-        if len(event.payload) > records.REASON and (shorter := records.bounded(record)) is not record:
+        if len(event.payload) > records.REASON and (shorter := records.with_short_texts(record)) is not record:
             record, event = shorter, Event(event.id, event.time, job, generation, shorter)
         size = len(event.payload)  # what the log cannot hold is not taken into the state either
         fold(self.state, event)
@@ -157,9 +158,9 @@ class Core:
             self._phase_changed(job, record)
         elif isinstance(record, records.RankStart):
             state = self.state.jobs[job]
-            live, element = self.view.job(state).live, state.element(record.slot)
-            live.touched.add(element)
-            live.restarts.add(element)
+            view, element = self.view.job(state), state.element(record.slot)
+            view.touched.add(element)
+            view.restarts.add(element)
         elif isinstance(record, records.NodeEvent):
             self.node_events.note(event)
         return event
@@ -172,7 +173,7 @@ class Core:
             return False
         failure: int | None = None
         for job, generation, record in outcome.records:
-            if isinstance(record, records.Observed) and record.action != PLAN:
+            if isinstance(record, records.ActionObserved) and record.action != PLAN:
                 if (job, record.would) in self._observed:
                     continue
                 self._observed.add((job, record.would))
@@ -182,6 +183,10 @@ class Core:
             number = self.append(job, generation, record).id
             failure = number if isinstance(record, records.FailureDetected) else failure
         self.outbox += outcome.sends
+        for agent in outcome.suspects:
+            if agent.alive and agent.suspect_since is None:
+                self.view.live.suspect(agent, self.now)
+                self._send(Send(agent.route, wire.Ping()))
         for request in outcome.requests:
             self._request(request)
         for finding in outcome.findings:
@@ -211,7 +216,7 @@ class Core:
         self._dirty.add(finding.job)
         if finding.what in (What.HANG, What.COLLECTIVE):
             known = self.view.job(job)
-            self.carry_out(network_partitions.start_survey(self.view, known, known.live.survey, finding.slots))
+            self.carry_out(network_partitions.start_survey(self.view, known, known.survey, finding.slots))
         if finding.what is What.HANG and not finding.seen:
             iterations.on_hang_recorded(self.runtime(job).sensors.iterations, finding, job.failures[-1].id)
 
@@ -223,7 +228,7 @@ class Core:
                     (runtime.sensors.peers for runtime in self.runtimes.values()), record.node, self.now
                 )
                 if said:
-                    outcome.records[index] = job, generation, records.amended(record, record.reason + said)
+                    outcome.records[index] = job, generation, records.with_reason(record, record.reason + said)
         return outcome
 
     def _send(self, send: Send) -> None:
@@ -244,7 +249,7 @@ class Core:
         elif isinstance(record, records.JobEnded):
             self.runtimes.pop(name, None)
             self._observed = {said for said in self._observed if said[0] != name}
-            for known in [known for known in self.view.views if known not in self.state.jobs]:
+            for known in [known for known in self.view.live.jobs if known not in self.state.jobs]:
                 self.forget(known)
         if not job.over:
             self.runtime(job).on_phase_changed(record)
@@ -254,7 +259,6 @@ class Core:
     def forget(self, job: str) -> None:
         """Drops what is known for now of a job that is over."""
         self.view.live.forget(job)
-        self.view.views.pop(job, None)
         self.view.slurm.expected.pop(job, None)
         self.runtimes.pop(job, None)
 
@@ -276,7 +280,7 @@ class Core:
         except Exception as error:
             self._containment.set_aside(name, repr(message), error)
         if self.state.last_event > recorded:
-            self._containment.bound(name)
+            self._containment.enforce_quota(name)
         if name in self.state.jobs:
             self._dirty.add(name)
 
@@ -298,7 +302,7 @@ class Core:
             job = self.state.jobs.get(name)
             if job is not None and name not in self.turns.later:
                 self._containment.attempt(name, f"its state ({job.phase})", self.turns.advance, job)
-                self._containment.bound(name)
+                self._containment.enforce_quota(name)
         self.budget.renew()
 
     def _read_for(self, job: str) -> None:
@@ -315,12 +319,11 @@ class Core:
         """Does what time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
         self._notice_time(now)
         self.last_tick = now
-        self._containment.attempt("", "agents that wait for Slurm's word", self.intake.overdue)
+        self._containment.attempt("", "agents that wait for Slurm's word", self.intake.registrations.on_time)
         self._containment.attempt("", "what nodes said", self._settle_node_events)
-        self._containment.attempt(
-            "", "slurmds that may be asked", lambda: self.carry_out(ending_nodes.greet_slurmds(self.view))
-        )
-        self._containment.attempt("", "silent agents", self._silence)
+        for sensor in CLUSTER_SENSORS:
+            self._containment.attempt("", sensor.name, self._sense_cluster, sensor)
+        self._containment.attempt("", "nodes that were not taken", self._take_deferred)
         self._containment.attempt("", "what needs an admin", self._look_for_admins, now)
         if self.view.alone:
             self._containment.attempt("", "Slurm's turn", self._ask_slurm)
@@ -340,7 +343,7 @@ class Core:
             self.carry_out(isolation.admin_news(self.view))
 
     def _ask_slurm(self) -> None:
-        self.carry_out(self.slurm.tick(self.view, self.intake.waiting_jobs()))
+        self.carry_out(self.slurm.tick(self.view, self.intake.registrations.waiting_jobs()))
 
     def _settle_node_events(self) -> None:
         for outcome in judge_nodes.settle_node_events(self.view, self.node_events):
@@ -372,16 +375,18 @@ class Core:
             self.view.live.renew(self.now)
             self.view.suspicions.renew_ending(self.now)
 
-    def _silence(self) -> None:
+    def _sense_cluster(self, sensor: ClusterSensor) -> None:
         for agent in leases.late_agents(self.view):
             if self.view.unread(agent.route):  # it is not silent: this controller is behind
-                self.view.live.heard(agent, self.now)
-        outcome = leases.check_leases(self.view)
+                self.view.live.note_word(agent, self.now)
+        outcome = sensor.sense(self.view)
         for finding in outcome.findings:
             self._fell_silent(finding)
         self.carry_out(outcome)
+
+    def _take_deferred(self) -> None:
         if self.state.deferred:
-            self.carry_out(isolation.deferred(self.view))
+            self.carry_out(isolation.take_deferred(self.view))
 
     def _fell_silent(self, finding: Finding) -> None:
         """Marks an agent as judged: nobody waits for its next word."""
@@ -389,13 +394,13 @@ class Core:
         if agent is None or live is None:
             return
         agent.expired = True
-        self.view.live.silenced(agent)
+        self.view.live.drop_lease(agent)
         live.changed.update(agent.slots)
         live.ready.discard(agent.element)
 
     def _tick(self, state: JobState) -> None:
         job, runtime = self.view.job(state), self.runtime(state)
-        if job.live.ahead:
+        if job.ahead:
             self.turns.advance(state)
             return
         self.turns.run_sensors(state, When.TICK)
@@ -405,12 +410,12 @@ class Core:
 
     # ------------------------------------------------------------ results of slow work
     def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:
-        """What came of trying one of the addresses; the next tick judges."""
+        """Take in the answer of one of the addresses; the next tick judges."""
         probes.on_probe(self.view.suspicions, probe, place, answer)
 
     def on_slurm_error(self, message: str) -> None:
         """Takes in that Slurm did not answer the question."""
-        self.slurm.listed(self.now, self.config.slurm_poll_seconds, self.now - self.slurm.asked_at, failed=True)
+        self.slurm.on_listing(self.now, self.config.slurm_poll_seconds, self.now - self.slurm.asked_at, failed=True)
         if not self.view.slurm.error:
             self.view.slurm.error_since = self.now
         other = message != self.view.slurm.error and self.now - self.view.slurm.error_told >= COMPLAIN_AGAIN
@@ -426,7 +431,7 @@ class Core:
         self.view.slurm.private, self.view.slurm.domains = site.private, site.domains
         self.view.slurm.kill_wait, self.view.slurm.grace = site.kill_wait, site.grace
         self.view.slurm.shrinks = site.shrinks
-        self.slurm.listed(self.now, self.config.slurm_poll_seconds, took)
+        self.slurm.on_listing(self.now, self.config.slurm_poll_seconds, took)
         if self.view.slurm.error:
             self.append("", 0, records.SlurmBack(reason="Slurm answers again"))
             self.view.slurm.error = ""
@@ -452,4 +457,4 @@ class Core:
 
     def on_actions_done(self, urgent: bool = False) -> None:
         """Takes in that all actions of a request are through, and has their outcome looked at."""
-        self.slurm.acted(self.now, urgent)
+        self.slurm.on_actions_done(self.now, urgent)

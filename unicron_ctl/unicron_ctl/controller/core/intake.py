@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from unicron_ctl.controller.core.registrations import Registrations
 from unicron_ctl.controller.failure_detector import network_partitions, probes
-from unicron_ctl.controller.job import adoption, confirmation, registration
-from unicron_ctl.controller.job.confirmation import Waiting
+from unicron_ctl.controller.job import adoption
 from unicron_ctl.controller.job.orders import ending
-from unicron_ctl.controller.job.runtime import JobRuntime
+from unicron_ctl.controller.job.registration import Request, progress_seconds, released, replaced_by_another
+from unicron_ctl.controller.job.runtime import JobRuntime, ready_ranks
 from unicron_ctl.controller.judge import node_failures as judge_nodes
-from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.agent_view import AgentView, Route
 from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.model.job_state import JobState, Phase, owner
+from unicron_ctl.controller.model.job_state import AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.quotas import OF_NODE_EVENTS, Written
+from unicron_ctl.controller.model.quotas import OF_NODE_EVENTS, LogQuota
 from unicron_ctl.controller.model.view import Outcome, Send, View
-from unicron_ctl.controller.sense import members
+from unicron_ctl.controller.sense.sensors import When
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import datagrams, structs, wire
-from unicron_ctl.shared.settings.partitions import OFF
-from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.system.throttle import Throttle
-from unicron_detector.words import counted
 
-PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
 HINT_SECONDS = 0.5  # between two questions to one agent that hints lead to
 # Questions to agents and early looks at Slurm a second, and at once, that all hints together lead to, whoever they
 # name: anybody can send one, and each question to an agent has witnesses asked, too.
 HINTS = 0.5, 4.0
-WAITING_KEPT = 20_000  # registrations that wait for Slurm's word
-REFUSALS = 1 / 60, 100.0  # records of final refusals a minute, and at once, of all agents together
-NOTICE_SHARE = 0.5  # of Slurm's KillWait for which an agent that is to end waits for a boundary; the rest is for files
-LARGE_JOB = 64  # nodes; above, progress and steps are told with the heartbeats
 
 
 class Intake:
-    """One per core. runtime: what is known for now of a job. carry_out: the core's door."""
+    """The core's part that reads messages. carry_out: the core's door. run_sensors: those of a job, at an occasion."""
 
     def __init__(
         self,
@@ -46,21 +37,19 @@ class Intake:
         runtime: Callable[[JobState], JobRuntime],
         node_events: judge_nodes.NodeEventQueue,
         carry_out: Callable[[Outcome], bool],
-        written: Written,
+        run_sensors: Callable[[JobState, When], None],
+        written: LogQuota,
     ) -> None:
         self._view, self._runtime, self._node_events, self._carry_out = view, runtime, node_events, carry_out
-        self._written = written
-        self._waiting: dict[tuple[str, int, str], Waiting] = {}
-        self._of_user: Counter[int | None] = Counter()  # of those that wait
-        self._refusals = Throttle(*REFUSALS)
-        self._refused: set[tuple[str, str]] = set()
+        self._run_sensors, self._written = run_sensors, written
+        self.registrations = Registrations(view, carry_out, self._on_replaced, written)
         self._hints = Throttle(*HINTS)
 
     def receive(self, route: Route, message: wire.Message, key: str, asker: Asker) -> None:
         """Takes in a message that passed the checks at the edge. key: the CURVE key of its connection."""
         match message:
             case wire.Register():
-                self._on_register(route, message, key, asker)
+                self.registrations.on_register(Request(route, message, key, asker, self._view.now))
             case wire.Status():
                 self._on_status(route, message, key)
             case wire.Steps():
@@ -70,14 +59,14 @@ class Intake:
                     job = self._view.state.jobs[message.job]
                     if self._view.config.metrics_seconds and not job.over:
                         self._runtime(job).sensors.peers.on_metrics(agent, message, self._view.now)
-            case wire.Reached():
+            case wire.ReachAnswer():
                 if (agent := self._of_agent(route, key, message)) is not None:
                     label = self._view.state.jobs[message.job].label(agent.element)
                     probes.on_reached(self._view.suspicions, agent, label, message)
                     network_partitions.on_reached(self._view.live.jobs[message.job].survey, agent, message)
-            case wire.Held():
+            case wire.RecallAnswer():
                 if (agent := self._of_agent(route, key, message)) is not None:
-                    adoption.recalled(self._view.job(self._view.state.jobs[message.job]), agent, message)
+                    adoption.take_in_plan(self._view.job(self._view.state.jobs[message.job]), agent, message)
             case wire.NodeEvent():
                 if (agent := self._of_agent(route, key, message)) is not None:
                     whose = self._view.state.jobs[message.job].owner
@@ -98,7 +87,10 @@ class Intake:
         return known is not None and known.key == key and getattr(message, "agent", known.agent) == known.agent
 
     def _of_agent(
-        self, route: Route, key: str, message: wire.Steps | wire.Metrics | wire.Reached | wire.Held | wire.NodeEvent
+        self,
+        route: Route,
+        key: str,
+        message: wire.Steps | wire.Metrics | wire.ReachAnswer | wire.RecallAnswer | wire.NodeEvent,
     ) -> AgentView | None:
         """The agent that sent the message, if it is its own; its lease begins again."""
         agent = self._view.live.agent(message.job, message.element)
@@ -120,194 +112,24 @@ class Intake:
         if agent.key != key:
             return False
         agent.route = route
-        self._view.live.heard(agent, self._view.now)
+        self._view.live.note_word(agent, self._view.now)
         return True
 
     # ------------------------------------------------------------ agents
-    def _on_register(self, route: Route, message: wire.Register, key: str, asker: Asker) -> None:
-        """Takes in a registration. Slurm is asked first, unless the agent has been taken in before."""
-        job = self._view.state.jobs.get(message.job)
-        whose = job.owner if job is not None else owner(asker.uid, message.settings.user)
-        if not self._written.allows(message.job, whose, self._view.now):
-            reason = f"job {message.job} or others of its user have made too many records: it has to wait"
-            self._carry_out(Outcome(sends=[Send(route, wire.Refused(reason=reason))]))
-            return
-        known = job.agents.get(message.element) if job is not None and not job.over else None
-        if not self._view.slurm.used or (known is not None and known.agent == message.agent):
-            self._admit(route, message, key, asker, None, known is None or known.confirmed)
-            return
-        name = message.job, message.element, message.agent
-        first = self._waiting.get(name)
-        if first is None and not self._room(asker):
-            reason = f"too many agents of {asker} wait for Slurm's word: job {message.job} has to wait"
-            self._carry_out(Outcome(sends=[Send(route, wire.Refused(reason=reason))]))
-            return
-        since = first.since if first is not None else self._view.now
-        if first is not None:
-            self._count(first, -1)
-        self._waiting[name] = Waiting(route, message, key, asker, since)
-        self._count(self._waiting[name], 1)
-        self._carry_out(Outcome(hurry=True))
-        self._compare(name)
-
-    def _room(self, asker: Asker) -> bool:
-        """Whether another agent of this user may wait. When too many wait, one of the user with the most goes and will
-        register again."""
-        if len(self._waiting) < WAITING_KEPT:
-            return True
-        uid, most = self._of_user.most_common(1)[0]
-        if self._of_user[asker.uid] + 1 >= most:
-            return False
-        self._forget(next(name for name, waiting in reversed(self._waiting.items()) if waiting.asker.uid == uid))
-        return True
-
-    def _forget(self, name: tuple[str, int, str]) -> None:
-        """Stops waiting for Slurm's word on this registration."""
-        self._count(self._waiting.pop(name), -1)
-
-    def _count(self, waiting: Waiting, by: int) -> None:
-        uid = waiting.asker.uid
-        self._of_user[uid] += by
-        if not self._of_user[uid]:
-            del self._of_user[uid]
-
-    def waiting_jobs(self) -> set[str]:
-        """Jobs of which Slurm has to say whether they are there."""
-        return {job for job, _, _ in self._waiting}
-
-    def confirm(self) -> None:
-        """Compares those that wait with what a fresh listing shows."""
-        for name in list(self._waiting):
-            self._compare(name)
-
-    def overdue(self) -> None:
-        """Answers registrations that have waited long enough without Slurm's word, in the order in which they came."""
-        while self._waiting:
-            name, first = next(iter(self._waiting.items()))
-            if self._view.now - first.since < confirmation.CONFIRM_SECONDS:
-                return
-            self._compare(name)
-
-    def _compare(self, name: tuple[str, int, str]) -> None:
-        waiting = self._waiting[name]
-        found = confirmation.compare(self._view, waiting.message, waiting.asker, waiting.since)
-        route, message, key, asker = waiting.route, waiting.message, waiting.key, waiting.asker
-        if found is None and self._view.now - waiting.since < confirmation.CONFIRM_SECONDS:
-            return
-        self._forget(name)
-        if isinstance(found, wire.Refused):
-            self._carry_out(self._refusal(waiting, found))
-        else:
-            self._admit(route, message, key, asker, found, found is not None)
-
-    def _refusal(self, waiting: Waiting, refused: wire.Refused) -> Outcome:
-        """Records a final refusal, the same one once."""
-        out = Outcome(sends=[Send(waiting.route, refused)])
-        peer = f"{waiting.message.job} {waiting.message.element}"
-        news = refused.final and (peer, refused.reason) not in self._refused
-        if news and self._refusals.allows("", self._view.now):
-            if len(self._refused) >= WAITING_KEPT:
-                self._refused.clear()
-            self._refused.add((peer, refused.reason))
-            node = waiting.message.node
-            reason = f"{node}: {refused.reason}"
-            out.record(None, records.RegistrationRefused(peer=peer, node=node, reason=reason[:400]))
-        return out
-
-    def _admit(
-        self,
-        route: Route,
-        message: wire.Register,
-        key: str,
-        asker: Asker,
-        info: ElementInfo | None,
-        confirmed: bool,
-    ) -> None:
-        """info: the element as Slurm shows it, where it was asked and has answered."""
-        refused = self._admin_says(message) or registration.answer(self._view, message, key, asker, info)
-        if refused is not None:
-            self._carry_out(registration.turned_away(self._view, route, message, refused))
-            return
-        seen = self._view.slurm.seen
-        if registration.begins(self._view, message, info):
-            before = self._view.state.jobs.get(message.job)
-            if before is not None and not before.over:
-                for element in before.agents:  # nothing of that step is this one's
-                    self._view.live.remove(message.job, element)
-            self._carry_out(registration.begin_job(self._view, message, asker, info, seen))
-        job = self._view.state.jobs[message.job]
-        if info is not None and seen is not None and info.restarts != job.nodes_of_restart and job.nodes:
-            nodes, restarts = confirmation.nodes(seen, message.job)
-            reason = f"Slurm has requeued job {job.job} on {counted(len(nodes), 'node')}"
-            self._carry_out(Outcome([(job.job, 0, records.Reallocated(nodes=nodes, restarts=restarts, reason=reason))]))
-        known = job.agents.get(message.element)
-        if known is None or known.agent != message.agent:
-            self._view.live.remove(message.job, message.element)
-        self._carry_out(registration.join(job, message, key, confirmed, info))
-        if known is not None and known.agent != message.agent:
-            found = adoption.replaced(self._view, self._view.job(job), message.element, known)
-            self._carry_out(Outcome(findings=list(found)))
-        live, now = self._view.live, self._view.now
-        agent = live.agent(message.job, message.element)
-        record = job.agents[message.element]  # what it said when it was compared with Slurm counts
-        if agent is None:
-            slots = list(record.slots)
-            agent = AgentView(message.job, message.element, message.agent, record.node, route, slots, now, key)
-            agent.last_registered, agent.door = now, record.door
-            live.add(agent)
-            live.jobs[message.job].last_arrival = now
-        agent.route, agent.expired = route, False
-        agent.images_at, agent.token = message.images, message.token
-        agent.number = 0  # whatever it sends from now on is newer
-        agent.repeated.clear()
-        live.heard(agent, now)
-        mine = live.jobs[message.job]
-        mine.touched.add(message.element)
-        mine.changed.update(record.slots)
-        self._carry_out(Outcome(sends=[Send(route, self._welcome(job))]))
-
-    def _admin_says(self, message: wire.Register) -> wire.Refused | None:
-        """A job of a partition whose mode is "off" is to run unprotected; which partition it is in Slurm has to say."""
-        view, config = self._view, self._view.config
-        if message.job in view.state.jobs:
-            return None
-        modes = {config.rules(name).mode for name in ("", *config.partitions)}
-        if OFF not in modes:
-            return None
-        if view.slurm.used and not (view.slurm.seen and view.slurm.seen.of(message.job)):
-            self._carry_out(Outcome(hurry=True))
-            if len(modes) > 1:
-                return wire.Refused(reason=f"Slurm does not show job {message.job} yet: its partition is not known")
-        rules = permission.of_job(view, message.job)
-        if rules.mode != OFF:
-            return None
-        reason = f'partition {rules.partition} is "off" in the configuration of unicrond'
-        return wire.Refused(reason=reason, final=True)
-
-    def _welcome(self, job: JobState) -> wire.Welcome:
-        config = self._view.config
-        return wire.Welcome(
-            heartbeat_period=config.heartbeat_period,
-            controller="unicrond",
-            metrics_seconds=config.metrics_seconds,
-            metrics_directory=config.metrics_directory,
-            progress_seconds=self._progress_seconds(job),
-            layout=job.layout,
-            run=f"{round(job.registered_at * 1e6):x}",
-            notice_seconds=NOTICE_SHARE * self._view.slurm.kill_wait,
-        )
-
-    def _progress_seconds(self, job: JobState) -> float:
-        """Seconds for which an agent of the job may keep news of mere progress to itself."""
-        large = job.settings.max_nodes > LARGE_JOB
-        return max(PROGRESS_SECONDS, self._view.config.heartbeat_period) if large else PROGRESS_SECONDS
+    def _on_replaced(self, job: JobState, before: AgentRecord) -> None:
+        """Another agent has come for the element of this one."""
+        self._runtime(job).sensors.before = before
+        self._run_sensors(job, When.REGISTERED)
+        missed = self._view.job(job).missed
+        for slot in [slot for slot, (agent, _) in missed.items() if agent == before.agent]:
+            del missed[slot]
 
     def _on_status(self, route: Route, message: wire.Status, key: str) -> None:
         state, agent = self._view.state.jobs.get(message.job), self._view.live.agent(message.job, message.element)
         if (refusal := self._refusal_of(state, message, key)) is not None:
             self._carry_out(Outcome(sends=[Send(route, refusal)]))
             return
-        if (message.job, message.element, message.agent) in self._waiting:
+        if self.registrations.waits((message.job, message.element, message.agent)):
             return
         if state is None or agent is None or agent.agent != message.agent or agent.key != key:
             self._carry_out(Outcome(sends=[Send(route, self._unknown(state, message))]))
@@ -316,7 +138,7 @@ class Intake:
             self._take_steps(state, agent, message.steps)
         was_expired, agent.route, agent.expired = agent.expired, route, False
         changed = agent.on_status(message, self._view.now)
-        self._view.live.heard(agent, self._view.now)
+        self._view.live.note_word(agent, self._view.now)
         if message.answer:
             self._carry_out(Outcome(sends=[Send(route, wire.Pong(number=message.number))]))
         job = self._view.job(state)
@@ -325,25 +147,25 @@ class Intake:
         if was_expired or message.leaving:
             changed = list(agent.slots)
         if agent.status.cold:
-            self._carry_out(registration.started_cold(state, agent, self._runtime(state).cold))
+            self._carry_out(self._runtime(state).note_cold_starts(state, agent))
         if message.noticed and not message.leaving:
             self._note_notice(job, agent)
         if message.leaving:
-            self._view.live.silenced(agent)
-            if (left := members.check_leaving(self._view, job, agent)) is not None:
-                self._carry_out(Outcome(findings=[left]))
+            self._view.live.drop_lease(agent)
+            self._runtime(state).sensors.speaker = agent
+            self._run_sensors(state, When.LEAVING)
         self._note_changes(job, agent, changed)
 
     def _note_notice(self, job: JobView, agent: AgentView) -> None:
         """The agent's element is to end: it leaves at the next boundary."""
-        job.live.touched.add(agent.element)
+        job.touched.add(agent.element)
         if job.state.over or job.state.noticed.get(agent.element) == agent.agent:
             return
-        job.live.touched.update(job.state.noticed)  # it may be the last one that others would have gone on with
+        job.touched.update(job.state.noticed)  # it may be the last one that others would have gone on with
         agent.noticed_at, agent.shown = self._view.now, "" if self._view.slurm.used else "unknown"
         reason = f"element {agent.element} on {agent.node} is to end: its ranks leave at the next boundary"
         told = Outcome(hurry=True)
-        told.record(job.state, records.Noticed(element=agent.element, agent=agent.agent, reason=reason))
+        told.record(job.state, records.EndNotice(element=agent.element, agent=agent.agent, reason=reason))
         self._carry_out(told)
 
     def _refusal_of(self, state: JobState | None, message: wire.Status, key: str) -> wire.Message | None:
@@ -354,9 +176,9 @@ class Intake:
             return None
         if state.ended:
             return ending(state.ended)
-        if not registration.released(state):
+        if not released(state):
             return None
-        return wire.Refused(reason=state.set_aside, final=True, alone=state.sweep)
+        return wire.Refusal(reason=state.set_aside, final=True, alone=state.sweep)
 
     def _revive_agent(self, job: JobView, agent: AgentView) -> None:
         """An agent whose lease had run out speaks again."""
@@ -368,28 +190,26 @@ class Intake:
 
     def _note_changes(self, job: JobView, agent: AgentView, changed: Sequence[int]) -> None:
         """Puts what a status has changed on the lists of what is looked at next."""
-        live = job.live
         if adoption.unknown(job.state, agent):
-            live.ahead.add(agent.element)
+            job.ahead.add(agent.element)
         if agent.status.agreed is not None:
-            live.touched.add(agent.element)
+            job.touched.add(agent.element)
         if changed:
-            live.changed.update(changed)
+            job.changed.update(changed)
             job.notice_agent(agent)
             if agent.fresh and not job.state.over:
-                live.shape(agent, changed)
-                self._carry_out(registration.ready_ranks(job.state, agent, list(changed)))
+                job.note_shape(agent, changed)
+                self._carry_out(ready_ranks(job.state, agent, changed))
         elif job.state.phase is Phase.BREAKING:
             for slot in agent.slots:  # rest is also shown by having nothing new to say
-                if slot in live.awaited:
+                if slot in job.awaited:
                     job.notice(slot, self._view.now)
 
-    def _unknown(self, job: JobState | None, message: wire.Status) -> wire.Refused:
+    def _unknown(self, job: JobState | None, message: wire.Status) -> wire.Refusal:
         replaced = job is not None and message.agent in job.superseded
         if replaced:
-            reason = f"another agent has taken element {message.element} of job {message.job}"
-            return wire.Refused(reason=reason, final=True, replaced=True)
-        return wire.Refused(reason="register first")
+            return replaced_by_another(message.job, message.element)
+        return wire.Refusal(reason="register first")
 
     # ------------------------------------------------------------ ranks
     def _on_steps(self, route: Route, message: wire.Steps, key: str) -> None:
@@ -400,7 +220,7 @@ class Intake:
 
     def _take_steps(self, state: JobState, agent: AgentView, reports: Iterable[structs.StepReport]) -> None:
         job, runtime, now = self._view.job(state), self._runtime(state), self._view.now
-        held = structs.hold_seconds(self._view.config.heartbeat_period, self._progress_seconds(state))
+        held = structs.hold_seconds(self._view.config.heartbeat_period, progress_seconds(self._view, state))
         for report in reports:
             whole, agent.steps = report.number == agent.steps + 1, report.number
             report.ranks = [rank for rank in report.ranks if rank.slot in agent.slots]
@@ -408,7 +228,7 @@ class Intake:
                 runtime.unheard_until = max(runtime.unheard_until, report.iteration)
                 continue
             if state.plan is not None and report.generation == state.plan.generation:
-                job.live.stepped.note_iteration(report.iteration, now, held)
+                job.stepped.note_iteration(report.iteration, now, held)
             if report.ranks:
                 self._carry_out(runtime.on_steps(job, report, now, whole))
 
@@ -459,7 +279,7 @@ class Intake:
         if now - agent.repeated.get("hint", -HINT_SECONDS) >= HINT_SECONDS and self._hints.allows("", now):
             agent.repeated["hint"] = now
             out.hurry = True
-            out.merge([self.suspect(agent)])
+            out.suspects.append(agent)
         return out
 
     def _agent_of(self, hint: datagrams.Hint) -> AgentView | None:
@@ -470,11 +290,3 @@ class Intake:
         numbers = range(job.settings.max_nodes) if job.settings.allocation else job.nodes_of_block(hint.element)
         agents = [agent for number in numbers if (agent := live.agent(hint.job, number)) is not None]
         return next((agent for agent in agents if len(numbers) == 1 or agent.node == hint.node), None)
-
-    def suspect(self, agent: AgentView) -> Outcome:
-        """Has an agent asked that somebody says has ended (`failure_detector.leases`)."""
-        out = Outcome()
-        if agent.alive and agent.suspect_since is None:
-            self._view.live.suspect(agent, self._view.now)
-            out.send(agent, wire.Ping())
-        return out

@@ -1,4 +1,4 @@
-"""What breaks in one job, or grows beyond all bounds, sets that job aside, and nothing else."""
+"""Containment: a job that breaks, or grows beyond all bounds, is set aside, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 
-from unicron_ctl.controller.model.quotas import OF_A_JOB, OF_AN_OWNER, Written
+from unicron_ctl.controller.model.quotas import OF_A_JOB, OF_AN_OWNER, LogQuota
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event, Record
@@ -24,7 +24,7 @@ class JobContainment:
     append: the core's. written: what jobs and their owners have written into the log of late.
     """
 
-    def __init__(self, view: View, append: Callable[[str, int, Record], Event], written: Written) -> None:
+    def __init__(self, view: View, append: Callable[[str, int, Record], Event], written: LogQuota) -> None:
         self._view, self._append, self._written = view, append, written
         self._complained: dict[str, float] = {}
         self._steps: Counter[str] = Counter()  # by job, since its last other record
@@ -66,9 +66,9 @@ class JobContainment:
             "its ranks train on. Please report it with this record"
         )
         self._append(name, known.generation, records.JobSetAside(input=what[:2000], where=where, reason=reason))
-        self._view.job(known).live.changed.clear()
+        self._view.job(known).changed.clear()
 
-    def bound(self, name: str) -> None:
+    def enforce_quota(self, name: str) -> None:
         """Sets a job aside whose agents cause records without end: they would fill the disk of all."""
         known = self._view.state.jobs.get(name)
         if known is None or known.over or self._written.allows(name, known.owner, self._view.now):
@@ -81,7 +81,7 @@ class JobContainment:
             "train on"
         )
         self._append(name, known.generation, records.JobSetAside(input="more than the log can hold", reason=reason))
-        self._view.job(known).live.changed.clear()
+        self._view.job(known).changed.clear()
 
     def _complain(self, what: str, error: Exception, where: str) -> None:
         """Logs that something broke that belongs to no job, and the same only after a while again."""

@@ -15,7 +15,7 @@ import msgspec
 
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.fold import replay
-from unicron_ctl.shared.log.store import STATES, Progress, Store, StoreError, nothing, told
+from unicron_ctl.shared.log.store import STATES, Progress, Store, StoreError, nothing, with_progress
 from unicron_detector.failures.fault_history import Policy
 
 log = logging.getLogger("unicron.controller")
@@ -39,7 +39,7 @@ def _from_plain(kind: Any, value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _decoder = msgspec.msgpack.Decoder(ClusterState, dec_hook=_from_plain)
-DAMAGED = (ValueError, TypeError, NotImplementedError, msgspec.MsgspecError)  # what `thaw` raises for other bytes
+DAMAGE_ERRORS = (ValueError, TypeError, NotImplementedError, msgspec.MsgspecError)  # what `thaw` raises for other bytes
 
 
 def freeze(state: ClusterState) -> bytes:
@@ -48,7 +48,7 @@ def freeze(state: ClusterState) -> bytes:
 
 
 def thaw(data: bytes, event: int) -> ClusterState:
-    """The state after that event. Raises one of DAMAGED for bytes that are none."""
+    """The state after that event. Raises one of DAMAGE_ERRORS for bytes that are none."""
     state = _decoder.decode(data)
     if state.last_event != event:
         raise ValueError(f"it is of event {state.last_event}, not {event}")
@@ -67,8 +67,8 @@ def read_state(store: Store, progress: Progress = nothing) -> ClusterState:
     for event, data in states:
         try:
             state = thaw(data, event)
-            return replay(told(store.replay(after=event), progress), state)
-        except DAMAGED as error:
+            return replay(with_progress(store.replay(after=event), progress), state)
+        except DAMAGE_ERRORS as error:
             why = str(error)
             log.warning("the state at event %d cannot be used; what is older is read: %s", event, why)
     if len(states) == STATES:  # the log may have lost its beginning
@@ -76,4 +76,4 @@ def read_state(store: Store, progress: Progress = nothing) -> ClusterState:
             f"{store.path}: the state that it begins with cannot be read ({why}): go back to the release that wrote "
             "it, or move it away and start again, its jobs are adopted"
         )
-    return replay(told(store.replay(), progress))
+    return replay(with_progress(store.replay(), progress))

@@ -10,12 +10,11 @@ import heapq
 from collections.abc import Callable
 
 from unicron_ctl.controller.job import adoption, job_events, recoveries, spares, transitions
-from unicron_ctl.controller.job.modes import Happening
-from unicron_ctl.controller.job.orders import Letter, Order, due_orders, next_start
+from unicron_ctl.controller.job.modes import Trigger
+from unicron_ctl.controller.job.orders import Order, StandingOrders, due_orders, next_start
 from unicron_ctl.controller.job.runtime import JobRuntime
 from unicron_ctl.controller.judge.rank_failures import revive
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.finding import Finding
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.state_machine import ACTIONS
@@ -35,17 +34,16 @@ class BrokenInvariant(Exception):
 
 
 class Turns:
-    """Takes each job's turns. runtime: what is known for now of a job. carry_out, judge, send: the core's door."""
+    """Takes each job's turns. runtime: what is known for now of a job. carry_out, send: the core's door."""
 
     def __init__(
         self,
         view: View,
         runtime: Callable[[JobState], JobRuntime],
         carry_out: Callable[[Outcome], bool],
-        judge: Callable[[Finding], None],
         send: Callable[[Send], None],
     ) -> None:
-        self._view, self._runtime, self._carry_out, self._judge, self._send = view, runtime, carry_out, judge, send
+        self._view, self._runtime, self._carry_out, self._send = view, runtime, carry_out, send
         self.later: set[str] = set()
         """Jobs whose turn goes on once what was decided has gone out."""
         self.begun: set[str] = set()
@@ -54,7 +52,7 @@ class Turns:
     def advance(self, job: JobState) -> None:
         """Takes the job as far as it can go now."""
         view = self._view.job(job)
-        if not job.over and view.live.ahead and adoption.ahead(view):
+        if not job.over and view.ahead and adoption.ahead(view):
             self._carry_out(adoption.adopt_generation(self._view, view))
             if adoption.ahead(view):
                 return  # nothing is decided of what is not known
@@ -63,8 +61,8 @@ class Turns:
             for _ in range(EVENTS_PER_TURN):
                 if job.over:
                     break
-                before, happening = job.phase, job_events.next_event(self._view, view)
-                if happening is None or not self._transit(job, view, happening):
+                before, trigger = job.phase, job_events.next_event(self._view, view)
+                if trigger is None or not self._transit(job, view, trigger):
                     break
                 if job.phase is not before and job.phase in (Phase.BREAKING, Phase.ENTERING):
                     self._send_first(job, view)
@@ -75,7 +73,7 @@ class Turns:
             self._revive_outsiders(job, view)
             self._carry_out(recoveries.report_healed(self._view, view))
             self._carry_out(spares.report_spares(self._view, view, self._runtime(job).spares))
-        if not job.set_aside and (view.live.touched or job.job in self.begun):
+        if not job.set_aside and (view.touched or job.job in self.begun):
             self._send_orders(job)
 
     # ------------------------------------------------------------ sense
@@ -86,12 +84,10 @@ class Turns:
             if job.over:
                 return
             if sensor.when is when:
-                self._apply(sensor.sense(self._view, view, memory))
-
-    def _apply(self, outcome: Outcome) -> None:
-        for agent, key, message in outcome.orders:
-            self._order(agent, key, message)
-        self._carry_out(outcome)
+                outcome = sensor.sense(self._view, view, memory)
+                for agent, key, message in outcome.orders:
+                    self._order(agent, key, message)
+                self._carry_out(outcome)
 
     def _sense(self, job: JobState, view: JobView) -> None:
         if job.over:
@@ -102,50 +98,47 @@ class Turns:
                 break
         if job.over:
             return
-        progress = view.live.progress
+        progress = view.progress
         blocked = progress.blocked
         self.run_sensors(job, When.TURN)
         if progress.blocked is not blocked:
-            view.live.touched.update(job.elements(job.hit(progress.blocked)))
+            view.touched.update(job.elements(job.hit(progress.blocked)))
 
     def _sense_changes(self, job: JobState, view: JobView) -> bool:
         """Takes in the slots that changed. True when some needed a closer look."""
-        live, runtime = view.live, self._runtime(job)
-        if not live.changed:
+        runtime = self._runtime(job)
+        if not view.changed:
             return False
         if job.phase is Phase.OFFERING:
-            live.touched.update({job.element(slot) for slot in live.changed})
+            view.touched.update({job.element(slot) for slot in view.changed})
         memory = runtime.sensors
         memory.odd = members.take_in_changes(view, memory.iterations.standing)
-        live.changed.clear()
-        if not memory.odd:
-            return False
-        found = [s.sense(self._view, view, memory) for s in SENSORS if s.when is When.CHANGE]
+        view.changed.clear()
         for slot in memory.odd:
             view.notice(slot, self._view.now)
             memory.iterations.standing.on_change(view, slot)
             runtime.on_change(view, slot)
-            live.touched.add(job.element(slot))
-        for outcome in found:
-            self._apply(outcome)
-        return True
+            view.touched.add(job.element(slot))
+        if memory.odd:
+            self.run_sensors(job, When.CHANGE)
+        return bool(memory.odd)
 
     # ------------------------------------------------------------ decide and act
     def _send_first(self, job: JobState, view: JobView) -> None:
         """A Break, or a plan, is on its way before anything else is worked out."""
         self.later.add(job.job)
         if job.phase is Phase.BREAKING:
-            letter = self._letter(view)
+            orders = self._standing_orders(view)
             for agent in view.alive():
-                self._recheck(view, agent.element, self._order(agent, letter.break_key, letter.broken))
+                self._recheck(view, agent.element, self._order(agent, orders.break_key, orders.broken))
         else:
-            view.live.touched.update(view.agents)
+            view.touched.update(view.agents)
             self._send_orders(job)
 
-    def _transit(self, job: JobState, view: JobView, happening: Happening) -> bool:
+    def _transit(self, job: JobState, view: JobView, trigger: Trigger) -> bool:
         """One step of the job's state machine. False when the event changes nothing in this phase."""
-        action = ACTIONS[job.phase].get(happening.event)
-        return action is not None and self._carry_out(transitions.PERFORM[action](self._view, view, happening))
+        action = ACTIONS[job.phase].get(trigger.event)
+        return action is not None and self._carry_out(transitions.PERFORM[action](self._view, view, trigger))
 
     def _revive_outsiders(self, job: JobState, view: JobView) -> None:
         """Starts processes again that a plan went on without."""
@@ -172,12 +165,12 @@ class Turns:
     def repeat_orders(self, job: JobState) -> None:
         """Tells those again who have not obeyed. Called at every tick."""
         view = self._view.job(job)
-        self._look_again(view)
+        self._requeue_due_orders(view)
         runtime = self._runtime(job)
         for agent, order in list(cut_orders(self._view, view, runtime.cuts, runtime.spares.ready)):
             self._order(agent, f"cut {order.iteration}", order)
         self._carry_out(report_gaps(view, runtime.cuts))
-        if view.live.touched:
+        if view.touched:
             self._send_orders(job)
 
     def _send_orders(self, job: JobState) -> None:
@@ -186,53 +179,53 @@ class Turns:
         view = self._view.job(job)
         if job.over:
             self._begin_phase(job, view)
-        letter, now = self._letter(view), self._view.now
+        orders, now = self._standing_orders(view), self._view.now
         rest: list[tuple[AgentView, str, Order]] = []
-        for element in sorted(view.live.touched):
+        for element in sorted(view.touched):
             agent = view.agents.get(element)
             if agent is None:
                 continue
             told = False
-            for key, message in due_orders(view, agent, letter, now):
+            for key, message in due_orders(view, agent, orders, now):
                 told = True
                 if isinstance(message, wire.Break):  # everybody hears of a Break before anything else happens
                     self._recheck(view, element, self._order(agent, key, message))
                 else:
                     rest.append((agent, key, message))
-            starts = next_start(view, agent, now) if element in view.live.restarts else None
+            starts = next_start(view, agent, now) if element in view.restarts else None
             if starts is not None:
                 self._recheck(view, element, starts)
             elif not told:
-                view.live.restarts.discard(element)
-        view.live.touched.clear()
+                view.restarts.discard(element)
+        view.touched.clear()
         for agent, key, message in rest:
             self._recheck(view, agent.element, self._order(agent, key, message))
 
-    def _letter(self, view: JobView) -> Letter:
+    def _standing_orders(self, view: JobView) -> StandingOrders:
         """Kept as long as it says what is to be said."""
-        job, arrivals = view.state, view.live.last_arrival
+        job, arrivals = view.state, view.last_arrival
         if job.over:
-            return Letter(job)
+            return StandingOrders(job)
         runtime = self._runtime(job)
-        blocked = view.live.progress.blocked
-        if runtime.letter is None or not runtime.letter.holds(job, arrivals, blocked):
-            runtime.letter = Letter(job, arrivals, blocked=blocked)
-        return runtime.letter
+        blocked = view.progress.blocked
+        if runtime.standing_orders is None or not runtime.standing_orders.holds(job, arrivals, blocked):
+            runtime.standing_orders = StandingOrders(job, arrivals, blocked=blocked)
+        return runtime.standing_orders
 
     @staticmethod
     def _recheck(view: JobView, element: int, at: float) -> None:
-        if at < view.live.due.get(element, float("inf")):
-            view.live.due[element] = at
-            heapq.heappush(view.live.told, (at, element))
+        if at < view.due.get(element, float("inf")):
+            view.due[element] = at
+            heapq.heappush(view.told, (at, element))
 
-    def _look_again(self, view: JobView) -> None:
+    def _requeue_due_orders(self, view: JobView) -> None:
         """Agents that were told something a while ago: have they obeyed?"""
-        told = view.live.told
+        told = view.told
         while told and told[0][0] <= self._view.now:
             at, element = heapq.heappop(told)
-            if view.live.due.get(element) == at:
-                del view.live.due[element]
-                view.live.touched.add(element)
+            if view.due.get(element) == at:
+                del view.due[element]
+                view.touched.add(element)
 
     def _order(self, agent: AgentView, key: str, order: Order) -> float:
         """Sends it, unless that was done a moment ago. Returns when it may be repeated."""

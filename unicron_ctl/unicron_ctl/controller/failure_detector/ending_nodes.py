@@ -1,17 +1,9 @@
-"""Nodes that end after an agent on them did.
+"""Nodes that end after an agent on them did (docs/design/silence.md, *A node that fails just after its agent*).
 
-A node that is shut down ends its processes before its network: for a moment its kernel refuses connections at the
-agent's door and at slurmd's port. That says that the agent died, and nothing about the node. So a node stays under
-question where nobody reached its slurmd in that moment, or where Slurm still runs an element whose agent died or left.
-The node is lost when nobody has reached its slurmd for UNREACHED_SECONDS: not the controller's own sockets, and no
-witness or, where nobody can be asked, not Slurm.
-
-- In doubt for the node, the question ends quietly (`_is_over`). An agent that claims to reach the node may lie, so it
-  only begins the count anew.
-- A door that refuses while slurmd is silent says nothing: the kernel lives, and something drops what comes for slurmd.
-- A refusal at slurmd's port counts only where this controller has reached slurmd before (`greet_slurmds`), and reaches
-  another node's now (the control): slurmd may listen elsewhere, and a firewall may refuse.
-- While the controller hears nobody or suspects itself, nothing counts.
+A node that is shut down ends its processes before its network: for a moment its kernel refuses connections. That says
+that the agent died, and nothing about the node. So a node stays under question where nobody reached its slurmd then, or
+where Slurm still runs an element whose agent died or left. It is lost when nobody has reached its slurmd for
+UNREACHED_SECONDS: not the controller's own sockets, and no witness or, where nobody can be asked, not Slurm.
 """
 
 from __future__ import annotations
@@ -46,7 +38,7 @@ GREET_AGAIN_SECONDS = 300.0  # between two tries of a slurmd that has not answer
 
 # ---------------------------------------------------------------- which slurmds are known to answer
 def greet_slurmds(view: View) -> Outcome:
-    """Tries the slurmds of nodes with agents, a few at a time, while all is well: only a port that has answered can
+    """Try the slurmds of nodes with agents, a few at a time, while all is well: only a port that has answered can
     refuse."""
     out, live = Outcome(), view.live
     if view.alone or view.slurm.seen is None:
@@ -65,7 +57,7 @@ def greet_slurmds(view: View) -> Outcome:
 
 
 def on_knock(view: View, knock: Knock, answer: Reach | None) -> None:
-    """A slurmd was tried; None where the try itself failed."""
+    """Take in the answer of a slurmd; None where the try itself failed."""
     view.live.greeted.discard(knock.node)
     if answer is Reach.REACHED:
         view.live.slurmds[knock.node] = knock.address
@@ -77,7 +69,7 @@ def slurmd_known(view: View, node: str, address: str) -> bool:
 
 
 def _record_slurmd(view: View, node: str, out: Outcome) -> None:
-    """Tells the next controller, too, where slurmd has answered."""
+    """Record for the next controller, too, where slurmd has answered."""
     address = view.live.slurmds.get(node)
     if address and view.state.node(node).slurmd != address:
         reason = f"the slurmd of {node} has answered at {address}"
@@ -86,7 +78,7 @@ def _record_slurmd(view: View, node: str, out: Outcome) -> None:
 
 # ---------------------------------------------------------------- which nodes are under question
 def open_ending_node(view: View, suspicion: Suspicion) -> None:
-    """The suspected agent died, and nobody reached its node's slurmd."""
+    """Put the node of the suspected agent, which died while nobody reached its slurmd, under question."""
     _open_silent(view, suspicion.job, suspicion.element, suspicion.since, suspicion.reached)
     own, ending = suspicion.answers.get(OWN), view.suspicions.ending_nodes.get(suspicion.node)
     if ending is not None and own is not None and own.slurmd is Reach.REFUSED:
@@ -94,8 +86,8 @@ def open_ending_node(view: View, suspicion: Suspicion) -> None:
 
 
 def _recall_ending_nodes(view: View) -> None:
-    """Opens the nodes on which agents died before this controller's start: whose slurmd was reached is not in the
-    log."""
+    """Open the nodes on which agents died before this controller's start: the log does not tell whose slurmd was
+    reached."""
     for job in view.state.jobs.values():
         for element, record in job.agents.items() if not job.over else ():
             if record.gone == AGENT_DIED:
@@ -103,7 +95,7 @@ def _recall_ending_nodes(view: View) -> None:
 
 
 def _open_leftovers(view: View) -> None:
-    """Opens nodes on which Slurm still runs elements whose agents have ended: most elements are about to end, but the
+    """Open nodes on which Slurm still runs elements whose agents have ended: most elements are about to end, but the
     node may be, too."""
     suspicions = view.suspicions
     suspicions.leftovers_check_at = view.now + LEFTOVER_SECONDS
@@ -116,7 +108,7 @@ def _open_leftovers(view: View) -> None:
 
 
 def _open_silent(view: View, job: str, element: int, since: float, reached: bool | None) -> None:
-    """Opens the node, which counts as silent for self-suspicion until somebody reaches it."""
+    """Open the node, which counts as silent for self-suspicion until somebody reaches it."""
     ending = _open(view, job, element, since, reached)
     if ending is not None:
         view.suspicions.given_up[job, element] = ending
@@ -135,9 +127,9 @@ def _open(view: View, job: str, element: int, since: float, reached: bool | None
     return ending
 
 
-def check_ending_nodes(view: View, tick: Tick, out: Outcome) -> None:
-    """Probes the nodes under question, and reports those that are lost. Called at every tick by :mod:`leases`."""
-    suspicions = view.suspicions
+def check_ending_nodes(tick: Tick, out: Outcome) -> None:
+    """Probe the nodes under question, and report those that are lost. Called at every tick by :mod:`leases`."""
+    view, suspicions = tick.view, tick.view.suspicions
     settled = view.now - view.started_at > view.config.restart_grace and view.slurm.seen is not None
     if settled and not suspicions.asked_again:
         suspicions.asked_again = True
@@ -145,11 +137,11 @@ def check_ending_nodes(view: View, tick: Tick, out: Outcome) -> None:
     if settled and view.now >= suspicions.leftovers_check_at:
         _open_leftovers(view)
     for ending in list(islice(suspicions.ending_nodes.values(), AT_ONCE)):
-        _check_ending_node(view, tick, ending, out)
+        _check_ending_node(tick, ending, out)
 
 
-def _check_ending_node(view: View, tick: Tick, ending: EndingNode, out: Outcome) -> None:
-    suspicions, node = view.suspicions, ending.node
+def _check_ending_node(tick: Tick, ending: EndingNode, out: Outcome) -> None:
+    view, suspicions, node = tick.view, tick.view.suspicions, ending.node
     if ending.until is None or view.alone or suspicions.doubt:
         ending.until = view.now + view.config.state_wait_seconds
     leftovers = list(_leftovers(view, node))
@@ -167,18 +159,18 @@ def _check_ending_node(view: View, tick: Tick, ending: EndingNode, out: Outcome)
         return
     if suspicions.doubt:  # the node is probed all the same: whoever is reached is not silent
         ending.unreached, ending.counted = 0, True
-    elif _count_round(view, tick, ending) and _is_lost(view, ending):
-        out.findings += [_finding(view, tick, ending, key) for key in leftovers]
+    elif _count_round(tick, ending) and _is_lost(view, ending):
+        out.findings += [_finding(tick, ending, key) for key in leftovers]
     if not ending.number or (view.now - ending.begun > ROUND_SECONDS and not ending.probing):
         suspicions.begin_round(ending, view.now)
         door = view.state.jobs[ending.job].agents[ending.element].door
         ending.counted, ending.targets = False, probes.targets(view, node, door)
-    probes.send_probes(view, tick, ending, out)
+    probes.send_probes(tick, ending, out)
 
 
 # ---------------------------------------------------------------- how a question ends quietly
 def _leftovers(view: View, node: str) -> Iterator[Key]:
-    """Elements that Slurm still runs on the node although their agents died or left there."""
+    """Yield elements that Slurm still runs on the node although their agents died or left there."""
     for e in view.slurm.seen.by_node.get(node, ()) if view.slurm.seen is not None else ():
         job = view.state.jobs.get(e.job)
         record = job.agents.get(e.element) if job is not None and not job.over else None
@@ -207,29 +199,29 @@ def _out_of_service(view: View, node: str) -> bool:
 
 
 # ---------------------------------------------------------------- what the rounds say
-def _count_round(view: View, tick: Tick, ending: EndingNode) -> bool:
-    """Counts the present round; true when it has just shown that nobody answers."""
+def _count_round(tick: Tick, ending: EndingNode) -> bool:
+    """Count the present round; true when it has just shown that nobody answers."""
     if any(ending.there(answer) for answer in ending.answers.values()):
         ending.unreached, ending.counted = 0, True
-    if ending.counted or not _nobody_answers(view, tick, ending):
+    if ending.counted or not _nobody_answers(tick, ending):
         return False
     ending.unreached_since = ending.unreached_since if ending.unreached else ending.begun
     ending.unreached, ending.counted = ending.unreached + 1, True
     return True
 
 
-def _nobody_answers(view: View, tick: Tick, ending: EndingNode) -> bool:
+def _nobody_answers(tick: Tick, ending: EndingNode) -> bool:
     """In this round the controller's own sockets got no answer, and neither did enough witnesses, or Slurm."""
-    own, known = ending.answers.get(OWN), slurmd_known(view, ending.node, ending.targets[1])
+    own, known = ending.answers.get(OWN), slurmd_known(tick.view, ending.node, ending.targets[1])
     known = known and ending.control is Reach.REACHED
     ending.refused = ending.refused or (own is not None and own.slurmd is Reach.REFUSED)
     if own is None or not _unanswered(own, known):
         return False
     agreed = sum(_unanswered(answer, known) for answer in ending.witnessed())
-    if agreed >= probes.needed_witnesses(view, tick, ending):
+    if agreed >= probes.needed_witnesses(tick, ending):
         return True
-    waits = len(ending.asked) > 1 and view.now - ending.begun < ANSWER_SECONDS
-    return not waits and bool(_slurm_calls_dead(view, tick, ending))
+    waits = len(ending.asked) > 1 and tick.view.now - ending.begun < ANSWER_SECONDS
+    return not waits and bool(_slurm_calls_dead(tick, ending))
 
 
 def _unanswered(answer: Answer, known: bool) -> bool:
@@ -242,11 +234,11 @@ def _unanswered(answer: Answer, known: bool) -> bool:
     return answer.slurmd is Reach.SILENT and answer.door is not Reach.REFUSED
 
 
-def _slurm_calls_dead(view: View, tick: Tick, ending: EndingNode) -> str:
-    """The states by which Slurm, asked since then, calls the node dead."""
-    seen = view.slurm.seen
+def _slurm_calls_dead(tick: Tick, ending: EndingNode) -> str:
+    """Return the states by which Slurm, asked since then, calls the node dead."""
+    seen = tick.view.slurm.seen
     fresh = seen is not None and seen.asked_at > ending.opened
-    return probes.slurm_calls_dead(view, tick, ending.node) if fresh else ""
+    return probes.slurm_calls_dead(tick, ending.node) if fresh else ""
 
 
 def _is_lost(view: View, ending: EndingNode) -> bool:
@@ -257,10 +249,11 @@ def _is_lost(view: View, ending: EndingNode) -> bool:
     return not silent and not any(agent.alive for agent in view.live.on_node(ending.node))
 
 
-def _finding(view: View, tick: Tick, ending: EndingNode, key: Key) -> Finding:
+def _finding(tick: Tick, ending: EndingNode, key: Key) -> Finding:
+    view = tick.view
     seconds, by = view.now - ending.unreached_since, "own sockets and witnesses"
-    if len(ending.witnessed()) < probes.needed_witnesses(view, tick, ending):
-        by = f"own sockets and Slurm ({_slurm_calls_dead(view, tick, ending)})"
+    if len(ending.witnessed()) < probes.needed_witnesses(tick, ending):
+        by = f"own sockets and Slurm ({_slurm_calls_dead(tick, ending)})"
     said = (
         f"after its agent ended nobody reached the slurmd of {ending.node} in {ending.unreached} rounds of questions "
         f"within {seconds:.1f} s ({'; '.join(map(str, ending.answers.values()))})"

@@ -30,7 +30,7 @@ MOST_NAMED = 8  # elements about which all others are asked
 
 
 def start_survey(view: View, job: JobView, survey: Survey, slots: Iterable[int] = ()) -> Outcome:
-    """Asks all agents of the job whether they reach the others, unless that is being asked, or was tried for another
+    """Ask all agents of the job whether they reach the others, unless that is being asked, or was tried for another
     finding of this moment. slots: those that others wait for; in a large job all are asked about them first."""
     out = Outcome()
     if survey.last_attempt != view.now and (not survey.open or survey.left_out_answers is not None):
@@ -41,18 +41,18 @@ def start_survey(view: View, job: JobView, survey: Survey, slots: Iterable[int] 
 
 
 def check_partitions(view: View, job: JobView, survey: Survey) -> Outcome:
-    """Evaluates the answers, asks again where a cut has to be confirmed, and starts surveys that are due."""
+    """Evaluate the answers, ask again where a cut has to be confirmed, and start surveys that are due."""
     out, state = Outcome(), job.state
     if survey.open:
         if not survey.asked or view.now - survey.begun > SURVEY_SECONDS:
             survey.number = 0
             _conclude(view, job, survey, out)
-    elif state.phase is Phase.ENTERING and job.live.awaited and job.waited(view.now) > ENTER_SECONDS:
+    elif state.phase is Phase.ENTERING and job.awaited and job.seconds_in_phase(view.now) > ENTER_SECONDS:
         if survey.generation != state.generation:
             survey.generation, survey.rounds_left = state.generation, _rounds(job)
         if survey.rounds_left and view.now - survey.begun > SURVEY_SECONDS:
             survey.rounds_left -= 1
-            out.merge([start_survey(view, job, survey, job.live.awaited)])
+            out.merge([start_survey(view, job, survey, job.awaited)])
     elif state.parted and view.now >= survey.retry_at:
         survey.retry_at, survey.last_unreachable, survey.left_out_answers = view.now + PARTED_SECONDS, None, set()
         _ask_about_parted(view, job, survey, out)
@@ -60,7 +60,7 @@ def check_partitions(view: View, job: JobView, survey: Survey) -> Outcome:
 
 
 def _ask_about_parted(view: View, job: JobView, survey: Survey, out: Outcome) -> None:
-    """Asks whether the elements that were left out are reached again."""
+    """Ask whether the elements that were left out are reached again."""
     parted = job.state.parted
     inside = job.state.elements(job.state.members) or sorted(job.agents)
     there = [e for e in inside if e not in parted and _alive(job, e)]
@@ -96,8 +96,8 @@ def _conclude(view: View, job: JobView, survey: Survey, out: Outcome) -> None:
 
 
 def _round(job: JobView, survey: Survey, named: list[int]) -> dict[int, list[int]]:
-    """Who is asked about whom: all agents about all others. In a large job, about those that are named, if these are
-    few, and in each round about others further away, until all pairs have been asked about."""
+    """Return the questions of a round: all agents are asked about all others. In a large job, about those that are
+    named, if these are few, and in each round about others further away, until all pairs have been asked about."""
     elements = job.state.elements({**job.state.members, **job.state.joining})
     count = len(elements)
     if count <= MOST_ASKED + 1:
@@ -114,15 +114,15 @@ def _round(job: JobView, survey: Survey, named: list[int]) -> dict[int, list[int
 
 
 def _ways(count: int) -> list[int]:
-    """Distances at which others are asked about, each pair once: first the next ones and powers of two, which rings and
-    trees connect."""
+    """Return the distances at which others are asked about, each pair once: first the next ones and powers of two, as
+    rings and trees have them."""
     ways = range(1, count // 2 + 1)
     first = [*range(1, NEXT_TO_IT + 1), *(1 << bit for bit in range(count.bit_length()))]
     return list(dict.fromkeys([*(step for step in first if step in ways), *ways]))
 
 
 def _rounds(job: JobView) -> int:
-    """How many rounds ask about all pairs; in a job that is not large, one."""
+    """Return the number of rounds that ask about all pairs; in a job that is not large, one."""
     count = len(job.state.elements({**job.state.members, **job.state.joining}))
     return -(-(count // 2) // (MOST_ASKED - MOST_NAMED))
 
@@ -142,8 +142,8 @@ def _ask_agents(view: View, job: JobView, survey: Survey, wanted: Mapping[int, l
         out.send(job.agents[element], wire.Reach(number=survey.number, targets=targets))
 
 
-def on_reached(survey: Survey, agent: AgentView, message: wire.Reached) -> None:
-    """One agent's answer. Only silence is a cut: who refuses is reached, and what is unknown says nothing."""
+def on_reached(survey: Survey, agent: AgentView, message: wire.ReachAnswer) -> None:
+    """Take in one agent's answer. Only silence is a cut: who refuses is reached, and what is unknown says nothing."""
     others = survey.asked.get(agent.element) if message.number == survey.number and survey.open else None
     if others is None or len(message.words) != len(others):
         return
@@ -155,7 +155,7 @@ def on_reached(survey: Survey, agent: AgentView, message: wire.Reached) -> None:
 
 
 def _leave_out(view: View, job: JobView, cut: set[tuple[int, int]], out: Outcome) -> None:
-    """Reports the elements without which all others reach each other. An element that is silent to this controller,
+    """Report the elements without which all others reach each other. An element that is silent to this controller,
     too, is judged by its lease: it may be gone."""
     state = job.state
     inside = set(state.inside)
@@ -172,7 +172,7 @@ def _leave_out(view: View, job: JobView, cut: set[tuple[int, int]], out: Outcome
 
 
 def fewest_to_leave_out(pairs: set[tuple[int, int]]) -> set[int]:
-    """The fewest elements, near enough, without which no pair is left: those in most pairs first, then the highest.
+    """Return the fewest elements, near enough, without which no pair is left: first those in most pairs, then the last.
 
     Where a cut separates two halves, they are the smaller half.
     """
@@ -201,4 +201,4 @@ def _alive(job: JobView, element: int) -> bool:
 def _rejoin(job: JobView, elements: Iterable[int], why: str, out: Outcome) -> None:
     for element in sorted(elements):
         reason = f"{job.state.agents[element].node} is a candidate again: {why}"
-        out.record(job.state, records.Rejoined(element=element, reason=reason))
+        out.record(job.state, records.ElementReconnected(element=element, reason=reason))

@@ -1,4 +1,4 @@
-"""Indirect probes: who is asked about a silent agent, or a node that may have ended, and what they answer.
+"""Indirect probes: agents are asked about a silent agent, or a node that may have ended, and answer.
 
 Each round asks the controller's own sockets and two living agents, and more in place of those that cannot say
 anything. Agents of other jobs (strangers) are asked where the job itself has too few, and are believed less.
@@ -34,14 +34,14 @@ MOST_ASKED = 8  # in one round, this controller among them: contradicting strang
 
 @dataclass
 class Tick:
-    """What the verdicts of one tick share, each computed once: jobs have up to 16,384 agents."""
+    """Facts that the verdicts of one tick share, each computed once: jobs have up to 16,384 agents."""
 
     view: View
     _missing: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     _own: dict[str, list[int]] = field(default_factory=dict)
 
     def missing_majority(self, job: str) -> tuple[bool, bool]:
-        """Whether the job's missing agents have no majority, and whether a majority of them may train on."""
+        """Tell whether the job's missing agents have no majority, and whether a majority of them may train on."""
         if job not in self._missing:
             view, state = self.view, self.view.state.jobs[job]
             missing = quorum.missing_elements(view, state)
@@ -50,7 +50,7 @@ class Tick:
         return self._missing[job]
 
     def own_elements(self, job: str) -> list[int]:
-        """The job's elements whose agents can be asked."""
+        """Return the job's elements whose agents can be asked."""
         if job not in self._own:
             agents = self.view.job(self.view.state.jobs[job]).agents
             self._own[job] = sorted(element for element, agent in agents.items() if _can_answer(self.view, agent))
@@ -74,34 +74,36 @@ class Tick:
 
 
 # ---------------------------------------------------------------- asking
-def send_probes(view: View, tick: Tick, suspicion: Suspicion, out: Outcome) -> None:
-    """Starts the controller's own probes of this round, and asks as many witnesses as are still needed."""
+def send_probes(tick: Tick, suspicion: Suspicion, out: Outcome) -> None:
+    """Start the controller's own probes of this round, and ask as many witnesses as are still needed."""
+    view = tick.view
     suspicion.asked.setdefault(OWN, view.now)
     # Probes of the last round may still run.
     if any(suspicion.targets) and not suspicion.probing and OWN not in suspicion.answers:
-        targets = (*suspicion.targets, _control(view, tick, suspicion))
+        targets = (*suspicion.targets, _control(tick, suspicion))
         suspicion.probing, suspicion.probe = sum(map(bool, suspicion.targets)), suspicion.number
         out.requests.append(Probe(suspicion.job, suspicion.element, suspicion.node, targets, suspicion.number))
     waiting = [key for key, at in suspicion.asked.items() if key not in suspicion.answers]
     useful = len(suspicion.witnessed()) - len(suspicion.strangers())
     useful += sum(1 for key in waiting if key != OWN and view.now - suspicion.asked[key] < ANSWER_SECONDS)
     most = min(WITNESSES - useful, MOST_ASKED - len(suspicion.asked))
-    for agent in islice(witnesses(view, tick, suspicion), max(0, most)):
+    for agent in islice(witnesses(tick, suspicion), max(0, most)):
         suspicion.asked[agent.job, agent.element] = view.now
         out.send(agent, wire.Reach(number=suspicion.number, targets=list(suspicion.targets)))
 
 
-def _control(view: View, tick: Tick, suspicion: Suspicion) -> str:
-    """Another node's slurmd, which has to answer where a refusal of an ending node's slurmd is to count."""
+def _control(tick: Tick, suspicion: Suspicion) -> str:
+    """Return another node's slurmd, which has to answer where a refusal of an ending node's slurmd is to count."""
     if not isinstance(suspicion, EndingNode) or not suspicion.refused:
         return ""
-    asked = view.suspicions.nodes()
-    return slurmd_address(view, next((name for name in tick.in_service if name not in asked), ""))
+    asked = tick.view.suspicions.nodes()
+    return slurmd_address(tick.view, next((name for name in tick.in_service if name not in asked), ""))
 
 
-def witnesses(view: View, tick: Tick, suspicion: Suspicion) -> Iterator[AgentView]:
-    """Living agents on other nodes that have not been asked: first the job's own, then those heard last."""
-    yield from own_witnesses(view, tick, suspicion)
+def witnesses(tick: Tick, suspicion: Suspicion) -> Iterator[AgentView]:
+    """Yield living agents on other nodes that have not been asked: first the job's own, then those heard last."""
+    yield from own_witnesses(tick, suspicion)
+    view = tick.view
     for other in reversed(view.live.leases.values()):
         if view.now - other.last_heard > late_after(view):
             return
@@ -109,8 +111,9 @@ def witnesses(view: View, tick: Tick, suspicion: Suspicion) -> Iterator[AgentVie
             yield other
 
 
-def own_witnesses(view: View, tick: Tick, suspicion: Suspicion) -> Iterator[AgentView]:
-    """Witnesses of the same job, first those after it in the array: a rack's loss is not asked of two agents alone."""
+def own_witnesses(tick: Tick, suspicion: Suspicion) -> Iterator[AgentView]:
+    """Yield witnesses of the same job, first those after it in the array: a rack is not asked about of two agents."""
+    view = tick.view
     agents, elements = view.job(view.state.jobs[suspicion.job]).agents, tick.own_elements(suspicion.job)
     place = bisect.bisect_right(elements, suspicion.element)
     around = chain(islice(elements, place, None), islice(elements, place))
@@ -126,21 +129,21 @@ def _may_witness(suspicion: Suspicion, agent: AgentView) -> bool:
     return agent.node != suspicion.node and (agent.job, agent.element) not in suspicion.asked
 
 
-def needed_witnesses(view: View, tick: Tick, suspicion: Suspicion) -> int:
-    """How many witnesses must agree: WITNESSES where there are so many."""
+def needed_witnesses(tick: Tick, suspicion: Suspicion) -> int:
+    """Return the number of witnesses that must agree: WITNESSES where there are so many."""
     found = sum(1 for key in suspicion.asked if key != OWN)
     if found < WITNESSES:
-        found += sum(1 for _ in islice(witnesses(view, tick, suspicion), WITNESSES))
+        found += sum(1 for _ in islice(witnesses(tick, suspicion), WITNESSES))
     return max(1, min(WITNESSES, found))
 
 
 def late_after(view: View) -> float:
-    """Seconds of silence after which an agent is suspected."""
+    """Return the seconds of silence after which an agent is suspected."""
     return min(view.config.lease, view.config.heartbeat_period * ASK_PERIODS)
 
 
 def targets(view: View, node: str, door: str) -> tuple[str, str]:
-    """The agent's door and the node's slurmd, host:port; the latter is empty where Slurm does not know the node.
+    """Return the agent's door and the node's slurmd, host:port; the latter is empty where Slurm does not know the node.
 
     The door's host is the one that Slurm has for the node. Where that is a name, it is the address by which the agent
     came (`Server`): no user chooses what others connect to, or names that take long to resolve.
@@ -152,15 +155,15 @@ def targets(view: View, node: str, door: str) -> tuple[str, str]:
 
 
 def slurmd_address(view: View, node: str) -> str:
-    """Where the node's slurmd listens by Slurm's configuration, host:port; empty where Slurm does not know the node."""
+    """Return the slurmd's address, host:port, in Slurm's configuration; empty where Slurm does not know the node."""
     info = view.slurm.node(node)
     return f"{info.address}:{info.port}" if info is not None else ""
 
 
 # ---------------------------------------------------------------- answers
-def on_reached(suspicions: Suspicions, agent: AgentView, label: str, message: wire.Reached) -> None:
-    """A witness's answer. One that was not asked, or to an earlier round, is ignored. label: Slurm's name of its
-    element."""
+def on_reached(suspicions: Suspicions, agent: AgentView, label: str, message: wire.ReachAnswer) -> None:
+    """Take in a witness's answer. One that was not asked, or to an earlier round, is ignored. label: Slurm's name of
+    its element."""
     key: Key = agent.job, agent.element
     suspicion = suspicions.rounds.get(message.number)
     if suspicion is not None and key in suspicion.asked and len(message.words) == len(suspicion.targets):
@@ -169,7 +172,7 @@ def on_reached(suspicions: Suspicions, agent: AgentView, label: str, message: wi
 
 
 def on_probe(suspicions: Suspicions, probe: Probe, place: int, found: Reach | None) -> None:
-    """What the controller's own sockets found at one of the probe's targets; None where the try itself failed."""
+    """Take in the answer of one of the probe's targets to the own sockets; None where the try itself failed."""
     key, found = (probe.job, probe.element), found or Reach.UNKNOWN
     may_be = (suspicions.open.get(key), suspicions.given_up.get(key), suspicions.ending_nodes.get(probe.node))
     of_this = (one for one in may_be if one is not None and one.probe == probe.number)
@@ -194,11 +197,12 @@ def slurmd_answers(suspicion: Suspicion) -> bool:
     return any(answer.slurmd is Reach.REACHED for answer in suspicion.answers.values())
 
 
-def slurm_calls_dead(view: View, tick: Tick, node: str) -> str:
-    """The states by which Slurm calls the node dead while it hears others, so that not this host's network is to blame.
+def slurm_calls_dead(tick: Tick, node: str) -> str:
+    """Return the states by which Slurm calls the node dead while it hears others, so that this host's network is well.
 
     A node that was set down here is shown so for that reason, which is no evidence. One that was only drained here is.
     """
+    view = tick.view
     info = view.slurm.node(node)
     if info is None or info.asleep or (view.unfit(node) and not view.state.node(node).drained):
         return ""

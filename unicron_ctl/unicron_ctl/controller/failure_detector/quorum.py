@@ -1,4 +1,4 @@
-"""Quorum: whether a majority of a job's agents may train on without this controller, and what shows that it does not.
+"""Quorum: a majority of a job's agents may train on without this controller, unless something shows that it does not.
 
 Agents that cannot reach the controller go on once they are a strict majority of their generation
 (docs/design/consensus.md). So as long as the silent agents may have a majority's votes, the rest must not go on here:
@@ -28,7 +28,7 @@ Voter = tuple[int, str]  # an element, and its agent
 
 
 def missing_elements(view: View, job: JobState) -> list[int]:
-    """Elements of a generation that somebody may be in, whose agents neither speak nor are shown dead."""
+    """Return the elements, of a generation that somebody may be in, whose agents neither speak nor are shown dead."""
     found = set()
     for element, name in _voters(job):
         if _speaking(view, job, element, name) is None and not _is_dead(view, job, element, name):
@@ -37,7 +37,7 @@ def missing_elements(view: View, job: JobState) -> list[int]:
 
 
 def no_majority_missing(view: View, job: JobState, missing: list[int] | None = None) -> bool:
-    """The missing agents have no strict majority in any generation. missing: what `missing_elements` says."""
+    """The missing agents have no strict majority in any generation. missing: the answer of `missing_elements`."""
     gone = set(missing_elements(view, job) if missing is None else missing)
     if not gone:
         return True
@@ -67,7 +67,7 @@ def waits_for_majority(view: View, job: JobView, progress: ProgressWatch) -> boo
 
 
 def _groups(job: JobState) -> list[set[Voter]]:
-    """The voters of each generation that somebody may be in."""
+    """Return the voters of each generation that somebody may be in."""
     groups = [*job.former, job.agents_of(job.members)]
     if job.offer is not None:
         inside = set(job.offer.members)
@@ -80,7 +80,7 @@ def _voters(job: JobState) -> set[Voter]:
 
 
 def _speaking(view: View, job: JobState, element: int, name: str) -> AgentView | None:
-    """The agent, while it speaks."""
+    """Return the agent, while it speaks."""
     agent = view.job(job).agents.get(element)
     speaks = agent is not None and agent.agent == name and agent.alive
     return agent if speaks and (job.job, element) not in view.suspicions.open else None
@@ -99,7 +99,7 @@ def _votes_here(view: View, job: JobState, element: int, name: str) -> bool:
 
 
 def check_free_votes(view: View, job: JobView, progress: ProgressWatch) -> Outcome:
-    """Asks agents without a rank that goes on to give up their votes, while the missing might have a majority with
+    """Ask agents without a rank that goes on to give up their votes, while the missing might have a majority with
     them. Nothing else keeps them from voting for the others once they cannot be heard any more."""
     out, state = Outcome(), job.state
     if state.phase not in BETWEEN or not state.mode.agents_agree or view.now < progress.votes_check_at:
@@ -118,7 +118,7 @@ def check_free_votes(view: View, job: JobView, progress: ProgressWatch) -> Outco
 
 
 def last_vote(job: JobState, agent: AgentView) -> int:
-    """The last generation in which the agent may have a vote."""
+    """Return the last generation in which the agent may have a vote."""
     if job.plan is None or not any(slot in job.members for slot in agent.slots):
         return job.broken
     return max(job.broken, job.plan.generation)
@@ -158,7 +158,7 @@ def _is_dead(view: View, job: JobState, element: int, agent: str) -> bool:
 
 
 def shown_dead(view: View, job: JobState, element: int, since: float = 0.0) -> str:
-    """How Slurm shows that nothing of the element lives on its agent's node; empty while something may.
+    """Tell how Slurm shows that nothing of the element lives on its agent's node; empty while something may.
 
     A node that does not answer Slurm says nothing, unless somebody has set it down. since: Slurm was asked after that.
     """
@@ -189,7 +189,7 @@ def slurm_hears_nothing(view: View, node: str) -> bool:
 
 
 def _taken_down(info: NodeInfo) -> str:
-    """How a person, or power saving, has the node down; empty where Slurm or a controller set it down by itself.
+    """Tell how a person, or power saving, has the node down; empty where Slurm or a controller set it down by itself.
 
     Slurm keeps the reason of a node that it sets down, one to drain it perhaps, and may add its own to it
     ("fan 2 : Not responding").
@@ -202,7 +202,7 @@ def _taken_down(info: NodeInfo) -> str:
 
 
 def declare_dead_command(view: View, node: str) -> str:
-    """The command by which a person says that the node is dead."""
+    """Return the command by which a person says that the node is dead."""
     info = view.slurm.node(node)
     first = f"`scontrol update NodeName={node} State=UNDRAIN`, then " if info and "DRAIN" in info.states else ""
     return f"{first}`scontrol update NodeName={node} State=DOWN Reason=...`"

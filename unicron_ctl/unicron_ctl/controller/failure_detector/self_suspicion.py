@@ -32,7 +32,7 @@ UNSURE = "whether most others fell silent with it is not known yet"
 
 # ---------------------------------------------------------------- nobody at all
 def check_alone(view: View, out: Outcome) -> None:
-    """Notices that no agent at all is heard."""
+    """Notice that no agent at all is heard."""
     suspicions = view.suspicions
     leases: dict[tuple[str, int], AgentView] = view.live.leases
     agent = next(reversed(leases.values()), None)
@@ -54,13 +54,13 @@ def check_alone(view: View, out: Outcome) -> None:
 
 
 def _living(view: View) -> dict[tuple[str, int], AgentView]:
-    """The agents of jobs that have not ended, the one heard last at the end: how the others end, nobody hears."""
+    """Return the agents of jobs that have not ended, the one heard last at the end: nobody hears how the others end."""
     over = {job.job for job in view.state.jobs.values() if job.over}
     return {key: agent for key, agent in view.live.leases.items() if agent.job not in over}
 
 
 def end_alone(view: View, since: float) -> Outcome:
-    """Somebody speaks after nobody did since then: everybody has a whole lease again."""
+    """Give everybody a whole lease again: somebody speaks after nobody did since then."""
     out, suspicions, seconds = Outcome(), view.suspicions, view.now - since
     suspicions.alone_since = None
     for key in list(suspicions.open):
@@ -71,20 +71,29 @@ def end_alone(view: View, since: float) -> Outcome:
 
 # ---------------------------------------------------------------- most at once
 def check_most_silent(view: View, late_after: float, out: Outcome) -> None:
-    """Decides whether silence is believed now, before the findings of this tick are judged. late_after: seconds of
+    """Decide whether silence is believed now, before the findings of this tick are judged. late_after: seconds of
     silence after which an agent is late."""
-    suspicions, now = view.suspicions, view.now
+    suspicions = view.suspicions
     some = suspicions.open or suspicions.given_up or suspicions.doubt or suspicions.unsure
-    due = now >= suspicions.counted_at and bool(some)
+    due = view.now >= suspicions.counted_at and bool(some)
     urgent = suspicions.most_since is None and bool(out.findings or view.state.deferred)
     if view.alone or not (due or urgent):
         return
-    suspicions.counted_at = now + COUNT_SECONDS
-    for key, suspicion in list(suspicions.given_up.items()):
-        if not _still_counts(view, suspicion):
-            del suspicions.given_up[key]
+    suspicions.counted_at = view.now + COUNT_SECONDS
+    given_up = suspicions.given_up.items()
+    suspicions.given_up = {key: suspicion for key, suspicion in given_up if _still_counts(view, suspicion)}
     silent, heard = _silent_nodes(view, late_after)
     most = _are_most(view, silent, heard)
+    _note_most(view, most, silent, heard, out)
+    suspicions.doubt = MOST if most or suspicions.most_since is not None else ""
+    may_be = UNSURE_PERIODS * view.config.heartbeat_period
+    suspicions.unsure = UNSURE if not suspicions.doubt and _are_most(view, *_silent_nodes(view, may_be)) else ""
+
+
+def _note_most(view: View, most: bool, silent: Collection[str], heard: Collection[str], out: Outcome) -> None:
+    """Put on record that most nodes are silent together, once all have been probed, and a lease after they were last
+    so that they are no more."""
+    suspicions, now = view.suspicions, view.now
     if most and (suspicions.most_since is not None or _all_probed(view, silent)):
         suspicions.most_at = now
         if suspicions.most_since is None:
@@ -97,9 +106,6 @@ def check_most_silent(view: View, late_after: float, out: Outcome) -> None:
         seconds, suspicions.most_since = now - suspicions.most_since, None
         reason = f"most nodes are silent together no more, after {seconds:.1f} s"
         out.record(None, records.MostHeard(seconds=seconds, reason=reason))
-    suspicions.doubt = MOST if most or suspicions.most_since is not None else ""
-    may_be = UNSURE_PERIODS * view.config.heartbeat_period
-    suspicions.unsure = UNSURE if not suspicions.doubt and _are_most(view, *_silent_nodes(view, may_be)) else ""
 
 
 def _still_counts(view: View, suspicion: Suspicion) -> bool:
@@ -116,8 +122,8 @@ def _still_counts(view: View, suspicion: Suspicion) -> bool:
 
 
 def _silent_nodes(view: View, after: float) -> tuple[dict[str, float], set[str]]:
-    """Silent nodes with their last words, and nodes that are heard or reached from here: of the latter only as many as
-    are needed to see whether the silent are most.
+    """Return silent nodes with their last words, and nodes that are heard or reached from here: of the latter only as
+    many as are needed to see whether the silent are most.
 
     A node is silent when none of its agents was heard for longer than `after`, and not for too long.
     """

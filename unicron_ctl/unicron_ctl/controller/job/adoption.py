@@ -12,21 +12,22 @@ missing ones may be a majority that goes on by itself (`failure_detector.quorum`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
 from unicron_ctl.controller.failure_detector import quorum
 from unicron_ctl.controller.job.candidates import forming_slots, missing_places, of_another_size, waiting_elements
-from unicron_ctl.controller.job.deciding import decided
+from unicron_ctl.controller.job.deciding import decide
 from unicron_ctl.controller.job.runtime import JobRuntime
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, AgentRecord, JobState, Phase
+from unicron_ctl.controller.model.finding import Finding
+from unicron_ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication.cuts import behind
+from unicron_ctl.controller.sense import members
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import shared_plans, wire
 from unicron_ctl.shared.slurm.states import OCCUPIES
@@ -40,7 +41,7 @@ MAY_LIVE = (
     NODE_ENDED,
 )  # of an agent that is gone so, ranks may live; `failure_detector.quorum` shows their end
 LOOK_SECONDS = 0.5  # between two looks at who is missing of a job that is to be formed
-ASKED = 3  # agents that are asked at once what the plan was
+RECALLS_AT_ONCE = 3  # agents that are asked at once what the plan was
 
 
 def unknown(job: JobState, agent: AgentView) -> bool:
@@ -48,7 +49,7 @@ def unknown(job: JobState, agent: AgentView) -> bool:
     return agent.alive and (agent.newest > job.generation or _foreign(job, agent.status.agreed))
 
 
-def _foreign(job: JobState, agreed: wire.Agreed | None) -> bool:
+def _foreign(job: JobState, agreed: wire.Agreement | None) -> bool:
     if agreed is None or agreed.generation != job.generation or not agreed.chosen:
         return agreed is not None and agreed.generation > job.generation
     return job.plan is None or (job.plan.generation <= agreed.generation and job.plan.prefix != agreed.plan.prefix)
@@ -56,22 +57,21 @@ def _foreign(job: JobState, agreed: wire.Agreed | None) -> bool:
 
 def ahead(job: JobView) -> bool:
     """Whether any agent shows what this controller does not know."""
-    live = job.live
-    for element in list(live.ahead):
+    for element in list(job.ahead):
         agent = job.agents.get(element)
         if agent is None or not unknown(job.state, agent):
-            live.ahead.discard(element)
-    if not live.ahead:
-        live.asked, live.held, live.ahead_since = 0, None, 0.0
-    return bool(live.ahead)
+            job.ahead.discard(element)
+    if not job.ahead:
+        job.asked, job.held, job.ahead_since = 0, None, 0.0
+    return bool(job.ahead)
 
 
 def adopt_generation(view: View, job: JobView) -> Outcome:
     """Takes the generation over, or asks what it is; empty while answers are awaited."""
-    out, shown = Outcome(), [job.agents[element] for element in sorted(job.live.ahead)]
+    out, shown = Outcome(), [job.agents[element] for element in sorted(job.ahead)]
     agreed = [found for agent in shown if (found := agent.status.agreed) is not None and _foreign(job.state, found)]
     newest = max(agent.newest for agent in shown)
-    job.live.ahead_since = job.live.ahead_since or view.now
+    job.ahead_since = job.ahead_since or view.now
     if agreed and not _all_heard(view, job, out) and not _late(view, job):
         return out
     highest = max((one.generation for one in agreed), default=0)
@@ -84,27 +84,26 @@ def adopt_generation(view: View, job: JobView) -> Outcome:
         reason = f"number {highest}, which agents had begun to agree on, is not used"
         out.record(job.state, records.NumberUsed(reason=reason), highest)
     if out.records:
-        job.live.held = None
+        job.held = None
     return out
 
 
 def _all_heard(view: View, job: JobView, out: Outcome) -> bool:
     """All living agents have spoken since they were asked; who is silent is judged elsewhere."""
-    live = job.live
-    if not live.asked:
+    if not job.asked:
         view.suspicions.last_number += 1
-        live.asked = view.suspicions.last_number
+        job.asked = view.suspicions.last_number
     silent = {element for name, element in view.suspicions.open if name == job.state.job}
-    missing = [agent for agent in job.alive() if agent.status.pinged < live.asked and agent.element not in silent]
+    missing = [agent for agent in job.alive() if agent.status.pinged < job.asked and agent.element not in silent]
     for agent in missing:
-        _once(view, agent, f"ping {live.asked}", wire.Ping(number=live.asked), out)
+        _once(view, agent, f"ping {job.asked}", wire.Ping(number=job.asked), out)
     return not missing
 
 
-def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreed], out: Outcome) -> bool:
+def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreement], out: Outcome) -> bool:
     """None of those heard knows that the generation was chosen, but its members, who would know, are silent."""
     for one in agreed:
-        if quorum.plan_may_have_begun(view, job.state, one.plan, job.live.asked):
+        if quorum.plan_may_have_begun(view, job.state, one.plan, job.asked):
             elements = job.state.elements(one.plan.members)
             reason = (
                 f"generation {one.generation}, which agents had begun to agree on, may go on without this controller: "
@@ -118,7 +117,7 @@ def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreed], out: Ou
 
 def _late(view: View, job: JobView) -> bool:
     """The job has waited long enough."""
-    return view.now - job.live.ahead_since > view.config.state_wait_seconds
+    return view.now - job.ahead_since > view.config.state_wait_seconds
 
 
 def _once(view: View, agent: AgentView, key: str, message: wire.Message, out: Outcome) -> None:
@@ -127,7 +126,7 @@ def _once(view: View, agent: AgentView, key: str, message: wire.Message, out: Ou
         out.send(agent, message)
 
 
-def _take_over(view: View, job: JobView, chosen: list[wire.Agreed], out: Outcome) -> None:
+def _take_over(view: View, job: JobView, chosen: list[wire.Agreement], out: Outcome) -> None:
     """Adopts what the agents agreed on and follow. Each agent tells the micro-batches of its own ranks, their proposers
     tell all."""
     first = chosen[0]
@@ -138,16 +137,18 @@ def _take_over(view: View, job: JobView, chosen: list[wire.Agreed], out: Outcome
         return
     crews, missing = found
     reason = f"generation {plan.generation} was agreed on while this controller was away: {first.reason}"
-    out.findings += _missed(view, job, chosen, plan)
-    out.record(job.state, records.Adopted(plan=plan, crews=crews, whole=not missing, reason=reason), plan.generation)
+    out.findings += _find_missed(view, job, chosen, plan)
+    out.record(
+        job.state, records.GenerationAdopted(plan=plan, crews=crews, whole=not missing, reason=reason), plan.generation
+    )
 
 
-def _missed(view: View, job: JobView, chosen: list[wire.Agreed], plan: wire.Plan) -> Iterator[Finding]:
+def _find_missed(view: View, job: JobView, chosen: list[wire.Agreement], plan: wire.Plan) -> Iterator[Finding]:
     """Findings about processes that were left out and whose agent can no longer be asked: another agent has the
     element, or none has come.
 
     All other agents show such an end themselves or are asked for it, unless another agent comes first
-    (:func:`replaced`).
+    (`members.check_missed`).
     """
     state = job.state
     gone = {slot: identity.agent for slot, identity in state.members.items() if slot not in plan.members}
@@ -159,38 +160,17 @@ def _missed(view: View, job: JobView, chosen: list[wire.Agreed], plan: wire.Plan
         if slot in plan.members or slot in state.lost or slot in state.condemned:
             continue
         if known is not None and known.agent == agent:
-            job.live.missed[slot] = agent, view.now
+            job.missed[slot] = agent, view.now
         else:
             found.setdefault(state.element(slot), []).append(slot)
     for element, slots in list(found.items())[:MISSED_SAID]:
         known = state.agents.get(element)
-        yield _miss(view, job, slots, known.node if known is not None else "")
-
-
-def replaced(view: View, job: JobView, element: int, before: AgentRecord | None) -> Iterator[Finding]:
-    """Another agent has come for the element: nobody will tell any more what became of the one before it."""
-    missed, state = job.live.missed, job.state
-    slots = [slot for slot in missed if state.element(slot) == element]
-    agents = dict(missed.pop(slot) for slot in slots)
-    if before is None or before.gone or before.agent not in agents:
-        return
-    later = (f for f in state.failures if f.detected_at >= agents[before.agent])
-    told = (f for f in later if not set(slots).isdisjoint(f.record.slots))
-    if not any(told):
-        yield _miss(view, job, slots, before.node)
-
-
-def _miss(view: View, job: JobView, slots: list[int], node: str) -> Finding:
-    evidence = f"the job's agents went on without slots {slots} while this controller was away"
-    element = job.state.element(slots[0])
-    return Finding(
-        What.MISSED, job.state.job, tuple(slots), view.now, Source.PEER, evidence, element, node, by="agreement"
-    )
+        yield members.missed_finding(view, job, slots, known.node if known is not None else "")
 
 
 def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
     """Adopts what an earlier controller planned, or asks for it."""
-    plan = job.live.held
+    plan = job.held
     if plan is None or plan.generation != generation:
         if _late(view, job):
             _break_off(view, job, generation, out)
@@ -207,7 +187,7 @@ def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
     else:
         lost = f" without slots {missing[:20]}" if missing else ""
         reason = f"generation {generation}, which this log did not hold, is not complete{lost}: it is broken"
-    out.record(job.state, records.Adopted(plan=plan, crews=crews, whole=whole, reason=reason), generation)
+    out.record(job.state, records.GenerationAdopted(plan=plan, crews=crews, whole=whole, reason=reason), generation)
 
 
 def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
@@ -221,8 +201,8 @@ def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
         f"within {view.config.state_wait_seconds:g} s nobody could say what the plan of generation {generation} was"
     )
     here = {agent.element for agent in job.alive()}
-    absent = [element for element in _known(view, job) if element not in here]
-    comes = view.now - job.live.last_arrival < view.config.forming_settle_seconds
+    absent = [element for element in _known_elements(view, job) if element not in here]
+    comes = view.now - job.last_arrival < view.config.forming_settle_seconds
     if comes or _too_many(view, job, absent, len(here) + len(absent), out):
         return
     if not inside:
@@ -233,12 +213,12 @@ def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
     store = next(filter(None, (job.agents[element].status.store for element in sorted(inside))), "")
     reason = f"{nobody}: it is broken, and its {len(slots)} ranks that are there go on"
     plan = wire.Plan(
-        generation=generation, members=slots, store=store, prefix=f"{state.job}.g{generation}", replica=job.live.replica
+        generation=generation, members=slots, store=store, prefix=f"{state.job}.g{generation}", replica=job.rank_replica
     )
-    out.record(state, records.Adopted(plan=plan, crews=crews, whole=False, reason=reason), generation)
+    out.record(state, records.GenerationAdopted(plan=plan, crews=crews, whole=False, reason=reason), generation)
 
 
-def _known(view: View, job: JobView) -> list[int]:
+def _known_elements(view: View, job: JobView) -> list[int]:
     """Elements that the log or Slurm knows to have processes."""
     seen = view.slurm.seen
     listed = seen.of(job.state.job) if seen is not None else {}
@@ -267,7 +247,7 @@ def _record_wait(job: JobState, slots: list[int], reason: str, out: Outcome) -> 
 
 def _crews(view: View, job: JobView, plan: wire.Plan, out: Outcome) -> tuple[list[records.Crew], list[int]] | None:
     """The plan's processes, and the slots that nobody is there for; None while somebody may still come."""
-    crews, missing, elements, unheard = [], [], _by_element(job, plan.members), []
+    crews, missing, elements, unheard = [], [], job.by_element(plan.members), []
     for element, slots in elements.items():
         crew = _crew(view, job, element, slots)
         if crew is not None:
@@ -279,13 +259,6 @@ def _crews(view: View, job: JobView, plan: wire.Plan, out: Outcome) -> tuple[lis
             unheard.append(element)
         missing += slots
     return None if _too_many(view, job, unheard, len(elements), out) else (crews, missing)
-
-
-def _by_element(job: JobView, slots: Iterable[int]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for slot in slots:
-        found.setdefault(slot // job.per_node, []).append(slot)
-    return found
 
 
 def _crew(view: View, job: JobView, element: int, slots: list[int]) -> records.Crew | None:
@@ -315,20 +288,20 @@ def _may_come(view: View, job: JobView, element: int) -> bool:
 
 
 def _recall(view: View, job: JobView, generation: int, out: Outcome) -> None:
-    asked = [job.agents[e] for e in sorted(job.live.ahead) if job.agents[e].newest == generation]
-    for agent in asked[:ASKED]:
+    asked = [job.agents[e] for e in sorted(job.ahead) if job.agents[e].newest == generation]
+    for agent in asked[:RECALLS_AT_ONCE]:
         _once(view, agent, f"recall {generation}", wire.Recall(generation=generation), out)
 
 
-def recalled(job: JobView, agent: AgentView, message: wire.Held) -> None:
+def take_in_plan(job: JobView, agent: AgentView, message: wire.RecallAnswer) -> None:
     """Takes in an agent's answer to `wire.Recall`; one that holds no plan is ignored."""
     try:
         plan = shared_plans.whole(message.share)
     except wire.BadMessage:
         return
-    if agent.element in job.live.ahead and plan.generation == agent.newest and plan.members:
+    if agent.element in job.ahead and plan.generation == agent.newest and plan.members:
         # Only this agent's part of the assignment is known; whoever reports says what it has computed.
-        job.live.held = msgspec.structs.replace(plan, assignment={}, boundary=False)
+        job.held = msgspec.structs.replace(plan, assignment={}, boundary=False)
 
 
 # ---------------------------------------------------------------- the last ones who know the training state
@@ -340,7 +313,7 @@ def may_come_back(view: View, job: JobView) -> list[int]:
     state = job.state
     if not state.mode.keeps_state or state.phase is not Phase.BREAKING:
         return []
-    if job.waited(view.now) > _patience(view, job):
+    if job.seconds_in_phase(view.now) > _patience(view, job):
         return []
     found = []
     for slot, identity in state.lost.items():
@@ -359,10 +332,10 @@ def _patience(view: View, job: JobView) -> float:
 
 def _report_incomplete(view: View, job: JobView) -> Outcome:
     """Records that a job to be formed anew has ranks with their state, but lacks ranks for other places."""
-    out, state, live = Outcome(), job.state, job.live
-    if view.now < live.nobody_until or not state.mode.keeps_state:
+    out, state = Outcome(), job.state
+    if view.now < job.nobody_until or not state.mode.keeps_state:
         return out
-    live.nobody_until = look_again(view.now, len(live.agents), LOOK_SECONDS)
+    job.nobody_until = look_again(view.now, len(job.agents), LOOK_SECONDS)
     slots = forming_slots(view, job, waiting_elements(view, job, True))
     kept = [slot for slot in slots if (status := job.status(slot)) is not None and status.state != "waiting"]
     missing = missing_places(slots, job.replica)
@@ -377,10 +350,9 @@ def _report_incomplete(view: View, job: JobView) -> Outcome:
 
 def _report_unlike(view: View, job: JobView, out: Outcome) -> bool:
     """Whether ranks wait whose replicas have another size; records it."""
-    live = job.live
-    if view.now >= live.unlike_look_at:
+    if view.now >= job.unlike_look_at:
         strange = of_another_size(job)
-        live.unlike, live.unlike_look_at = bool(strange), look_again(view.now, len(live.agents), LOOK_SECONDS)
+        job.unlike, job.unlike_look_at = bool(strange), look_again(view.now, len(job.agents), LOOK_SECONDS)
         if strange:
             sizes = ", ".join(map(str, sorted(set(strange.values()))))
             reason = (
@@ -388,7 +360,7 @@ def _report_unlike(view: View, job: JobView, out: Outcome) -> bool:
                 "cannot train together: start the same command on all nodes"
             )
             _record_wait(job.state, sorted(strange), reason, out)
-    return live.unlike
+    return job.unlike
 
 
 def report_awaited(view: View, job: JobView, runtime: JobRuntime) -> Outcome:
@@ -398,11 +370,11 @@ def report_awaited(view: View, job: JobView, runtime: JobRuntime) -> Outcome:
         return out
     if state.phase is Phase.FORMING:
         return _report_incomplete(view, job)
-    here = state.phase is Phase.BREAKING and not job.live.awaited and job.waited(view.now) > SAY_SECONDS
+    here = state.phase is Phase.BREAKING and not job.awaited and job.seconds_in_phase(view.now) > SAY_SECONDS
     if not here or runtime.state_awaited == state.broken:
         return out
     slots = may_come_back(view, job)
-    if slots and (not job.anybody_stopped() or (job.replica > 1 and decided(job) is None)):
+    if slots and (not job.anybody_stopped() or (job.replica > 1 and decide(job) is None)):
         runtime.state_awaited = state.broken
         nodes = ", ".join(sorted({state.node(slot) for slot in slots}))
         reason = (
@@ -425,5 +397,5 @@ def reinstate(job: JobView, agent: AgentView) -> Outcome:
             back.append(slot)
     if back:
         reason = f"slots {back} on {agent.node} were taken for lost, and are members again"
-        out.record(state, records.Reinstated(slots=back, reason=reason))
+        out.record(state, records.MembersReinstated(slots=back, reason=reason))
     return out

@@ -48,12 +48,12 @@ def able(job: JobView, agent: AgentView, slot: int, forming: bool = False) -> bo
 
 def _in_layout(job: JobView, status: RankStatus) -> bool:
     wanted = job.state.layout
-    return not wanted or status.layout == layout.stated(wanted).layout.text
+    return not wanted or status.layout == layout.parse_layout(wanted).layout.text
 
 
 def waiting_elements(view: View, job: JobView, forming: bool = False) -> list[int]:
     """Elements of which every rank can enter now."""
-    found = (e for e in sorted(job.live.ready) if may_work(view, job, e) and _whole(job, job.agents[e], forming))
+    found = (e for e in sorted(job.ready) if may_work(view, job, e) and _whole(job, job.agents[e], forming))
     return in_whole_blocks(job.state, found)
 
 
@@ -75,7 +75,7 @@ def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
     a whole."""
     if job.replica == 1:
         return spares.formers(job, (slot for element in whole for slot in job.agents[element].slots))
-    ready = (element for element in sorted(job.live.ready) if may_work(view, job, element))
+    ready = (element for element in sorted(job.ready) if may_work(view, job, element))
     agents = (job.agents[element] for element in in_whole_blocks(job.state, ready))
     return spares.formers(job, (slot for agent in agents for slot in agent.slots if able(job, agent, slot, True)))
 
@@ -89,25 +89,28 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
     """
     state = job.state
     found, late = dict[int, list[int]](), dict[int, list[int]]()
-    for element in sorted(job.live.ready):
-        agent = job.agents[element]
+    for element in sorted(job.ready):
         if element in state.leaving or not may_work(view, job, element):
             continue
-        outside = [slot for slot in agent.slots if slot not in state.members]
-        inside = state.mode.joins and len(outside) < len(agent.slots)
-        if inside or any(status.state == "standby" for status in agent.ranks.values()):
-            outside = [slot for slot in outside if able(job, agent, slot)]
-        elif not _whole(job, agent) or len(outside) < len(agent.slots):
-            continue
-        if outside:
-            waited = view.now - max(agent.came.get(slot, 0.0) for slot in outside)
-            (found if waited >= delay else late)[element] = outside
+        agent = job.agents[element]
+        if slots := _entering(job, agent):
+            waited = view.now - max(agent.came.get(slot, 0.0) for slot in slots)
+            (found if waited >= delay else late)[element] = slots
     if late and state.mode.joins and not _coming(view, job):
         found = dict(sorted((found | late).items()))
     found = {element: found[element] for element in in_whole_blocks(state, found, state.inside)}
-    taken = spares.admitted(view, job, found) if found else ()
+    taken = spares.entrants(view, job, found) if found else ()
     chosen = [slot for element, slots in found.items() if element in taken for slot in slots]
-    return layout.arranged(layout.compose(chosen, job.replica)[0])
+    return layout.arrange(layout.compose(chosen, job.replica)[0])
+
+
+def _entering(job: JobView, agent: AgentView) -> list[int]:
+    """The slots of the agent that can come in: some of them where it is inside, or stands by; else all or none."""
+    outside = [slot for slot in agent.slots if slot not in job.state.members]
+    inside = job.state.mode.joins and len(outside) < len(agent.slots)
+    if inside or any(status.state == "standby" for status in agent.ranks.values()):
+        return [slot for slot in outside if able(job, agent, slot)]
+    return outside if len(outside) == len(agent.slots) and _whole(job, agent) else []
 
 
 def _coming(view: View, job: JobView) -> bool:
@@ -129,7 +132,7 @@ def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> li
     gone = set(leavers)
     groups = layout.replicas(members, size)
     whole = [replica for replica in groups if gone.isdisjoint(replica)]
-    return layout.arranged(whole or layout.compose((slot for slot in members if slot not in gone), size)[0])
+    return layout.arrange(whole or layout.compose((slot for slot in members if slot not in gone), size)[0])
 
 
 def leavers(job: JobView) -> list[int]:
@@ -147,7 +150,7 @@ def leavers(job: JobView) -> list[int]:
 def of_another_size(job: JobView) -> dict[int, int]:
     """Slots that would enter but can never train with the others, with the size of a replica as they say it. Those that
     are to start again do not count."""
-    ranks = ((slot, status) for element in job.live.ready for slot, status in job.agents[element].ranks.items())
+    ranks = ((slot, status) for element in job.ready for slot, status in job.agents[element].ranks.items())
     return {
         slot: status.replica
         for slot, status in ranks

@@ -9,7 +9,7 @@ from unicron_transition.generations import layout
 from unicron_transition.iteration.ledger import deal
 
 
-def decided(job: JobView) -> survivors_plan.Decision | None:
+def decide(job: JobView) -> survivors_plan.Decision | None:
     """The way on for those who have stopped; None where nobody can go on."""
     reports = job.reports()
     if not reports:
@@ -29,8 +29,8 @@ def decided(job: JobView) -> survivors_plan.Decision | None:
 
 
 def _furthest_end(job: JobView) -> int | None:
-    """How many iterations a finished member has trained: fewer than wanted when the script was asked to stop."""
-    if len(job.live.unfinished) == len(job.state.survivors()):
+    """Return how many iterations a finished member has trained: fewer than wanted when the script was asked to stop."""
+    if len(job.unfinished) == len(job.state.survivors()):
         return None
     ends = [_end(status) for s in job.state.members if job.finished(s) and (status := job.status(s)) is not None]
     return max(ends, default=None)

@@ -10,7 +10,7 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
-from unicron_ctl.shared.protocol.answer_schema import Injected
+from unicron_ctl.shared.protocol.answer_schema import Injection
 from unicron_detector.chaos import inject
 
 LIVING = ("waiting", "entering", "running", "stopped", "starting")
@@ -28,18 +28,18 @@ def perform(
     node: str | None = None,
     seconds: float = 0.0,
     dry_run: bool = False,
-) -> tuple[Injected, Outcome]:
+) -> tuple[Injection, Outcome]:
     """Breaks one rank of the job: the named slot, one on the named node, or any. Raises NotInjected.
 
     Returns the answer and what is to be done. A fault that the command itself carries out (a node's power) is only
     logged here.
     """
-    name = _checked(view, job, fault)
+    name = _check_fault(view, job, fault)
     if name == "corrupt-checkpoint" and slot is None and node is None and job.state.members:
         slot = min(job.state.members)  # the next newcomer gets the state from it
     agent, slot = _target(job, slot, node)
     lasts = seconds or inject.FAULTS[name][1]
-    done = Injected(
+    done = Injection(
         fault=fault,
         job=job.state.job,
         slot=slot,
@@ -54,7 +54,7 @@ def perform(
         raise NotInjected(f"job {job.state.job} is in restart mode, {plain}")
     if not dry_run:
         reason = f"{fault} into slot {slot} on {agent.node}"
-        record = records.Injected(fault=fault, slot=slot, node=agent.node, seconds=lasts, reason=reason)
+        record = records.FaultInjected(fault=fault, slot=slot, node=agent.node, seconds=lasts, reason=reason)
         out.record(job.state, record)
         incarnation = agent.ranks[slot].incarnation
         if inject.FAULTS[name][0] != "command":
@@ -62,7 +62,7 @@ def perform(
     return done, out
 
 
-def _checked(view: View, job: JobView, fault: str) -> str:
+def _check_fault(view: View, job: JobView, fault: str) -> str:
     """The fault's name. Raises NotInjected."""
     if not view.config.allow_inject:
         how = "set `allow_inject = true` under [controller] in unicron.toml"

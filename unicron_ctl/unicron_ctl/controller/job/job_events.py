@@ -5,7 +5,7 @@ Who is lost is not found here: a failure on record has condemned members (`judge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from unicron_ctl.controller.failure_detector import quorum
 from unicron_ctl.controller.job import spares
@@ -18,15 +18,15 @@ from unicron_ctl.controller.job.candidates import (
     newcomers,
     waiting_elements,
 )
-from unicron_ctl.controller.job.modes import Happening, mode_of
+from unicron_ctl.controller.job.modes import Trigger, mode_of
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.state_machine import Event
 from unicron_ctl.controller.model.view import View
-from unicron_ctl.controller.plan import stranded
 from unicron_ctl.controller.plan.job_layouts import lost_seconds
-from unicron_ctl.controller.replication.forming import formed
+from unicron_ctl.controller.plan.reconcile import must_end
+from unicron_ctl.controller.replication.forming import formable
 from unicron_ctl.controller.sense import fencing
 from unicron_ctl.controller.sense.progress import ENTER_TRIES, offer_ignored, offer_taken
 from unicron_detector.words import all_of, counted
@@ -34,10 +34,10 @@ from unicron_detector.words import all_of, counted
 FEW = 64  # elements that are looked through at each turn; many are now and then
 START_SECONDS = 60.0  # of a process, on a file system that is busy
 BEGIN_SECONDS = 600.0  # for all nodes of an allocation whose owner has stated no minimum; as long as torchrun waits
-KEPT = ("stopped", "standby")  # states of ranks that have a training state
+WITH_STATE = ("stopped", "standby")  # states of ranks that have a training state
 
 
-def next_event(view: View, job: JobView) -> Happening | None:
+def next_event(view: View, job: JobView) -> Trigger | None:
     """The next event, the most far-reaching first; None while there is nothing to do."""
     for look in _LOOK[job.state.phase]:
         found = look(view, job)
@@ -47,56 +47,56 @@ def next_event(view: View, job: JobView) -> Happening | None:
 
 
 # ---------------------------------------------------------------- all phases with members
-def _finished(view: View, job: JobView) -> Happening | None:
+def _all_finished(view: View, job: JobView) -> Trigger | None:
     state = job.state
-    if state.members and not job.live.unfinished and len(state.lost) < len(state.members):
+    if state.members and not job.unfinished and len(state.lost) < len(state.members):
         if all(job.finished(slot) for slot in state.survivors()):
-            return Happening(Event.FINISHED, "all members trained to the end")
+            return Trigger(Event.FINISHED, "all members trained to the end")
     return None
 
 
-def _fatal(view: View, job: JobView) -> Happening | None:
+def _fatal(view: View, job: JobView) -> Trigger | None:
     """A failure ends the job."""
     if job.state.fatal is None:
         return None
     code, reason = job.state.fatal
-    return Happening(Event.FAILED, reason, code=code)
+    return Trigger(Event.FAILED, reason, code=code)
 
 
-def _losses(view: View, job: JobView) -> Happening | None:
+def _losses(view: View, job: JobView) -> Trigger | None:
     gone = job.state.condemned
     if not gone:
         return None
-    return Happening(Event.LOSS, _named(gone))
+    return Trigger(Event.LOSS, _in_words(gone))
 
 
-def _named(gone: Mapping[int, str]) -> str:
+def _in_words(gone: Mapping[int, str]) -> str:
     first = sorted(gone.items())[:20]
     more = f" and {len(gone) - len(first)} more slots" if len(gone) > len(first) else ""
     return "; ".join(f"slot {slot} {reason}" for slot, reason in first) + more
 
 
-def _regroup(view: View, job: JobView) -> Happening | None:
-    return Happening(Event.FAULT, job.state.regroup) if job.state.regroup else None
+def _regroup(view: View, job: JobView) -> Trigger | None:
+    return Trigger(Event.FAULT, job.state.regroup) if job.state.regroup else None
 
 
-def _relayout(view: View, job: JobView) -> Happening | None:
+def _relayout(view: View, job: JobView) -> Trigger | None:
     """The plan wants another layout: those who train stop for it, and all start again. Not where some have trained to
     the end."""
     state = job.state
-    if not state.relayout or len(job.live.unfinished) < len(state.survivors()):
+    if not state.relayout or len(job.unfinished) < len(state.survivors()):
         return None
     if state.phase is Phase.RUNNING:
-        return Happening(Event.FAULT, state.relayout_why)
-    return None if state.phase is Phase.FORMING and _patient(view, job) else Happening(Event.LAYOUT, state.relayout_why)
+        return Trigger(Event.FAULT, state.relayout_why)
+    return None if state.phase is Phase.FORMING and _patient(view, job) else Trigger(Event.LAYOUT, state.relayout_why)
 
 
 def _patient(view: View, job: JobView) -> bool:
     """Ranks have kept a state that is useful once the missing ones come back. They are waited for as long as the work
     would take that is done again without them."""
     worth = min(view.config.state_wait_seconds, lost_seconds(view, job))
-    kept = any(status.state in KEPT or status.shards for _, _, status in job.all_ranks())
-    return kept and job.waited(view.now) < worth
+    kept = any(status.state in WITH_STATE or status.shards for _, _, status in job.all_ranks())
+    return kept and job.seconds_in_phase(view.now) < worth
 
 
 def _alike(job: JobView) -> bool:
@@ -107,50 +107,64 @@ def _alike(job: JobView) -> bool:
     return not job.state.lost and len(same) == 1 and all(status.phase != "synced" for status in stops)
 
 
-def _strayed(view: View, job: JobView) -> Happening | None:
+def _any_strayed(view: View, job: JobView) -> Trigger | None:
     """The members took an offer while it was being withdrawn."""
-    if not job.live.strayed:
+    if not job.strayed:
         return None
-    return Happening(
-        Event.FAULT, f"{counted(len(job.live.strayed), 'member')} took an offer that was withdrawn: all try again"
+    return Trigger(
+        Event.FAULT, f"{counted(len(job.strayed), 'member')} took an offer that was withdrawn: all try again"
     )
 
 
 # ---------------------------------------------------------------- forming
-def _ready(view: View, job: JobView) -> Happening | None:
+def _ready(view: View, job: JobView) -> Trigger | None:
     """Enough ranks wait: all that can be expected, or the least that is allowed and nobody came for a while."""
-    config, state = view.config, job.state
+    state = job.state
     if not _look_now(view, job, len(job.agents)) or fencing.holds(view, job):
         return None
     whole = waiting_elements(view, job, True)
     slots = sorted(forming_slots(view, job, whole))
-    if missing_places(slots, job.replica) or not job.has_store():
+    if missing_places(slots, job.replica) or not job.has_store() or _too_few(view, job, len(whole)):
         return None
-    inside = set(whole)
+    inside, expected = set(whole), view.expected_elements(state)
     coming = [e for e, a in job.agents.items() if a.alive and e not in inside and may_work(view, job, e)]
-    mode, expected = mode_of(state), view.expected(state)
-    if len(whole) < state.least and job.replica == 1:
-        return None
-    if len(whole) < job.wanted and mode.awaits_moved(view, state):
-        return None
     none_else = expected is not None and inside.issuperset(expected) and not coming
     if len(whole) >= job.wanted or none_else:
-        return Happening(Event.READY, f"{_ready_nodes(state, slots)}, as are all that are to be had", tuple(slots))
-    arrival = max(job.agents[state.element(slot)].progress.get(slot, 0.0) for slot in slots)
-    since = mode.settle_from(view, job, coming, arrival)
-    if state.settings.spares:  # a spare has been ready for long: the others have their time all the same
-        since = max(since, state.since + max((job.agents[e].longest_start for e in coming), default=0.0))
-    settle, count = config.forming_settle_seconds, len(state.elements(slots))
-    if state.settings.allocation and not state.generation:  # all of its nodes have started together
-        settle = max(settle, START_SECONDS if state.settings.min_stated else BEGIN_SECONDS)
-    if count >= state.settings.min_nodes and view.now - since >= settle and not (coming and _partial(view, job, slots)):
+        return Trigger(Event.READY, f"{_ready_nodes(state, slots)}, as are all that are to be had", tuple(slots))
+    settle, enough = _settle_seconds(view, state), len(state.elements(slots)) >= state.settings.min_nodes
+    settled = view.now - _settle_from(view, job, coming, slots) >= settle
+    if enough and settled and not (coming and _partial(view, job, slots)):
         said = f"{_ready_nodes(state, slots)}, and no other came for {settle:g} s"
-        return Happening(Event.READY, said, tuple(slots))
+        return Trigger(Event.READY, said, tuple(slots))
     return None
 
 
+def _too_few(view: View, job: JobView, count: int) -> bool:
+    """So many elements are too few to form the job, or are fewer than are wanted while others move."""
+    if count < job.state.least and job.replica == 1:
+        return True
+    return count < job.wanted and mode_of(job.state).awaits_moved(view, job.state)
+
+
+def _settle_from(view: View, job: JobView, coming: Sequence[int], slots: Iterable[int]) -> float:
+    """Since when nobody else has come. A spare has been ready for long: the others have their time all the same."""
+    arrival = max(job.agents[job.state.element(slot)].progress.get(slot, 0.0) for slot in slots)
+    since = mode_of(job.state).settle_from(view, job, coming, arrival)
+    if not job.state.settings.spares:
+        return since
+    return max(since, job.state.since + max((job.agents[e].longest_start for e in coming), default=0.0))
+
+
+def _settle_seconds(view: View, state: JobState) -> float:
+    """Seconds for which others are waited for. All nodes of an allocation have started together."""
+    settle = view.config.forming_settle_seconds
+    if not state.settings.allocation or state.generation:
+        return settle
+    return max(settle, START_SECONDS if state.settings.min_stated else BEGIN_SECONDS)
+
+
 def _ready_nodes(state: JobState, slots: Iterable[int]) -> str:
-    """How many nodes can begin, and which the job has lost."""
+    """Say how many nodes can begin, and which the job has lost."""
     count = len(state.elements(slots))
     gone = sorted({agent.node for agent in state.agents.values() if agent.lost})[:8]
     without = f" without {', '.join(gone)}" if gone else ""
@@ -162,39 +176,39 @@ def _partial(view: View, job: JobView, slots: Iterable[int]) -> bool:
     for as long as a start takes, and as the work would take that is done again without them."""
     worth = min(view.config.state_wait_seconds, max(START_SECONDS, lost_seconds(view, job)))
     reports = {slot: status for slot in slots if (status := job.status(slot)) is not None}
-    if job.waited(view.now) >= worth or not any(each.shards for each in reports.values()):
+    if job.seconds_in_phase(view.now) >= worth or not any(each.shards for each in reports.values()):
         return False
-    found = formed(reports, job.replica)
+    found = formable(reports, job.replica)
     return found is None or found.state is None
 
 
 def _look_now(view: View, job: JobView, count: int) -> bool:
     """Whether it is time to look through so many elements."""
-    if view.now < job.live.ready_look_at:
+    if view.now < job.ready_look_at:
         return False
-    job.live.ready_look_at = look_again(view.now, max(0, count - FEW))
+    job.ready_look_at = look_again(view.now, max(0, count - FEW))
     return True
 
 
-def _hopeless(view: View, job: JobView) -> Happening | None:
-    reason = mode_of(job.state).exhausted(job.state) or stranded.must_end(view, job.state)
-    return Happening(Event.FAILED, reason, code=1) if reason else None
+def _hopeless(view: View, job: JobView) -> Trigger | None:
+    reason = mode_of(job.state).why_exhausted(job.state) or must_end(view, job.state)
+    return Trigger(Event.FAILED, reason, code=1) if reason else None
 
 
 # ---------------------------------------------------------------- running
-def _change(view: View, job: JobView) -> Happening | None:
+def _change(view: View, job: JobView) -> Trigger | None:
     """Newcomers that can be taken in, and elements that the plan takes away."""
     state = job.state
     departing = bool(state.leaving or state.noticed)
-    if not job.live.ready and not departing:
+    if not job.ready and not departing:
         return None
-    if not departing and not _look_now(view, job, len(job.live.ready)):
+    if not departing and not _look_now(view, job, len(job.ready)):
         return None
     if job.room <= 0 and not departing and job.complete:
         return None  # whoever waits is a spare
     mode = mode_of(state)
     joiners, gone = newcomers(view, job, mode.join_delay(view.config)), leavers(job)
-    if not (joiners or gone) or len(job.live.unfinished) < len(state.members):
+    if not (joiners or gone) or len(job.unfinished) < len(state.members):
         return None
     words = " and ".join(
         f"{len(group)} rank{f's {verb}' if len(group) > 1 else f' {verb}s'}"
@@ -206,21 +220,21 @@ def _change(view: View, job: JobView) -> Happening | None:
 
 
 # ---------------------------------------------------------------- entering and offering
-def _entered(view: View, job: JobView) -> Happening | None:
+def _all_entered(view: View, job: JobView) -> Trigger | None:
     plan = job.state.offer or job.state.plan
-    if plan is None or job.live.awaited:
+    if plan is None or job.awaited:
         return None
-    return Happening(Event.ENTERED, f"{all_of(len(plan.members), 'member', 'run')} in generation {plan.generation}")
+    return Trigger(Event.ENTERED, f"{all_of(len(plan.members), 'member', 'run')} in generation {plan.generation}")
 
 
-def _enter_timeout(view: View, job: JobView) -> Happening | None:
+def _enter_timeout(view: View, job: JobView) -> Trigger | None:
     """Not all are in within the time: all try again. The last time out is a failure of those who never got in, unless
     nobody else has the training state."""
-    reason, last = job.live.progress.overdue, job.state.tries + 1 >= ENTER_TRIES
-    return Happening(Event.TIMEOUT, reason) if reason and (not last or job.state.waits) else None
+    reason, last = job.progress.overdue, job.state.tries + 1 >= ENTER_TRIES
+    return Trigger(Event.TIMEOUT, reason) if reason and (not last or job.state.waits) else None
 
 
-def _withdraw(view: View, job: JobView) -> Happening | None:
+def _withdraw(view: View, job: JobView) -> Trigger | None:
     """Newcomers failed before the boundary, or nobody takes what is offered: those who train go on training."""
     state, gone = job.state, job.state.condemned
     if state.offer is None:
@@ -228,37 +242,37 @@ def _withdraw(view: View, job: JobView) -> Happening | None:
     if gone:
         if any(slot in state.members for slot in gone) or offer_taken(job, state.offer):
             return None
-        return Happening(Event.WITHDRAW, _named(gone))
-    reason = offer_ignored(view, job, job.live.progress)
-    return Happening(Event.WITHDRAW, reason) if reason else None
+        return Trigger(Event.WITHDRAW, _in_words(gone))
+    reason = offer_ignored(view, job, job.progress)
+    return Trigger(Event.WITHDRAW, reason) if reason else None
 
 
 # ---------------------------------------------------------------- breaking
-def _reported(view: View, job: JobView) -> Happening | None:
+def _all_reported(view: View, job: JobView) -> Trigger | None:
     """Every survivor is at rest, or nobody is left."""
-    if job.live.awaited:
+    if job.awaited:
         return None
     if len(job.state.lost) >= len(job.state.members):
-        happening: Happening | None = Happening(Event.NOBODY, "no member is left that has the training state")
+        trigger: Trigger | None = Trigger(Event.NOBODY, "no member is left that has the training state")
     else:
-        happening = mode_of(job.state).stopped(view, job)
-    if happening is None:
+        trigger = mode_of(job.state).after_stop(view, job)
+    if trigger is None:
         return None
-    nobody = happening.event is Event.NOBODY
+    nobody = trigger.event is Event.NOBODY
     relaid = _relayout(view, job)
     if relaid is not None and (_patient(view, job) if nobody else not _alike(job)):
         relaid = None
     if nobody and relaid is None and may_come_back(view, job):
         return None
-    return None if quorum.waits_for_majority(view, job, job.live.progress) else relaid or happening
+    return None if quorum.waits_for_majority(view, job, job.progress) else relaid or trigger
 
 
-_Look = Callable[[View, JobView], Happening | None]
+_Look = Callable[[View, JobView], Trigger | None]
 _LOOK: dict[Phase, tuple[_Look, ...]] = {
     Phase.FORMING: (_fatal, _hopeless, _relayout, _ready),
-    Phase.ENTERING: (_fatal, _finished, _losses, _regroup, _entered, _enter_timeout),
-    Phase.RUNNING: (_fatal, _finished, _losses, _regroup, _strayed, _relayout, _change),
-    Phase.OFFERING: (_fatal, _finished, _withdraw, _losses, _regroup, _strayed, _entered, _enter_timeout),
-    Phase.BREAKING: (_fatal, _finished, _losses, _reported),
+    Phase.ENTERING: (_fatal, _all_finished, _losses, _regroup, _all_entered, _enter_timeout),
+    Phase.RUNNING: (_fatal, _all_finished, _losses, _regroup, _any_strayed, _relayout, _change),
+    Phase.OFFERING: (_fatal, _all_finished, _withdraw, _losses, _regroup, _any_strayed, _all_entered, _enter_timeout),
+    Phase.BREAKING: (_fatal, _all_finished, _losses, _all_reported),
     Phase.ENDED: (),
 }

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unicron_ctl.controller.job.candidates import waiting_elements
-from unicron_ctl.controller.job.deciding import decided
+from unicron_ctl.controller.job.deciding import decide
 from unicron_ctl.controller.model import healing_modes
 from unicron_ctl.controller.model.agent_view import keeps
 from unicron_ctl.controller.model.job_state import JobState, Phase
@@ -30,7 +30,7 @@ MOST_RESTARTS = 16  # after losses, in a row without progress in between
 
 
 @dataclass(frozen=True)
-class Happening:
+class Trigger:
     """An event of the state machine, and why. joiners: slots that come in; leavers: members that
     the plan takes away. code: with FINISHED and FAILED, what the job's agents are to exit with."""
 
@@ -56,41 +56,41 @@ class Session:
         """Newcomers are taken in together when no other has come for so many seconds."""
         return config.offer_delay
 
-    def change(self, view: View, job: JobView, words: str, joiners: list[int], leavers: list[int]) -> Happening | None:
+    def change(self, view: View, job: JobView, words: str, joiners: list[int], leavers: list[int]) -> Trigger | None:
         """Newcomers wait, or members are to leave: at the next boundary."""
-        return Happening(Event.CHANGE, words, tuple(joiners), tuple(leavers))
+        return Trigger(Event.CHANGE, words, tuple(joiners), tuple(leavers))
 
-    def stopped(self, view: View, job: JobView) -> Happening | None:
+    def after_stop(self, view: View, job: JobView) -> Trigger | None:
         """All survivors are at rest: they go on, if those who know the training state make a replica."""
         if nobody := _nobody(view, job):
-            return Happening(Event.NOBODY, nobody)
+            return Trigger(Event.NOBODY, nobody)
         if not job.has_store():
             return None
-        return Happening(Event.REPORTED, "all survivors have stopped")
+        return Trigger(Event.REPORTED, "all survivors have stopped")
 
-    def exhausted(self, job: JobState) -> str:
+    def why_exhausted(self, job: JobState) -> str:
         """Why it is no use to form another generation; empty while it is."""
         return ""
 
-    def report(self, view: View, job: JobView, said: NewcomersSaid) -> Outcome:
-        """What goes on record of a running job. Called at every tick."""
+    def report(self, view: View, job: JobView, said: LoggedNewcomers) -> Outcome:
+        """Record what is new of a running job. Called at every tick."""
         return Outcome()
 
 
 def _nobody(view: View, job: JobView) -> str:
     """Why no survivor can go on; empty where some can."""
-    if view.now < job.live.nobody_until or not job.anybody_stopped():
+    if view.now < job.nobody_until or not job.anybody_stopped():
         return "no member is left that has the training state"
     reports = job.reports()
-    if reports and (not any(keeps(status) for status in reports.values()) or decided(job) is not None):
+    if reports and (not any(keeps(status) for status in reports.values()) or decide(job) is not None):
         return ""
-    job.live.nobody_until = look_again(view.now, len(job.state.members))
+    job.nobody_until = look_again(view.now, len(job.state.members))
     return "the survivors make no replica with a training state that is whole"
 
 
 @dataclass
-class NewcomersSaid:
-    """What the log says about a job's newcomers."""
+class LoggedNewcomers:
+    """The newcomers that the log says wait, by generation."""
 
     newcomers: tuple[int, tuple[int, ...]] | None = None
 
@@ -101,7 +101,7 @@ class Restart:
     def settle_from(self, view: View, job: JobView, coming: Sequence[int], arrival: float) -> float:
         """Processes that start again are waited for: a world shrinks for lost nodes, not for a program's error."""
         starts = (job.state.slot(slot).not_before for element in coming for slot in job.agents[element].slots)
-        return max([arrival, job.live.last_arrival if coming else 0.0, *starts])
+        return max([arrival, job.last_arrival if coming else 0.0, *starts])
 
     def awaits_moved(self, view: View, job: JobState) -> bool:
         """Nothing is held against the node of an element that moves: the world does not shrink for it."""
@@ -111,19 +111,19 @@ class Restart:
     def join_delay(self, config: ControllerConfig) -> float:
         return config.join_after_seconds
 
-    def change(self, view: View, job: JobView, words: str, joiners: list[int], leavers: list[int]) -> Happening | None:
+    def change(self, view: View, job: JobView, words: str, joiners: list[int], leavers: list[int]) -> Trigger | None:
         """There is no boundary: all stop, and who is to work begins a new world. The plan has weighed leavers."""
         state = job.state
         good, reason = True, "nodes leave: the processes of the others start again"
         if not leavers:
             inside, more = len(state.inside), len(state.elements(joiners))
             good, reason = worth(inside, more, view.now - state.since, view.config)
-        return Happening(Event.FAULT, f"{words}: {reason}") if good else None
+        return Trigger(Event.FAULT, f"{words}: {reason}") if good else None
 
-    def stopped(self, view: View, job: JobView) -> Happening | None:
-        return Happening(Event.NOBODY, "all processes of the world have ended")
+    def after_stop(self, view: View, job: JobView) -> Trigger | None:
+        return Trigger(Event.NOBODY, "all processes of the world have ended")
 
-    def exhausted(self, job: JobState) -> str:
+    def why_exhausted(self, job: JobState) -> str:
         if job.restarts < MOST_RESTARTS:
             return ""
         last = job.failures[-1].record.reason if job.failures else ""
@@ -131,7 +131,7 @@ class Restart:
         short += ", and saved nothing new"
         return f"{short}, the last time because: {last}" if last else short
 
-    def report(self, view: View, job: JobView, said: NewcomersSaid) -> Outcome:
+    def report(self, view: View, job: JobView, said: LoggedNewcomers) -> Outcome:
         """Records that a world has proved itself, and why newcomers are kept waiting."""
         out, state = Outcome(), job.state
         if state.phase is not Phase.RUNNING or state.plan is None:
@@ -151,15 +151,15 @@ class Restart:
         return out
 
 
-def _proof(job: JobView, age: float) -> records.Steady | None:
+def _proof(job: JobView, age: float) -> records.WorldProved | None:
     """Proof that the world, `age` seconds old, gets on: it has lasted, or it has saved a later state than the worlds
     before it had when they broke. A world that fails at the same iteration again and again saves none."""
     ranks, saved = len(job.state.members), newest_saved(job)
     if saved is not None and saved.iteration > job.state.reached:
         reason = f"the world of {counted(ranks, 'rank')} has saved the state of iteration {saved.iteration}"
-        return records.Steady(reason=reason)
+        return records.WorldProved(reason=reason)
     if age >= STEADY_SECONDS:
-        return records.Steady(reason=f"the world of {counted(ranks, 'rank')} has run for {STEADY_SECONDS:.0f} s")
+        return records.WorldProved(reason=f"the world of {counted(ranks, 'rank')} has run for {STEADY_SECONDS:.0f} s")
     return None
 
 

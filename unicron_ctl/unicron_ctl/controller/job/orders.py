@@ -22,8 +22,9 @@ SAVING_LOOK_SECONDS = 0.2  # between two looks whether ranks still save
 BREAKABLE = frozenset({"waiting", "entering", "running", "stopped", "standby"})
 
 
-class Letter:
-    """What is the same for all agents of a job, made and encoded once: the Break, and the common part of the plan.
+class StandingOrders:
+    """Orders that are the same for all agents of a job, made and encoded once: the Break, and the common part of the
+    plan.
 
     arrivals: when an agent registered last, for the plan tells who leads and where they are reached. plan: another one
     than the job's phase is about. blocked: ranks that stopped where the others of their replica wait for them; to these
@@ -48,7 +49,7 @@ class Letter:
         self.break_key = f"break {job.broken} {len(lost) if job.replica > 1 else bool(lost)}"
 
     def holds(self, job: JobState, arrivals: float, blocked: frozenset[int] = frozenset()) -> bool:
-        """Another letter would say the same. Each turn asks this, and making the plan of a large job takes
+        """Other orders would be the same. Each turn asks this, and making the plan of a large job takes
         milliseconds."""
         plans = self.plan is _plan(job) and self._known is job.plan and self._arrivals == arrivals
         broken = self.broken.generation == job.broken and self.broken.reason == job.why
@@ -75,13 +76,13 @@ class Letter:
         return heads_of(self.plan.members, self.plan.replica)
 
     @cached_property
-    def confirmed(self) -> Letter:
-        """A letter about the plan that the job is in, for agents that made it without the controller."""
-        return Letter(self._job, self._arrivals, self._job.plan)
+    def confirmed(self) -> StandingOrders:
+        """Orders about the plan that the job is in, for agents that made it without the controller."""
+        return StandingOrders(self._job, self._arrivals, self._job.plan)
 
     @cached_property
     def _proposers(self) -> list[structs.Peer]:
-        return proposers_of(self.plan, partial(reached, self._job), self._per_node) if self.plan is not None else []
+        return proposers_of(self.plan, partial(peer_of, self._job), self._per_node) if self.plan is not None else []
 
     @cached_property
     def _proposing(self) -> frozenset[int]:
@@ -90,7 +91,7 @@ class Letter:
 
     @cached_property
     def common(self) -> msgspec.Raw:
-        """What all agents are told of the plan, encoded."""
+        """The part of the plan that all agents get, encoded."""
         if self.plan is None:
             return msgspec.Raw(b"")
         return shared_plans.common(self.plan, self._proposers, () if self._job.mode.keeps_state else self._nodes)
@@ -126,7 +127,7 @@ class Letter:
     @cached_property
     def peers(self) -> list[structs.Peer]:
         """The agents of the plan's members, for those who lead."""
-        return [peer for element in self._elements if (peer := reached(self._job, element)) is not None]
+        return [peer for element in self._elements if (peer := peer_of(self._job, element)) is not None]
 
 
 def _plan(job: JobState) -> wire.Plan | None:
@@ -134,7 +135,7 @@ def _plan(job: JobState) -> wire.Plan | None:
     return {Phase.ENTERING: job.plan, Phase.OFFERING: job.offer}.get(job.phase)
 
 
-def reached(job: JobState, element: int) -> structs.Peer | None:
+def peer_of(job: JobState, element: int) -> structs.Peer | None:
     """The element's agent as the others reach it; None when they cannot."""
     one = job.agents.get(element)
     return structs.Peer(element, one.agent, one.peer, one.peer_key) if one is not None and one.peer else None
@@ -143,7 +144,7 @@ def reached(job: JobState, element: int) -> structs.Peer | None:
 def ending(ended: Ending) -> wire.Message:
     """The message to agents of a job that is over. Agents of a disowned job may ask again, since Slurm may be wrong."""
     if ended.disowned:
-        return wire.Refused(reason=ended.reason)
+        return wire.Refusal(reason=ended.reason)
     return wire.End(code=ended.code, reason=ended.reason)
 
 
@@ -151,7 +152,7 @@ Order = wire.Message | Callable[[], wire.Message]
 """What is sent, or what makes it: an order that was sent a moment ago need not be made again."""
 
 
-def due_orders(job: JobView, agent: AgentView, letter: Letter, now: float) -> Iterator[tuple[str, Order]]:
+def due_orders(job: JobView, agent: AgentView, orders: StandingOrders, now: float) -> Iterator[tuple[str, Order]]:
     """(key, order) for every order to this agent that is not obeyed yet. The key is the same as long as the order is.
 
     A process that is not to start yet needs no order; see :func:`next_start`.
@@ -164,24 +165,24 @@ def due_orders(job: JobView, agent: AgentView, letter: Letter, now: float) -> It
     if job.state.gives_back(agent.element):
         yield "end", wire.End(code=0, reason=f"the plan gives {agent.node} back to Slurm: this agent ends")
         return
-    if agent.status.noticed and (released := _released(job, agent)) is not None:
+    if agent.status.noticed and (released := _release_order(job, agent)) is not None:
         yield "released", released
     elif agent.status.noticed and agent.shown in WORKS and agent.grace:
         yield "grace", wire.Grace(seconds=agent.grace)
-    if _must_break(job.state, agent, letter):
-        yield letter.break_key, letter.broken
-    if stale := _withdrawn(job.state, agent, letter):
+    if _must_break(job.state, agent, orders):
+        yield orders.break_key, orders.broken
+    if stale := _withdrawn(job.state, agent, orders):
         yield f"withdraw {stale}", wire.Withdraw(generation=stale, reason="another member of the offer failed")
-    plan, agreed, known = letter.plan, agent.status.agreed, job.state.plan
-    if plan is not None and _lacks(agent, letter.members, plan.generation):
-        yield letter.plan_key, partial(letter.share, agent)
+    plan, agreed, known = orders.plan, agent.status.agreed, job.state.plan
+    if plan is not None and _lacks(agent, orders.members, plan.generation):
+        yield orders.plan_key, partial(orders.share, agent)
     elif agreed is not None and known is not None and agreed.generation <= known.generation:
-        yield f"confirm {known.generation}", partial(letter.confirmed.share, agent)
-    if agent.element in job.live.restarts:
+        yield f"confirm {known.generation}", partial(orders.confirmed.share, agent)
+    if agent.element in job.restarts:
         yield from _processes(job, agent, now)
 
 
-def _released(job: JobView, agent: AgentView) -> wire.Released | None:
+def _release_order(job: JobView, agent: AgentView) -> wire.Release | None:
     """The word to an agent whose element is to end that it need not wait any more; None while it has to: for its ranks
     to leave, or for Slurm to show whether it preempts the element or ends it."""
     state = job.state
@@ -190,10 +191,10 @@ def _released(job: JobView, agent: AgentView) -> wire.Released | None:
     if not agent.shown or (others and inside):
         return None
     out = others and (bool(state.members) or not state.mode.keeps_state)
-    return wire.Released(out=out, stay=agent.shown in WORKS)
+    return wire.Release(out=out, stay=agent.shown in WORKS)
 
 
-def _must_break(job: JobState, agent: AgentView, letter: Letter) -> bool:
+def _must_break(job: JobState, agent: AgentView, orders: StandingOrders) -> bool:
     if not job.broken or (job.replica == 1 and agent.broken >= job.broken):
         return False
     breaking = job.phase is Phase.BREAKING
@@ -203,7 +204,7 @@ def _must_break(job: JobState, agent: AgentView, letter: Letter) -> bool:
             continue
         if status.broken >= job.broken:
             # It finishes what it has begun, unless its replica is hit, perhaps only since it heard of the Break.
-            if job.replica > 1 and status.state in ("entering", "running") and slot in letter.hit:
+            if job.replica > 1 and status.state in ("entering", "running") and slot in orders.hit:
                 return True
             continue
         # A joiner of a broken offer that is still "waiting" has to hear of it too, so has everyone while the job is
@@ -213,13 +214,13 @@ def _must_break(job: JobState, agent: AgentView, letter: Letter) -> bool:
     return False
 
 
-def _withdrawn(job: JobState, agent: AgentView, letter: Letter) -> int:
+def _withdrawn(job: JobState, agent: AgentView, orders: StandingOrders) -> int:
     """The generation that a newcomer of this agent waits to enter although it was withdrawn, or was agreed on without
     it by those who did not know of the offer; 0 where none does."""
     if job.plan is None or job.phase not in (Phase.RUNNING, Phase.OFFERING):
         return 0
     outside = (slot for slot, status in agent.ranks.items() if status.state == "entering" and slot not in job.members)
-    waits = [agent.ranks[slot].entering for slot in outside if slot not in letter.inside]
+    waits = [agent.ranks[slot].entering for slot in outside if slot not in orders.inside]
     first, last = job.plan.generation, job.generation if job.offer is None else job.offer.generation - 1
     return max((generation for generation in waits if first <= generation <= last), default=0)
 
@@ -245,22 +246,22 @@ def _processes(job: JobView, agent: AgentView, now: float) -> Iterator[tuple[str
             order = wire.StopRank(slot=slot, incarnation=status.incarnation, reason=known.why, save=save)
             yield f"{'save' if save else 'stop'} {slot} {status.incarnation}", order
         elif now >= known.not_before and not _saving(job, now):
-            yield f"start {slot} {known.wanted}", started(state, slot)
+            yield f"start {slot} {known.wanted}", start_order(state, slot)
 
 
 def _saving(job: JobView, now: float) -> bool:
     """A rank still writes its part of the state that all are to begin from."""
-    live, state = job.live, job.state
+    state = job.state
     if now >= state.saving_until:
         return False
-    if now >= live.saves_look_at:
+    if now >= job.saves_look_at:
         stopped = ((slot, status) for _, slot, status in job.all_ranks() if status.state == "stopped")
-        live.saves = any(status.incarnation < state.slot(slot).wanted for slot, status in stopped)
-        live.saves_look_at = look_again(now, len(live.agents), SAVING_LOOK_SECONDS)
-    return live.saves
+        job.saves = any(status.incarnation < state.slot(slot).wanted for slot, status in stopped)
+        job.saves_look_at = look_again(now, len(job.agents), SAVING_LOOK_SECONDS)
+    return job.saves
 
 
-def started(job: JobState, slot: int) -> wire.StartRank:
+def start_order(job: JobState, slot: int) -> wire.StartRank:
     """The order to start the process that is to be in the slot."""
     known = job.slot(slot)
     return wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why, layout=job.layout)
@@ -269,7 +270,7 @@ def started(job: JobState, slot: int) -> wire.StartRank:
 def next_start(job: JobView, agent: AgentView, now: float) -> float | None:
     """When the next process of this agent is to start, or may be; None when none is to start later."""
     state = job.state
-    first = job.live.saves_look_at if _saving(job, now) else now
+    first = job.saves_look_at if _saving(job, now) else now
     times = [
         max(known.not_before, first)
         for slot, status in agent.ranks.items()

@@ -21,7 +21,7 @@ def report_healed(view: View, job: JobView) -> Outcome:
     elements = state.inside | set(state.elements(slot for failure in failures for slot in failure.record.slots))
     many = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
     where = f" on {first.record.node}" if first.record.node else ""
-    healed = records.Healed(
+    healed = records.JobHealed(
         failures=list(mended),
         cause=first.record.cause,
         node=first.record.node,

@@ -1,87 +1,308 @@
-"""Agents that come: which are taken in, and which job and Slurm step they belong to.
+"""Registrations of agents: which are taken in, and which job and Slurm step each belongs to.
 
-Several `srun` in one batch script are trainings of their own under the same job id. A job's agents tell the number of
-their Slurm step. The job is of one step at a time: a later step waits until the one before has ended, then the job
-begins again. A step that was killed has ended when none of its agents is left: Slurm starts no task of a step again.
-A step whose command trains nothing, a monitor in the background, is the job only until another one comes, and goes on
-unprotected then. An element that was requeued runs its script from the start, while the others are further: what they
-have behind them it does alone. Of two steps of one allocation that run at a time the one whose agents come
-first is the job, and the other one goes on unprotected, on all of its nodes. When Slurm requeues the whole job, its
-steps are counted anew.
+Slurm's record decides whether an agent is what it says. It is taken in once a listing shows its element at work, on its
+node, for its user. What Slurm does not know yet waits for the next listing; what differs is refused. If Slurm does not
+answer within `CONFIRM_SECONDS` the agent is taken in unconfirmed: its job is healed within itself, and nothing is done
+in Slurm for it, or to its node, until a listing confirms it (:meth:`View.shown_node`, :func:`confirmed_jobs`).
+
+Several `srun` in one batch script are trainings of their own under one job id, and one step at a time is the job. A
+later step waits until the one before has ended, which a killed step has when none of its agents is left. A step that
+trains nothing gives way to any later one. What a requeued element has behind it of its script it does alone. Of two
+steps of one allocation that run at a time the first that comes is protected. A requeue of the whole job counts anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
 import msgspec
 
-from unicron_ctl.controller.job import confirmation
 from unicron_ctl.controller.job.orders import ending
-from unicron_ctl.controller.model.agent_view import AgentView, Route
+from unicron_ctl.controller.model import permission
+from unicron_ctl.controller.model.agent_view import Route
 from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
-from unicron_ctl.controller.model.live import READY
-from unicron_ctl.controller.model.submission import another
+from unicron_ctl.controller.model.job_state import AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.view import Listing, Outcome, Send, View
 from unicron_ctl.controller.plan import job_layouts
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import ranges, wire
 from unicron_ctl.shared.protocol.encryption import is_key
 from unicron_ctl.shared.protocol.structs import Settings
+from unicron_ctl.shared.settings.partitions import OFF
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
+from unicron_ctl.shared.slurm.states import OCCUPIES
 from unicron_detector.words import counted
 
+CONFIRM_SECONDS = 5.0  # then an agent is taken in although Slurm does not answer
+LISTING_SECONDS = 30.0  # a listing that is older confirms nobody
 # Jobs, and agents of them, that are taken in while Slurm does not say whose they are.
 OF_A_USER = 20, 4096
-COLD_REASONS = 20  # on record, of one job
 OF_ALL = 400, 20_000
+NOTICE_SHARE = 0.5  # of Slurm's KillWait for which an agent that is to end waits for a boundary; the rest is for files
+PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
+LARGE_JOB = 64  # nodes; above, progress and steps are told with the heartbeats
 
 
-def answer(
-    view: View, message: wire.Register, key: str, asker: Asker, info: ElementInfo | None = None
-) -> wire.Message | None:
-    """Why the agent is not taken in now, as the message to it; None when it is. asker: who made its credential, which
-    is bound to what it says of itself and to `key`. info: its element as Slurm shows it, where Slurm has been asked."""
-    job = view.state.jobs.get(message.job)
-    if job is not None and another(job, info):
+@dataclass(frozen=True)
+class Request:
+    """A registration."""
+
+    route: Route
+    message: wire.Register
+    key: str
+    """The CURVE public key of its connection."""
+    asker: Asker
+    """Whoever made its credential, which is bound to what it says of itself and to the key."""
+    since: float
+    """When it first came."""
+
+    @property
+    def name(self) -> tuple[str, int, str]:
+        """Job, element and agent."""
+        return self.message.job, self.message.element, self.message.agent
+
+
+@dataclass
+class Case:
+    """A registration with what is known of its job, for the checks. info: its element as Slurm shows it, where Slurm
+    was asked and has answered."""
+
+    view: View
+    request: Request
+    info: ElementInfo | None = None
+
+    def __post_init__(self) -> None:
+        self.message = self.request.message
+        self.job = self.view.state.jobs.get(self.message.job)
+
+    @cached_property
+    def same(self) -> JobState | None:
+        """The job on record, unless Slurm uses its id again."""
+        return None if self.job is None or self.job.id_reused(self.info) else self.job
+
+    @cached_property
+    def requeued(self) -> bool:
+        """Slurm has requeued the whole job, and its script is at another step, or at the same one after its end."""
+        job, message = self.job, self.message
+        return job is not None and message.requeues > job.requeues and (message.step != job.step or job.over)
+
+    @cached_property
+    def takes_over(self) -> bool:
+        """Whether it begins the job again although the job's step is not over on record: after a requeue of the whole
+        job, or as a later step when the other one trains nothing, or has no agent left."""
+        job, message = self.job, self.message
+        if job is None or self.requeued:
+            return self.requeued
+        free = (message.trains and not job.trains) or job.step_has_ended(message.element)
+        return free and not job.over and message.step > job.step
+
+    @cached_property
+    def begins(self) -> bool:
+        """The job starts with this agent: for the first time, with its next step, or under an id that is used again."""
+        job = self.same
+        return job is None or self.takes_over or (job.over and self.message.step > job.step)
+
+    @cached_property
+    def known(self) -> AgentRecord | None:
+        """The agent that its element had last."""
+        return self.job.agents.get(self.message.element) if self.job is not None else None
+
+    @cached_property
+    def is_back(self) -> bool:
+        """The agent is on record already."""
+        return self.known is not None and self.known.agent == self.message.agent
+
+    @property
+    def has_mates(self) -> bool:
+        """Other elements of the job have agents that live."""
+        job = self.view.live.jobs.get(self.message.job)
+        return job is not None and any(agent.element != self.message.element for agent in job.alive())
+
+    def final(self, reason: str, alone: bool = False) -> wire.Refusal:
+        """The refusal of an agent that does not fit the others of its job."""
+        return wire.Refusal(reason=reason, final=True, alone=alone, apart=self.has_mates)
+
+
+# ---------------------------------------------------------------- why an agent is not taken in
+Check = Callable[[Case], wire.Message | None]
+
+
+def refusal(case: Case) -> wire.Message | None:
+    """The message to an agent that is not taken in now; None for one that is."""
+    if case.job is not None and case.same is None:
         return None
-    if refused := _not_the_owner(view, message, job, asker) or _another_self(message, job, key):
-        return refused
-    if refused := _other_step(message, job):
-        return refused
-    if job is not None and message.agent in job.superseded and not begins(view, message, info):
-        reason = f"another agent has taken element {message.element} of job {message.job}"
-        return wire.Refused(reason=reason, final=True, replaced=True)
-    if job is not None and job.set_aside and not job.ended and not begins(view, message, info):
-        known = job.agents.get(message.element)
-        if released(job) or known is None or known.agent != message.agent:
-            apart = not released(job) and not job.sweep and _others(view, message)
-            return wire.Refused(reason=job.set_aside, final=True, alone=job.sweep, apart=apart)
-    other = None if begins(view, message, info) else job  # a next step may be in another mode
-    if problem := _problem(message, other):
-        return wire.Refused(reason=problem, final=True, apart=_others(view, message))
-    if problem := _other_command(message, other):
-        return wire.Refused(reason=problem, final=True, alone=True, apart=_others(view, message))
-    if job is not None and job.ended and message.step <= job.step and not requeued(job, message):
-        known = job.agents.get(message.element)
-        if view.slurm.used and info is None and (known is None or known.agent != message.agent):
-            # Slurm uses numbers again: what is on record may be another job, and this one would end untrained with 0.
-            reason = f"a job {message.job} has ended, and Slurm has not said yet whether this is another one: it waits"
-            return wire.Refused(reason=reason)
-        return ending(job.ended)
-    return _too_many(view, message, asker) if view.slurm.used and info is None else None
+    return next((found for check in CHECKS if (found := check(case)) is not None), None)
 
 
-def turned_away(view: View, route: Route, message: wire.Register, answered: wire.Message) -> Outcome:
-    """Sends `answered` to an agent that is not taken in. An agent that does not fit the others of a job that nobody
-    trains yet takes the protection from all: without each other neither part has a world."""
-    out, job = Outcome(), view.state.jobs.get(message.job)
-    if isinstance(answered, wire.Refused) and answered.apart and job is not None and _unformed(job) and not job.over:
-        reason = f"element {message.element} on {message.node}: {answered.reason}. Until then nothing protects the job"
-        what = f"the registration of agent {message.agent}"
-        out.record(job, records.JobSetAside(input=what, reason=reason, sweep=answered.alone))
-        answered = wire.Refused(reason=reason, final=True, alone=answered.alone)
-    out.sends.append(Send(route, answered))
-    return out
+def _turned_off(case: Case) -> wire.Message | None:
+    """A job of a partition whose mode is "off" is to run unprotected; which partition it is in Slurm has to say."""
+    view, name = case.view, case.message.job
+    modes = {view.config.rules(partition).mode for partition in ("", *view.config.partitions)}
+    if case.job is not None or OFF not in modes:
+        return None
+    if view.slurm.used and not (view.slurm.seen and view.slurm.seen.of(name)) and len(modes) > 1:
+        return wire.Refusal(reason=f"Slurm does not show job {name} yet: its partition is not known")
+    rules = permission.of_job(view, name)
+    if rules.mode != OFF:
+        return None
+    return wire.Refusal(reason=f'partition {rules.partition} is "off" in the configuration of unicrond', final=True)
+
+
+def _not_the_owner(case: Case) -> wire.Message | None:
+    """An agent may speak for a job only with its owner's credential, or an admin's. Nothing is final while the name
+    service is away, for nobody is an admin then but root; nor while Slurm has not said whose the job is: whoever began
+    it may have named another's, even an admin's."""
+    job, asker = case.job, case.request.asker
+    if job is None:
+        return None
+    sure = bool(job.submitted) or not case.view.slurm.used
+    if asker.may_order(job) and (sure or None in (job.uid, asker.uid) or job.uid == asker.uid):
+        return None
+    reason = f"job {job.job}: {asker} is not its owner {job.settings.user}"
+    if not sure:
+        reason = f"job {job.job} was begun by {job.settings.user}, and Slurm has not confirmed it: {asker} waits"
+    return wire.Refusal(reason=reason, final=sure and bool(asker.user))
+
+
+def _another_self(case: Case) -> wire.Message | None:
+    """An agent keeps its key, its node and its slots for life: Slurm is asked about them once."""
+    known, message = case.known, case.message
+    if known is None or not case.is_back:
+        return None
+    was = {"key": known.key, "node": known.node, "slots": known.slots}
+    is_now = {"key": case.request.key, "node": message.node, "slots": list(message.slots)}
+    name = next((name for name in was if was[name] != is_now[name]), "")
+    who = f"agent {message.agent} of job {message.job}"
+    reason = f"{who} has another {name} than before: each agent needs an id of its own"
+    return wire.Refusal(reason=reason, final=True) if name else None
+
+
+def _other_step(case: Case) -> wire.Message | None:
+    """The agent is of a step that is not the job's turn."""
+    job, message = case.job, case.message
+    if job is None or message.step == job.step or case.takes_over:
+        return None
+    beside = message.step < job.step and one_element(message.settings)
+    if job.over and not beside:
+        return None
+    which = f"step {message.step // ranges.LAUNCHES} of job {message.job}"
+    at = f"step {job.step // ranges.LAUNCHES}"
+    if not message.trains and job.trains:
+        return wire.Refusal(reason=f"{which} trains nothing, and {at} is the job", final=True, alone=True)
+    if message.step > job.step:
+        said = f"{which} came while {at} runs, and one step at a time is protected: if {at} trains nothing, "
+        return wire.Refusal(reason=f"{said}write `UNICRON=0 srun ...` for it")
+    if beside:
+        reason = f"{which} came after {at} had begun, and one step at a time is protected"
+    else:
+        reason = f"{which} is over for the other elements, which are at {at}"
+    return wire.Refusal(reason=reason, alone=True)
+
+
+def one_element(settings: Settings) -> bool:
+    """The job is no array of several elements, so each of its steps runs once, and two may run at a time."""
+    return settings.allocation or settings.max_nodes == settings.block
+
+
+def _has_successor(case: Case) -> wire.Message | None:
+    """Another agent has come for the element since."""
+    if case.job is None or case.message.agent not in case.job.superseded or case.begins:
+        return None
+    return replaced_by_another(case.message.job, case.message.element)
+
+
+def replaced_by_another(job: str, element: int) -> wire.Refusal:
+    """The message to an agent whose element another agent has taken."""
+    reason = f"another agent has taken element {element} of job {job}"
+    return wire.Refusal(reason=reason, final=True, replaced=True)
+
+
+def _left_alone(case: Case) -> wire.Message | None:
+    """The job is set aside: its agents go on, and no other comes in."""
+    job = case.job
+    if job is None or not job.set_aside or job.ended or case.begins or (case.is_back and not released(job)):
+        return None
+    apart = not released(job) and not job.sweep and case.has_mates
+    return wire.Refusal(reason=job.set_aside, final=True, alone=job.sweep, apart=apart)
+
+
+def _unlike_the_others(case: Case) -> wire.Message | None:
+    """The agent cannot train with the others. A next step may be in another mode."""
+    job, mine = case.job, case.message.settings
+    if wrong := job_layouts.problem(mine):
+        return case.final(f"job {case.message.job}: {wrong}")
+    if job is None or case.begins:
+        return None
+    if problem := next(_differences(case.message.job, mine, job.settings), ""):
+        return case.final(problem)
+    if mine.runs_as(job.settings):
+        return None
+    sweep = (
+        "its command is another one than that of the other elements, as in a sweep: submit a sweep without --unicron, "
+        "or export UNICRON_SWEEP=0 in the batch script if its array is one training"
+    )
+    return case.final(sweep, alone=True)
+
+
+def _differences(name: str, mine: Settings, its: Settings) -> Iterator[str]:
+    """Each difference between an agent's settings and those of its job that keeps them apart."""
+    if mine.ranks_per_node != its.ranks_per_node:
+        had = counted(its.ranks_per_node, "rank")
+        yield f"job {name} has {had} per node, this agent {mine.ranks_per_node}: they must be the same"
+    if mine.block != its.block:
+        had = counted(its.block, "node")
+        yield f"job {name} has elements of {had}, this one {mine.block}: give sbatch --nodes={its.block}"
+    if mine.mode != its.mode:
+        why = f"this agent would be in {mine.mode} mode ({mine.mode_reason})"
+        ways = f"submit with --unicron-mode={its.mode} or --unicron-mode={mine.mode}, so that all are the same"
+        yield f"job {name} is healed in {its.mode} mode, {why}: {ways}"
+    if mine.layouts != its.layouts:
+        had, others = (", ".join(one.layouts) or "none" for one in (its, mine))
+        yield f"job {name} has the layouts {had}, this agent {others}: UNICRON_LAYOUTS must be the same"
+
+
+def _has_ended(case: Case) -> wire.Message | None:
+    """The job has ended. Slurm uses numbers again: an agent that is not on record may be of another job, which would
+    end untrained with 0, so it waits for Slurm's word."""
+    job = case.job
+    if job is None or job.ended is None or case.message.step > job.step or case.requeued:
+        return None
+    if case.view.slurm.used and case.info is None and not case.is_back:
+        said = f"a job {job.job} has ended, and Slurm has not said yet whether this is another one: it waits"
+        return wire.Refusal(reason=said)
+    return ending(job.ended)
+
+
+def _too_many(case: Case) -> wire.Message | None:
+    """Jobs and agents that Slurm does not show may be made up: they are bounded, for each user and for all."""
+    job, asker = case.job, case.request.asker
+    if not case.view.slurm.used or case.info is not None or case.is_back:
+        return None
+    unconfirmed = [one for one in case.view.state.jobs.values() if not one.submitted and not one.over]
+    of_user = [one for one in unconfirmed if one.uid == asker.uid]
+    new, mine = job is None or job.over, len(job.agents) if job is not None and job.submitted else 0
+    for jobs, (most_jobs, most_agents) in ((of_user, OF_A_USER), (unconfirmed, OF_ALL)):
+        agents = sum(len(one.agents) for one in jobs) + mine
+        if len(jobs) + new > most_jobs or agents >= most_agents:
+            said = f"Slurm has not confirmed {counted(len(jobs), 'job')} with {counted(agents, 'agent')}"
+            return wire.Refusal(reason=f"{said}: job {case.message.job} waits for its word")
+    return None
+
+
+CHECKS: tuple[Check, ...] = (
+    _turned_off,
+    _not_the_owner,
+    _another_self,
+    _other_step,
+    _has_successor,
+    _left_alone,
+    _unlike_the_others,
+    _has_ended,
+    _too_many,
+)
+"""The first that says something answers."""
 
 
 def released(job: JobState) -> bool:
@@ -93,246 +314,183 @@ def _unformed(job: JobState) -> bool:
     return job.phase is Phase.FORMING or (not job.mode.keeps_state and job.phase is Phase.BREAKING)
 
 
-def _others(view: View, message: wire.Register) -> bool:
-    """Other elements of the job have agents that live."""
-    agents = view.live.jobs[message.job].agents if message.job in view.live.jobs else {}
-    return any(agent.alive for element, agent in agents.items() if element != message.element)
+def turn_away(case: Case, answer: wire.Message) -> Outcome:
+    """Sends `answer` to an agent that is not taken in. An agent that does not fit the others of a job that nobody
+    trains yet takes the protection from all: without each other neither part has a world."""
+    out, job, message = Outcome(), case.job, case.message
+    if isinstance(answer, wire.Refusal) and answer.apart and job is not None and _unformed(job) and not job.over:
+        reason = f"element {message.element} on {message.node}: {answer.reason}. Until then nothing protects the job"
+        what = f"the registration of agent {message.agent}"
+        out.record(job, records.JobSetAside(input=what, reason=reason, sweep=answer.alone))
+        answer = wire.Refusal(reason=reason, final=True, alone=answer.alone)
+    out.sends.append(Send(case.request.route, answer))
+    return out
 
 
-def _not_the_owner(view: View, message: wire.Register, job: JobState | None, asker: Asker) -> wire.Refused | None:
-    """An agent may speak for a job only with its owner's credential, or an admin's. Nothing is final while the name
-    service is away, for nobody is an admin then but root; nor while Slurm has not said whose the job is: whoever began
-    it may have named another's, even an admin's."""
-    if job is None:
-        return None
-    sure = bool(job.submitted) or not view.slurm.used
-    if asker.may_order(job) and (sure or None in (job.uid, asker.uid) or job.uid == asker.uid):
-        return None
-    reason = f"job {message.job}: {asker} is not its owner {job.settings.user}"
-    if not sure:
-        reason = f"job {message.job} was begun by {job.settings.user}, and Slurm has not confirmed it: {asker} waits"
-    return wire.Refused(reason=reason, final=sure and bool(asker.user))
-
-
-def _too_many(view: View, message: wire.Register, asker: Asker) -> wire.Refused | None:
-    """A new agent of a job that Slurm does not show: what may be made up meanwhile is bounded."""
-    job = view.state.jobs.get(message.job)
-    if job is not None and (known := job.agents.get(message.element)) and known.agent == message.agent:
-        return None
-    unconfirmed = [one for one in view.state.jobs.values() if not one.submitted and not one.over]
-    of_user = [one for one in unconfirmed if one.uid == asker.uid]
-    new = job is None or job.over
-    for jobs, (most_jobs, most_agents) in ((of_user, OF_A_USER), (unconfirmed, OF_ALL)):
-        agents = sum(len(one.agents) for one in jobs) + (len(job.agents) if job is not None and job.submitted else 0)
-        if len(jobs) + new > most_jobs or agents >= most_agents:
-            reason = (
-                f"Slurm has not confirmed {counted(len(jobs), 'job')} with {counted(agents, 'agent')}: "
-                f"job {message.job} waits for its word"
-            )
-            return wire.Refused(reason=reason)
-    return None
-
-
-def _another_self(message: wire.Register, job: JobState | None, key: str) -> wire.Refused | None:
-    """An agent keeps its key, its node and its slots for life: Slurm is asked about them once."""
-    known = job.agents.get(message.element) if job else None
+# ---------------------------------------------------------------- what is recorded of one that is taken in
+def admission(case: Case, confirmed: bool) -> Outcome:
+    """Records the agent as one of the job's, a new one or one that comes back; and its job, where that begins."""
+    out, message, job, info = Outcome(), case.message, case.job, case.info
+    news: list[records.Record] = []
+    known = None if case.begins else case.known
+    if case.begins:
+        news += _beginning(case)
+    elif info is not None and job is not None and job.nodes and info.restarts != job.nodes_of_restart:
+        nodes, restarts = nodes_of(case.view.slurm.seen, message.job)
+        reason = f"Slurm has requeued job {message.job} on {counted(len(nodes), 'node')}"
+        news.append(records.JobReallocated(nodes=nodes, restarts=restarts, reason=reason))
     if known is None or known.agent != message.agent:
-        return None
-    for name, was, is_now in (
-        ("key", known.key, key),
-        ("node", known.node, message.node),
-        ("slots", known.slots, list(message.slots)),
-    ):
-        if was != is_now:
-            who = f"agent {message.agent} of job {message.job}"
-            return wire.Refused(reason=f"{who} has another {name} than before: each agent needs an id of its own")
-    return None
+        out.hurry = True
+        news.append(_as_record(case, confirmed))
+    elif known.gone:
+        news.append(records.AgentBack(element=message.element, agent=message.agent, node=message.node))
+    out.records += [(message.job, 0, record) for record in news]
+    return out
 
 
-def _other_step(message: wire.Register, job: JobState | None) -> wire.Refused | None:
-    if job is None or message.step == job.step:
-        return None
-    beside = message.step < job.step and one_element(message.settings)
-    if job.over and not beside:
-        return None
-    which = f"step {message.step // ranges.LAUNCHES} of job {message.job}"
-    at = job.step // ranges.LAUNCHES
-    if begins_anew(job, message):
-        return None
-    if not message.trains and job.trains:
-        reason = f"{which} trains nothing, and step {at} is the job"
-        return wire.Refused(reason=reason, final=True, alone=True)
-    if message.step > job.step:
-        reason = (
-            f"{which} came while step {at} runs, and one step at a time is protected: if step {at} trains nothing, "
-        )
-        return wire.Refused(reason=f"{reason}write `UNICRON=0 srun ...` for it")
-    reason = f"{which} is over for the other elements, which are at step {at}"
-    if beside:
-        reason = f"{which} came after step {at} had begun, and one step at a time is protected"
-    return wire.Refused(reason=reason, alone=True)
-
-
-def one_element(settings: Settings) -> bool:
-    """The job is no array of several elements, so each of its steps runs once, and two may run at a time."""
-    return settings.allocation or settings.max_nodes == settings.block
-
-
-def begins_anew(job: JobState, message: wire.Register) -> bool:
-    """The agent begins the job again although its step is not over on record. A step that trains takes the place of one
-    that trains nothing, and any later one that of one whose agents are all gone."""
-    free = (message.trains and not job.trains) or job.step_has_ended(message.element)
-    return requeued(job, message) or (free and not job.over and message.step > job.step)
-
-
-def requeued(job: JobState, message: wire.Register) -> bool:
-    """Slurm has requeued the whole job since, and its script is at another step, or at the same one after its end."""
-    return message.requeues > job.requeues and (message.step != job.step or job.over)
-
-
-def _other_command(message: wire.Register, job: JobState | None) -> str:
-    """Why an element of an array is a run of its own; empty where it runs what the others do."""
-    if job is None or message.settings.runs_as(job.settings):
-        return ""
-    return (
-        "its command is another one than that of the other elements, as in a sweep: submit a sweep without --unicron, "
-        "or export UNICRON_SWEEP=0 in the batch script if its array is one training"
+def _as_record(case: Case, confirmed: bool) -> records.AgentRegistered:
+    """The agent as it is recorded. Others reach it where it has a key."""
+    message, key = case.message, case.request.key or case.message.key
+    return records.AgentRegistered(
+        element=message.element,
+        agent=message.agent,
+        node=message.node,
+        address=message.address,
+        slots=list(message.slots),
+        door=message.door,
+        key=case.request.key,
+        confirmed=confirmed,
+        peer=message.peer if is_key(key) else "",
+        peer_key=key,
+        requeues=message.requeues,
+        restarts=case.info.restarts if case.info is not None else -1,
+        reason=f"element {message.element} on {message.node}",
     )
 
 
-def begins(view: View, message: wire.Register, info: ElementInfo | None = None) -> bool:
-    """The job starts with this agent: for the first time, with its next step, or because Slurm uses its id again."""
-    job = view.state.jobs.get(message.job)
-    if job is None or another(job, info) or begins_anew(job, message):
-        return True
-    return job.over and message.step > job.step
-
-
-def begin_job(
-    view: View, message: wire.Register, asker: Asker, info: ElementInfo | None = None, seen: Listing | None = None
-) -> Outcome:
-    """Records a new job. info: Slurm's word on the element, which counts, not the message's; seen: the listing that has
-    it."""
-    out = Outcome()
+def _beginning(case: Case) -> Iterator[records.Record]:
+    """Records a new job, of which Slurm's word counts and not the agent's."""
+    message, asker, info, before = case.message, case.request.asker, case.info, case.same
     own = not asker.admin or asker.user == message.settings.user  # an admin may begin it for somebody else
-    owner, settings, submitted = asker.uid if own else None, message.settings, 0.0
-    nodes, restarts, runs = list[str](), 0, dict[int, float]()
-    before = view.state.jobs.get(message.job)
-    if before is not None and not another(before, info):
-        broken_off = requeued(before, message) and not before.over
-        runs = {**before.runs, before.step: before.registered_at} if broken_off else before.runs
+    uid, settings, submitted = asker.uid if own else None, message.settings, 0.0
+    nodes, restarts, runs, seen = list[str](), 0, dict[int, float](), case.view.slurm.seen
+    if before is not None:
+        broken_off = {before.step: before.registered_at} if case.requeued and not before.over else {}
+        runs = {**before.runs, **broken_off}
     if info is not None and seen is not None:
-        owner, submitted = info.uid, info.submitted
-        most = max(1, min(settings.max_nodes, len(seen.of(message.job))))
-        nodes, restarts = confirmation.nodes(seen, message.job)
+        uid, submitted = info.uid, info.submitted
+        nodes, restarts = nodes_of(seen, message.job)
         settings = msgspec.structs.replace(
             settings,
             user=info.user or settings.user,
-            max_nodes=most,
+            max_nodes=max(1, min(settings.max_nodes, len(seen.of(message.job)))),
             allocation=bool(nodes),
             block=info.block,
         )
-    record = records.JobRegistered(
+    least, most = settings.min_nodes, settings.max_nodes
+    size = f"{least} to {most} nodes" if least < most else counted(most, "node")
+    yield records.JobRegistered(
         settings=settings,
         step=message.step,
         trains=message.trains,
-        uid=owner,
+        uid=uid,
         submitted=submitted,
         nodes=nodes,
         restarts=restarts,
         runs=runs,
-        reason=_as_text(settings),
+        reason=f"{settings.name} of {settings.user}, {size}, {settings.mode} mode: {settings.mode_reason}",
     )
-    out.records.append((message.job, 0, record))
     if settings.layouts:
-        layout, reason = job_layouts.first(view, settings, message.node)
-        out.records.append((message.job, 0, records.LayoutChosen(layout=layout, reason=reason)))
-    return out
+        layout, reason = job_layouts.first(case.view, settings, message.node)
+        yield records.LayoutChosen(layout=layout, reason=reason)
 
 
-def _as_text(settings: Settings) -> str:
-    """The job for the event log and unicrond's log."""
-    most = settings.max_nodes
-    nodes = f"{settings.min_nodes} to {most} nodes" if settings.min_nodes < most else counted(most, "node")
-    return f"{settings.name} of {settings.user}, {nodes}, {settings.mode} mode: {settings.mode_reason}"
+def nodes_of(seen: Listing | None, job: str) -> tuple[list[str], int]:
+    """(nodes of the allocation in the order of its elements, how often Slurm has requeued it); ([], 0) for an array."""
+    listed = seen.of(job) if seen is not None else {}
+    found = [info for _, info in sorted(listed.items()) if info.allocation > 1 and info.node]
+    return [info.node or "" for info in found], found[0].restarts if found else 0
 
 
-def join(
-    job: JobState, message: wire.Register, key: str, confirmed: bool = True, info: ElementInfo | None = None
-) -> Outcome:
-    """Records the agent as one of the job's: a new one, or one that comes back. info: its element in Slurm."""
-    out, known = Outcome(), job.agents.get(message.element)
-    if known is None or known.agent != message.agent:
-        out.hurry = True
-        reachable = is_key(key or message.key)
-        record = records.AgentRegistered(
-            element=message.element,
-            agent=message.agent,
-            node=message.node,
-            address=message.address,
-            slots=list(message.slots),
-            door=message.door,
-            key=key,
-            confirmed=confirmed,
-            peer=message.peer if reachable else "",
-            peer_key=key or message.key,
-            requeues=message.requeues,
-            restarts=info.restarts if info is not None else -1,
-            reason=f"element {message.element} on {message.node}",
-        )
-        out.record(job, record, 0)
-    elif known.gone:
-        out.record(job, records.AgentBack(element=message.element, agent=message.agent, node=message.node), 0)
-    return out
+def welcome(view: View, job: JobState) -> wire.Welcome:
+    """The answer to an agent that is taken in."""
+    config = view.config
+    return wire.Welcome(
+        heartbeat_period=config.heartbeat_period,
+        controller="unicrond",
+        metrics_seconds=config.metrics_seconds,
+        metrics_directory=config.metrics_directory,
+        progress_seconds=progress_seconds(view, job),
+        layout=job.layout,
+        run=f"{round(job.registered_at * 1e6):x}",
+        notice_seconds=NOTICE_SHARE * view.slurm.kill_wait,
+    )
 
 
-def ready_ranks(job: JobState, agent: AgentView, slots: list[int]) -> Outcome:
-    """Processes of the agent that can enter a generation for the first time. A plain program says nothing of it."""
+def progress_seconds(view: View, job: JobState) -> float:
+    """Seconds for which an agent of the job may keep news of mere progress to itself."""
+    return max(PROGRESS_SECONDS, view.config.heartbeat_period * (job.settings.max_nodes > LARGE_JOB))
+
+
+# ---------------------------------------------------------------- Slurm's word
+def compare(view: View, place: tuple[str, int, str], asker: Asker, since: float) -> ElementInfo | wire.Refusal | None:
+    """The element as Slurm shows it; why the agent is refused; or None while Slurm has not said. Pure.
+
+    place: job, element and node that the agent names. Only a listing that was asked for after the agent came can refuse
+    it, and finally only by showing another owner or another node.
+    """
+    (job, element, node), seen = place, view.slurm.seen
+    if seen is None:
+        return None
+    name, fresh = f"element {element} of job {job}", seen.asked_at >= since
+    info = seen.of(job).get(element)
+    if info is None:
+        return wire.Refusal(reason=f"Slurm shows no {name}") if fresh else None
+    mine = asker.admin or asker.uid == info.uid
+    works = info.state in OCCUPIES and node in seen.nodes_of(info)
+    if mine and works and view.now - seen.asked_at <= LISTING_SECONDS:
+        return info
+    if not fresh:
+        return None
+    if not mine:
+        return wire.Refusal(reason=f"job {job}: {asker} is not its owner {info.user}", final=True)
+    if info.state in OCCUPIES and not works:
+        return wire.Refusal(reason=f"Slurm runs {name} on {info.node}, not on {node}", final=True)
+    return None if works else wire.Refusal(reason=f"Slurm shows {name} as {info.state}, not at work")
+
+
+def confirmed_jobs(view: View, jobs: Sequence[JobState]) -> list[JobState]:
+    """The jobs whose owner Slurm has shown."""
+    return [job for job in jobs if job.submitted or not view.slurm.used]
+
+
+def confirm_agents(view: View, listing: Listing, job: JobState) -> Outcome:
+    """Records what the listing says of a job, or of its agents, that were taken in unconfirmed."""
     out = Outcome()
-    if not job.mode.reports:
+    unsure = [element for element, agent in job.agents.items() if not agent.confirmed]
+    if job.submitted and not unsure:
         return out
-    found = {}
-    for slot in slots:
-        rank = agent.ranks.get(slot)
-        if rank is None or rank.state not in READY:
+    if (other := next(iter(listing.of(job.job).values()), None)) is not None and job.id_reused(other):
+        reason = f"Slurm shows job {job.job} as {other.user}'s"
+        out.record(job, records.JobEnded(code=1, reason=reason, disowned=True))
+        return out
+    asker = Asker(uid=job.uid, admin=job.uid is None)
+    for element in sorted(unsure if job.submitted else job.agents):
+        agent = job.agents[element]
+        info = compare(view, (job.job, element, agent.node), asker, listing.asked_at)
+        if not isinstance(info, ElementInfo):
             continue
-        agent.announced[slot] = rank.incarnation
-        if job.slot(slot).ready != Identity(agent.agent, rank.incarnation):
-            found[slot] = rank.incarnation
-    if found:
-        out.record(job, records.RanksReady(agent=agent.agent, incarnations=found), 0)
+        if not job.submitted and not out.records:
+            nodes, restarts = nodes_of(listing, job.job)
+            confirmed = records.JobConfirmed(
+                uid=info.uid,
+                user=info.user,
+                submitted=info.submitted,
+                most=len(listing.of(job.job)),
+                nodes=nodes,
+                restarts=restarts,
+                reason=f"Slurm shows job {job.job} as {info.user}'s",
+            )
+            out.record(job, confirmed)
+        out.record(job, records.AgentConfirmed(element=element, agent=agent.agent))
     return out
-
-
-def started_cold(job: JobState, agent: AgentView, known: set[str]) -> Outcome:
-    """Reasons for which ranks of the agent did not start warm, and that are not `known` to be on record."""
-    out = Outcome()
-    for slot, reason in agent.status.cold.items():
-        if reason not in known and len(known) < COLD_REASONS:
-            known.add(reason)
-            said = f"slot {slot} on {agent.node} started cold: {reason[:400]}"
-            out.record(job, records.StartedCold(element=agent.element, reason=said), 0)
-    return out
-
-
-def _problem(message: wire.Register, job: JobState | None) -> str:
-    """Why an agent cannot be taken; empty when it can."""
-    per_node = message.settings.ranks_per_node
-    if wrong := job_layouts.problem(message.settings):
-        return f"job {message.job}: {wrong}"
-    if job is None:
-        return ""
-    if per_node != job.settings.ranks_per_node:
-        had = job.settings.ranks_per_node
-        return f"job {message.job} has {counted(had, 'rank')} per node, this agent {per_node}: they must be the same"
-    if message.settings.block != job.settings.block:
-        had, here = job.settings.block, message.settings.block
-        return f"job {message.job} has elements of {counted(had, 'node')}, this one {here}: give sbatch --nodes={had}"
-    if message.settings.mode != job.settings.mode:
-        had_mode, other, why = job.settings.mode, message.settings.mode, message.settings.mode_reason
-        differs = f"job {message.job} is healed in {had_mode} mode, this agent would be in {other} mode ({why})"
-        return f"{differs}: submit with --unicron-mode={had_mode} or --unicron-mode={other}, so that all are the same"
-    if message.settings.layouts != job.settings.layouts:
-        had_layouts, others = (", ".join(one.layouts) or "none" for one in (job.settings, message.settings))
-        return f"job {message.job} has the layouts {had_layouts}, this agent {others}: UNICRON_LAYOUTS must be the same"
-    return ""

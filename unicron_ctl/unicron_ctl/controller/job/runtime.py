@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from unicron_ctl.controller.job.job_ledger import JobLedger, PlainSteps
-from unicron_ctl.controller.job.modes import NewcomersSaid
-from unicron_ctl.controller.job.orders import Letter
-from unicron_ctl.controller.job.spares import SparesSaid
-from unicron_ctl.controller.model.iteration_account import Account
+from unicron_ctl.controller.job.modes import LoggedNewcomers
+from unicron_ctl.controller.job.orders import StandingOrders
+from unicron_ctl.controller.job.spares import LoggedSpares
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.job_ledger import Account, JobLedger, PlainSteps
 from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.live import LiveJob
+from unicron_ctl.controller.model.live import READY
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.replication.cuts import Cuts
 from unicron_ctl.controller.sense.sensors import SensorMemory
@@ -25,6 +25,7 @@ from unicron_ctl.shared.system.throttle import Throttle
 
 VIOLATIONS = 1 / 60, 100.0  # records of them a minute, and at once
 TIMINGS_KEPT = 8  # of one generation: the parts of a recovery take about as long in every rank
+COLD_REASONS = 20  # on record, of one job
 LATE_SECONDS = 5.0  # after an iteration, for its report: beyond what clocks differ
 
 
@@ -36,14 +37,12 @@ class JobRuntime:
     unheard_until: the last iteration of which an agent's report was lost on its way, or with the controller before.
     """
 
-    live: LiveJob
-    """What its agents say, and what has to be looked at because of it."""
     sensors: SensorMemory
     ledger: JobLedger | PlainSteps
-    newcomers: NewcomersSaid = field(default_factory=NewcomersSaid)
-    spares: SparesSaid = field(default_factory=SparesSaid)
+    newcomers: LoggedNewcomers = field(default_factory=LoggedNewcomers)
+    spares: LoggedSpares = field(default_factory=LoggedSpares)
     cuts: Cuts = field(default_factory=Cuts)
-    letter: Letter | None = None
+    standing_orders: StandingOrders | None = None
     """What all agents were told last."""
     disturbed_until: int = -1
     unheard_until: int = -1
@@ -61,9 +60,9 @@ class JobRuntime:
 
     @classmethod
     def for_job(cls, job: JobView, config: ControllerConfig) -> JobRuntime:
-        memory = SensorMemory(JobTimes.fresh(config), job.live.progress, job.live.survey)
+        memory = SensorMemory(JobTimes.fresh(config), job.progress, job.survey)
         ledger = JobLedger if job.state.mode.reports else PlainSteps
-        return cls(job.live, memory, ledger(closed=job.state.iteration))
+        return cls(memory, ledger(closed=job.state.iteration))
 
     def on_phase_changed(self, record: records.Record) -> None:
         """A record changed the job's phase or members."""
@@ -72,7 +71,7 @@ class JobRuntime:
             self.disturbed_until = -1 if not again or record.plan.iteration is None else record.plan.iteration
         elif isinstance(record, records.Break):
             self.outsiders.update(one.slot for one in record.lost)
-        elif isinstance(record, records.Entered):
+        elif isinstance(record, records.GenerationEntered):
             self.outsiders.update(record.left)
             self.timings = {}
 
@@ -89,6 +88,16 @@ class JobRuntime:
             return status.state != "finished"
         return status.state == "left" and slot not in job.state.members
 
+    def note_cold_starts(self, job: JobState, agent: AgentView) -> Outcome:
+        """Records reasons for which ranks of the agent did not start warm, each once."""
+        out = Outcome()
+        for slot, reason in agent.status.cold.items():
+            if reason not in self.cold and len(self.cold) < COLD_REASONS:
+                self.cold.add(reason)
+                said = f"slot {slot} on {agent.node} started cold: {reason[:400]}"
+                out.record(job, records.StartedCold(element=agent.element, reason=said), 0)
+        return out
+
     # ------------------------------------------------------------ steps
     def on_steps(self, job: JobView, message: structs.StepReport, now: float, whole: bool = True) -> Outcome:
         """A node's ranks have stepped: the ledger and the speed of the iterations that are complete with it.
@@ -101,7 +110,7 @@ class JobRuntime:
         bound = float("inf") if state.phase is Phase.BREAKING else max(self.disturbed_until, self.unheard_until)
         self.sensors.times.on_step(message, state.mode.reports)
         drops = state.replica > 1 or (state.plan is not None and state.plan.state is not None)
-        accounts = self.ledger.add(message, self._expected(state), lambda iteration: iteration <= bound, drops)
+        accounts = self.ledger.add(message, self._reporters(state), lambda iteration: iteration <= bound, drops)
         nan_since = state.nan_since
         for account in accounts:
             finite = account.loss is None or math.isfinite(account.loss)
@@ -112,7 +121,7 @@ class JobRuntime:
                 loss=account.loss if finite else None,
                 nan_since=nan_since,
                 seconds=account.seconds,
-                ranks=account.ranks if state.replica == 1 else len(self._expected(state)),
+                ranks=account.ranks if state.replica == 1 else len(self._reporters(state)),
                 nodes=len(state.inside),
                 flops=status.flops_per_iteration if status else 0.0,
                 train_iterations=status.train_iterations if status else 0,
@@ -129,8 +138,8 @@ class JobRuntime:
                 out.record(state, _violation(account), account.generation)
         return out
 
-    def _expected(self, job: JobState) -> Collection[int]:
-        """Who is to report; worked out once per membership and loss."""
+    def _reporters(self, job: JobState) -> Collection[int]:
+        """The slots that are to report; worked out once per membership and loss."""
         if not job.lost:
             return job.members
         key = id(job.members), len(job.lost)
@@ -139,7 +148,7 @@ class JobRuntime:
         return self.expected[1]
 
     def on_timing(self, job: JobState, message: wire.Timing) -> Outcome:
-        """How long a recovery took in one rank; of many ranks, the first few are kept."""
+        """Record how long a recovery took in one rank, for the first few ranks."""
         out = Outcome()
         if not 0 <= job.generation - message.generation <= 1:
             return out
@@ -148,6 +157,22 @@ class JobRuntime:
         if seen < TIMINGS_KEPT:
             out.record(job, records.Timing(slot=message.slot, seconds=message.seconds), message.generation)
         return out
+
+
+def ready_ranks(job: JobState, agent: AgentView, slots: Iterable[int]) -> Outcome:
+    """Records processes of the agent that can enter a generation for the first time. A plain program says nothing of
+    it."""
+    out, found = Outcome(), {}
+    for slot in slots if job.mode.reports else ():
+        rank = agent.ranks.get(slot)
+        if rank is None or rank.state not in READY:
+            continue
+        agent.announced[slot] = rank.incarnation
+        if job.slot(slot).ready != Identity(agent.agent, rank.incarnation):
+            found[slot] = rank.incarnation
+    if found:
+        out.record(job, records.RanksReady(agent=agent.agent, incarnations=found), 0)
+    return out
 
 
 def _violation(account: Account) -> records.LedgerViolation:

@@ -20,7 +20,7 @@ from unicron_transition.generations import layout
 
 OWN_SECONDS = 1.0  # for a lost process to be there again before a spare takes its place: about what that takes
 STANDING_SECONDS = 1.0  # between two looks at who waits as a spare
-NAMED = 20  # elements in a text
+MOST_NAMED = 20  # elements in a text
 HERE = (Phase.RUNNING, Phase.OFFERING)
 
 
@@ -49,7 +49,7 @@ def pick(
     return taken | chosen
 
 
-def admitted(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> set[int]:
+def entrants(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> set[int]:
     """The elements that come in, of those that can: as many as there is room for. An element that has trained, and
     whose processes were started again in place, comes first; so does one whose processes may be there before a
     spare would have joined."""
@@ -65,15 +65,13 @@ def admitted(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> se
 def formers(job: JobView, slots: Iterable[int]) -> list[int]:
     """The slots that form the job, of those that can: all of as many elements as are wanted. Who has kept a training
     state is never left out."""
-    found: dict[int, list[int]] = {}
-    for slot in slots:
-        found.setdefault(slot // job.per_node, []).append(slot)
+    found = job.by_element(slots)
     wanted = job.wanted
     if not job.state.settings.spares or len(found) <= wanted:
         return [slot for own in found.values() for slot in own]
-    ranks = {slot: status for own in found.values() for slot in own if (status := job.status(slot)) is not None}
-    trained = {e: max(ranks[s].iteration + (ranks[s].phase == "stepped") for s in own) for e, own in found.items()}
-    kept = {e for e, own in found.items() if any(ranks[s].state != "waiting" or ranks[s].shards for s in own)}
+    statuses = {element: [status for slot in own if (status := job.status(slot))] for element, own in found.items()}
+    trained = {e: max(one.iteration + (one.phase == "stepped") for one in ranks) for e, ranks in statuses.items()}
+    kept = {e for e, ranks in statuses.items() if any(one.state != "waiting" or one.shards for one in ranks)}
     rest = {element: own for element, own in found.items() if element not in kept or job.state.unit(job.replica) > 1}
     inside = kept & rest.keys()
     chosen = kept | pick(job, rest, wanted - len(kept), inside, lambda element: (-trained[element], element))
@@ -166,7 +164,7 @@ def _ready(job: JobView, element: int) -> bool:
 
 
 def misfit(job: JobView) -> str:
-    """What is wrong with the number of spares, and what is done instead; empty where it fits."""
+    """Say what is wrong with the number of spares, and what is done instead; empty where it fits."""
     settings, unit = job.state.settings, job.state.unit(job.replica)
     asked, given = settings.spares, settings.max_nodes - job.wanted
     if not asked or asked == given:
@@ -179,8 +177,8 @@ def misfit(job: JobView) -> str:
 
 
 @dataclass
-class SparesSaid:
-    """What the log says about a job's spares. look_at: when they are looked at next."""
+class LoggedSpares:
+    """The spares as the log has them. look_at: when they are looked at next."""
 
     said: tuple[tuple[int, str], ...] = ()
     misfit: str = ""
@@ -192,7 +190,7 @@ class SparesSaid:
         return [element for element, how in self.said if how == "ready"]
 
 
-def report_spares(view: View, job: JobView, last: SparesSaid) -> Outcome:
+def report_spares(view: View, job: JobView, last: LoggedSpares) -> Outcome:
     """Records who waits as a spare when that changes, and once that their number does not fit."""
     out, state = Outcome(), job.state
     if not state.settings.spares or state.phase not in HERE or view.now < last.look_at:
@@ -207,7 +205,7 @@ def report_spares(view: View, job: JobView, last: SparesSaid) -> Outcome:
     last.said, last.misfit = said, wrong
     ready = [element for element, how in said if how == "ready"]
     starting = [element for element, how in said if how != "ready"]
-    words = [f"elements {some[:NAMED]} {how}" for some, how in ((ready, "are ready"), (starting, "start")) if some]
+    words = [f"elements {some[:MOST_NAMED]} {how}" for some, how in ((ready, "are ready"), (starting, "start")) if some]
     news.append(f"spares: {', '.join(words)}" if words else "no spare is left")
     out.record(state, records.Spares(ready=ready, starting=starting, reason="; ".join(news)))
     return out

@@ -1,4 +1,16 @@
-"""What the state machine's actions do: each records one decision; orders to the agents follow from the state."""
+"""The actions of a job's state machine: each records one decision; orders to the agents follow from the state.
+
+The invariant that every one of them keeps (`tests/unit/unicron_ctl/controller/job/test_generations.py` checks it):
+
+FORMING    no plan and no offer; nobody is a member, lost or joining
+ENTERING   plan = generation > broken: the members' processes are those of the plan
+RUNNING    generation >= plan > broken: a number that was offered, or only begun, is never used again
+OFFERING   offer = generation > plan > broken: joining has the processes that only the offer names
+BREAKING   generation = broken >= plan: whoever is lost is a member, and nobody joins
+
+`plan`, `offer` and `broken` stand for their numbers. So a rank obeys whatever has the highest number, a message of an
+older generation harms nobody, and any loss, in any step, is just another Break.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +18,8 @@ from collections.abc import Callable, Iterable
 
 from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.job.candidates import remaining
-from unicron_ctl.controller.job.deciding import decided
-from unicron_ctl.controller.job.modes import Happening
+from unicron_ctl.controller.job.deciding import decide
+from unicron_ctl.controller.job.modes import Trigger
 from unicron_ctl.controller.judge.remedies import start_rank
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import JobState
@@ -15,7 +27,7 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.state_machine import Action, Event
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication.fetching import fetch_orders, fetched_from, wanted_state
-from unicron_ctl.controller.replication.forming import formed, left_behind, taken_over, without_match
+from unicron_ctl.controller.replication.forming import formable, left_behind, taken_over, without_match
 from unicron_ctl.controller.replication.script_states import newest_saved
 from unicron_ctl.shared.consensus import survivors_plan
 from unicron_ctl.shared.log import records
@@ -26,14 +38,14 @@ from unicron_transition.generations import layout
 SAVE_SECONDS = 600.0  # for ranks that are to end, to write what a checkpoint needs
 
 
-def form_generation(view: View, job: JobView, happening: Happening) -> Outcome:
+def form_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Plans the first generation, or one after which nobody could go on.
 
     A replica whose ranks stand where most has been trained hands its state to all others. Ranks that have no state in
     common start again if they have been in a generation, from the script's newest checkpoint if there is one.
     """
-    reports = {slot: status for slot in happening.joiners if (status := job.status(slot)) is not None}
-    found, out = formed(reports, job.replica), Outcome()
+    reports = {slot: status for slot in trigger.joiners if (status := job.status(slot)) is not None}
+    found, out = formable(reports, job.replica), Outcome()
     wanted = wanted_state(view, job, reports, found)
     if (fetching := fetch_orders(view, job, wanted)) is not None:
         return fetching
@@ -63,7 +75,7 @@ def form_generation(view: View, job: JobView, happening: Happening) -> Outcome:
             range(max(reports[slot].micro_batches for slot in found.members)),
             layout.heads(found.members, job.replica),
         ),
-        reason=f"{'; '.join(filter(None, (_cause(job.state), happening.reason, start)))}"
+        reason=f"{'; '.join(filter(None, (_cause(job.state), trigger.reason, start)))}"
         f"{fetched_from(job, found.iteration)}{taken_over(reports, found)}{left_behind(reports, found)}",
         replica=job.replica,
         state=found.state,
@@ -82,33 +94,33 @@ def _cause(job: JobState) -> str:
     return job.why if job.broken else ""
 
 
-def break_generations(view: View, job: JobView, happening: Happening) -> Outcome:
+def break_generations(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Ends all generations so far, and names who is lost."""
     out, state = Outcome(), job.state
     number = state.generation  # the highest ever used: an outstanding offer is over, too
     inside = {**state.members, **state.joining}
     lost = [
-        records.Lost(slot, inside[slot].agent, inside[slot].incarnation)
+        records.LostProcess(slot, inside[slot].agent, inside[slot].incarnation)
         for slot in sorted(state.condemned)
         if slot in inside
     ]
-    tries = state.tries + 1 if happening.event is Event.TIMEOUT else 0
-    planned = not state.mode.joins and happening.event is Event.FAULT and not state.regroup
+    tries = state.tries + 1 if trigger.event is Event.TIMEOUT else 0
+    planned = not state.mode.joins and trigger.event is Event.FAULT and not state.regroup
     reached = saved.iteration if (saved := newest_saved(job)) is not None else -1
-    record = records.Break(number, lost, tries, planned, reached, _repeated(job), reason=happening.reason)
+    record = records.Break(number, lost, tries, planned, reached, _iterations_again(job), reason=trigger.reason)
     out.record(state, record, number)
     return out
 
 
-def _repeated(job: JobView) -> int:
+def _iterations_again(job: JobView) -> int:
     """Iterations that a world of plain programs has made since its last checkpoint; 0 where none was seen."""
     saved = max((s.saved for slot in job.state.members if (s := job.status(slot)) is not None), default=-1)
     return max(0, job.state.iteration + 1 - saved) if saved >= 0 and not job.state.mode.reports else 0
 
 
-def resume_training(view: View, job: JobView, happening: Happening) -> Outcome:
+def resume_training(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Plans how the survivors, who have stopped, go on."""
-    out, state, decision = Outcome(), job.state, decided(job)
+    out, state, decision = Outcome(), job.state, decide(job)
     unusable = decision.unusable if decision else dict.fromkeys(job.reports(), "its report cannot be worked with")
     if unusable:
         out.findings = [_unusable(view, job, slot, why) for slot, why in sorted(unusable.items())]
@@ -139,20 +151,20 @@ def resume_training(view: View, job: JobView, happening: Happening) -> Outcome:
     return out
 
 
-def reform_job(view: View, job: JobView, happening: Happening) -> Outcome:
+def reform_job(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Waits for fresh ranks: nobody knows the training state any more."""
     out = Outcome()
-    reason = f"{happening.reason}: formed anew from the newest state in memory, a checkpoint, or the script"
+    reason = f"{trigger.reason}: formed anew from the newest state in memory, a checkpoint, or the script"
     out.record(job.state, records.Reform(reason=reason))
     return out
 
 
-def change_layout(view: View, job: JobView, happening: Happening) -> Outcome:
+def change_layout(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Ends all ranks and starts them in the planned layout, from the newest checkpoint. Ranks that have the training
     state save it before."""
     out, state = Outcome(), job.state
     seconds = SAVE_SECONDS if any(status.state == "stopped" for _, _, status in job.all_ranks()) else 0.0
-    out.record(state, records.LayoutChosen(layout=state.relayout, save_seconds=seconds, reason=happening.reason))
+    out.record(state, records.LayoutChosen(layout=state.relayout, save_seconds=seconds, reason=trigger.reason))
     out.record(state, records.Reform(reason=f"formed anew as {state.relayout}, from the newest checkpoint"))
     for slot in sorted(slot for agent in state.agents.values() for slot in agent.slots):  # of those who come back, too
         status, member = job.status(slot), state.members.get(slot)
@@ -161,69 +173,71 @@ def change_layout(view: View, job: JobView, happening: Happening) -> Outcome:
     return out
 
 
-def offer_generation(view: View, job: JobView, happening: Happening) -> Outcome:
+def offer_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Plans the next iteration boundary, with newcomers or without leavers."""
     out, state = Outcome(), job.state
     assert state.plan is not None
-    size, joiners = job.replica, list(happening.joiners)
-    staying = remaining(state.plan.members, happening.leavers, size)
+    size, joiners = job.replica, list(trigger.joiners)
+    staying = remaining(state.plan.members, trigger.leavers, size)
     number = state.generation + 1
     plan = Plan(
         generation=number,
-        members=layout.arranged([*layout.replicas(staying, size), *layout.replicas(joiners, size)]),
+        members=layout.arrange([*layout.replicas(staying, size), *layout.replicas(joiners, size)]),
         store=store_of(job, staying),
         prefix=prefix(state, number),
         boundary=True,
         joiners=sorted(joiners),
         source=staying[0],
-        reason=happening.reason,
+        reason=trigger.reason,
         replica=size,
     )
     record = records.Offer(
         plan=plan,
         crews=crews(job, joiners),
         joiners=sorted(joiners),
-        leavers=sorted(happening.leavers),
-        reason=happening.reason,
+        leavers=sorted(trigger.leavers),
+        reason=trigger.reason,
     )
     out.record(state, record, number)
     spares.note_swaps(state, spares.swaps(view, job, joiners), out)
     return out
 
 
-def withdraw_offer(view: View, job: JobView, happening: Happening) -> Outcome:
+def withdraw_offer(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Withdraws what was offered. Members that hold the offer still can only take it together, which their statuses
     show, so telling them once is enough."""
     out, state = Outcome(), job.state
     assert state.offer is not None
     number = state.offer.generation
     gone = [(slot, state.joining[slot]) for slot in sorted(state.condemned) if slot in state.joining]
-    lost = [records.Lost(slot, process.agent, process.incarnation) for slot, process in gone]
-    out.record(state, records.OfferWithdrawn(number=number, lost=lost, reason=happening.reason), number)
+    lost = [records.LostProcess(slot, process.agent, process.incarnation) for slot, process in gone]
+    out.record(state, records.OfferWithdrawn(number=number, lost=lost, reason=trigger.reason), number)
     for agent in job.alive():
-        out.send(agent, wire.Withdraw(generation=number, reason=happening.reason))
+        out.send(agent, wire.Withdraw(generation=number, reason=trigger.reason))
     return out
 
 
-def enter_generation(view: View, job: JobView, happening: Happening) -> Outcome:
+def enter_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Records that everyone is in: training goes on."""
     out, state = Outcome(hurry=True), job.state
     plan = state.offer or state.plan
     assert plan is not None
     left = sorted(set(state.members) - set(plan.members)) if state.offer else []
-    out.record(state, records.Entered(members=plan.members, left=left, reason=happening.reason), plan.generation)
+    out.record(
+        state, records.GenerationEntered(members=plan.members, left=left, reason=trigger.reason), plan.generation
+    )
     return out
 
 
-def end_job(view: View, job: JobView, happening: Happening) -> Outcome:
+def end_job(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Ends the job; its agents are told the exit code."""
     out = Outcome(hurry=True)
-    reason = "; ".join(filter(None, (happening.reason, job.state.account)))
-    out.record(job.state, records.JobEnded(code=happening.code, reason=reason))
+    reason = "; ".join(filter(None, (trigger.reason, job.state.account)))
+    out.record(job.state, records.JobEnded(code=trigger.code, reason=reason))
     return out
 
 
-PERFORM: dict[Action, Callable[[View, JobView, Happening], Outcome]] = {
+PERFORM: dict[Action, Callable[[View, JobView, Trigger], Outcome]] = {
     Action.FORM: form_generation,
     Action.BREAK: break_generations,
     Action.RESUME: resume_training,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unicron_ctl.controller.failure_detector.verdict import CLOSED
+from unicron_ctl.controller.failure_detector.leases import PORT_CLOSED
 from unicron_ctl.controller.judge import evidence
 from unicron_ctl.controller.judge.remedies import escalate, failure_of, inside_of, keeps_node, leave_node, start_rank
 from unicron_ctl.controller.model.finding import Finding, What
@@ -24,8 +24,8 @@ from unicron_ctl.controller.sense.slurm_states import describe
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm import drains
 from unicron_detector.failures import escalation, escalation_table
+from unicron_detector.failures.escalation import Decision
 from unicron_detector.failures.escalation_table import ISOLATE, MOVE, NOTHING, REATTEMPT, RESTART
-from unicron_detector.failures.fault_history import Decision
 from unicron_detector.failures.severity import Severity, Verdict
 
 
@@ -38,7 +38,7 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     verdict = view.classifier.cause("lost_connection", finding.evidence)
     lives = "" if finding.dead else fencing.fell_silent(view, job, element)
     decision = Decision(Severity.SEV1, ISOLATE, f"{agent.node} is lost ({finding.by}){lives}", verdict.cause)
-    out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone with its node {agent.node}"))
+    out.record(state, _element_failure(job, agent, finding, verdict, decision, f"is gone with its node {agent.node}"))
     reason = "dead" if finding.dead else "silent"
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=reason))
     if lives:
@@ -47,7 +47,7 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
         return out
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
     out.record(state, _node_lost(view, agent.node, element, lost))
-    text = drains.drain_reason(drains.LOST, f"lost heartbeat of {state.label(element)}")
+    text = drains.drain_reason(drains.LOST_NODE, f"lost heartbeat of {state.label(element)}")
     isolation.take_out(view, state, element, agent.node, records.THIS_FAILURE, text, out)
     return out
 
@@ -73,13 +73,15 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     told = f" (a datagram, which proves nothing, says of its task: {task.reason})" if task else ""
     verdict = view.classifier.cause("exited_abnormally", finding.evidence)
     node = "its node answers" if finding.answers else "as far as is known: nothing else of its node has answered"
-    lives = "" if finding.dead or finding.by == CLOSED else fencing.fell_silent(view, job, element)
+    lives = "" if finding.dead or finding.by == PORT_CLOSED else fencing.fell_silent(view, job, element)
     follows, action = "its element is started again in place", RESTART
     if state.settings.allocation:
         follows, action = "Slurm starts no task of an allocation again, so the job goes on without the node", NOTHING
     said = f"only the agent on {agent.node} died{told}, {node}; {follows}{lives}"
     decision = Decision(Severity.SEV2, action, said, verdict.cause)
-    out.record(state, _gone(job, agent, finding, verdict, decision, f"is gone: its agent on {agent.node} died"))
+    out.record(
+        state, _element_failure(job, agent, finding, verdict, decision, f"is gone: its agent on {agent.node} died")
+    )
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=AGENT_DIED))
     if lives:
         out.note(job.agents, f"the agent on {agent.node} is lost{lives}")
@@ -114,7 +116,7 @@ def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
         )
         out.record(state, amended)
     why = f"its slurmd was not reached after the agent of {state.label(element)} ended"
-    text = drains.drain_reason(drains.LOST, why)
+    text = drains.drain_reason(drains.LOST_NODE, why)
     isolation.take_out(view, state, element, agent.node, failure.id if failure is not None else 0, text, out)
     return out
 
@@ -141,7 +143,7 @@ def _quiet(view: View, job: JobView, agent: AgentRecord, element: int, out: Outc
     return quiet
 
 
-def _gone(
+def _element_failure(
     job: JobView, agent: AgentRecord, finding: Finding, verdict: Verdict, decision: Decision, why: str
 ) -> records.FailureDetected:
     """The failure of a whole element: its ranks are left out."""
@@ -154,7 +156,7 @@ def _gone(
     return failure_of(job, kind, inside or agent.slots, finding, verdict, decision, leave_out=lost, reason=reason)
 
 
-def parted(view: View, job: JobView, finding: Finding) -> Outcome:
+def node_parted(view: View, job: JobView, finding: Finding) -> Outcome:
     """A network that lets some of the job's nodes not reach each other: one is left out, for this job, and no node is
     blamed."""
     out, state = Outcome(), job.state
@@ -167,7 +169,7 @@ def parted(view: View, job: JobView, finding: Finding) -> Outcome:
     lost = dict.fromkeys(slots, why)
     record = failure_of(job, "network", slots or list(finding.slots), finding, verdict, decision, leave_out=lost)
     out.record(state, record)
-    out.record(state, records.Parted(element=finding.element, reason=finding.evidence))
+    out.record(state, records.ElementCutOff(element=finding.element, reason=finding.evidence))
     return out
 
 
@@ -249,15 +251,9 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
         decision = Decision(Severity.SEV2, MOVE, reason, "action_failed", state=after)
         cause = "exited_abnormally"
     else:
-        stays = keeps_node(view, state, slot)
+        history, stays = view.state.history, keeps_node(view, state, slot)
         decision = escalation.action_failed(
-            view.state.history,
-            view.now,
-            job=state.job,
-            slot=slot,
-            why=finding.evidence,
-            moved=finding.moved,
-            stays=stays,
+            history, view.now, state.job, slot, finding.evidence, moved=finding.moved, stays=stays
         )
         cause = faults[-1].cause if faults else "other_software_error"
     agent = job.agent(slot)
@@ -267,19 +263,17 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
     lost = {slot: decision.reason} if trains else {}
     record = failure_of(job, "action", [slot], finding, verdict, decision, leave_out=lost)
     out.record(state, record)
-    out.record(
-        state,
-        records.ActionFailed(
-            slot=slot,
-            node=state.node(slot),
-            failed=finding.action,
-            action=decision.action,
-            severity=int(decision.severity),
-            state=decision.state.value,
-            failure=records.THIS_FAILURE,
-            reason=decision.reason,
-        ),
+    failed = records.ActionFailed(
+        slot=slot,
+        node=state.node(slot),
+        failed=finding.action,
+        action=decision.action,
+        severity=int(decision.severity),
+        state=decision.state.value,
+        failure=records.THIS_FAILURE,
+        reason=decision.reason,
     )
+    out.record(state, failed)
     moves = leave_node(view, job, decision, record, out)
     if not moves and here and agent is not None:
         status = agent.ranks.get(slot)

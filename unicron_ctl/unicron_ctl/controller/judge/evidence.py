@@ -1,4 +1,4 @@
-"""What a text, an exit or a node's own words mean, by the severity table (unicron_detector.failures.classify)."""
+"""Verdicts on a text, an exit or a node's own words, by the severity table (unicron_detector.failures.classify)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unicron_detector.health.oom_kills import KILLED
 
 BEFORE_SECONDS, AFTER_SECONDS = 10.0, 3.0  # a rank that ends within these of an event may have ended by it
 LINK_SECONDS = 60.0  # a collective that breaks so long after a flap may have broken by it
-CRASHED = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE, -signal.SIGABRT, 139, 135, 134)
+CRASH_CODES = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE, -signal.SIGABRT, 139, 135, 134)
 # Rules that tell how a process ended rather than why.
 ENDINGS = (
     "exit-",
@@ -66,8 +66,8 @@ def classify(classifier: Classifier, event: NodeEvent) -> Verdict:
 
 
 def first_action(verdict: Verdict, act: bool, aside: str) -> tuple[str, str]:
-    """What is done about an event at once, and why. `act`: jobs may leave nodes on their kernel's word; `aside`: why
-    there is nothing to leave any more, or empty."""
+    """Return what is done about an event at once, and why. `act`: jobs may leave nodes on their kernel's word;
+    `aside`: why there is nothing to leave any more, or empty."""
     if verdict.action == REPORT:
         return REPORT, f"{verdict.reason}; only recorded"
     if verdict.scope == "network":
@@ -84,7 +84,7 @@ def first_action(verdict: Verdict, act: bool, aside: str) -> tuple[str, str]:
 def after_waiting(
     said: records.NodeEvent, since: float, nodes: Mapping[str, NodeState], aside: str, policy: Policy
 ) -> tuple[str, str]:
-    """What becomes of an event that waited: isolate, or shared with so many nodes of the job that none is to blame."""
+    """Return what becomes of an event that waited: isolate, or shared by too many of the job's nodes to blame one."""
     if aside:
         return REPORT, f"only recorded: {aside}"
     same = sorted(others_with(said, since, nodes, policy))
@@ -116,7 +116,7 @@ def explains(said: records.NodeEvent, code: int, pid: int, own: Verdict, pids: I
     if said.cause == "host_out_of_memory":  # whether a rank was killed for it, its agent knows from the cgroup
         return said.pid == pid if code in KILLED else own.rule == "dataloader-child"
     if said.cause == "exited_abnormally":  # the kernel's line about a crash
-        return code in CRASHED
+        return code in CRASH_CODES
     if code in KILLED:
         return said.pid == pid
     return said.scope in ("hardware", "unknown", "storage") and said.cause != "task_hang"

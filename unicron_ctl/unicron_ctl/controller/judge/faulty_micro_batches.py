@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.shared.protocol.structs import Fault
+from unicron_detector.failures.escalation import Decision
 from unicron_detector.failures.escalation_table import END_JOB, Event, State
-from unicron_detector.failures.fault_history import Decision
 from unicron_detector.failures.severity import Severity, Verdict
 
 MOST_TRIES = 3  # on one and the same rank, where there is no other

@@ -14,13 +14,13 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 
 JUDGES: dict[What, Callable[[View, JobView, Finding], Outcome]] = {
-    What.EXIT: rank_failures.exited,
+    What.EXIT: rank_failures.rank_exited,
     What.WANTED_END: rank_failures.wanted_end,
     What.REPLACED: rank_failures.leave_out_member,
-    What.BROKEN: rank_failures.broken,
-    What.STOPPED: rank_failures.stopped,
+    What.BROKEN: rank_failures.rank_broken,
+    What.STOPPED: rank_failures.ranks_stopped,
     What.LATE: rank_failures.leave_out_member,
-    What.PARTED: agent_failures.parted,
+    What.PARTED: agent_failures.node_parted,
     What.UNUSABLE: rank_failures.leave_out_member,
     What.HANG: rank_failures.hang,
     What.COLLECTIVE: rank_failures.collective,
@@ -37,7 +37,7 @@ JUDGES: dict[What, Callable[[View, JobView, Finding], Outcome]] = {
 
 
 def judge(view: View, finding: Finding) -> Outcome:
-    """What the finding means and what is done about it; empty when it is nothing new, or nothing at all."""
+    """Return what is done about the finding; empty when it is nothing new, or nothing at all."""
     state = view.state.jobs.get(finding.job)
     if state is None or state.over:
         return Outcome()

@@ -1,4 +1,4 @@
-"""What nodes say of themselves (kernel log, memory cgroup, links) and what is made of it.
+"""Nodes' own words (kernel log, memory cgroup, links), and what is made of them.
 
 An agent is its user's process: what it says concerns its own job, and no other on the node. A node-fatal line waits a
 moment, in case others say the same, and then the job leaves the node; a line about a process explains the end of the
@@ -126,7 +126,7 @@ def settle_node_events(view: View, queue: NodeEventQueue) -> Iterator[Outcome]:
 
 
 def _settle_event(view: View, seen: SeenEvent) -> Outcome | None:
-    """What becomes of an event that waited; None while agents may still come back after a restart of this process."""
+    """Judge an event that waited; None while agents may still come back after a restart of this process."""
     out, node = Outcome(), seen.said.node
     jobs = [
         (job, agent)

@@ -13,9 +13,10 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import isolation
 from unicron_ctl.controller.sense.members import taken_away
 from unicron_ctl.shared.log import records
-from unicron_ctl.shared.protocol.structs import Exit
+from unicron_ctl.shared.protocol.structs import Exit, Fault
+from unicron_detector.failures.escalation import Decision
 from unicron_detector.failures.escalation_table import END_JOB, ISOLATE, MOVE, REATTEMPT, RESTART
-from unicron_detector.failures.fault_history import WHOLE_JOB, Decision
+from unicron_detector.failures.fault_history import WHOLE_JOB
 from unicron_detector.failures.severity import REPORT, Severity, Verdict
 from unicron_detector.words import counted
 
@@ -33,17 +34,17 @@ def wanted_end(view: View, job: JobView, finding: Finding) -> Outcome:
     )
     agent = job.agents.get(finding.element)
     if (end.code or (agent is not None and agent.status.noticed)) and inside_of(job.state, finding.slots):
-        out.record(job.state, records.LeaveOut(failure=0, slots={slot: _ended(end, finding)}))
+        out.record(job.state, records.LeaveOut(failure=0, slots={slot: _end_words(end, finding)}))
     return out
 
 
-def _ended(end: Exit, finding: Finding) -> str:
+def _end_words(end: Exit, finding: Finding) -> str:
     if finding.by == "exception" and finding.fault is not None:
         return f"ends by an exception: {finding.fault.type}"
     return f"exited with {end.code}"
 
 
-def exited(view: View, job: JobView, finding: Finding) -> Outcome:
+def rank_exited(view: View, job: JobView, finding: Finding) -> Outcome:
     state, identity, end = job.state, finding.identity, finding.exit
     assert identity is not None and end is not None
     slot = finding.slots[0]
@@ -75,7 +76,7 @@ def exited(view: View, job: JobView, finding: Finding) -> Outcome:
         fault_at=finding.fault.at if finding.fault else None,
         escalation=memory,
         exits=[seen],
-        leave_out={s: _ended(end, finding) for s in inside_of(state, [slot])},
+        leave_out={s: _end_words(end, finding) for s in inside_of(state, [slot])},
     )
     how = f"exited with {end.code}" if finding.by == "process exit" else "ends by an exception"
     why = f"{how}: {verdict.cause}"
@@ -119,27 +120,18 @@ def leave_out_member(view: View, job: JobView, finding: Finding) -> Outcome:
         out.record(state, records.LeaveOut(failure=0, slots=why))
         return out
     if finding.fault is not None and finding.what is What.BROKEN:
-        verdict, kind, by = (
-            view.classifier.text(f"{finding.fault.type}: {finding.fault.text}"),
-            "exception",
-            "exception",
-        )
+        verdict, kind = view.classifier.text(f"{finding.fault.type}: {finding.fault.text}"), "exception"
+        by = kind
     else:
         verdict, by = view.classifier.cause("task_hang", finding.evidence), finding.by
         status = job.status(slot)
         kind = "hang" if status is not None and status.state != "exited" else "rank"
-    decision, memory = faulty_micro_batches.failed_again(state, slot, finding.fault, verdict), None
-    if decision is None:
-        decision, memory = escalate(view, job, slot, verdict, None)
+    decision, memory = _decide(view, job, slot, finding.fault, verdict)
     record = failure_of(job, kind, [slot], replace(finding, by=by), verdict, decision, escalation=memory, leave_out=why)
     out.record(state, record)
     if decision.action == END_JOB:
         return out
-    agent = job.agents.get(record.element)
-    if agent is not None and agent.alive:
-        leave_node(view, job, decision, record, out)
-    text = f"slot {slot} is left out: {finding.evidence}"
-    out.record(state, records.FailureAction(failure=records.THIS_FAILURE, text=text))
+    _leave_out(view, job, decision, record, finding.evidence, out)
     return out
 
 
@@ -148,57 +140,74 @@ def _on_record(job: JobState, slot: int) -> bool:
     return any(slot in f.record.slots and f.record.member and f.planned_at is None for f in job.failures)
 
 
-def broken(view: View, job: JobView, finding: Finding) -> Outcome:
+def rank_broken(view: View, job: JobView, finding: Finding) -> Outcome:
     """A survivor at rest whose own fault, by a rule of the table, says that its process or node cannot go on."""
     if finding.fault is None or not evidence.needs_restart(view.classifier, finding.fault):
         return Outcome()
     return leave_out_member(view, job, finding)
 
 
-def stopped(view: View, job: JobView, finding: Finding) -> Outcome:
-    """Members stopped by themselves: tried again in place, unless a known fault says that it is no use."""
+def ranks_stopped(view: View, job: JobView, finding: Finding) -> Outcome:
+    """Judge the first of members that stopped by themselves: it is tried again in place, unless a known fault says that
+    it is no use. The others are judged after it."""
     if reason := _same_time_out(view, job, finding):
         return collective(view, job, replace(finding, evidence=reason, slots=tuple(sorted(job.state.members))))
-    out = Outcome()
-    said = []
-    for slot in finding.slots[:1]:
-        status = job.status(slot)
-        fault = status.fault if status else None
-        text = f"{fault.type}: {fault.text}" if fault else ""
-        words = f"stopped: {text}" if text else finding.evidence
-        verdict, note = view.classifier.judge(text) if fault else (None, "")
-        if verdict is None:
-            unknown = f"stopped in a collective by an error{'; ' + note if note else ' that no rule knows'}"
-            verdict = view.classifier.cause(NETWORK_ERROR, f"{unknown}; tried again in place" if fault else words)
-        verdict = evidence.with_links(view, job.state, job.state.node(slot), verdict)
-        decision, memory = faulty_micro_batches.failed_again(job.state, slot, fault, verdict), None
-        if decision is None:
-            decision, memory = escalate(view, job, slot, verdict, None)
-        gone = decision.action not in (REATTEMPT, REPORT)
-        said.append(f"slot {slot} {words}")
-        iteration = status.iteration if status else None
-        record = failure_of(
-            job,
-            "exception" if fault else "hang",
-            [slot],
-            replace(finding, element=job.state.element(slot), node=job.state.node(slot), fault=fault),
-            verdict,
-            decision,
-            escalation=memory,
-            iteration=iteration,
-            leave_out={slot: words} if gone else {},
-            regroup="" if gone else "; ".join(said),
-        )
-        out.record(job.state, record)
-        agent = job.agent(slot)
-        if gone and decision.action != END_JOB and agent is not None and agent.alive:
-            leave_node(view, job, decision, record, out)
-            text = f"slot {slot} is left out: {words}"
-            out.record(job.state, records.FailureAction(failure=records.THIS_FAILURE, text=text))
-    rest = finding.slots[1:]
-    if rest and not any(isinstance(r, records.FailureDetected) and r.action == END_JOB for _, _, r in out.records):
-        out.findings.append(replace(finding, slots=rest))
+    out, state, slot = Outcome(), job.state, finding.slots[0]
+    status = job.status(slot)
+    fault = status.fault if status else None
+    words = f"stopped: {fault.type}: {fault.text}" if fault else finding.evidence
+    verdict = evidence.with_links(view, state, state.node(slot), _stop_verdict(view, fault, words))
+    decision, memory = _decide(view, job, slot, fault, verdict)
+    gone = decision.action not in (REATTEMPT, REPORT)
+    record = failure_of(
+        job,
+        "exception" if fault else "hang",
+        [slot],
+        replace(finding, element=state.element(slot), node=state.node(slot), fault=fault),
+        verdict,
+        decision,
+        escalation=memory,
+        iteration=status.iteration if status else None,
+        leave_out={slot: words} if gone else {},
+        regroup="" if gone else f"slot {slot} {words}",
+    )
+    out.record(state, record)
+    if decision.action == END_JOB:
+        return out
+    agent = job.agent(slot)
+    if gone and agent is not None and agent.alive:
+        _leave_out(view, job, decision, record, words, out)
+    if finding.slots[1:]:
+        out.findings.append(replace(finding, slots=finding.slots[1:]))
     return out
+
+
+def _stop_verdict(view: View, fault: Fault | None, words: str) -> Verdict:
+    """Return the verdict on a rank that stopped by itself: an error that no rule knows is the network's."""
+    if fault is None:
+        return view.classifier.cause(NETWORK_ERROR, words)
+    verdict, note = view.classifier.judge(f"{fault.type}: {fault.text}")
+    unknown = f"stopped in a collective by an error{'; ' + note if note else ' that no rule knows'}"
+    return verdict or view.classifier.cause(NETWORK_ERROR, f"{unknown}; tried again in place")
+
+
+def _decide(
+    view: View, job: JobView, slot: int, fault: Fault | None, verdict: Verdict
+) -> tuple[Decision, records.EscalationFacts | None]:
+    """Return the decision about a verdict: of a micro-batch that failed before, or the escalation's."""
+    again = faulty_micro_batches.failed_again(job.state, slot, fault, verdict)
+    return (again, None) if again is not None else escalate(view, job, slot, verdict, None)
+
+
+def _leave_out(
+    view: View, job: JobView, decision: Decision, record: records.FailureDetected, why: str, out: Outcome
+) -> None:
+    """Record that the slot of the failure is left out, and take the job off its node where that is decided."""
+    agent = job.agents.get(record.element)
+    if agent is not None and agent.alive:
+        leave_node(view, job, decision, record, out)
+    text = f"slot {record.slots[0]} is left out: {why}"
+    out.record(job.state, records.FailureAction(failure=records.THIS_FAILURE, text=text))
 
 
 def _same_time_out(view: View, job: JobView, finding: Finding) -> str:
@@ -295,7 +304,7 @@ def to_restart(job: JobState) -> set[int]:
 
 # ---------------------------------------------------------------- notes, and actions that failed
 def record_note(view: View, job: JobView, finding: Finding) -> Outcome:
-    """What ranks have put right by themselves: it goes on record, nothing has to be done."""
+    """Record a fault that ranks have put right by themselves: nothing has to be done."""
     out, note = Outcome(), finding.fault
     assert note is not None
     verdict = view.classifier.text(f"{note.type}: {note.text}")

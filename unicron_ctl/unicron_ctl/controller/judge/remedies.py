@@ -1,4 +1,4 @@
-"""What all judges share: the escalation, the record of a failure, and its remedies."""
+"""The tools of all judges: the escalation, the record of a failure, and its remedies."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import isolation
 from unicron_ctl.shared.log import records
 from unicron_detector.failures import escalation
-from unicron_detector.failures.escalation import as_fault
+from unicron_detector.failures.escalation import Circumstances, Decision
 from unicron_detector.failures.escalation_table import END_JOB, ISOLATE, MOVE, RESTART
-from unicron_detector.failures.fault_history import WHOLE_JOB, Decision
+from unicron_detector.failures.fault_history import WHOLE_JOB, Fault
 from unicron_detector.failures.severity import Verdict
 
 
@@ -26,27 +26,24 @@ def escalate(
     uptime: float | None,
     apart: bool = False,
     own_words: bool = False,
-) -> tuple[Decision, records.Escalated]:
-    """What is to be done about a verdict on a slot, by the escalation table; and its memory for the log. apart: the job
-    trains without the slot. own_words: the verdict is on what the process said itself."""
-    state = job.state
-    identity = job.identity(slot)
-    worked = identity is not None and state.worked.get(slot) == identity
-    where: dict[str, Any] = {"job": state.job, "slot": slot, "node": "" if slot == WHOLE_JOB else state.node(slot)}
-    known: dict[str, Any] = {"uptime": uptime, "worked": worked or slot == WHOLE_JOB}
-    size = max(1, len(state.agents))
+) -> tuple[Decision, records.EscalationFacts]:
+    """Return what is to be done about a verdict on a slot, and the escalation's memory of it for the log. apart: the
+    job trains without the slot. own_words: the verdict is on the process's own words."""
+    state, identity = job.state, job.identity(slot)
+    worked = slot == WHOLE_JOB or (identity is not None and state.worked.get(slot) == identity)
+    node = "" if slot == WHOLE_JOB else state.node(slot)
+    fault = Fault.of(verdict, view.now, job=state.job, slot=slot, node=node, uptime=uptime, worked=worked)
     # A plain program may make the same few steps again and again.
     fresh = own_words and not state.steady and (state.iteration < 0 or not state.mode.keeps_state)
-    known |= {"job_nodes": size, "apart": apart, "fresh": fresh, "stays": keeps_node(view, state, slot)}
-    decision = escalation.decide(view.state.history, verdict, view.now, **where, **known)
-    fault = as_fault(verdict, view.now, **where, uptime=uptime, worked=known["worked"])
-    memory = records.Escalated(
+    around = Circumstances(max(1, len(state.agents)), apart, fresh, keeps_node(view, state, slot))
+    decision = escalation.decide(view.state.history, verdict, fault, around)
+    memory = records.EscalationFacts(
         slot=slot,
         node=fault.node,
         scope=fault.scope,
         severity=int(fault.severity),
         uptime=uptime,
-        worked=known["worked"],
+        worked=worked,
         event=decision.event.value,
         state=decision.state.value,
     )

@@ -1,1 +1,2 @@
-"""What the controller knows: for good, folded from the log (`cluster`, `job`, `node`), and for now (`live`)."""
+"""The controller's knowledge: for good, folded from the log (`cluster_state`, `job_state`, `node_state`), and for now
+(`view`, `job_view`)."""

@@ -89,7 +89,7 @@ class AgentView:
         return not self.expired and not self.status.leaving
 
     def start(self, slot: int) -> str:
-        """How the slot's process was started: warm, or cold and why; empty while there is none."""
+        """Say whether the slot's process was started warm, or cold and why; empty while there is none."""
         if not self.ranks[slot].pid:
             return ""
         cold = self.status.cold
@@ -105,30 +105,33 @@ class AgentView:
         if status.number and status.number <= self.number:
             return []
         self.status, self.number = status, status.number
-        changed, waits, fresh, known, announced = [], False, False, self.ranks, self.announced
-        newest = self.newest
+        changed, waits, known = [], False, self.ranks
+        self.fresh = False
         for slot in self.slots:
             rank = status.ranks.get(slot)
             if rank is None:
                 continue
             old = known.get(slot)
             if old is None or old.changed != rank.changed or old.incarnation != rank.incarnation:
-                self.progress[slot] = now
                 changed.append(slot)
-                newest = max(newest, rank.generation, rank.entering)
-                fresh = fresh or announced.get(slot) != rank.incarnation
-                if old is not None and old.incarnation != rank.incarnation:
-                    self.before[slot], self.began[slot] = old, now
-                elif old is None and rank.state == "starting":
-                    self.began[slot] = now
-                if rank.state in CAN_ENTER and (slot in self.began or old is None or old.state not in CAN_ENTER):
-                    self._came(slot, rank.incarnation, now)
-            if not waits and (rank.state in CAN_ENTER or (rank.state == "stopped" and keeps(rank))):
-                waits = True
+                self._note_change(slot, old, rank, now)
+            waits = waits or rank.state in CAN_ENTER or (rank.state == "stopped" and keeps(rank))
             known[slot] = rank
-        self.waits, self.fresh, self.newest = waits, fresh, newest
+        self.waits = waits
         self.broken = min([rank.broken for rank in known.values()], default=0)
         return changed
+
+    def _note_change(self, slot: int, old: RankStatus | None, rank: RankStatus, now: float) -> None:
+        """Notes what is new of a slot since its `old` status."""
+        self.progress[slot] = now
+        self.newest = max(self.newest, rank.generation, rank.entering)
+        self.fresh = self.fresh or self.announced.get(slot) != rank.incarnation
+        if old is not None and old.incarnation != rank.incarnation:
+            self.before[slot], self.began[slot] = old, now
+        elif old is None and rank.state == "starting":
+            self.began[slot] = now
+        if rank.state in CAN_ENTER and (slot in self.began or old is None or old.state not in CAN_ENTER):
+            self._came(slot, rank.incarnation, now)
 
     def _came(self, slot: int, incarnation: int, now: float) -> None:
         """The slot's process can enter a generation from now on."""

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from unicron_ctl.controller.model.job_state import JobState
-from unicron_ctl.controller.model.submission import another
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.squeue import nodes_of
 
 
 def by_node(rows: Sequence[ElementInfo], jobs: Mapping[str, JobState]) -> Iterator[ElementInfo]:
-    """What Slurm shows, with one for each node of an element that has several."""
+    """Yield the rows, with one for each node of an element that has several."""
     blocks = _blocks(rows, jobs)
     for info in rows:
         names = nodes_of(info)
@@ -36,7 +35,7 @@ def _blocks(rows: Iterable[ElementInfo], jobs: Mapping[str, JobState]) -> dict[s
     for info in rows:
         if info.array and not info.brief:
             job = jobs.get(info.job)
-            known = job is not None and not another(job, info)
+            known = job is not None and not job.id_reused(info)
             count = job.settings.block if job is not None and known else len(nodes_of(info))
             found[info.job] = max(found.get(info.job, 1), count)
     return found

@@ -1,4 +1,4 @@
-"""Who speaks to the controller, as far as it is proven (docs/design/trust.md)."""
+"""Users who speak to the controller, as far as it is proven (docs/design/trust.md)."""
 
 from __future__ import annotations
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from unicron_ctl.controller.model import node_state, slurm_rules
-from unicron_ctl.controller.model.cluster_state import ClusterState, Deferred, Mark, PlanReport
+from unicron_ctl.controller.model.cluster_state import ClusterState, DeferredTake, Mark, PlanReport
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
 from unicron_detector.failures import escalation_table
-from unicron_detector.failures.escalation import apply_failed, withhold_isolation
-from unicron_detector.failures.fault_history import WHOLE_JOB, Decision, Fault
+from unicron_detector.failures.fault_history import WHOLE_JOB, Fault
 from unicron_detector.failures.severity import Severity
 
 ENDED_KEPT = 100  # jobs
 
 
-def job_registered(state: ClusterState, event: Event, record: records.JobRegistered) -> None:
+def on_job_registered(state: ClusterState, event: Event, record: records.JobRegistered) -> None:
     if event.job in state.jobs:  # its next step: the plan has forgotten it
         state.plan_inputs = ""
     began = record.runs.get(record.step, event.time)
@@ -25,52 +24,50 @@ def job_registered(state: ClusterState, event: Event, record: records.JobRegiste
     state.jobs[event.job] = job
 
 
-def started(state: ClusterState, event: Event, record: records.AgentRegistered) -> None:
+def on_started(state: ClusterState, event: Event, record: records.AgentRegistered) -> None:
     """An element that runs is held no more, whoever released it."""
     if (job := state.jobs.get(event.job)) is not None:
         state.held.discard((event.job, job.block_of(record.element)))
 
 
-def node_resumed(state: ClusterState, event: Event, record: records.NodeResumed) -> None:
-    state.history.readmitted(record.node)
+def on_node_resumed(state: ClusterState, event: Event, record: records.NodeResumed) -> None:
+    state.history.forget_node(record.node)
     state.withheld.pop(record.node, None)
-    slurm_rules.settled(state, "", "resume", -1, record.node)
+    slurm_rules.settle_intents(state, "", "resume", -1, record.node)
 
 
-def isolated(state: ClusterState, event: Event, record: records.Isolated) -> None:
+def on_isolated(state: ClusterState, event: Event, record: records.NodeIsolated) -> None:
     state.isolated[record.node] = Mark(event.time, event.job)
     state.withheld.pop(record.node, None)
 
 
-def take_deferred(state: ClusterState, event: Event, record: records.TakeDeferred) -> None:
+def on_take_deferred(state: ClusterState, event: Event, record: records.TakeDeferred) -> None:
     key = record.node, event.job, record.element
     if record.over:
         state.deferred.pop(key, None)
     else:
-        state.deferred[key] = Deferred(record.failure, record.text)
+        state.deferred[key] = DeferredTake(record.failure, record.text)
 
 
-def isolation_withheld(state: ClusterState, event: Event, record: records.IsolationWithheld) -> None:
+def on_isolation_withheld(state: ClusterState, event: Event, record: records.IsolationWithheld) -> None:
     state.withheld[record.node] = Mark(event.time, event.job, record.reason)
-    for slot in record.slots:
-        withhold_isolation(state.history, event.time, job=event.job, slot=slot)
+    for slot in record.slots:  # its process is started again in place instead
+        state.history.set_state(event.job, slot, escalation_table.State.RESTARTING, event.time)
 
 
-def action_failed(state: ClusterState, event: Event, record: records.ActionFailed) -> None:
+def on_action_failed(state: ClusterState, event: Event, record: records.ActionFailed) -> None:
     if record.slot < 0:
         return  # Slurm refused to take a node out of service: it is asked again
-    severity, after = Severity(record.severity), escalation_table.State(record.state)
-    decision = Decision(severity, record.action, record.reason, "action_failed", state=after)
-    apply_failed(state.history, decision, event.time, job=event.job, slot=record.slot)
+    state.history.set_state(event.job, record.slot, escalation_table.State(record.state), event.time)
 
 
-def replanned(state: ClusterState, event: Event, record: records.Replanned) -> None:
+def on_replanned(state: ClusterState, event: Event, record: records.ClusterReplanned) -> None:
     state.assignment, state.plan_inputs = dict(record.assignment), record.inputs
     state.layouts = dict(record.layouts)
     state.plan_report = PlanReport(event.time, record.reasons, record.objective, record.waf, record.trigger)
 
 
-def remember_fault(state: ClusterState, event: Event, record: records.FailureDetected) -> None:
+def on_remember_fault(state: ClusterState, event: Event, record: records.FailureDetected) -> None:
     """Keeps the escalation's memory: one fault per failure."""
     e = record.escalation
     if e is None:
@@ -78,39 +75,35 @@ def remember_fault(state: ClusterState, event: Event, record: records.FailureDet
     fault = Fault(
         event.time, event.job, e.slot, e.node, record.cause, e.scope, Severity(e.severity), e.uptime, e.worked
     )
-    after = escalation_table.State(e.state)
-    decision = Decision(
-        Severity(record.severity), record.action, record.reason, record.cause, escalation_table.Event(e.event), after
-    )
-    state.history.record(fault, decision)
+    state.history.record(fault, escalation_table.State(e.state))
 
 
-def remember_progress(state: ClusterState, event: Event, record: records.Record) -> None:
+def on_remember_progress(state: ClusterState, event: Event, record: records.Record) -> None:
     job = state.jobs.get(event.job)
     if job and not job.mode.keeps_state and isinstance(record, records.Step):
         return  # a plain program may make the same few steps again and again
-    state.history.progressed(event.job)
+    state.history.note_progress(event.job)
     for slot in state.history.acting(event.job) if job else ():
         if slot == WHOLE_JOB or (job and slot in job.members):
-            state.history.recovered(event.job, slot, event.time)
+            state.history.note_recovery(event.job, slot, event.time)
 
 
-def observed(state: ClusterState, event: Event, record: records.Observed) -> None:
+def on_observed(state: ClusterState, event: Event, record: records.ActionObserved) -> None:
     if not state.observed_since:
         state.observed_since, state.observed_after = event.time, event.id - 1
 
 
-def observed_week(state: ClusterState, event: Event, record: records.ObservedWeek) -> None:
+def on_observed_week(state: ClusterState, event: Event, record: records.ObservedWeek) -> None:
     """The next week begins; with the next thing that is not done, if nothing is observed any more."""
     state.observed_week = record
     state.observed_since, state.observed_after = (event.time, event.id) if record.planned else (0.0, 0)
 
 
-def paused(state: ClusterState, event: Event, record: records.Paused) -> None:
+def on_paused(state: ClusterState, event: Event, record: records.ActionsPaused) -> None:
     state.paused[record.partition] = record.until
 
 
-def unpaused(state: ClusterState, event: Event, record: records.Unpaused) -> None:
+def on_unpaused(state: ClusterState, event: Event, record: records.ActionsResumed) -> None:
     """Whoever ends it for all ends it for each."""
     if record.partition:
         state.paused.pop(record.partition, None)
@@ -118,31 +111,31 @@ def unpaused(state: ClusterState, event: Event, record: records.Unpaused) -> Non
         state.paused.clear()
 
 
-def needs_admin(state: ClusterState, event: Event, record: records.NeedsAdmin) -> None:
+def on_needs_admin(state: ClusterState, event: Event, record: records.NeedsAdmin) -> None:
     if record.over:
         state.attention.pop(record.key, None)
     else:
         state.attention[record.key] = event.time
 
 
-def told(state: ClusterState, event: Event, record: records.Told) -> None:
+def on_told(state: ClusterState, event: Event, record: records.NoticesSent) -> None:
     state.told[record.target] = max(record.upto, state.told.get(record.target, 0))
 
 
-def restored(state: ClusterState, event: Event, record: records.Restored) -> None:
-    """What was asked of Slurm and not settled when the backup was taken may be wrong by now: it is asked of nobody. An
-    admin looks at the nodes first, and ends the pause."""
+def on_restored(state: ClusterState, event: Event, record: records.LogRestored) -> None:
+    """Drop what was asked of Slurm and not settled when the backup was taken, for it may be wrong by now. An admin
+    looks at the nodes first, and ends the pause."""
     state.intents.clear()
     state.pins.clear()
     state.deferred.clear()
     for name, node in state.nodes.items():
         if node.going_down:
-            node_state.resumed(node, event, records.NodeResumed(node=name, verified=False))
+            node_state.on_resumed(node, event, records.NodeResumed(node=name, verified=False))
             state.out_of_service.discard(name)
     state.paused[""] = 0.0
 
 
-def forget(state: ClusterState, event: Event, record: records.JobEnded) -> None:
+def on_forget(state: ClusterState, event: Event, record: records.JobEnded) -> None:
     state.history.forget_job(event.job)
     for key in [key for key in state.pins if key[0] == event.job]:
         state.pins.pop(key)

@@ -37,7 +37,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Take:
-    """What was asked of Slurm that takes something from a job. preempted: Slurm was taking it already."""
+    """A request to Slurm that takes something from a job. preempted: Slurm was taking it already."""
 
     at: float
     action: str
@@ -48,7 +48,7 @@ class Take:
 
 @dataclass(frozen=True)
 class Intent:
-    """What was asked of Slurm and is not known to be done. restarts: of the element before, -1 where not known."""
+    """A request to Slurm that is not known to be done. restarts: of the element before, -1 where not known."""
 
     at: float
     reason: str
@@ -56,7 +56,7 @@ class Intent:
 
 
 @dataclass(frozen=True)
-class Deferred:
+class DeferredTake:
     """A lost node that is not taken out of service yet: for which failure, and the reason that Slurm would be given."""
 
     failure: int
@@ -90,7 +90,7 @@ class ClusterState:
     """The same that a limit kept from being asked, by action and job; `Mark.reason` says which."""
     intents: dict[tuple[str, str, int, str], Intent] = field(default_factory=dict)
     """What was asked of Slurm and is not known to be done, by (action, job, element, node)."""
-    deferred: dict[tuple[str, str, int], Deferred] = field(default_factory=dict)
+    deferred: dict[tuple[str, str, int], DeferredTake] = field(default_factory=dict)
     """Lost nodes that are taken once silence is to be believed again, by (node, job, element): each that was lost there
     speaks for it."""
     pins: dict[tuple[str, int], Pin] = field(default_factory=dict)
@@ -126,5 +126,5 @@ class ClusterState:
         return any(not until or now < until for until in ends)
 
     def node(self, name: str) -> NodeState:
-        """What is known of a node; reading adds nothing."""
+        """Return the state of a node; reading adds nothing."""
         return self.nodes.get(name) or NodeState()

@@ -1,4 +1,4 @@
-"""What a sensor reports: what is wrong, with whom, since when, how that is known, and who said it.
+"""Findings: a sensor reports what is wrong, with whom, since when, how that is known, and who said it.
 
 Who said it decides later what may be done about it (docs/design/trust.md). What a user's process says concerns its own
 job only; so no judgement of a finding takes a living node out of service.
@@ -38,7 +38,7 @@ class What(enum.StrEnum):
 
 
 class Source(enum.StrEnum):
-    """Who said it."""
+    """The sources of findings."""
 
     SLURM = "slurm"
     AGENT = "agent"

@@ -1,4 +1,4 @@
-"""What holds for the ranks of a job in each of the two modes of healing. `job.modes` has what is decided in them."""
+"""Facts about the ranks of a job in each of the two modes of healing. `job.modes` has the decisions."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def _slot(job: JobState, slot: int) -> SlotState:
     return job.slots.setdefault(slot, SlotState())
 
 
-def agent_registered(job: JobState, event: Event, record: records.AgentRegistered) -> None:
+def on_agent_registered(job: JobState, event: Event, record: records.AgentRegistered) -> None:
     old = job.agents.get(record.element)
     if old and old.agent != record.agent:
         job.superseded[old.agent] = old.node
@@ -43,33 +43,33 @@ def agent_registered(job: JobState, event: Event, record: records.AgentRegistere
             job.slots[slot] = SlotState()  # new processes: counting starts again
 
 
-def job_confirmed(job: JobState, event: Event, record: records.JobConfirmed) -> None:
+def on_job_confirmed(job: JobState, event: Event, record: records.JobConfirmed) -> None:
     most = max(1, min(job.settings.max_nodes, record.most))
     job.settings = msgspec.structs.replace(job.settings, user=record.user, max_nodes=most)
     job.uid, job.submitted = record.uid, record.submitted
     job.nodes, job.nodes_of_restart = record.nodes, record.restarts
 
 
-def reallocated(job: JobState, event: Event, record: records.Reallocated) -> None:
+def on_reallocated(job: JobState, event: Event, record: records.JobReallocated) -> None:
     most = max(1, min(job.settings.max_nodes, len(record.nodes)))
     job.settings = msgspec.structs.replace(job.settings, max_nodes=most)
     job.nodes, job.nodes_of_restart = record.nodes, record.restarts
     job.shrunk, job.unshrinkable, job.unrequeueable = 0, "", ""
 
 
-def agent_confirmed(job: JobState, event: Event, record: records.AgentConfirmed) -> None:
+def on_agent_confirmed(job: JobState, event: Event, record: records.AgentConfirmed) -> None:
     agent = job.agents.get(record.element)
     if agent and agent.agent == record.agent:
         agent.confirmed = True
 
 
-def noticed(job: JobState, event: Event, record: records.Noticed) -> None:
+def on_noticed(job: JobState, event: Event, record: records.EndNotice) -> None:
     job.noticed[record.element] = record.agent
     if (agent := job.agents.get(record.element)) is not None:
         agent.noticed = True
 
 
-def agent_gone(job: JobState, event: Event, record: records.AgentGone) -> None:
+def on_agent_gone(job: JobState, event: Event, record: records.AgentGone) -> None:
     agent = job.agents.get(record.element)
     if agent and agent.agent == record.agent:
         agent.gone = record.reason
@@ -78,19 +78,19 @@ def agent_gone(job: JobState, event: Event, record: records.AgentGone) -> None:
             leave_with_block(job, record.element)
 
 
-def agent_back(job: JobState, event: Event, record: records.AgentBack) -> None:
+def on_agent_back(job: JobState, event: Event, record: records.AgentBack) -> None:
     agent = job.agents.get(record.element)
     if agent and agent.agent == record.agent:
         agent.gone = ""
 
 
-def ranks_ready(job: JobState, event: Event, record: records.RanksReady) -> None:
+def on_ranks_ready(job: JobState, event: Event, record: records.RanksReady) -> None:
     for number, incarnation in record.incarnations.items():
         slot = _slot(job, number)
         slot.ready = Identity(record.agent, incarnation)
 
 
-def rank_start(job: JobState, event: Event, record: records.RankStart) -> None:
+def on_rank_start(job: JobState, event: Event, record: records.RankStart) -> None:
     slot = _slot(job, record.slot)
     slot.wanted, slot.not_before, slot.why = record.incarnation, record.not_before, record.reason
     if failure := job.failure(record.failure) if record.failure else None:
@@ -98,12 +98,12 @@ def rank_start(job: JobState, event: Event, record: records.RankStart) -> None:
         failure.actions.append(f"restart slot {record.slot} in place{wait}")
 
 
-def exit_noted(job: JobState, event: Event, record: records.ExitNoted) -> None:
+def on_exit_noted(job: JobState, event: Event, record: records.ExitNoted) -> None:
     _slot(job, record.slot).exit_seen = Identity(record.agent, record.incarnation)
 
 
 # ---------------------------------------------------------------- failures
-def failure_detected(job: JobState, event: Event, record: records.FailureDetected) -> None:
+def on_failure_detected(job: JobState, event: Event, record: records.FailureDetected) -> None:
     kept = msgspec.structs.replace(record, leave_out={}, exits=[], escalation=None)  # these are for the fold alone
     job.failures.append(Failure(event.id, event.job, event.time, kept))
     if record.noted is not None:
@@ -132,17 +132,17 @@ def leave_with_block(job: JobState, element: int) -> None:
             _condemn(job, dict.fromkeys(agent.slots, f"is on {agent.node}, whose block is not whole"))
 
 
-def healed(job: JobState, event: Event, record: records.Healed) -> None:
+def on_healed(job: JobState, event: Event, record: records.JobHealed) -> None:
     job.lost_before = job.lost_seconds
     for failure in job.failures:
         failure.healed = failure.healed or failure.id in record.failures
 
 
-def leave_out(job: JobState, event: Event, record: records.LeaveOut) -> None:
+def on_leave_out(job: JobState, event: Event, record: records.LeaveOut) -> None:
     _condemn(job, record.slots)
 
 
-def failure_verdict(job: JobState, event: Event, record: records.FailureVerdict) -> None:
+def on_failure_verdict(job: JobState, event: Event, record: records.FailureVerdict) -> None:
     failure = job.failure(record.failure)
     if failure is None:
         return
@@ -157,13 +157,13 @@ def failure_verdict(job: JobState, event: Event, record: records.FailureVerdict)
     failure.record = msgspec.structs.replace(failure.record, **news)
 
 
-def failure_action(job: JobState, event: Event, record: records.FailureAction) -> None:
+def on_failure_action(job: JobState, event: Event, record: records.FailureAction) -> None:
     if failure := job.failure(record.failure):
         failure.actions.append(record.text)
 
 
 # ---------------------------------------------------------------- generations
-def break_(job: JobState, event: Event, record: records.Break) -> None:
+def on_break(job: JobState, event: Event, record: records.Break) -> None:
     job.why, job.regroup, job.condemned = record.reason, "", {}
     if job.joining:
         _note_former_group(job)
@@ -201,7 +201,7 @@ def _identities(crews: Iterable[records.Crew]) -> dict[int, Identity]:
     return found
 
 
-def plan(job: JobState, event: Event, record: records.PlanMade) -> None:
+def on_plan(job: JobState, event: Event, record: records.PlanMade) -> None:
     _note_former_group(job)
     job.plan = record.plan
     job.generation = max(job.generation, record.plan.generation)
@@ -215,7 +215,7 @@ def plan(job: JobState, event: Event, record: records.PlanMade) -> None:
             failure.redistributed_micro_batches = record.redistributed
 
 
-def adopted(job: JobState, event: Event, record: records.Adopted) -> None:
+def on_adopted(job: JobState, event: Event, record: records.GenerationAdopted) -> None:
     _note_former_group(job)
     job.plan, job.generation = record.plan, max(job.generation, record.plan.generation)
     job.broken = max(job.broken, record.plan.generation - 1)
@@ -225,7 +225,7 @@ def adopted(job: JobState, event: Event, record: records.Adopted) -> None:
     job.regroup = "" if record.whole else record.reason
 
 
-def number_used(job: JobState, event: Event, record: records.NumberUsed) -> None:
+def on_number_used(job: JobState, event: Event, record: records.NumberUsed) -> None:
     job.generation = max(job.generation, event.generation)
     if job.phase is Phase.BREAKING:
         job.broken = job.generation
@@ -233,29 +233,29 @@ def number_used(job: JobState, event: Event, record: records.NumberUsed) -> None
         job.regroup = record.reason
 
 
-def parted(job: JobState, event: Event, record: records.Parted) -> None:
+def on_parted(job: JobState, event: Event, record: records.ElementCutOff) -> None:
     agent = job.agents.get(record.element)
     job.parted[record.element] = agent.agent if agent else ""
     leave_with_block(job, record.element)
 
 
-def rejoined(job: JobState, event: Event, record: records.Rejoined) -> None:
+def on_rejoined(job: JobState, event: Event, record: records.ElementReconnected) -> None:
     job.parted.pop(record.element, None)
 
 
-def reinstated(job: JobState, event: Event, record: records.Reinstated) -> None:
+def on_reinstated(job: JobState, event: Event, record: records.MembersReinstated) -> None:
     for slot in record.slots:
         job.lost.pop(slot, None)
         job.banished.pop(slot, None)
 
 
-def offer(job: JobState, event: Event, record: records.Offer) -> None:
+def on_offer(job: JobState, event: Event, record: records.Offer) -> None:
     job.offer = record.plan
     job.generation = max(job.generation, record.plan.generation)
     job.joining = _identities(record.crews)
 
 
-def offer_withdrawn(job: JobState, event: Event, record: records.OfferWithdrawn) -> None:
+def on_offer_withdrawn(job: JobState, event: Event, record: records.OfferWithdrawn) -> None:
     for one in record.lost:
         if job.joining.get(one.slot) == Identity(one.agent, one.incarnation):
             job.banished[one.slot] = job.joining[one.slot]
@@ -267,20 +267,20 @@ def offer_withdrawn(job: JobState, event: Event, record: records.OfferWithdrawn)
     job.offer, job.joining = None, {}
 
 
-def last_copy(job: JobState, event: Event, record: records.LastCopy | records.StateAwaited) -> None:
+def on_last_copy(job: JobState, event: Event, record: records.LastCopy | records.StateAwaited) -> None:
     job.waits = record.reason
 
 
-def entered(job: JobState, event: Event, record: records.Entered) -> None:
+def on_entered(job: JobState, event: Event, record: records.GenerationEntered) -> None:
     if job.offer is not None:
         inside = set(job.offer.members)
         job.members = {slot: who for slot, who in {**job.members, **job.joining}.items() if slot in inside}
         joined, job.joining, job.plan, job.offer = set(job.joining), {}, job.offer, None
         job.order = list(job.plan.members)
-        _restored(job, event, joined)
+        _date_restored(job, event, joined)
     elif job.plan is not None and job.plan.source is not None:  # formed again, with all that work
-        _restored(job, event, set(job.members))
-    _whole(job, event)
+        _date_restored(job, event, set(job.members))
+    _date_whole(job, event)
     job.condemned = {slot: why for slot, why in job.condemned.items() if slot in job.members}
     job.tries, job.former, job.saving_until = 0, [], 0.0
     for failure in job.failures:
@@ -288,16 +288,16 @@ def entered(job: JobState, event: Event, record: records.Entered) -> None:
             failure.resumed_at = event.time
 
 
-def _whole(job: JobState, event: Event) -> None:
+def _date_whole(job: JobState, event: Event) -> None:
     """Dates failures after which as many train again as are wanted, whoever they are, or those that were lost."""
-    all_here = len(job.members) >= job.wanted(job.replica) * max(1, job.settings.ranks_per_node)
+    all_here = len(job.members) >= job.elements_wanted(job.replica) * max(1, job.settings.ranks_per_node)
     for failure in job.failures:
         if failure.broken_at is not None and failure.whole_at is None:
             if all_here or all(slot in job.members for slot in failure.record.slots):
                 failure.whole_at = event.time
 
 
-def _restored(job: JobState, event: Event, came: set[int]) -> None:
+def _date_restored(job: JobState, event: Event, came: set[int]) -> None:
     """Dates failures all of whose slots are members again, some of them just now."""
     for failure in job.failures:
         slots = failure.record.slots
@@ -305,19 +305,19 @@ def _restored(job: JobState, event: Event, came: set[int]) -> None:
             failure.restored_at = event.time
 
 
-def reform(job: JobState, event: Event, record: records.Reform) -> None:
+def on_reform(job: JobState, event: Event, record: records.Reform) -> None:
     _note_former_group(job)
     job.plan = job.offer = None
     job.members, job.joining, job.lost, job.condemned, job.worked = {}, {}, {}, {}, {}
     job.regroup, job.order = "", []
 
 
-def layout_wanted(job: JobState, event: Event, record: records.LayoutWanted) -> None:
+def on_layout_wanted(job: JobState, event: Event, record: records.LayoutWanted) -> None:
     job.relayout = record.layout if record.layout != job.layout else ""
     job.relayout_why = record.reason if job.relayout else ""
 
 
-def layout_chosen(job: JobState, event: Event, record: records.LayoutChosen) -> None:
+def on_layout_chosen(job: JobState, event: Event, record: records.LayoutChosen) -> None:
     job.measured_before, job.measured = job.by_layout, job.by_layout.get(record.layout, {})
     job.measured_before.pop(record.layout, None)
     job.measured_before.pop("", None)
@@ -326,7 +326,7 @@ def layout_chosen(job: JobState, event: Event, record: records.LayoutChosen) -> 
     job.saving_until = event.time + record.save_seconds
 
 
-def step(job: JobState, event: Event, record: records.Step) -> None:
+def on_step(job: JobState, event: Event, record: records.Step) -> None:
     _note_time(job, event, record)
     job.iteration, job.loss, job.nan_since = record.iteration, record.loss, record.nan_since
     job.iterations_wanted = record.train_iterations or job.iterations_wanted
@@ -356,24 +356,24 @@ def _note_time(job: JobState, event: Event, record: records.Step) -> None:
     job.stepped = at
 
 
-def steady(job: JobState, event: Event, record: records.Steady) -> None:
+def on_steady(job: JobState, event: Event, record: records.WorldProved) -> None:
     """A plain program has got further than before."""
     job.steady, job.restarts, job.worked = event.generation, 0, job.members
 
 
-def allotted(job: JobState, event: Event, record: records.Allotted) -> None:
+def on_allotted(job: JobState, event: Event, record: records.ElementsAllotted) -> None:
     job.allotted, job.leaving = list(record.elements), list(record.leaving)
 
 
-def job_ended(job: JobState, event: Event, record: records.JobEnded) -> None:
+def on_job_ended(job: JobState, event: Event, record: records.JobEnded) -> None:
     job.ended = Ending(record.code, record.reason, event.time, record.disowned)
     job.offer, job.joining, job.condemned, job.fatal, job.regroup = None, {}, {}, None, ""
     job.slots, job.banished, job.worked = {}, {}, {}
 
 
-def ledger_violation(job: JobState, event: Event, record: records.LedgerViolation) -> None:
+def on_ledger_violation(job: JobState, event: Event, record: records.LedgerViolation) -> None:
     job.ledger_violations += 1
 
 
-def set_aside(job: JobState, event: Event, record: records.JobSetAside) -> None:
+def on_set_aside(job: JobState, event: Event, record: records.JobSetAside) -> None:
     job.set_aside, job.sweep = record.reason, record.sweep

@@ -1,4 +1,4 @@
-"""What the controller knows for good of one job; changed by the rules of `model.fold` and by nothing else."""
+"""The durable record of one job; changed by the rules of `model.fold` and by nothing else."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from unicron_ctl.shared.log.records import FailureDetected
 from unicron_ctl.shared.log.thinning import RECENT_STEPS
 from unicron_ctl.shared.protocol.structs import RESTART, Settings
 from unicron_ctl.shared.protocol.wire import Plan
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_transition.generations.layout import replicas
 
 FAILURES_KEPT = 100
 DECISIONS_KEPT = 50
+AFTER_END_SECONDS = 30.0  # what Slurm starts again later than this after a job's end is wanted again
 WITH_BLOCK = "ended with its block"
 # How an agent is gone of which nothing more can be said; of one that left by itself `gone` is what it said.
-SETTLED = ("", "finished", "taken away", "put aside", "dead", "silent", "node ended", WITH_BLOCK)
+CERTAIN_ENDS = ("", "finished", "taken away", "put aside", "dead", "silent", "node ended", WITH_BLOCK)
 AGENT_DIED, NODE_ENDED = "agent died", "node ended"  # how an agent is gone: it died, and then its node ended, too
 
 
 class Phase(enum.StrEnum):
-    """Where a job stands."""
+    """The phases of a job."""
 
     FORMING = "forming"  # no generation yet: its ranks prepare themselves
     ENTERING = "entering"  # a plan is out; not all of its members are in yet
@@ -93,7 +95,7 @@ class AgentRecord:
     @property
     def ended_early(self) -> bool:
         """The agent died, or left before its ranks had finished, and nothing is known of its node."""
-        return self.gone not in SETTLED
+        return self.gone not in CERTAIN_ENDS
 
     @property
     def lost(self) -> bool:
@@ -103,7 +105,7 @@ class AgentRecord:
 
 
 @dataclass(frozen=True)
-class Avoided:
+class AvoidedNode:
     """A node that the job has left. agent: the one that was to go, empty when it need not any more. suspect: the node
     may be at fault."""
 
@@ -114,7 +116,7 @@ class Avoided:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedNode:
     """A node on which Slurm has not started an element that was told to start there. until: when it may be tried again,
     in seconds since the epoch. said: Slurm's reason."""
 
@@ -156,7 +158,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Decided:
+class Decision:
     """A decision, for `unicronctl explain`."""
 
     time: float
@@ -167,7 +169,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a job ended.
+    """The end of a job.
 
     disowned: Slurm knows no such job, or another's; what is running goes on without the controller.
     """
@@ -232,9 +234,9 @@ class JobState:
     unrequeueable: str = ""
     """Why Slurm refused to requeue that allocation."""
     agents: dict[int, AgentRecord] = field(default_factory=dict)
-    avoid: dict[str, Avoided] = field(default_factory=dict)
+    avoid: dict[str, AvoidedNode] = field(default_factory=dict)
     """node -> why the job's elements are not to start there."""
-    refused: dict[str, Refused] = field(default_factory=dict)
+    refused: dict[str, RefusedNode] = field(default_factory=dict)
     requeued: dict[int, float] = field(default_factory=dict)
     """Slurm's element -> when Slurm was asked to start it again; until its next agents are there."""
     slots: dict[int, SlotState] = field(default_factory=dict)
@@ -243,7 +245,7 @@ class JobState:
     noticed: dict[int, str] = field(default_factory=dict)
     """Elements that are to end soon, as their agents said, with these: they leave at the next boundary."""
     failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=FAILURES_KEPT))
-    decisions: deque[Decided] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
+    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
     iteration: int = -1
     iterations_wanted: int = 0
     loss: float | None = None
@@ -321,7 +323,7 @@ class JobState:
 
     @property
     def mode(self) -> Mode:
-        """How the job is healed."""
+        """The way in which the job is healed."""
         return modes.RESTART if self.settings.mode == RESTART else modes.SESSION
 
     @property
@@ -334,7 +336,7 @@ class JobState:
         per_node = max(1, self.settings.ranks_per_node)
         return math.lcm(replica, per_node * self.settings.block) // per_node
 
-    def wanted(self, replica: int) -> int:
+    def elements_wanted(self, replica: int) -> int:
         """Elements that are to train when all are there: all but the spares, in whole replicas of so many ranks.
 
         All elements where that would leave fewer than the job needs: a wrong number of spares ends no job.
@@ -370,6 +372,19 @@ class JobState:
         """Nothing is decided about it any more."""
         return self.ended is not None or bool(self.set_aside)
 
+    def id_reused(self, info: ElementInfo | None) -> bool:
+        """Slurm shows another job under this id than this one; or the same one, wanted again after its end.
+
+        SubmitTime tells two jobs apart. Slurm sets it anew when it requeues an element, so only elements that were
+        never requeued count.
+        """
+        if self.disowned or info is None:
+            return self.disowned
+        others = self.uid is not None and info.uid != self.uid
+        later = bool(self.submitted) and not info.restarts and info.submitted > self.submitted + 1.0
+        again = self.ended is not None and info.submitted > self.ended.time + AFTER_END_SECONDS
+        return others or later or again
+
     def step_has_ended(self, element: int) -> bool:
         """The Slurm step has no agent any more, as when `timeout` or `scancel JOB.STEP` has killed it: all are gone,
         and that of this element, on whose node somebody speaks, is known to have ended."""
@@ -378,7 +393,7 @@ class JobState:
         return ended and all(agent.gone for agent in self.agents.values())
 
     def slot(self, slot: int) -> SlotState:
-        """What is known of a slot; reading adds nothing."""
+        """Return the state of a slot; reading adds nothing."""
         return self.slots.get(slot, NO_SLOT)
 
     def element(self, slot: int) -> int:
@@ -389,7 +404,7 @@ class JobState:
         return element // self.settings.block
 
     def label(self, element: int) -> str:
-        """How Slurm names what the element is a node of."""
+        """Slurm's name for what the element is a node of."""
         return f"{self.job}_{self.block_of(element)}"
 
     def mates(self, element: int) -> range:
@@ -496,7 +511,7 @@ class JobState:
 
     @property
     def account(self) -> str:
-        """What came of its time, in words; empty before the first step."""
+        """Its goodput, in words; empty before the first step."""
         if self.goodput is None:
             return ""
         count, failed = self.iteration + 1, len(self.failures)

@@ -1,16 +1,22 @@
-"""One job for the deciders: its durable state together with what its agents say, and the sets of :class:`LiveJob` that
-follow from both, kept up slot by slot."""
+"""One job for the deciders.
+
+Nothing here is searched at every message. A status tells which of its slots changed; these are put on the job's lists
+of what sensors (`changed`) and orders (`touched`) have to look at, and the sets that the state machine waits on
+(`awaited`, `unfinished`, `ready`) are kept up slot by slot. So a message costs the same however large the job is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView
 from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
-from unicron_ctl.controller.model.live import LiveJob, Stepped
+from unicron_ctl.controller.model.live import READY, Fence, Fetching, LastStep, ProgressWatch
+from unicron_ctl.controller.model.survey import Survey
 from unicron_ctl.shared.protocol.structs import RankStatus
-from unicron_transition.generations.layout import stated
+from unicron_ctl.shared.protocol.wire import Plan
+from unicron_transition.generations.layout import parse_layout
 
 AT_REST = ("stopped", "waiting", "standby")
 PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then has not got in
@@ -18,25 +24,84 @@ PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then h
 
 @dataclass
 class JobView:
-    """A job's durable state together with its agents' statuses: what deciders read."""
+    """One job as deciders get it: its durable record (`state`), and all that is lost with the process."""
 
     state: JobState
-    live: LiveJob
-    per_node: int = 1
+    agents: dict[int, AgentView] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)
+    """Slots whose status sensors have not seen yet."""
+    touched: set[int] = field(default_factory=set)
+    """Elements that may have to be told something."""
+    told: list[tuple[float, int]] = field(default_factory=list)
+    """A heap of (when, element): who was told something, and when to see whether it was obeyed."""
+    due: dict[int, float] = field(default_factory=dict)
+    """element -> its next entry in that heap."""
+    awaited: set[int] = field(default_factory=set)
+    """Slots for which the present phase waits: to be in the generation, or to have stopped."""
+    unfinished: set[int] = field(default_factory=set)
+    """Members that have not trained to the end."""
+    ready: set[int] = field(default_factory=set)
+    """Elements with a rank that waits to enter."""
+    restarts: set[int] = field(default_factory=set)
+    """Elements in which a process is to be ended or started."""
+    fences: dict[str, Fence] = field(default_factory=dict)
+    """Restart mode: agents that fell silent, whose processes may live (`sense.fencing`)."""
+    fences_known: bool = False
+    """What the controller before this one knew of such agents is there, too."""
+    stalled: float = 0.0
+    """Seconds of the present phase in which this process stood still."""
+    stepped: LastStep = field(default_factory=LastStep)
+    """Of the present phase."""
+    last_arrival: float = 0.0
+    """When an agent registered last."""
+    ahead: set[int] = field(default_factory=set)
+    """Elements whose ranks show a generation that the log does not hold (`job.adoption`)."""
+    ahead_since: float = 0.0
+    """Since when that has been asked; 0 when it is not."""
+    asked: int = 0
+    """The number of the Ping that all of them are to answer before that is looked at."""
+    held: Plan | None = None
+    """What such an agent says that its plan was."""
+    missed: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """Slots that agents went on without while the controller was away: their agent, which is to tell why, and since
+    when that is waited for."""
+    survey: Survey = field(default_factory=Survey)
+    """Who of its agents reaches whom."""
+    stopped: dict[int, float] = field(default_factory=dict)
+    """Members that stopped without a Break, and when that was heard."""
+    strayed: set[int] = field(default_factory=set)
+    """Members that are in a generation, or enter one, whose offer was withdrawn."""
+    progress: ProgressWatch = field(default_factory=ProgressWatch)
+    ready_look_at: float = 0.0
+    """When those that wait to come in are looked through next."""
+    rank_replica: int = 1
+    rank_layout: str = ""
+    """Ranks of a replica, and its shape, as the job's ranks say."""
+    saves: bool = False
+    saves_look_at: float = 0.0
+    """Whether ranks still save their state before all start again, and when that is looked at again."""
+    unlike: bool = False
+    unlike_look_at: float = 0.0
+    """Whether ranks wait that can never train with the others; likewise."""
+    nobody_until: float = 0.0
+    """Until when it counts as known that no survivors make a complete replica."""
+    remembers: bool = False
+    """Its ranks keep the states of their places whole, and in memory."""
+    sharded: bool = False
+    """Its ranks have a distributed optimizer's state in shards."""
+    fetching: Fetching = field(default_factory=Fetching)
+    """What the job waits for while it is formed."""
+    per_node: int = field(init=False)
     planned: tuple[list[int], frozenset[int]] = field(default_factory=lambda: ([], frozenset()))
 
     def __post_init__(self) -> None:
         self.per_node = max(1, self.state.settings.ranks_per_node)
 
-    @property
-    def agents(self) -> dict[int, AgentView]:
-        return self.live.agents
-
     def agent(self, slot: int) -> AgentView | None:
-        return self.live.agents.get(slot // self.per_node)
+        return self.agents.get(slot // self.per_node)
 
     def status(self, slot: int) -> RankStatus | None:
-        agent = self.live.agents.get(slot // self.per_node)
+        agent = self.agents.get(slot // self.per_node)
         return agent.ranks.get(slot) if agent else None
 
     def last_word(self, slot: int, process: Identity) -> RankStatus | None:
@@ -78,22 +143,29 @@ class JobView:
         """Living agents in order of their elements."""
         return [agent for _, agent in sorted(self.agents.items()) if agent.alive]
 
+    def by_element(self, slots: Iterable[int]) -> dict[int, list[int]]:
+        """The slots by their elements."""
+        found: dict[int, list[int]] = {}
+        for slot in slots:
+            found.setdefault(slot // self.per_node, []).append(slot)
+        return found
+
     @property
     def replica(self) -> int:
         """Ranks of a replica, as planned; before there is a plan, of the layout in which they are started, or as the
         ranks say it."""
         if self.state.plan is not None:
             return self.state.plan.replica
-        return stated(self.state.layout).layout.size if self.state.layout else self.live.replica
+        return parse_layout(self.state.layout).layout.size if self.state.layout else self.rank_replica
 
     @property
     def wanted(self) -> int:
         """Elements that are to train when all are there."""
-        return self.state.wanted(self.replica)
+        return self.state.elements_wanted(self.replica)
 
     @property
     def room(self) -> int:
-        """How many more of them there may be. Without spares whoever comes is wanted."""
+        """The number of elements that may still come in. Without spares whoever comes is wanted."""
         settings = self.state.settings
         return self.wanted - len(self.state.inside) if settings.spares else settings.max_nodes
 
@@ -107,7 +179,7 @@ class JobView:
         members, lost, plan = self.state.members, self.state.lost, self.state.plan
         came: set[int] = set()  # with a state of their own, which is not that of the present plan until they are in
         if plan is not None and plan.replica > 1:
-            came = {*plan.joiners, *(members.keys() - self._planned(plan.members))}
+            came = {*plan.joiners, *(members.keys() - self._plan_members(plan.members))}
         return {
             slot: status
             for _, agent in sorted(self.agents.items())
@@ -124,9 +196,9 @@ class JobView:
         found = (self.status(slot) for slot in slots)
         return any(status is not None and status.state in ("stopped", "standby") for status in found)
 
-    def waited(self, now: float) -> float:
+    def seconds_in_phase(self, now: float) -> float:
         """Seconds in the present phase, without those in which this process stood still."""
-        return now - self.state.since - self.live.stalled
+        return now - self.state.since - self.stalled
 
     def has_store(self) -> bool:
         return any(agent.status.store for agent in self.agents.values() if agent.alive)
@@ -178,33 +250,42 @@ class JobView:
         return status.broken >= newest or unchanged
 
     # ------------------------------------------------------------ keeping the sets up
+    def note_shape(self, agent: AgentView, slots: Iterable[int]) -> None:
+        """Note what new processes say of the job's replicas once they are ready."""
+        for slot in slots:
+            rank = agent.ranks.get(slot)
+            if rank is not None and rank.state in READY:
+                self.rank_replica, self.rank_layout = rank.replica, rank.layout
+                self.remembers = self.remembers or rank.remembers
+                self.sharded = self.sharded or rank.sharded
+
     def begin_phase(self, now: float) -> None:
         """The job's phase, members or plan changed: every member is looked at once, closely those that are further than
         the phase begins with."""
-        live, state, phase = self.live, self.state, self.state.phase
-        live.stopped.clear()
-        live.strayed.clear()
-        live.stalled, live.stepped = 0.0, Stepped()
-        live.progress.reset()
-        live.ready_look_at = live.nobody_until = 0.0
-        live.unfinished = set(state.survivors())
+        state, phase = self.state, self.state.phase
+        self.stopped.clear()
+        self.strayed.clear()
+        self.stalled, self.stepped = 0.0, LastStep()
+        self.progress.reset()
+        self.ready_look_at = self.nobody_until = 0.0
+        self.unfinished = set(state.survivors())
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:
-            live.awaited = set(live.unfinished)
-            live.changed.update(self._members_but("running", -1))
+            self.awaited = set(self.unfinished)
+            self.changed.update(self._members_but("running", -1))
             if state.replica > 1:  # those whose replica is hit only now have to stop at once
-                live.touched.update(state.elements(state.hit()))
+                self.touched.update(state.elements(state.hit()))
         elif phase in (Phase.ENTERING, Phase.OFFERING) and plan is not None:
-            live.awaited = set(plan.members)
-            live.changed.update(self._members_but("stopped", plan.generation))
+            self.awaited = set(plan.members)
+            self.changed.update(self._members_but("stopped", plan.generation))
         else:
-            live.awaited.clear()
-            live.changed.update(state.members)
-            live.touched.update(live.agents)
+            self.awaited.clear()
+            self.changed.update(state.members)
+            self.touched.update(self.agents)
 
     def _members_but(self, usual: str, generation: int) -> list[int]:
         """Members and joiners that are not in the usual state any more, or are in that generation already."""
-        members, joining, agents = self.state.members, self.state.joining, self.live.agents
+        members, joining, agents = self.state.members, self.state.joining, self.agents
         found = [
             slot
             for agent in agents.values()
@@ -216,28 +297,30 @@ class JobView:
 
     def notice(self, slot: int, now: float) -> None:
         """The slot's status or its agent changed."""
-        live, phase = self.live, self.state.phase
-        if slot in live.unfinished and self.finished(slot):
-            live.unfinished.discard(slot)
+        phase = self.state.phase
+        if slot in self.unfinished and self.finished(slot):
+            self.unfinished.discard(slot)
         status = self.status(slot)
         if status is not None and status.incarnation < self.state.slot(slot).wanted:
-            live.restarts.add(self.state.element(slot))  # ordered before this controller started, perhaps
+            self.restarts.add(self.state.element(slot))  # ordered before this controller started, perhaps
         if phase is Phase.BREAKING:
             waits = slot in self.state.members and slot not in self.state.lost
             waits = waits and not (self.finished(slot) or self.at_rest(slot, now))
         elif phase in (Phase.ENTERING, Phase.OFFERING):
             plan = self.state.offer or self.state.plan
-            waits = plan is not None and slot in self._planned(plan.members) and not self.inside(slot, plan.generation)
+            waits = (
+                plan is not None and slot in self._plan_members(plan.members) and not self.inside(slot, plan.generation)
+            )
         else:
             waits = False
         if waits:
-            live.awaited.add(slot)
+            self.awaited.add(slot)
         else:
-            live.awaited.discard(slot)
+            self.awaited.discard(slot)
         if status is not None and self._strays(slot, status):
-            live.strayed.add(slot)
+            self.strayed.add(slot)
         else:
-            live.strayed.discard(slot)
+            self.strayed.discard(slot)
         self._note_stop(slot)
 
     def _strays(self, slot: int, status: RankStatus) -> bool:
@@ -249,7 +332,7 @@ class JobView:
         offered = state.offer.generation if state.offer is not None else 0
         return state.plan.generation < within <= state.generation and within != offered
 
-    def _planned(self, members: list[int]) -> frozenset[int]:
+    def _plan_members(self, members: list[int]) -> frozenset[int]:
         """The plan's members as a set, made once per plan."""
         if self.planned[0] is not members:
             self.planned = members, frozenset(members)
@@ -268,13 +351,13 @@ class JobView:
             and (slot in state.members or state.offer is None or status.broken >= state.offer.generation)
             and not self.finished(slot)
         ):
-            self.live.stopped[slot] = agent.progress.get(slot, agent.last_heard)
+            self.stopped[slot] = agent.progress.get(slot, agent.last_heard)
         else:
-            self.live.stopped.pop(slot, None)
+            self.stopped.pop(slot, None)
 
     def notice_agent(self, agent: AgentView) -> None:
         """One of the agent's ranks, or its being alive, changed."""
         if agent.waits and agent.alive:
-            self.live.ready.add(agent.element)
+            self.ready.add(agent.element)
         else:
-            self.live.ready.discard(agent.element)
+            self.ready.discard(agent.element)

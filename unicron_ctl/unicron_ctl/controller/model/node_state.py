@@ -1,4 +1,4 @@
-"""What the controller knows for good of one node; changed by the fold rules below and by nothing else."""
+"""The durable record of one node; changed by the fold rules below and by nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
-from unicron_ctl.shared.slurm.drains import LOST
+from unicron_ctl.shared.slurm.drains import LOST_NODE
 
 NODE_EVENTS_KEPT = 20
 MARKS_KEPT = 200
@@ -79,15 +79,15 @@ class NodeState:
     @property
     def proven_bad(self) -> bool:
         """Its checks speak against it; all else that is taken out of service was lost."""
-        return self.drained and not self.reason.startswith(LOST)
+        return self.drained and not self.reason.startswith(LOST_NODE)
 
     def event(self, number: int) -> SeenEvent | None:
-        """What it said under that number of the log, while it is remembered."""
+        """Return the event with that number of the log, while it is remembered."""
         return next((seen for seen in self.events if seen.id == number), None)
 
 
 # ---------------------------------------------------------------- fold rules
-def slurm_action(node: NodeState, event: Event, record: records.SlurmAction) -> None:
+def on_slurm_action(node: NodeState, event: Event, record: records.SlurmAction) -> None:
     if record.action in OUT:
         if not node.downed:
             node.downed_at = event.time
@@ -97,36 +97,36 @@ def slurm_action(node: NodeState, event: Event, record: records.SlurmAction) -> 
         node.suspected_at = event.time
 
 
-def slurm_done(node: NodeState, event: Event, record: records.SlurmDone) -> None:
+def on_slurm_done(node: NodeState, event: Event, record: records.SlurmDone) -> None:
     if record.action == ("drain" if node.drained else "down"):  # what was asked for last, not what came before it
         node.going_down, node.refused, node.out_at = False, "", event.time
 
 
-def avoided(node: NodeState, event: Event, record: records.Avoided) -> None:
+def on_avoided(node: NodeState, event: Event, record: records.NodeAvoided) -> None:
     if record.suspect:
         node.suspicion, node.suspected_at = record.reason, event.time
 
 
-def refused(node: NodeState, event: Event, record: records.ActionFailed) -> None:
+def on_refused(node: NodeState, event: Event, record: records.ActionFailed) -> None:
     if record.slot < 0 and not node.refused:
         node.refused, node.refused_at, node.refused_for = record.reason, event.time, event.job
 
 
-def lost(node: NodeState, event: Event, record: records.NodeLost) -> None:
+def on_lost(node: NodeState, event: Event, record: records.NodeLost) -> None:
     node.lost_at, node.lost_slurmd = event.time, record.slurmd_start
 
 
-def slurmd_reached(node: NodeState, event: Event, record: records.SlurmdReached) -> None:
+def on_slurmd_reached(node: NodeState, event: Event, record: records.SlurmdReached) -> None:
     node.slurmd = record.address
 
 
-def resumed(node: NodeState, event: Event, record: records.NodeResumed) -> None:
+def on_resumed(node: NodeState, event: Event, record: records.NodeResumed) -> None:
     node.downed = node.going_down = node.drained = False
     node.reason = node.refused = ""
     node.resumed_at, node.unverified = event.time, not record.verified
 
 
-def health(node: NodeState, event: Event, record: records.NodeHealth) -> None:
+def on_health(node: NodeState, event: Event, record: records.NodeHealth) -> None:
     report = HealthReport(record.verdict, record.reason, record.source, event.time, record.checked_at, record.drain)
     if record.source == "pair-test":
         node.paired = report
@@ -136,11 +136,11 @@ def health(node: NodeState, event: Event, record: records.NodeHealth) -> None:
         node.unverified = False
 
 
-def said(node: NodeState, event: Event, record: records.NodeEvent) -> None:
+def on_said(node: NodeState, event: Event, record: records.NodeEvent) -> None:
     node.events.append(SeenEvent(event.id, event.time, record))
     node.heard.append(record.mark)
 
 
-def judged(node: NodeState, event: Event, record: records.NodeVerdict) -> None:
+def on_judged(node: NodeState, event: Event, record: records.NodeVerdict) -> None:
     if (seen := node.event(record.event)) is not None:
         seen.said = msgspec.structs.replace(seen.said, action=record.action)

@@ -1,4 +1,4 @@
-"""How often something is looked at whose cost grows with the size of its job."""
+"""The pace of looks whose cost grows with the size of the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the admin allows for a job, a node and a call of Slurm: the configuration's partitions applied to what Slurm
+"""The admin's permission for a job, a node and a call of Slurm: the configuration's partitions applied to what Slurm
 shows. Pure.
 
 Only what touches Slurm needs permission. A job is healed within the nodes that it has in every mode: its owner asks for
@@ -36,7 +36,7 @@ def withheld(view: View, action: Action, out: Outcome) -> str:
     why = of_action(view, action).refusal(action.action)
     if why:
         reason = f"would {action.label}: {action.reason}; not done, for {why}"
-        record = records.Observed(
+        record = records.ActionObserved(
             would=action.label, action=action.action, node=action.node, element=action.element, reason=reason
         )
         out.records.append((action.job, 0, record))

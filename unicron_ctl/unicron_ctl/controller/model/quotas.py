@@ -1,4 +1,4 @@
-"""How much each peer may ask for, and how much may be written of each job. Pure: every call takes `now`."""
+"""Limits on what each peer may ask for, and on what is written of each job. Pure: every call takes `now`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ OF_NODE_EVENTS = 0.5  # of a job's records: a noisy kernel must not cost a job i
 
 
 class Quotas:
-    """How much each peer may ask for: a registered agent by its key; whoever has proven who he is by his user id and
-    address, for one user may have many keys; strangers by key and by address, for keys are free. So nobody uses up
-    what others at his address have, but for strangers. Questions take the controller's time: a user has one bucket
-    for them wherever he asks, and admins one at each address, for root asks on all nodes at once. In IPv6 the addresses
-    of one network of 64 bits count as one, for a single host may use them all."""
+    """Limits on what each peer may ask for: a registered agent by its key; whoever has proven who he is by his user id
+    and address, for one user may have many keys; strangers by key and by address, for keys are free. So nobody uses up
+    what others at his address have, but for strangers. Questions take the controller's time: a user has one bucket for
+    them wherever he asks, and admins one at each address, for root asks on all nodes at once. In IPv6 the addresses of
+    one network of 64 bits count as one, for a single host may use them all."""
 
     def __init__(self) -> None:
         self._agents, self._users, self._askers = Throttle(*OF_AN_AGENT), Throttle(*OF_A_USER), Throttle(*OF_A_USER)
@@ -49,9 +49,9 @@ class Quotas:
             return self._users.allows(f"{uid} {origin(address)}", now, cost)
         return self._strangers.allows(key, now, cost) and self._addresses.allows(origin(address), now, cost)
 
-    def answered(self, asker: str, address: str, now: float, cost: float) -> None:
-        """What an answer costs is taken from later questions of the asker, empty where none is proven: then of all
-        strangers there."""
+    def charge_answer(self, asker: str, address: str, now: float, cost: float) -> None:
+        """Charge an answer to later questions of the asker, or of all strangers there where no asker is proven
+        (empty)."""
         if asker:
             self._askers.charge(asker, now, cost)
         else:
@@ -61,7 +61,7 @@ class Quotas:
         """Whether there may be yet another question, by whatever key."""
         if asker:
             return self._askers.allows(asker, now)
-        return self._addresses.left(origin(address), now) > 0.0
+        return self._addresses.rest(origin(address), now) > 0.0
 
 
 def cost(size: int, seconds: float = 0.0) -> float:
@@ -69,8 +69,8 @@ def cost(size: int, seconds: float = 0.0) -> float:
     return 1.0 + size // BYTES_OF_ONE + seconds / SECONDS_OF_ONE
 
 
-class Written:
-    """How much may be written of one job, as much as its elements are worth, and of all jobs of its owner."""
+class LogQuota:
+    """A limit on what is written of one job, by its elements, and of all jobs of its owner."""
 
     def __init__(self) -> None:
         self._jobs, self._owners = Throttle(*OF_A_JOB), Throttle(*OF_AN_OWNER)
@@ -90,10 +90,10 @@ class Written:
     def allows(self, job: str, owner: str, now: float, kept: float = 0.0) -> bool:
         """Whether there may be more, with such a part of all of them kept for others."""
         self._pay(now)
-        mine = self._jobs.left(job, now) >= kept * self._jobs.burst
-        return mine and self._owners.left(owner, now) >= kept * self._owners.burst
+        mine = self._jobs.rest(job, now) >= kept * self._jobs.burst
+        return mine and self._owners.rest(owner, now) >= kept * self._owners.burst
 
     def owner_may(self, owner: str, now: float) -> bool:
         """Whether there may be more of this owner's."""
         self._pay(now)
-        return self._owners.left(owner, now) >= 0.0
+        return self._owners.rest(owner, now) >= 0.0

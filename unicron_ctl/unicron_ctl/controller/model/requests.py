@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from unicron_ctl.shared.slurm.squeue import names_of
 
 OURS = "unicron"  # how comments that this tool wrote begin
-RELEASED = f"{OURS}: released"
+RELEASE_COMMENT = f"{OURS}: released"
 ON_NODES = ("down", "drain", "resume")  # actions that change a node
 OF_ELEMENTS = (
     "requeue",
@@ -41,7 +41,7 @@ class Action:
 
     @property
     def label(self) -> str:
-        """What is done, for people."""
+        """The action, for people."""
         what = self.node if self.action in ON_NODES else f"{self.job}_{self.element}"
         if self.action == "pin" and not self.node:
             return f"unpin {what}"
@@ -50,7 +50,7 @@ class Action:
 
     @property
     def target(self) -> tuple[str, int]:
-        """What it changes: actions on the same keep their order."""
+        """The element or node that it changes: actions on the same keep their order."""
         return (self.node, -1) if self.action in ON_NODES else (self.job, self.element)
 
     @property
@@ -60,7 +60,7 @@ class Action:
 
     @property
     def key(self) -> tuple[str, str, int, str]:
-        """What makes two of them the same."""
+        """Two actions with the same key are the same."""
         return self.action, self.job, self.element, self.node
 
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from unicron_ctl.controller.model.cluster_state import HOLDS, REQUEUES, TAKES, ClusterState, Intent, Mark, Pin, Take
 from unicron_ctl.controller.model.job_rules import leave_with_block
-from unicron_ctl.controller.model.job_state import AgentRecord, Avoided, JobState, Refused
+from unicron_ctl.controller.model.job_state import AgentRecord, AvoidedNode, JobState, RefusedNode
 from unicron_ctl.controller.model.node_state import OUT
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.slurm.squeue import names_of
 
 
-def action(state: ClusterState, event: Event, record: records.SlurmAction) -> None:
+def on_action(state: ClusterState, event: Event, record: records.SlurmAction) -> None:
     if record.action == "pin" and record.node:
         state.pins[event.job, record.element] = Pin(record.node, event.time)
     elif record.action in ("pin", "cancel"):
@@ -32,8 +32,8 @@ def action(state: ClusterState, event: Event, record: records.SlurmAction) -> No
         state.withheld_takes.pop(f"{record.action} {event.job}", None)
 
 
-def done(state: ClusterState, event: Event, record: records.SlurmDone) -> None:
-    settled(state, event.job, record.action, record.element, record.node)
+def on_done(state: ClusterState, event: Event, record: records.SlurmDone) -> None:
+    settle_intents(state, event.job, record.action, record.element, record.node)
     pin = state.pins.get((event.job, record.element))
     if record.action == "pin" and pin is not None and pin.node == record.node:
         state.pins[event.job, record.element] = Pin(pin.node, event.time)  # what Slurm said before is not about it
@@ -41,8 +41,8 @@ def done(state: ClusterState, event: Event, record: records.SlurmDone) -> None:
         state.once_held[event.job, record.element] = event.time
 
 
-def failed(state: ClusterState, event: Event, record: records.SlurmFailed) -> None:
-    settled(state, event.job, record.action, record.element, record.node)
+def on_failed(state: ClusterState, event: Event, record: records.SlurmFailed) -> None:
+    settle_intents(state, event.job, record.action, record.element, record.node)
     if record.action in HOLDS:
         state.held.discard((event.job, record.element))
     elif record.action == "release":
@@ -55,8 +55,8 @@ def failed(state: ClusterState, event: Event, record: records.SlurmFailed) -> No
                 break
 
 
-def settled(state: ClusterState, job: str, action: str, element: int, node: str) -> None:
-    """What was asked of Slurm is done, or will not be. Where a node is concerned, whoever asked for it."""
+def settle_intents(state: ClusterState, job: str, action: str, element: int, node: str) -> None:
+    """Drop requests to Slurm that are done, or will not be. Where a node is concerned, whoever made them."""
     done = [
         key
         for key in state.intents
@@ -66,43 +66,43 @@ def settled(state: ClusterState, job: str, action: str, element: int, node: str)
         del state.intents[key]
 
 
-def withheld(state: ClusterState, event: Event, record: records.TakeWithheld) -> None:
+def on_withheld(state: ClusterState, event: Event, record: records.TakeWithheld) -> None:
     state.withheld_takes[f"{record.action} {event.job}"] = Mark(event.time, event.job, record.reason)
 
 
-def held_again(state: ClusterState, event: Event, record: records.HeldAgain) -> None:
+def on_held_again(state: ClusterState, event: Event, record: records.HeldAgain) -> None:
     state.held.add((event.job, record.element))
 
 
-def unpinned(state: ClusterState, event: Event, record: records.Unpinned) -> None:
+def on_unpinned(state: ClusterState, event: Event, record: records.ElementUnpinned) -> None:
     if not record.node:  # else Slurm has the pin until it is asked to take it back
         state.pins.pop((event.job, record.element), None)
 
 
-def refused(job: JobState, event: Event, record: records.Unpinned) -> None:
+def on_refused(job: JobState, event: Event, record: records.ElementUnpinned) -> None:
     for node in names_of(record.node):
-        job.refused[node] = Refused(record.until, record.said)
+        job.refused[node] = RefusedNode(record.until, record.said)
 
 
 # ---------------------------------------------------------------- one job's elements
-def avoided(job: JobState, event: Event, record: records.Avoided) -> None:
-    job.avoid[record.node] = Avoided(event.time, record.reason, record.agent, record.suspect)
+def on_avoided(job: JobState, event: Event, record: records.NodeAvoided) -> None:
+    job.avoid[record.node] = AvoidedNode(event.time, record.reason, record.agent, record.suspect)
     if record.agent:
         leave_with_block(job, record.element)
 
 
-def of_element(job: JobState, event: Event, record: records.SlurmAction) -> None:
+def on_of_element(job: JobState, event: Event, record: records.SlurmAction) -> None:
     if record.action in REQUEUES:
         job.requeued[record.element] = event.time
         for agent in _agents(job, record.element):
             agent.tries += 1
 
 
-def of_element_done(job: JobState, event: Event, record: records.SlurmDone) -> None:
+def on_of_element_done(job: JobState, event: Event, record: records.SlurmDone) -> None:
     job.shrunk += record.action == "shrink"
 
 
-def of_element_failed(job: JobState, event: Event, record: records.SlurmFailed) -> None:
+def on_of_element_failed(job: JobState, event: Event, record: records.SlurmFailed) -> None:
     if record.action == "shrink":
         job.unshrinkable = record.reason
     if record.action not in REQUEUES:

@@ -17,7 +17,7 @@ from unicron_ctl.shared.log import records
 
 
 class Event(enum.StrEnum):
-    """What the statuses of its ranks, or the clock, say."""
+    """Events of a job's state machine, from the statuses of its ranks or the clock."""
 
     READY = "ready"  # forming: enough ranks wait
     LOSS = "loss"  # a failure says that members must be left out
@@ -34,7 +34,7 @@ class Event(enum.StrEnum):
 
 
 class Action(enum.StrEnum):
-    """What the controller does about an event, and the record that comes of it where all goes well."""
+    """The controller's answer to an event, with the record that comes of it where all goes well."""
 
     FORM = "form"  # PlanMade
     BREAK = "break"  # Break
@@ -74,8 +74,8 @@ ACTIONS: dict[Phase, dict[Event, Action]] = {
 
 PHASES: dict[type[records.Record], Phase] = {
     records.PlanMade: Phase.ENTERING,
-    records.Adopted: Phase.ENTERING,
-    records.Entered: Phase.RUNNING,
+    records.GenerationAdopted: Phase.ENTERING,
+    records.GenerationEntered: Phase.RUNNING,
     records.Offer: Phase.OFFERING,
     records.OfferWithdrawn: Phase.RUNNING,
     records.Break: Phase.BREAKING,

@@ -1,8 +1,9 @@
-"""What deciders read (:class:`View`) and what they return (:class:`Outcome`)."""
+"""The input of deciders (:class:`View`) and their result (:class:`Outcome`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.finding import Finding
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.live import Live, LiveJob
 from unicron_ctl.controller.model.suspicion import Suspicions
 from unicron_ctl.shared.log.records import Record
 from unicron_ctl.shared.protocol import wire
@@ -30,7 +30,7 @@ WAITS_FOR_NODES = frozenset({"", "None", "Priority", "Resources"})  # other reas
 
 @dataclass
 class Listing:
-    """What Slurm showed, and when it was asked (seconds since the epoch).
+    """Slurm's nodes and elements, and when it was asked (seconds since the epoch).
 
     elements: one for each node of an element that has several. rows: each element as Slurm gives and takes it; the same
     where none has several nodes.
@@ -134,6 +134,113 @@ class SlurmView:
 
 
 @dataclass
+class Live:
+    """All agents of all jobs."""
+
+    jobs: dict[str, JobView] = field(default_factory=dict)
+    leases: OrderedDict[tuple[str, int], AgentView] = field(default_factory=OrderedDict)
+    """Living agents, the one that has been silent for longest first."""
+    suspects: dict[tuple[str, int], AgentView] = field(default_factory=dict)
+    """Living agents of which Slurm says that they ended."""
+    greet_at: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    """node -> when its slurmd is to be tried next, the soonest first."""
+    greeted: set[str] = field(default_factory=set)
+    """Nodes whose slurmds are being tried."""
+    slurmds: dict[str, str] = field(default_factory=dict)
+    """node -> "host:port" at which this controller has reached its slurmd."""
+    by_node: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
+    keys: set[str] = field(default_factory=set)
+    """Public keys of agents that are registered."""
+
+    def agent(self, job: str, element: int) -> AgentView | None:
+        live = self.jobs.get(job)
+        return live.agents.get(element) if live else None
+
+    def agents(self) -> Iterator[AgentView]:
+        for live in self.jobs.values():
+            yield from live.agents.values()
+
+    def on_node(self, node: str) -> list[AgentView]:
+        """Agents on the node, in order of job and element."""
+        found = (self.agent(*key) for key in sorted(self.by_node.get(node, ())))
+        return [agent for agent in found if agent is not None]
+
+    def add(self, agent: AgentView) -> None:
+        self.remove(agent.job, agent.element)
+        if (job := self.jobs.get(agent.job)) is not None:
+            job.agents[agent.element] = agent
+        self.by_node.setdefault(agent.node, set()).add((agent.job, agent.element))
+        if agent.key:
+            self.keys.add(agent.key)
+        self.greet_at[agent.node] = 0.0
+        self.greet_at.move_to_end(agent.node, last=False)
+        self.note_word(agent, agent.last_heard)
+
+    def remove(self, job: str, element: int) -> None:
+        live = self.jobs.get(job)
+        agent = live.agents.pop(element, None) if live else None
+        if agent is None or live is None:
+            return
+        self.keys.discard(agent.key)
+        live.ready.discard(element)
+        live.touched.discard(element)
+        live.restarts.discard(element)
+        self.leases.pop((job, element), None)
+        self.suspects.pop((job, element), None)
+        here = self.by_node.get(agent.node, set())
+        here.discard((job, element))
+        if not here:
+            self.by_node.pop(agent.node, None)
+            self.greet_at.pop(agent.node, None)
+
+    def forget(self, job: str) -> None:
+        """Drop a job that is over."""
+        for element in list(self.jobs[job].agents) if job in self.jobs else ():
+            self.remove(job, element)
+        self.jobs.pop(job, None)
+
+    def note_word(self, agent: AgentView, now: float) -> None:
+        """The agent has spoken: its lease begins again."""
+        agent.last_heard = now
+        key = agent.job, agent.element
+        if agent.alive:
+            self.leases[key] = agent
+            self.leases.move_to_end(key)
+        if agent.suspect_since is not None:
+            agent.suspect_since = None
+            self.suspects.pop(key, None)
+
+    def drop_lease(self, agent: AgentView) -> None:
+        """The agent's lease ran out, or it has left: nobody waits for its next word."""
+        self.leases.pop((agent.job, agent.element), None)
+        self.suspects.pop((agent.job, agent.element), None)
+
+    def suspect(self, agent: AgentView, now: float) -> None:
+        """Slurm says that the agent has ended."""
+        agent.suspect_since = now
+        self.suspects[agent.job, agent.element] = agent
+
+    def renew(self, now: float) -> None:
+        """Everybody has a whole lease again: nobody could be heard."""
+        for agent in self.agents():
+            agent.last_heard = now
+
+    def shift(self, seconds: float) -> None:
+        """This process stood still for so long: nobody else was late."""
+        for live in self.jobs.values():
+            live.stalled += seconds
+            live.stopped = {slot: at + seconds for slot, at in live.stopped.items()}
+            live.ahead_since += seconds if live.ahead_since else 0.0
+        for agent in self.agents():
+            agent.last_heard += seconds
+            if agent.suspect_since is not None:
+                agent.suspect_since += seconds
+            agent.progress = {slot: at + seconds for slot, at in agent.progress.items()}
+            agent.came = {slot: at + seconds for slot, at in agent.came.items()}
+            agent.began = {slot: at + seconds for slot, at in agent.began.items()}
+
+
+@dataclass
 class View:
     """Everything that a decider may look at. It changes nothing in it."""
 
@@ -145,24 +252,26 @@ class View:
     now: float
     started_at: float
     """When this controller started; later by as long as it stood still."""
-    views: dict[str, JobView] = field(default_factory=dict)
     suspicions: Suspicions = field(default_factory=Suspicions)
     """What is asked about silent agents and their nodes; only the failure detector changes it."""
     unread: Callable[[Route], bool] = lambda route: False
     """Whether messages of this connection wait to be heard: then its agent is not silent, this controller is behind."""
 
     def rules(self, partition: str) -> Rules:
-        """What may be done in this partition now ("" for one that is not known)."""
+        """The rules of this partition now ("" for one that is not known)."""
         rules = self.config.rules(partition)
-        return rules.paused() if self.state.is_paused(partition, self.now) else rules
+        return rules.as_paused() if self.state.is_paused(partition, self.now) else rules
 
     def job(self, state: JobState) -> JobView:
         """The job with what its agents say."""
-        found = self.views.get(state.job)
+        found = self.live.jobs.get(state.job)
         if found is None or found.state is not state:
-            live = self.live.jobs.setdefault(state.job, LiveJob())
-            found = self.views[state.job] = JobView(state, live)
+            found = self.live.jobs[state.job] = JobView(state)
         return found
+
+    def managed_jobs(self) -> list[JobState]:
+        """The jobs that are planned for, by id."""
+        return [job for _, job in sorted(self.state.jobs.items()) if not job.over]
 
     def shown_node(self, job: JobState, element: int) -> NodeInfo | None:
         """The node on which Slurm has shown this element of the job at work. Where it has not, or Slurm is not used,
@@ -180,7 +289,7 @@ class View:
         """No agent at all is heard: nothing is judged and nothing is done."""
         return self.suspicions.alone_since is not None
 
-    def avoided(self, job: JobState) -> frozenset[str]:
+    def avoided_nodes(self, job: JobState) -> frozenset[str]:
         """Nodes on which no element of the job is to start: one that may be at fault until a pair test has cleared it,
         for a day at most; any other for as long as the same fault escalates."""
         found = []
@@ -192,17 +301,17 @@ class View:
                 found.append(node)
         return frozenset(found)
 
-    def refused(self, job: JobState) -> dict[str, str]:
+    def refused_nodes(self, job: JobState) -> dict[str, str]:
         """Nodes on which Slurm did not start an element of the job that was told to start there, and why."""
         return {node: one.said for node, one in job.refused.items() if self.now < one.until}
 
-    def expected(self, job: JobState) -> list[int] | None:
+    def expected_elements(self, job: JobState) -> list[int] | None:
         """Elements that run or are about to; None while that is not known freshly enough. Not those that were asked to
         end: Slurm may have given their nodes away, and they may wait long for others."""
         seen = self.slurm.seen
         if not self.slurm.used or seen is None or job.job not in self.slurm.expected:
             return None
-        late = seen.asked_at < self.job(job).live.last_arrival
+        late = seen.asked_at < self.job(job).last_arrival
         return None if late else [e for e in self.slurm.expected[job.job] if not job.was_noticed(e)]
 
 
@@ -224,7 +333,7 @@ class Order(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What a sensor has found or a decider wants. Empty means that there is nothing to do."""
+    """The result of a sensor or a decider. Empty means that there is nothing to do."""
 
     records: list[tuple[str, int, Record]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -232,11 +341,13 @@ class Outcome:
     orders: list[Order] = field(default_factory=list)
     """Sent by the job's turn; only sensors return them."""
     requests: list[Any] = field(default_factory=list)
+    suspects: list[AgentView] = field(default_factory=list)
+    """Agents of which somebody says that they have ended: they are asked (`failure_detector.leases`)."""
     hurry: bool = False
     """Slurm should be asked soon."""
 
     def __bool__(self) -> bool:
-        return bool(self.records or self.findings or self.sends or self.requests)
+        return bool(self.records or self.findings or self.sends or self.requests or self.suspects)
 
     def record(self, job: JobState | None, record: Record, generation: int | None = None) -> None:
         """Adds a record; its generation is the job's present one unless another is named."""
@@ -268,5 +379,6 @@ class Outcome:
             self.findings += other.findings
             self.sends += other.sends
             self.requests += other.requests
+            self.suspects += other.suspects
             self.hurry = self.hurry or other.hurry
         return self

@@ -1,5 +1,4 @@
-"""How much may be taken: nodes out of service, elements requeued and held, nodes given back. Every limit is over a
-stretch of time.
+"""Limits on taking nodes out of service, and on requeuing and holding elements. Every limit is over a stretch of time.
 
 A detector that is wrong about one node is wrong about many: a bad rule, or a fault of the switch, must not take the
 cluster out of service. At a limit the controller stops taking, says so, and goes on with what takes nothing.
@@ -22,7 +21,7 @@ MINUTE = 60.0  # seconds in which requeues and holds of all jobs are counted
 
 # ---------------------------------------------------------------- nodes
 def most_isolated(config: ControllerConfig, cluster_nodes: int) -> int:
-    """How many nodes may be taken out of service within the window."""
+    """Return the number of nodes that may be taken out of service within the window."""
     return max(config.max_isolated_nodes, int(config.max_isolated_share * cluster_nodes))
 
 
@@ -63,7 +62,7 @@ def left_too_many(
 
 
 def standing(view: View) -> dict[str, tuple[int, int]]:
-    """How much of each limit of the whole cluster is used, and the limit, by the setting's name."""
+    """Return, by the setting's name, the used part of each limit of the whole cluster, and the limit."""
     config, now = view.config, view.now
     recent = sum(now - mark.at < config.isolation_window_seconds for mark in view.state.isolated.values())
     minute = Counter[str]()
@@ -86,7 +85,7 @@ def _names(nodes: Collection[str]) -> str:
 
 # ---------------------------------------------------------------- elements
 class Bounds:
-    """What may still be asked of Slurm in this turn. What was taken before is counted once, whatever is asked."""
+    """The limits in this turn: all that was taken before is counted once, however much is asked."""
 
     def __init__(self, view: View) -> None:
         self._view, self._minute, self._requeued = view, Counter[str](), Counter[str]()

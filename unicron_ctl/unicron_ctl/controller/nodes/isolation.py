@@ -1,6 +1,6 @@
-"""What is done about a node that is not fit for work, by who says so (docs/design/trust.md).
+"""Consequences for a node that is not fit for work, by who says so (docs/design/trust.md).
 
-- What a user's process, file or agent says moves that job off the node (`leave_node`), and makes the node a suspect
+- The word of a user's process, file or agent moves that job off the node (`leave_node`), and makes the node a suspect
   where it may be at fault. The node stays in service: other jobs on it are not ours to end.
 - A node that was shown dead is set down (`take_out`): nothing runs there any more. Where Slurm shows other jobs on it,
   which would be ended, it is drained: it may be cut off for seconds only.
@@ -25,7 +25,7 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import bounds, readmission
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm import drains
-from unicron_ctl.shared.slurm.admin_comment import HELD
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.slurm.states import OCCUPIES, TAKEN_OUT
 from unicron_ctl.shared.system.errors import one_line
@@ -69,10 +69,10 @@ def leave_node(
         job.block_of(agent.element),
         agent.node,
         f"its job leaves {agent.node}: {reason}"[:400],
-        f"{HELD} until there is another node than {agent.node}",
+        f"{HOLD_PREFIX} until there is another node than {agent.node}",
     )
     if allocated:
-        why = _needed(view, job, agent, suspect)
+        why = _why_needed(view, job, agent, suspect)
     else:
         why = (
             permission.withheld(view, action, out)
@@ -91,14 +91,16 @@ def leave_node(
     )
     text = f"the job goes on without {agent.node}" if allocated else text
     out.record(job, records.FailureAction(failure=failure, text=text))
-    avoided = records.Avoided(element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=said)
+    avoided = records.NodeAvoided(
+        element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=said
+    )
     out.record(job, avoided)
     if not allocated:
         out.requests.append(Run((action,), urgent=True))
     return True
 
 
-def _needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> str:
+def _why_needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> str:
     """Why a job must not go on without one of its allocation's nodes, which Slurm will not replace; empty when it
     may."""
     spare = any(other != agent.element and other not in job.inside for other in view.live.jobs[job.job].ready)
@@ -125,39 +127,26 @@ def _other_node(view: View, job: JobState, node: str) -> bool:
     if seen is None:
         return False
     taken = {name for e in seen.elements if e.state in OCCUPIES for name in seen.nodes_of(e)}
-    taken |= {node, *view.avoided(job), *view.state.out_of_service}
+    taken |= {node, *view.avoided_nodes(job), *view.state.out_of_service}
     return any(info.healthy and info.name not in taken for info in seen.nodes)
 
 
 # ---------------------------------------------------------------- dead nodes
 def take_out(view: View, job: JobState, element: int, node: str, failure: int, text: str, out: Outcome) -> None:
-    """Asks Slurm to set a node down that was shown dead, or to drain it where other jobs run there, unless it is out of
+    """Ask Slurm to set a node down that was shown dead, or to drain it where other jobs run there, unless it is out of
     service already or a limit forbids it. What was drained is set down once none of them is left."""
-    info = view.shown_node(job, element)
-    if info is None:
-        what = "Slurm has not shown this element there" if view.slurm.used else "runs without Slurm"
-        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not set down: {what}"))
-        return
-    if info.asleep:
-        said = f"{node} is left as it is: Slurm's power saving has it ({'+'.join(sorted(info.states))})"
-        out.record(job, records.FailureAction(failure=failure, text=said))
-        return
     if doubt := view.suspicions.doubt or view.suspicions.unsure:
-        said = f"{node} is not taken out of service now: {doubt}"
-        out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
-        return
-    others, known = _others(view, node, (job.job, element)), view.state.node(node)
+        info = view.shown_node(job, element)
+        if info is not None and not info.asleep:
+            said = f"{node} is not taken out of service now: {doubt}"
+            out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
+            return
+    others = _others(view, node, (job.job, element))
     shared = f"other jobs run there ({', '.join(others[:8])}{', ...' if len(others) > 8 else ''})" if others else ""
     if job.settings.allocation and not others:  # without --no-kill Slurm would end the whole job
         shared = f"job {job.job} has other nodes"
-    again = known.downed and known.drained and not known.proven_bad and "DOWN" not in info.states and not shared
-    if info.states & TAKEN_OUT and not again:
-        why = info.reason or "no reason given"
-        already = f"{node} is out of service already ({why}): left as it is"
-        out.record(job, records.FailureAction(failure=failure, text=already))
-        return
-    if view.unfit(node) and not again:
-        out.record(job, records.FailureAction(failure=failure, text=f"{node} is being taken out of service already"))
+    if settled := _needs_no_taking(view, job, element, node, shared):
+        out.record(job, records.FailureAction(failure=failure, text=settled))
         return
     why = "a dead node must get no work"
     if shared:
@@ -168,21 +157,38 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
     if barred := permission.withheld(view, action, out):
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {barred}"))
         return
-    why = _too_many(view, node, state, out)
-    if why:
-        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {why}"))
-        said = f"{node} stays in service although it is dead: {why}"
+    if many := _too_many(view, node, state, out):
+        out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {many}"))
+        said = f"{node} stays in service although it is dead: {many}"
         out.record(job, records.IsolationWithheld(node=node, slots=[], reason=said))
-        out.record(job, records.Avoided(element=element, node=node, suspect=True, reason=f"{node} was lost: {text}"))
+        out.record(
+            job, records.NodeAvoided(element=element, node=node, suspect=True, reason=f"{node} was lost: {text}")
+        )
         return
     verb = f"drain {node}" if shared else f"set {node} down"
     done = f"{verb} in Slurm: {text}; once it is back, `{readmission.pair_test_command(node)}` tests it"
     out.record(job, records.FailureAction(failure=failure, text=done))
-    out.record(job, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
+    out.record(job, records.NodeIsolated(node=node, reason=f"{node} is taken out of service: {text}"))
     out.requests.append(Run((action,), urgent=True))
 
 
-def deferred(view: View) -> Outcome:
+def _needs_no_taking(view: View, job: JobState, element: int, node: str, shared: str) -> str:
+    """Return why a dead node is left as it is; empty where Slurm has to take it out of service. shared: why it is
+    drained only; one that was drained before is set down once that is over."""
+    info, known = view.shown_node(job, element), view.state.node(node)
+    if info is None:
+        what = "Slurm has not shown this element there" if view.slurm.used else "runs without Slurm"
+        return f"{node} is not set down: {what}"
+    if info.asleep:
+        return f"{node} is left as it is: Slurm's power saving has it ({'+'.join(sorted(info.states))})"
+    if known.downed and known.drained and not known.proven_bad and "DOWN" not in info.states and not shared:
+        return ""
+    if info.states & TAKEN_OUT:
+        return f"{node} is out of service already ({info.reason or 'no reason given'}): left as it is"
+    return f"{node} is being taken out of service already" if view.unfit(node) else ""
+
+
+def take_deferred(view: View) -> Outcome:
     """Lost nodes that were not taken while silence was not to be believed, and that are still silent now that it is.
     After a start nobody knows who is until all had the time to come back."""
     out, settled = Outcome(), view.config.restart_grace + view.config.lease
@@ -218,7 +224,7 @@ def _others(view: View, node: str, but: tuple[str, int] | None = None) -> list[s
 def _too_many(view: View, node: str, state: str, out: Outcome) -> str:
     count = len(view.slurm.seen.nodes) if view.slurm.seen else 0
     taken = {**view.state.isolated}
-    taken |= {r.node: Mark(view.now, job) for job, _, r in out.records if isinstance(r, records.Isolated)}
+    taken |= {r.node: Mark(view.now, job) for job, _, r in out.records if isinstance(r, records.NodeIsolated)}
     return bounds.too_many(node, taken, count, view.config, view.now, state)
 
 
@@ -237,7 +243,7 @@ def _drain(view: View, node: str, text: str, out: Outcome) -> None:
             said = f"{node} is not drained although {text}: {why}"
             out.record(None, records.IsolationWithheld(node=node, slots=[], reason=said))
         return
-    out.record(None, records.Isolated(node=node, reason=f"{node} is taken out of service: {text}"))
+    out.record(None, records.NodeIsolated(node=node, reason=f"{node} is taken out of service: {text}"))
     out.requests.append(Run((action,), urgent=True))
 
 
@@ -254,19 +260,19 @@ def proven_bad(view: View) -> Outcome:
             continue
         text = info.reason
         if info.states & TAKEN_OUT and drains.is_from_checks(text):
-            out.record(None, records.Isolated(node=name, reason=f"{name} has drained itself: {text}"))
+            out.record(None, records.NodeIsolated(node=name, reason=f"{name} has drained itself: {text}"))
             intent = records.SlurmAction(
                 action="drain", element=-1, node=name, slurm_reason=text, reason=f"{name} has drained itself"
             )
             out.record(None, intent)
             out.record(None, records.SlurmDone(action="drain", node=name, reason=text))
-        elif not drains.taken(info) and view.now - report.at >= DRAIN_SECONDS:
+        elif not drains.why_out_of_service(info) and view.now - report.at >= DRAIN_SECONDS:
             _drain(view, name, drains.drain_reason(drains.HEALTH, report.reason), out)
     return out
 
 
 # ---------------------------------------------------------------- what Slurm made of it
-def refused(view: View, action: Action, error: str) -> Outcome:
+def note_refusal(view: View, action: Action, error: str) -> Outcome:
     """Slurm does not take the node out of service: it gets no work of ours all the same, and Slurm is asked again."""
     out = Outcome()
     if view.state.node(action.node).refused:
@@ -294,8 +300,8 @@ def gone_down(view: View, out: Outcome) -> None:
 
 
 def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out: Outcome) -> list[Action]:
-    """What was asked of Slurm and is not done: refused, or lost with a controller that died before the answer. A node
-    that the admin does not allow to be taken any more is in service again."""
+    """Return what was asked of Slurm and is not done: refused, or lost with a controller that died before the answer. A
+    node that the admin does not allow to be taken any more is in service again."""
     found, waited_for = [], {key[3] for key in under_way}
     for name in sorted(view.state.out_of_service):
         known, info = view.state.node(name), view.slurm.node(name)
@@ -305,7 +311,7 @@ def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out
         if known.going_down and owed and not late and name not in waited_for:
             why = "Slurm refused it before" if known.refused else "it was not done before"
             drain = known.drained or bool(_others(view, name))  # since it was asked for they may have begun there
-            action = Action(_action(drain), known.refused_for, -1, name, why, known.reason or drains.LOST)
+            action = Action(_action(drain), known.refused_for, -1, name, why, known.reason or drains.LOST_NODE)
             if barred := permission.withheld(view, action, out):
                 said = f"{action.label}: not allowed: {barred}"
                 out.record(None, records.SlurmFailed(action=action.action, element=-1, node=name, reason=said))

@@ -1,4 +1,4 @@
-"""What is known of the nodes' health, and whether a node that was taken out of service may come back.
+"""The nodes' health, and whether a node that was taken out of service may come back.
 
 Reports come from the admission program (:mod:`unicron_ctl.nodes.admission`), which Slurm starts on every node whose
 slurmd answers, also on one that is down and has no agent. They come as orders with a munge credential, not as hints or
@@ -70,7 +70,7 @@ def decide(
 
 @dataclass
 class Gate:
-    """What is remembered of reports and of nodes that wait; lost with the process."""
+    """The memory of reports and of nodes that wait; lost with the process."""
 
     heard: dict[str, float] = field(default_factory=dict)
     """node -> when its last report came."""
@@ -150,7 +150,7 @@ def _back(view: View, gate: Gate, node: NodeInfo, out: Outcome) -> Admission | N
     """Whether a node that we took may come back; None while it is not there."""
     known = view.state.node(node.name)
     if known.proven_bad:
-        return _mended(known)
+        return _judge_mended(known)
     if "NOT_RESPONDING" not in node.states and node.slurmd_start is not None and _another_slurmd(known, node):
         return _judge_return(view, gate, node.name, node.slurmd_start, out)
     if view.now - gate.tried.get(node.name, -REACH_SECONDS) >= REACH_SECONDS:
@@ -170,7 +170,7 @@ def _another_slurmd(known: NodeState, node: NodeInfo) -> bool:
     return (node.slurmd_start or 0.0) > known.lost_at > 0
 
 
-def _mended(known: NodeState) -> Admission:
+def _judge_mended(known: NodeState) -> Admission:
     """A node that was drained as proven bad comes back when its checks have passed since, and a pair test that proved
     it bad has passed, too."""
     report, paired = known.health, known.paired
@@ -216,7 +216,7 @@ def _judge_return(
     return found
 
 
-def shown(view: View, gate: Gate, node: str) -> answer_schema.NodeChecks:
+def node_checks(view: View, gate: Gate, node: str) -> answer_schema.NodeChecks:
     """The fields of `unicronctl nodes` that only admins are told."""
     if node not in view.state.nodes and node not in view.state.history.by_node:
         return UNKNOWN
@@ -256,10 +256,10 @@ def _plain(report: HealthReport | None, heard: float) -> answer_schema.HealthRep
 
 
 def _gist(verdict: str, reason: str) -> tuple[str, str]:
-    """What makes two reports different: times and sizes in a reason change at every check."""
+    """Return the part of a report that counts as news: times and sizes in a reason change at every check."""
     return verdict, re.sub(r"[-+\d.]+", "", reason)
 
 
 def pair_test_command(node: str) -> str:
-    """What an admin can do about a suspect."""
+    """Return the command by which an admin tests a suspect."""
     return f"unicronctl pair-test --nodes {node}"

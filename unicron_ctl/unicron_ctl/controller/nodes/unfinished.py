@@ -25,24 +25,24 @@ Key = tuple[str, str, int, str]
 
 
 class Then(enum.Enum):
-    """What becomes of an action whose outcome nobody heard."""
+    """The fate of an action whose outcome nobody heard."""
 
     DONE = "done"
     AGAIN = "again"
     UNDONE = "undone"  # whoever wanted it decides anew
 
 
-def _requeued(e: ElementInfo, intent: Intent) -> Then:
+def _requeue_outcome(e: ElementInfo, intent: Intent) -> Then:
     """Slurm counts an element's requeues."""
     if e.state in OCCUPIES and e.restarts == intent.restarts:
         return Then.AGAIN
     return Then.DONE
 
 
-def _requeued_and_held(e: ElementInfo, intent: Intent) -> Then:
+def _requeue_hold_outcome(e: ElementInfo, intent: Intent) -> Then:
     if e.state == "PENDING" and not e.held and e.restarts == intent.restarts:
         return Then.AGAIN
-    return _requeued(e, intent)
+    return _requeue_outcome(e, intent)
 
 
 def _shrunk(e: ElementInfo, intent: Intent) -> Then:
@@ -52,8 +52,8 @@ def _shrunk(e: ElementInfo, intent: Intent) -> Then:
 
 
 _ELEMENTS: dict[str, Callable[[ElementInfo, Intent], Then]] = {
-    "requeue": _requeued,
-    "requeue_hold": _requeued_and_held,
+    "requeue": _requeue_outcome,
+    "requeue_hold": _requeue_hold_outcome,
     "shrink": _shrunk,
     "hold": lambda e, intent: Then.DONE if e.held else Then.UNDONE,
     "release": lambda e, intent: Then.UNDONE if e.held else Then.DONE,
@@ -115,4 +115,4 @@ def _record(view: View, key: Key, then: Then, said: str, out: Outcome) -> None:
     failed = records.SlurmFailed(action=action, element=element, node=node, reason=said)
     out.records.append((name, generation, failed))
     if action == "pin":
-        out.records.append((name, generation, records.Unpinned(element=element)))
+        out.records.append((name, generation, records.ElementUnpinned(element=element)))

@@ -1,1 +1,1 @@
-"""How many nodes each job gets, and where its elements go."""
+"""The plan: nodes for each job, and where its elements go."""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.view import Listing
-from unicron_ctl.shared.slurm.slurm_client import Asked, ElementInfo, NodeInfo, PartitionInfo, Size
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo, Needs, NodeInfo, PartitionInfo, Size
 from unicron_planner.problem.gpus import node_peak
 
 
@@ -36,7 +36,7 @@ ALWAYS = float("-inf")  # a rival may get the node at any time
 
 
 class Ground:
-    """What Slurm showed, for jobs that are planned for: `managed`, by id. now: seconds since the epoch.
+    """A listing of Slurm, for jobs that are planned for: `managed`, by id. now: seconds since the epoch.
 
     What anybody has pending costs a bounded time: of so many kinds
     (RIVALS) it is looked at where they fit, the most urgent first; of the others all nodes of their partitions count.
@@ -79,13 +79,21 @@ class Ground:
             return  # Slurm itself keeps no more for such a job than it has planned
         if len(rival.required_nodes) >= rival.asked.nodes and not roughly:
             planned = planned or rival.required_nodes  # it can get no others
-        where = set() if planned or roughly else self._where(rival, [k for k, names in enumerate(self._open) if names])
-        for k, (sort, names) in enumerate(zip(self._sorts, self._open, strict=True)):
-            if names and (planned or k in where or (roughly and in_partition(rival, sort[0]))):
-                taken = names & planned if planned else names if roughly else names - rival.excluded_nodes
-                for name in taken:
-                    self._wanted.setdefault(name, []).append((ALWAYS, rival))
-                names -= taken
+        for k in self._sorts_for(rival, planned, roughly):
+            names = self._open[k]
+            taken = names & planned if planned else set(names) if roughly else names - rival.excluded_nodes
+            for name in taken:
+                self._wanted.setdefault(name, []).append((ALWAYS, rival))
+            names -= taken
+
+    def _sorts_for(self, rival: ElementInfo, planned: frozenset[str], roughly: bool) -> list[int]:
+        """The sorts of nodes, of those of which some may still go to anybody, among which the rival's may be."""
+        left = [k for k, names in enumerate(self._open) if names]
+        if planned:
+            return left
+        if roughly:
+            return [k for k in left if in_partition(rival, self._sorts[k][0])]
+        return sorted(self._where(rival, left).intersection(left))
 
     def _may_start(self, hetero: str) -> bool:
         """Whether there are as many nodes as each component of a heterogeneous job asks for, and all together. Slurm
@@ -127,21 +135,24 @@ class Ground:
         if not listed:
             return Reach(frozenset())
         ask = next((e for e in listed if e.state == "PENDING"), listed[-1])
-        barred = self._barred(ask) | {name: f"refused by Slurm ({why})" for name, why in refused.items()}
-        priority = min((e.priority for e in listed if e.priority), default=0)  # it has none while it is held
-        ends = self._now + ask.time_limit if ask.time_limit is not None else float("inf")
-        for name, wanted in self._wanted.items():
-            if name not in barred:
-                rival = next((e for starts, e in wanted if starts < ends and e.priority > priority), None)
-                if rival is not None:
-                    barred[name] = f"about to go to pending job {rival.job}"
+        barred = self._bars(ask) | {name: f"refused by Slurm ({why})" for name, why in refused.items()}
+        self._bar_for_rivals(barred, ask, min((e.priority for e in listed if e.priority), default=0))  # 0 while held
         here = {name for name in occupied if name in good}
         nodes = frozenset(name for name in good if name not in barred) | here
         why = Counter(reason for name, reason in barred.items() if name in good and name not in here)
         peaks = [node_peak(sort[0].gres) for sort in self._sorts if any(node.name in nodes for node in sort)]
         return Reach(nodes, _words(ask), dict(why), max(peaks, default=float("inf")))
 
-    def _barred(self, ask: ElementInfo) -> dict[str, str]:
+    def _bar_for_rivals(self, barred: dict[str, str], ask: ElementInfo, priority: int) -> None:
+        """Adds the nodes that go to an element of others, with a higher priority, before this one would end."""
+        ends = self._now + ask.time_limit if ask.time_limit is not None else float("inf")
+        for name, wanted in self._wanted.items():
+            if name not in barred:
+                rival = next((e for starts, e in wanted if starts < ends and e.priority > priority), None)
+                if rival is not None:
+                    barred[name] = f"about to go to pending job {rival.job}"
+
+    def _bars(self, ask: ElementInfo) -> dict[str, str]:
         """node -> why Slurm would not start the element there."""
         barred: dict[str, str] = {}
         where = self._where(ask)
@@ -181,7 +192,7 @@ def in_partition(ask: ElementInfo, node: NodeInfo) -> bool:
 
 
 def _limits(ask: ElementInfo, node: NodeInfo) -> list[PartitionInfo]:
-    """What each partition allows by which the element may come to the node."""
+    """The limits of each partition by which the element may come to the node."""
     asked = {name for name in ask.partition.split(",") if name} & set(node.partitions)
     limits = {limit.name: limit for limit in node.limits}
     return [limits.get(name, PartitionInfo(name, 0, "")) for name in sorted(asked)] or [PartitionInfo("", 0, "")]
@@ -200,8 +211,8 @@ def _allows(partition: PartitionInfo, ask: ElementInfo) -> bool:
     )
 
 
-def too_small(ask: Asked, size: Size) -> str:
-    """What a node of this size lacks; empty when it is large enough, or Slurm did not say how large it is."""
+def too_small(ask: Needs, size: Size) -> str:
+    """Say what a node of this size lacks; empty when it is large enough, or Slurm did not say how large it is."""
     if not size.cpus:
         return ""
     cores = -(-size.cpus // size.threads)  # without those that are kept for the system

@@ -9,11 +9,10 @@ from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.job_state import AGENT_DIED, WITH_BLOCK, AgentRecord, JobState
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.plan import job_layouts, planning
-from unicron_ctl.controller.plan.ahead import Aheads
 from unicron_ctl.controller.plan.eligible_nodes import Ground, Reach
 from unicron_ctl.controller.plan.placement import REQUEUE_SECONDS, held_by_others, usable, whole
-from unicron_ctl.controller.plan.planning import JobInput
-from unicron_ctl.controller.plan.pools import Pool, joined, pools
+from unicron_ctl.controller.plan.planning import Aheads, JobInput
+from unicron_ctl.controller.plan.pools import Pool, join_plans, pools
 from unicron_ctl.controller.plan.pools import plan as plan_pool
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.settings.partitions import ACT
@@ -42,7 +41,7 @@ def replan(view: View, jobs: Sequence[JobState], aheads: Aheads) -> Outcome:
     trigger = f"was: {state.plan_inputs}; is: {key}" if state.plan_inputs else f"first plan: {key}"
     out.record(
         None,
-        records.Replanned(
+        records.ClusterReplanned(
             assignment=dict(plan.assignment),
             reasons=dict(plan.reasons),
             objective=plan.objective,
@@ -77,7 +76,7 @@ def _part(job: JobInput, pool: Pool) -> str:
 
 
 def _spares(job: JobInput) -> str:
-    """How many train at most, and how long a place stays empty without a spare."""
+    """Say how many train at most, and how long a place stays empty without a spare."""
     return f" of which {job.trains} train, else {job.wait_seconds:g} s" if job.spares else ""
 
 
@@ -109,7 +108,7 @@ def plan_for(view: View, found: Sequence[Pool], aheads: Aheads) -> tuple[Plan, b
         return planning.plan(jobs, nodes, config.mtbf_node_hours, config.transition_seconds, elsewhere)
 
     parts = [plan_pool(pool, solve) for pool in found]
-    return joined(parts, sum(len(pool.nodes) for pool in found)), all(looked)
+    return join_plans(parts, sum(len(pool.nodes) for pool in found)), all(looked)
 
 
 def _prepare(view: View, found: Sequence[Pool], assignment: dict[str, int], aheads: Aheads) -> None:
@@ -120,7 +119,7 @@ def _prepare(view: View, found: Sequence[Pool], assignment: dict[str, int], ahea
     aheads.close_others([pool.jobs for pool in found])
 
 
-def fixed(view: View, job: JobState) -> str:
+def why_fixed(view: View, job: JobState) -> str:
     """Why the plan leaves the nodes of a job that is one allocation as they are; empty for one that may shrink, and for
     an array."""
     settings, rules = job.settings, permission.of_job(view, job.job)
@@ -153,7 +152,7 @@ def ended_in_allocation(job: JobState) -> dict[int, AgentRecord]:
 
 
 def elements_of(listing: Listing, job: JobState) -> Mapping[int, ElementInfo]:
-    """What the plan gives the job and takes from it: Slurm's elements, or the nodes of its one allocation."""
+    """The elements that the plan gives the job and takes from it: Slurm's, or the nodes of its one allocation."""
     return listing.of(job.job) if job.settings.allocation else listing.rows_of(job.job)
 
 
@@ -165,14 +164,14 @@ def usable_nodes(view: View, listing: Listing, jobs: Sequence[JobState]) -> list
 
 @dataclass(frozen=True)
 class Around:
-    """What there is for jobs that are planned for together. good: the nodes that can be given to them."""
+    """The nodes for jobs that are planned for together. good: those that can be given to them."""
 
     good: frozenset[str]
     ground: Ground
 
 
 def around(view: View, listing: Listing, jobs: Sequence[JobState]) -> Around:
-    """What all these jobs have in common. What others want is worked out once a listing: it is much of the work."""
+    """Work out what these jobs have in common, once a listing: the wants of others are much of the work."""
     names = frozenset(job.job for job in jobs)
     ground = listing.grounds.get(names)
     if ground is None:
@@ -181,7 +180,7 @@ def around(view: View, listing: Listing, jobs: Sequence[JobState]) -> Around:
 
 
 def reaches(view: View, jobs: Sequence[JobState], among: Around | None = None) -> dict[str, Reach]:
-    """What each of the jobs may be given; {} without Slurm. among: what there is for them and others."""
+    """The nodes that each of the jobs may be given; {} without Slurm. among: what there is for them and others."""
     listing = view.slurm.seen
     if listing is None or not jobs:
         return {}
@@ -189,7 +188,7 @@ def reaches(view: View, jobs: Sequence[JobState], among: Around | None = None) -
     for job in jobs:
         elements = elements_of(listing, job).values()
         here = [name for e in elements if e.state in OCCUPIES for name in nodes_of(e)]
-        reach = there.ground.reach(elements, there.good, here, view.refused(job))
+        reach = there.ground.reach(elements, there.good, here, view.refused_nodes(job))
         if job.settings.allocation:  # it gets no other node
             reach = replace(reach, nodes=reach.nodes.intersection(here), barred={})
         found[job.job] = reach
@@ -257,8 +256,8 @@ def _left(agent: AgentRecord, e: ElementInfo) -> bool:
     return e.restarts == agent.restarts and not agent.lost and (agent.noticed or by_itself)
 
 
-def _claimed(view: View, job: JobState, elements: Iterable[ElementInfo]) -> int:
-    """How many of the elements have nodes, or could start on some: nothing else is a claim to any."""
+def _count_claims(view: View, job: JobState, elements: Iterable[ElementInfo]) -> int:
+    """Count the elements that have nodes, or could start on some: nothing else is a claim to any."""
     return sum(
         (e.state in OCCUPIES and not _ends_for_good(job, e))
         or _startable(view, e)
@@ -279,7 +278,7 @@ def agents_of(job: JobState, row: ElementInfo) -> list[AgentRecord]:
 
 
 def weight(view: View, job: JobState) -> float:
-    """What the job's weight counts for: no more than the admin lets its account and QOS claim."""
+    """The job's weight, but no more than the admin lets its account and QOS claim."""
     listed = view.slurm.seen.of(job.job).values() if view.slurm.seen else ()
     first = next(iter(listed), None)
     most = permission.of_job(view, job.job).most_weight(first.account if first else "", first.qos if first else "")
@@ -299,10 +298,10 @@ def owner(view: View, job: JobState, element: ElementInfo | None) -> str:
 def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInput:
     """Never more nodes than the job has in elements that could run; one without any is given none."""
     elements, block = elements_of(listing, job).values(), job.settings.block
-    possible = block * _claimed(view, job, elements)
+    possible = block * _count_claims(view, job, elements)
     alive = block * sum(1 for e in elements if e.state == "RUNNING" and whole(e, within.nodes, block))
     here = {name for e in elements if e.state in OCCUPIES for name in nodes_of(e)}
-    fit = len(within.nodes - (view.avoided(job) - here))
+    fit = len(within.nodes - (view.avoided_nodes(job) - here))
     most = min(job.settings.max_nodes, possible, max(fit, job.settings.min_nodes))
     if job.settings.allocation:
         ended = {agent.node for agent in ended_in_allocation(job).values()}
@@ -371,7 +370,7 @@ def _rates(view: View, job: JobState) -> dict[int, float]:
 
 
 def bounds(view: View, job: JobState, jobs: Sequence[JobState]) -> str:
-    """What limits a job's part of the plan, in one line for people; empty without Slurm."""
+    """Say what limits a job's part of the plan, in one line; empty without Slurm."""
     within, seen = reaches(view, jobs).get(job.job), view.slurm.seen
     if within is None or seen is None:
         return ""
@@ -416,6 +415,6 @@ def waiting(view: View, job: JobState) -> list[Waiting]:
     for e in listing.rows_of(job.job).values() if listing is not None and not job.over else ():
         if e.state == "PENDING":
             ours = e.held and not held_by_others(e, view.state.held)
-            words = "the plan has no node for it" if ours else pending_reasons.explained(e, view.now)
+            words = "the plan has no node for it" if ours else pending_reasons.explain_pending(e, view.now)
             found.setdefault((e.reason, words, ours or _startable(view, e)), []).append(e.element)
     return [Waiting(sorted(numbers), *why) for why, numbers in sorted(found.items())]

@@ -1,4 +1,4 @@
-"""What has happened to a job, in its AdminComment: for `squeue`, `sacct` and the site's own tools.
+"""The story of a job in its AdminComment, for `squeue`, `sacct` and the site's own tools.
 
 Everybody may read a comment. So it says what `squeue` and `unicronctl jobs` tell everybody: how many failures, how much
 time, and since when; neither a cause nor a node.
@@ -13,7 +13,7 @@ from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.job_state import FAILURES_KEPT, JobState
 from unicron_ctl.controller.model.requests import OURS, Action, Run
 from unicron_ctl.controller.model.view import Listing, Outcome, View
-from unicron_ctl.shared.slurm.admin_comment import HELD, is_shown, own_part
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX, is_shown, own_part
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.states import OCCUPIES
 
@@ -24,7 +24,7 @@ MOST_AT_ONCE = 10  # jobs; the others wait for the next listing
 
 @dataclass
 class Comments:
-    """What was written of late: job -> the text, and when. It is lost with the process; Slurm shows it."""
+    """The comments of late: job -> the text, and when. Lost with the process; Slurm shows them."""
 
     written: dict[str, tuple[str, float]] = field(default_factory=dict)
 
@@ -64,4 +64,4 @@ def _first(job: JobState, listing: Listing) -> ElementInfo | None:
     """The first element that occupies a node: one comment is enough, however many elements there are. Where a hold came
     as the element started, its comment alone will say at the next requeue whose hold that is, and stays."""
     there = (e for _, e in sorted(listing.rows_of(job.job).items()) if e.state in OCCUPIES)
-    return next((e for e in there if not own_part(e.admin_comment).startswith(HELD)), None)
+    return next((e for e in there if not own_part(e.admin_comment).startswith(HOLD_PREFIX)), None)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.controller.plan.planning import UNMEASURED, JobInput
+from unicron_ctl.controller.plan.planning import NOMINAL_RATE, JobInput
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.structs import Settings
 from unicron_detector.words import counted
@@ -20,7 +20,7 @@ from unicron_planner.problem import layouts as planner
 from unicron_planner.problem.gpus import gpu_memory, gpu_peak
 from unicron_planner.problem.layouts import Known, Split
 from unicron_planner.problem.megatron_costs import Gpt, Hardware
-from unicron_transition.generations.layout import stated
+from unicron_transition.generations.layout import parse_layout
 
 NEVER_SAVES = -1  # `structs.RankStatus.saved` of a script without checkpoints
 WHOLE = (Phase.RUNNING, Phase.OFFERING, Phase.ENTERING)  # phases in which the ranks that stop can save all of the state
@@ -61,11 +61,11 @@ def tables(
     view: View, settings: Settings, most: int, gres: str, job: JobState | None = None
 ) -> dict[str, dict[int, float]]:
     """T by layout and number of nodes, 1 to `most`, of those that fit. job: none before it has begun."""
-    seen = _measured(view, settings, job)
+    seen = _measurements(view, settings, job)
     rates = [rate / nodes for one in view.state.jobs.values() for nodes, rate in one.measured.items() if not one.over]
-    usual = _rounded(sum(rates) / len(rates)) if rates else UNMEASURED
+    usual = _round(sum(rates) / len(rates)) if rates else NOMINAL_RATE
     as_key = tuple((name, tuple(sorted(table.items()))) for name, table in sorted(seen.items()))
-    return _rates(tuple(splits(settings)), _known(settings, gres, usual), as_key, most)
+    return _rates(tuple(splits(settings)), _planner_facts(settings, gres, usual), as_key, most)
 
 
 @lru_cache(maxsize=256)
@@ -76,7 +76,7 @@ def _rates(
     return planner.rates(ways, known, {name: dict(table) for name, table in seen}, range(1, most + 1))
 
 
-def _rounded(rate: float) -> float:
+def _round(rate: float) -> float:
     """Rounds to 0.1 %: measurements change with every iteration, and smaller differences must not change plans."""
     return float(f"{rate:.4g}")
 
@@ -85,7 +85,7 @@ def problem(settings: Settings) -> str:
     """Why a job with these layouts and this model cannot be planned for; empty when it can. Agents have looked at
     their own; this is for what anybody sends."""
     try:
-        _known(settings, "", UNMEASURED)
+        _planner_facts(settings, "", NOMINAL_RATE)
         found = [split.name for split in splits(settings)]
     except KeyError as error:
         return f"the model's {error.args[0]} is missing"
@@ -96,11 +96,11 @@ def problem(settings: Settings) -> str:
 
 def splits(settings: Settings) -> list[Split]:
     """The job's layouts as the planner knows them."""
-    found = [stated(name) for name in settings.layouts]
+    found = [parse_layout(name) for name in settings.layouts]
     return [Split(one.text, one.layout.tensor, one.layout.pipeline, one.virtual) for one in found]
 
 
-def _known(settings: Settings, gres: str, per_node: float) -> Known:
+def _planner_facts(settings: Settings, gres: str, per_node: float) -> Known:
     gpus, sizes = max(1, settings.ranks_per_node), settings.model
     hardware = Hardware(gpus, gpu_peak(gres) or Hardware.peak, gpu_memory(gres))
     if not sizes:
@@ -112,7 +112,7 @@ def _known(settings: Settings, gres: str, per_node: float) -> Known:
     return Known(gpus, per_node, model, hardware, sizes.get("micro-batch", 1), bool(sizes.get("recompute")))
 
 
-def _measured(view: View, settings: Settings, job: JobState | None) -> dict[str, dict[int, float]]:
+def _measurements(view: View, settings: Settings, job: JobState | None) -> dict[str, dict[int, float]]:
     """FLOP/s by layout and number of nodes, of the job itself and of earlier runs of the same name."""
     found: dict[str, dict[int, float]] = {}
     everyone = view.state.jobs.values() if view.config.throughput == "measured" else ()
@@ -120,7 +120,7 @@ def _measured(view: View, settings: Settings, job: JobState | None) -> dict[str,
     for one in [*others, *([job] if job is not None else [])]:
         if (one.settings.name, one.settings.user) == (settings.name, settings.user):
             for name, table in one.by_layout.items():
-                found.setdefault(name, {}).update((n, _rounded(rate)) for n, rate in table.items() if rate > 0)
+                found.setdefault(name, {}).update((n, _round(rate)) for n, rate in table.items() if rate > 0)
     return found
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from unicron_ctl.controller.model.cluster_state import Pin
-from unicron_ctl.controller.model.requests import RELEASED, Action
+from unicron_ctl.controller.model.requests import RELEASE_COMMENT, Action
 from unicron_ctl.shared.slurm import pending_reasons
-from unicron_ctl.shared.slurm.admin_comment import HELD
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX
 from unicron_ctl.shared.slurm.pending_reasons import Bar
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo
 from unicron_ctl.shared.slurm.squeue import names_of, nodes_of
@@ -32,37 +32,45 @@ MOST_HOLDS = 100  # of one job at once: each is two calls of Slurm; the others f
 
 @dataclass(frozen=True)
 class Need:
-    """What a job is to have, in elements of `block` nodes each. members: those that train. dead: those whose agent died
-    while the node lives. ended: those that ended before their agent came again. ending: those that Slurm shows ended,
-    of which nothing is decided yet. leaving: chosen before to leave. home: the nodes that an element ran on last.
-    lives: where an element's agents are heard; also those that Slurm counts as ended and has not reached yet, so that
-    it would launch no second copy there, and drain the node. requeued: when Slurm was asked to start an element again
-    whose agents have not come yet. avoid: nodes where none is to start. refused: nodes on which Slurm starts none,
-    and which nobody avoids. reach: the nodes that its elements may be given; None for all. unit: so many elements
-    in a row hold whole replicas. least: with fewer elements it does not train. allocation: the nodes of a job that
-    is one allocation, in Slurm's order. stays: elements whose nodes it does not give back. empty: those on whose
-    nodes nothing of it runs any more."""
+    """The elements that a job is to have, of `block` nodes each."""
 
     job: str
     desired: int
     members: frozenset[int] = frozenset()
+    """Those that train."""
     dead: frozenset[int] = frozenset()
+    """Those whose agent died while the node lives."""
     ended: frozenset[int] = frozenset()
+    """Those that ended before their agent came again."""
     ending: frozenset[int] = frozenset()
+    """Those that Slurm shows ended, of which nothing is decided yet."""
     leaving: tuple[int, ...] = ()
+    """Those chosen before to leave."""
     home: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """The nodes that an element ran on last."""
     lives: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """Where an element's agents are heard; also those that Slurm counts as ended and has not reached yet, so that it
+    would launch no second copy there, and drain the node."""
     requeued: Mapping[int, float] = field(default_factory=dict)
+    """When Slurm was asked to start an element again whose agents have not come yet."""
     avoid: frozenset[str] = frozenset()
+    """Nodes where none is to start."""
     refused: frozenset[str] = frozenset()
+    """Nodes on which Slurm starts none, and which nobody avoids."""
     why: str = ""
     reach: frozenset[str] | None = None
+    """The nodes that its elements may be given; None for all."""
     unit: int = 1
+    """So many elements in a row hold whole replicas."""
     least: int = 1
+    """With fewer elements it does not train."""
     block: int = 1
     allocation: tuple[str, ...] = ()
+    """The nodes of a job that is one allocation, in Slurm's order."""
     stays: frozenset[int] = frozenset()
+    """Elements whose nodes it does not give back."""
     empty: frozenset[int] = frozenset()
+    """Those on whose nodes nothing of it runs any more."""
 
     @property
     def size(self) -> int:
@@ -160,19 +168,26 @@ class _Place:
             elif e.state in WORKS:
                 groups["working" if whole(e, self.good, need.block) else "limbo"].append(number)
             elif e.state == "PENDING" and not held_by_others(e, self.held):
-                told = names_of(self.pins[need.job, number].node) if pinned else ()
-                refused = not need.refused.isdisjoint(told)
-                of_others = pinned and not pending_reasons.is_told(e, told)  # the reason is of nodes before these
-                bar = Bar.NOTHING if e.held or refused or of_others else pending_reasons.bar_of(e, self.now)
-                coming = pinned and not refused and bar is Bar.NOTHING and self._pin_holds(e)
-                groups["coming" if coming else "waiting" if bar is Bar.NOTHING else "barred"].append(number)
-                if bar is Bar.LIMIT:
-                    groups["limited"].append(number)
-                if pinned and not coming:
-                    self.loose.append((need.job, number))
+                for name in self._survey_pending(need, e):
+                    groups[name].append(number)
         for found in groups.values():
             found.sort()
         return groups
+
+    def _survey_pending(self, need: Need, e: ElementInfo) -> tuple[str, ...]:
+        """The groups of an element that waits."""
+        pin = self.pins.get((need.job, e.element))
+        told = names_of(pin.node) if pin is not None else ()
+        refused = not need.refused.isdisjoint(told)
+        of_others = pin is not None and not pending_reasons.is_told(e, told)  # the reason is of nodes before these
+        bar = Bar.NOTHING if e.held or refused or of_others else pending_reasons.bar_of(e, self.now)
+        if pin is not None and not refused and bar is Bar.NOTHING and self._pin_holds(e):
+            return ("coming",)
+        if pin is not None:
+            self.loose.append((need.job, e.element))
+        if bar is Bar.NOTHING:
+            return ("waiting",)
+        return ("barred", "limited") if bar is Bar.LIMIT else ("barred",)
 
     def _why_again(self, need: Need, e: ElementInfo) -> str:
         """Why the element is to be started again; empty where it is not."""
@@ -210,7 +225,7 @@ class _Place:
     def start(self, e: ElementInfo, node: str, reason: str) -> None:
         self.act("pin", e, node, reason)
         if e.held:
-            self.act("release", e, node, reason, RELEASED)
+            self.act("release", e, node, reason, RELEASE_COMMENT)
         self.taken.update(names_of(node))
 
     def choose(self, need: Need, e: ElementInfo, free: Sequence[str], needs: Sequence[Need]) -> str:
@@ -247,9 +262,8 @@ def place(
     held: Collection[tuple[str, int]] = (),
     domains: Mapping[str, str] = {},
 ) -> Placement:
-    """What to do now so that every job gets its nodes. `needs` are the managed jobs; other jobs' elements only
-    occupy nodes. held: elements that were held here. domains: node -> the switch or the block with which it fails.
-    """
+    """Return what to do now so that every job gets its nodes. `needs` are the managed jobs; other jobs' elements only
+    occupy nodes. held: elements that were held here. domains: node -> the switch or the block with which it fails."""
     work = _Place(elements, nodes, pins, put_aside, now, held, domains)
     work.choose_leavers(needs)
     _give_free_nodes(work, needs)
@@ -297,7 +311,7 @@ def _hold_limited(work: _Place, needs: Sequence[Need]) -> None:
 def _hold_some(work: _Place, need: Need, numbers: Iterable[int], why: str) -> None:
     job = work.by_job.get(need.job, {})
     for e in islice((job[number] for number in numbers if not job[number].held), MOST_HOLDS):
-        work.act("hold", e, "", why, f"{HELD}, the plan has no node for it")
+        work.act("hold", e, "", why, f"{HOLD_PREFIX}, the plan has no node for it")
 
 
 def _leavers(work: _Place, need: Need, needs: Sequence[Need]) -> list[int]:
@@ -471,6 +485,8 @@ def _hand_over(
             staying = ",".join(name for name in need.allocation if name not in names)
             work.act("shrink", replace(donor, element=0), node, why, staying)
             continue
-        work.act("requeue_hold", donor, node, why, f"{HELD}, the plan took {node}" + (f" for {jobs}" if jobs else ""))
+        work.act(
+            "requeue_hold", donor, node, why, f"{HOLD_PREFIX}, the plan took {node}" + (f" for {jobs}" if jobs else "")
+        )
     for taker, node in takers:
         work.act("start_now", taker, node, f"{node} is free for it now")

@@ -1,4 +1,10 @@
-"""How many nodes each job gets: the one place where the controller meets the planner (docs/design/planning.md)."""
+"""The one place where the controller meets the planner (docs/design/planning.md): nodes for each job, and the plan for
+the next event before it happens, so that at a failure it is one look-up.
+
+The planner's look-ahead table is kept fresh in the background for the situation after the last plan. When the next
+situation differs from that one by exactly one event of the table, its plan is taken from there; otherwise it is solved
+as usual. So it is where a job can run in several layouts: what another one costs is known only when something happened.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +12,56 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from unicron_detector.words import counted
+from unicron_planner.ahead.lookahead import Keeper
 from unicron_planner.problem.objective import Job, Scenario
 from unicron_planner.problem.throughput import Throughput
 from unicron_planner.solver.solve import Plan, best, by_owner, plan_of
 from unicron_planner.solver.spares import worth
 
 NOWHERE: Mapping[str, int] = {}
-UNMEASURED = 1e9  # FLOP/s per node of a job when nothing at all has been measured: only ratios matter then
+REFRESH_RATIO = 0.05  # a table is made anew when a measured rate has moved by more than this
+NOMINAL_RATE = 1e9  # FLOP/s per node of a job when nothing at all has been measured: only ratios matter then
 
 
 @dataclass(frozen=True)
 class JobInput:
-    """A job as the planner sees it. nodes: what it had before the event; alive: how many of them are left. rate:
-    measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration. rates: the same by node count,
-    for every size that is to be trusted. reach: the nodes that it may be given. spare_nodes: those that growth leaves
-    free. unit: nodes of whole replicas; others count as the next smaller multiple of it. layouts: for a job that can
-    run in several, aggregate FLOP/s by layout and node count, in place of the rates; layout: the one that it is in.
-    block: nodes of an element, which it gets and gives up together. restart_seconds: what it costs to start it in
-    another one. working: how many of max_nodes train at most, 0 for all; those above are hot spares, and without one a
-    lost node's place stays empty for wait_seconds. owner: whose FLOP/s its own are compared with; a job without one is
-    compared with itself only. trained: it has begun, so that it may have a state to lose; one that has not yet gives up
-    nodes that are too few to begin with.
-    """
+    """A job as the planner sees it (`plan.inputs` makes it)."""
 
     job: str
     weight: float
     min_nodes: int
     max_nodes: int
     nodes: int
+    """How many it had before the event."""
     alive: int
+    """How many of them are left."""
     rate: float = 0.0
+    """Measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration."""
     measured_nodes: int = 0
     rates: Mapping[int, float] = field(default_factory=dict)
+    """The same by node count, for every size that is to be trusted."""
     reach: frozenset[str] = frozenset()
+    """The nodes that it may be given."""
     spare_nodes: int = 0
+    """Nodes that growth leaves free."""
     unit: int = 1
+    """Nodes of whole replicas; others count as the next smaller multiple of it."""
     layouts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """Aggregate FLOP/s by layout and node count, in place of the rates, for a job that can run in several."""
     layout: str = ""
+    """The one that it is in."""
     restart_seconds: float = 0.0
+    """What it costs to start it in another one."""
     working: int = 0
+    """How many of max_nodes train at most, 0 for all; those above are hot spares."""
     wait_seconds: float = 0.0
+    """Without a spare a lost node's place stays empty for so long."""
     owner: str = ""
+    """With whose FLOP/s its own are compared; a job without one is compared with itself only."""
     trained: bool = True
+    """It has begun, so that it may have a state to lose. Otherwise it gives up nodes that are too few to begin with."""
     block: int = 1
+    """Nodes of an element, which it gets and gives up together."""
 
     @property
     def holds_state(self) -> bool:
@@ -101,7 +114,7 @@ def _by_nodes(job: JobInput, per_node: float) -> dict[int, float]:
 
 
 def spares(job: JobInput, per_node: float, mtbf_node_hours: float) -> dict[int, float]:
-    """What its hot spares save, FLOP/s, by the number of nodes that it has with them."""
+    """FLOP/s that its hot spares save, by the number of nodes that it has with them."""
     if not job.spares:
         return {}
     flops = job.layouts[job.layout] if job.layouts else throughput(job, per_node)
@@ -119,7 +132,7 @@ def scenario(
     """The planner's scenario (docs/design/planning.md). `jobs` must not be empty. elsewhere: nodes that owners are
     given beside these."""
     rates = [job.rate / job.measured_nodes for job in jobs if job.rate > 0 and job.measured_nodes > 0]
-    usual = sum(rates) / len(rates) if rates else UNMEASURED
+    usual = sum(rates) / len(rates) if rates else NOMINAL_RATE
     return Scenario(
         nodes=nodes,
         jobs=tuple(
@@ -187,11 +200,121 @@ def plan(
 
 def _with_fixed(found: Plan, fixed: Mapping[str, int], jobs: Sequence[JobInput], nodes: int) -> Plan:
     assignment = {**found.assignment, **fixed}
-    reasons = {**found.reasons, **{job: _kept(count) for job, count in fixed.items()}}
+    reasons = {**found.reasons, **{job: _keep_reason(count) for job, count in fixed.items()}}
     layouts = {**found.layouts, **{job.job: job.layout for job in jobs if job.job in fixed and job.layout}}
     spares = max(0, nodes - sum(assignment.values()))
     return replace(found, assignment=assignment, reasons=reasons, layouts=layouts, spares=spares)
 
 
-def _kept(count: int) -> str:
+def _keep_reason(count: int) -> str:
     return f"keeps {counted(count, 'node')}: its training state lives there and nowhere else"
+
+
+# ---------------------------------------------------------------- the plan for the next event
+class Aheads:
+    """The look-ahead of each pool of nodes, by the jobs that share it."""
+
+    def __init__(self) -> None:
+        self._known: dict[frozenset[str], Ahead] = {}
+
+    def of(self, jobs: Sequence[JobInput]) -> Ahead:
+        """The look-ahead that has planned for most of these jobs; a new one when none has."""
+        names = frozenset(job.job for job in jobs)
+        nearest = max(self._known, key=lambda known: (len(known & names), sorted(known)), default=frozenset())
+        found = self._known.pop(nearest) if nearest & names else Ahead()
+        self._known[names] = found
+        return found
+
+    def close_others(self, pools: Sequence[Sequence[JobInput]]) -> None:
+        """Closes the tables of pools that are no more."""
+        names = {frozenset(job.job for job in jobs) for jobs in pools}
+        for gone in self._known.keys() - names:
+            self._known.pop(gone).close()
+
+
+class Ahead:
+    """Plans, from the table where it can. Not thread-safe; its table is made in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._keeper: Keeper | None = None  # no thread before there is anything to plan
+        self._base: dict[str, JobInput] = {}
+        self._nodes = 0
+
+    def plan(
+        self, jobs: Sequence[JobInput], nodes: int, mtbf_node_hours: float, transition_seconds: float
+    ) -> tuple[Plan, bool]:
+        """The plan, and whether it was looked up."""
+        found = self._look_up(jobs, nodes)
+        if found is not None and not any(job.holds_state and not found.assignment[job.job] for job in jobs):
+            return found, True
+        return plan(jobs, nodes, mtbf_node_hours, transition_seconds), False
+
+    def prepare(
+        self,
+        jobs: Sequence[JobInput],
+        assignment: dict[str, int],
+        nodes: int,
+        mtbf_node_hours: float,
+        transition_seconds: float,
+    ) -> None:
+        """Prepares the table for what may come once `assignment` is carried out."""
+        settled = {
+            job.job: replace(job, nodes=assignment.get(job.job, 0), alive=assignment.get(job.job, 0)) for job in jobs
+        }
+        if (
+            not settled
+            or any(len(job.layouts) > 1 for job in jobs)
+            or (nodes == self._nodes and self._close_to(settled))
+        ):
+            return
+        self._base, self._nodes = settled, nodes
+        self._keeper = self._keeper or Keeper()
+        self._keeper.update(scenario(list(settled.values()), nodes, mtbf_node_hours, transition_seconds))
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._keeper is not None:
+            self._keeper.stop()
+
+    def _close_to(self, settled: dict[str, JobInput]) -> bool:
+        """The table's situation still holds: the same but for small changes of measured rates."""
+        if settled.keys() != self._base.keys():
+            return False
+        for name, job in settled.items():
+            known = self._base[name]
+            if replace(job, rate=known.rate, rates=known.rates, layouts=known.layouts) != known:
+                return False
+            if abs(job.rate - known.rate) > REFRESH_RATIO * known.rate or job.rates.keys() != known.rates.keys():
+                return False
+        return True
+
+    def _look_up(self, jobs: Sequence[JobInput], nodes: int) -> Plan | None:
+        event = event_between(self._base, self._nodes, {job.job: job for job in jobs}, nodes)
+        if event is None or self._keeper is None:
+            return None
+        entry, ready = self._keeper.get(event)
+        return entry.plan if ready else None
+
+
+def event_between(
+    base: dict[str, JobInput], base_nodes: int, now: dict[str, JobInput], nodes: int
+) -> tuple[str, ...] | None:
+    """The one event that leads from the settled situation to the present one; None when it is none or more than one."""
+    gone = base.keys() - now.keys()
+    if now.keys() - base.keys() or not now:
+        return None
+    for name, job in now.items():
+        known = base[name]
+        if len(job.layouts) > 1 or _unchanging(job) != _unchanging(known):
+            return None
+    lost = [name for name, job in now.items() for _ in range(job.nodes - job.alive)]
+    if gone:
+        return ("finish", *gone) if len(gone) == 1 and not lost and nodes == base_nodes else None
+    if lost:
+        return ("lost", *sorted(lost)) if len(lost) <= 2 and nodes == base_nodes - len(lost) else None
+    return {-1: ("spare",), 1: ("join",)}.get(nodes - base_nodes)
+
+
+def _unchanging(job: JobInput) -> tuple[float, ...]:
+    """The fields that no event changes."""
+    return job.nodes, job.min_nodes, job.max_nodes, job.working, job.wait_seconds, job.weight, job.unit, job.block

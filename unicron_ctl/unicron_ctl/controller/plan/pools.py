@@ -26,7 +26,8 @@ class Pool:
 
     @property
     def count(self) -> int:
-        """How many nodes the plan may give out: the spare ones stay free, but for what the jobs had before."""
+        """The number of nodes that the plan may give out: the spare ones stay free, but for what the jobs had
+        before."""
         spare = max((job.spare_nodes for job in self.jobs), default=0)
         had = sum(min(job.nodes, job.trains) for job in self.jobs)
         return max(len(self.nodes) - spare, min(len(self.nodes), had))
@@ -50,7 +51,7 @@ def pools(jobs: Sequence[JobInput]) -> list[Pool]:
 def plan(pool: Pool, solve: Solve) -> Plan:
     """The assignment for one pool; every job's nodes can be found among those in its reach. Hot spares are among the
     nodes that the partition keeps free, as far as these suffice."""
-    return _with_kept(pool, _shared(pool, solve, {}))
+    return _with_kept(pool, _share(pool, solve, {}))
 
 
 def _with_kept(pool: Pool, found: Plan) -> Plan:
@@ -71,7 +72,7 @@ def _with_kept(pool: Pool, found: Plan) -> Plan:
     return replace(found, assignment=given, reasons=reasons, spares=spares)
 
 
-def _shared(pool: Pool, solve: Solve, elsewhere: Mapping[str, int]) -> Plan:
+def _share(pool: Pool, solve: Solve, elsewhere: Mapping[str, int]) -> Plan:
     """elsewhere: nodes that owners have been given already, beside those of the pool: they count as a part of their
     shares, so nobody has more by asking for certain nodes."""
     found = solve(pool.jobs, pool.count, elsewhere)
@@ -80,16 +81,16 @@ def _shared(pool: Pool, solve: Solve, elsewhere: Mapping[str, int]) -> Plan:
         return found
     inner = [job for job in pool.jobs if job.job in crowded]
     nodes = frozenset().union(*(job.reach for job in inner))
-    parts = [_shared(part, solve, elsewhere) for part in pools(inner)]
+    parts = [_share(part, solve, elsewhere) for part in pools(inner)]
     had = dict(elsewhere)
     for job in inner:
         had[job.whose] = had.get(job.whose, 0) + sum(part.assignment.get(job.job, 0) for part in parts)
     rest = [replace(job, reach=job.reach - nodes) for job in pool.jobs if job.job not in crowded]
-    parts += [_shared(part, solve, had) for part in pools(rest)]
-    return joined(parts, len(pool.nodes))
+    parts += [_share(part, solve, had) for part in pools(rest)]
+    return join_plans(parts, len(pool.nodes))
 
 
-def joined(parts: Sequence[Plan], nodes: int) -> Plan:
+def join_plans(parts: Sequence[Plan], nodes: int) -> Plan:
     """Plans of different jobs as one; nodes: all that there are."""
     whole = NOTHING
     for part in parts:

@@ -1,4 +1,4 @@
-"""What is wanted against what Slurm shows: the actions that bring one to the other.
+"""The plan against what Slurm shows: the actions that bring one to the other.
 
 Nothing here waits: polls, actions and probes are requests that a thread carries out, and their results come back as
 inputs. Without a fresh listing nothing is decided.
@@ -8,138 +8,109 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.job_state import AgentRecord, JobState
-from unicron_ctl.controller.model.requests import OURS, Action, Poll
-from unicron_ctl.controller.model.submission import another
+from unicron_ctl.controller.model.job_state import AgentRecord, JobState, Phase
+from unicron_ctl.controller.model.requests import OURS, Action
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.controller.nodes import isolation, readmission, unfinished
-from unicron_ctl.controller.plan import job_layouts, stranded
-from unicron_ctl.controller.plan.ahead import Aheads
+from unicron_ctl.controller.plan import job_layouts
 from unicron_ctl.controller.plan.inputs import (
     came_to_nothing,
     dead_elements,
     ended_in_allocation,
     ending,
-    fixed,
     inputs,
     key_of,
     plan_for,
     reaches,
     unit_of,
+    why_fixed,
 )
-from unicron_ctl.controller.plan.job_comments import Comments, comment_on_jobs
+from unicron_ctl.controller.plan.job_comments import comment_on_jobs
 from unicron_ctl.controller.plan.placement import PIN_SECONDS, Need, Placement, held_by_others, place
+from unicron_ctl.controller.plan.planning import Aheads
 from unicron_ctl.controller.plan.pools import pools
-from unicron_ctl.controller.plan.slurm_actions import Retries, request_actions
+from unicron_ctl.controller.plan.slurm_actions import Desk, request_actions
+from unicron_ctl.controller.sense import fencing
 from unicron_ctl.controller.sense.slurm_states import describe
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm import pending_reasons
-from unicron_ctl.shared.slurm.admin_comment import HELD, own_part
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX, own_part
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.squeue import names_of, nodes_of
 from unicron_ctl.shared.slurm.states import ENDED_BADLY, OCCUPIES, OVER, WORKS
-from unicron_ctl.shared.system.throttle import Throttle
 from unicron_detector.words import counted
 
-HURRY_SECONDS = 0.1
-EARLY = 1.0, 3.0  # early listings a second, and at once: whatever happens, Slurm has other work
-SHARE = 0.1  # of the time that the usual listings may take, where each takes long; early ones as much again
-LONGEST_PAUSE = 60.0  # between two listings
-MOST_FAILURES = 2  # failed listings in a row that make the pause longer: one more period each
-ASKED_SECONDS = 60.0  # for which Slurm is still asked about a job that has ended
-LATELY_SECONDS = 3600.0  # the same at the controller's start
 # How the elements of a job may end that has not trained to its end, the most telling first
-UNFINISHED = (*sorted(OVER - ENDED_BADLY - {"COMPLETED"}), *sorted(ENDED_BADLY))
-STOPPED = 128 + signal.SIGTERM  # exit code of a job that was stopped, as a shell shows it
+ENDS_BEFORE_FINISH = (*sorted(OVER - ENDED_BADLY - {"COMPLETED"}), *sorted(ENDED_BADLY))
+STOP_EXIT_CODE = 128 + signal.SIGTERM  # exit code of a job that was stopped, as a shell shows it
 # After the last word of an agent that has left, where nobody says that its task has ended: it may still write files
 # for a minute (agent.loop.agent.FILES_SECONDS)
 ENDS_SECONDS = 75.0
 SILENT_SECONDS = 600.0  # for which a node is not tried again on which an element has not started, for no reason given
 REFUSED_BLOCK_SECONDS = 300.0  # for which a block is given none of the nodes that Slurm refused it: one may be at fault
+QUIET_SECONDS = 120.0  # after its agent's last word, a node that was judged lost does not come back
+REFUSED_SECONDS = 600.0  # a job without a world ends after that, where Slurm does not requeue it for a passing reason
+FOR_GOOD = ("disabled", "batch")  # in Slurm's refusal to requeue: --no-requeue; a job without a batch script
 GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
 
 
-@dataclass
-class Desk:
-    """What is under way with Slurm; lost with the process. Times in seconds on the controller's clock."""
+# ---------------------------------------------------------------- allocations with too few nodes left for a world
+@dataclass(frozen=True)
+class Shortage:
+    """An allocation has too few nodes for a world, and gets no other."""
 
-    asked_at: float = 0.0
-    busy: bool = False
-    next_poll: float = 0.0
-    took: float = 0.0
-    """Seconds that the last listing took."""
-    failures: int = 0
-    """Listings in a row that failed."""
-    under_way: set[tuple[str, str, int, str]] = field(default_factory=set)
-    """Actions of which this process waits to hear the outcome."""
-    retries: Retries = field(default_factory=Retries)
-    missing_since: dict[str, float] = field(default_factory=dict)
-    """job -> since when Slurm shows none of its elements; only of jobs that have not ended."""
-    gate: readmission.Gate = field(default_factory=readmission.Gate)
-    comments: Comments = field(default_factory=Comments)
-    aheads: Aheads = field(default_factory=Aheads)
-    watched: str = ""
-    """What the last plan depended on for jobs that are only watched."""
-    early: Throttle = field(default_factory=lambda: Throttle(*EARLY))
-
-    def hurry(self, now: float, delay: float = HURRY_SECONDS) -> None:
-        """Something changed: asks Slurm soon, or as soon as there may be another early listing."""
-        price = max(1.0, self.took / SHARE * EARLY[0])
-        soon = max(now + delay, self.early.allowed_at("", now, min(price, EARLY[1])))
-        if not self.busy and self.next_poll > soon:
-            self.early.charge("", now, price)
-            self.next_poll = soon
-
-    def listed(self, now: float, usual: float, took: float, failed: bool = False) -> None:
-        """Slurm has answered, or has not: says when it is asked again. usual: the seconds between two listings. took:
-        those that this one took."""
-        self.busy, self.took = False, took
-        self.failures = self.failures + 1 if failed else 0
-        pause = max(self.took, usual * min(MOST_FAILURES, self.failures)) if failed else self.took / SHARE
-        self.next_poll = now + max(usual, min(LONGEST_PAUSE, pause))
-
-    def acted(self, now: float, urgent: bool) -> None:
-        """All actions of a request are through: what became of them is looked at soon."""
-        self.busy = self.busy and urgent
-        self.hurry(now, 0.0)
-
-    def prune(self, view: View) -> None:
-        """Forgets what says nothing any more."""
-        self.retries.prune(view)
-        jobs = {job.job for job in managed(view)}
-        self.missing_since = {name: at for name, at in self.missing_since.items() if name in jobs}
-
-    def tick(self, view: View, asked_for: Iterable[str]) -> Outcome:
-        """Asks Slurm when it is time. asked_for: jobs that are not known yet."""
-        out = Outcome()
-        if view.slurm.used and not self.busy and view.now >= self.next_poll:
-            self.busy, self.asked_at = True, view.now
-            jobs = {job.job for job in view.state.jobs.values() if _in_slurm(view, job)}
-            jobs |= {job for _, job, _, _ in view.state.intents if job}
-            out.requests.append(Poll(frozenset(jobs.union(asked_for)), bool(view.suspicions.nodes())))
-        return out
+    reason: str
+    """How many it needs, and has."""
+    final: bool
+    """What it lacks does not come back."""
 
 
-def _in_slurm(view: View, job: JobState) -> bool:
-    """Slurm may have elements of it that matter: of an ended one, those that are pending still have to go."""
-    if not job.ended:
-        return True
-    seen = view.slurm.seen
-    if view.now - job.ended.time < (ASKED_SECONDS if seen is not None else LATELY_SECONDS):
-        return bool(job.submitted)
-    if seen is None:
-        return False
-    ends = ("PENDING", "RUNNING") if job.settings.allocation else ("PENDING",)
-    return any(e.state in ends for e in seen.of(job.job).values())
+def shortage(view: View, job: JobState) -> Shortage | None:
+    """Why the job cannot form a world; None while it has one, or can.
+
+    A node that does not answer for a moment counts until Slurm has taken it out of the allocation or shows it down, or
+    until it was judged lost and has been quiet for QUIET_SECONDS. Processes that may live on there have to end first.
+    """
+    if not job.settings.allocation or job.over or job.phase is not Phase.FORMING or view.slurm.seen is None:
+        return None
+    listed, ended = view.slurm.seen.of(job.job), ended_in_allocation(job)
+    if not listed or any(e.state != "RUNNING" for e in listed.values()):
+        return None
+    needs = max(job.least, unit_of(view, job))
+    has = len(listed.keys() - ended.keys())
+    if has >= needs:
+        return None
+    lasting = sum(element not in ended or not _stays_away(view, job, element) for element in listed)
+    final = lasting < needs and not fencing.holds(view, view.job(job))
+    return Shortage(f"it needs {counted(needs, 'node')}, has {has}, and an allocation gets no other", final)
 
 
-def managed(view: View) -> list[JobState]:
-    """The jobs that are planned for, by id."""
-    return [job for _, job in sorted(view.state.jobs.items()) if not job.over]
+def _stays_away(view: View, job: JobState, element: int) -> bool:
+    """Nothing trains again on the node of an agent that is gone."""
+    node, agent = view.slurm.node(job.agents[element].node), view.live.agent(job.job, element)
+    heard = agent.last_heard if agent is not None else view.started_at
+    return (node is not None and "DOWN" in node.states) or view.now - heard > QUIET_SECONDS
+
+
+def requeue(job: JobState, short: Shortage) -> Action:
+    """Slurm runs the batch script again, on as many nodes as it was submitted for."""
+    return Action("requeue", job.job, 0, "", short.reason)
+
+
+def must_end(view: View, job: JobState) -> str:
+    """Why the job ends: it can form no world again, and Slurm does not requeue it. Empty for any other."""
+    short = shortage(view, job)
+    if short is None or not short.final or view.suspicions.doubt:
+        return ""
+    refused = permission.of_action(view, requeue(job, short)).refusal("requeue")
+    said = job.unrequeueable
+    if said and (any(word in said for word in FOR_GOOD) or view.now - job.since > REFUSED_SECONDS):
+        refused = refused or f"Slurm does not requeue it: {said}"
+    return f"{short.reason}; {refused}" if refused else ""
 
 
 # ---------------------------------------------------------------- a fresh listing
@@ -153,17 +124,17 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
     actions += readmission.nodes_back(view, desk.gate, out) + isolation.down_again(view, desk.under_way, out)
     for job in list(view.state.jobs.values()):
         actions += _over(view, desk, listing, job, out)
-    actions += _preempted(view, listing) + _stranded(view, out)
+    actions += _requeue_preempted(view, listing) + _requeue_stranded(view, out)
     request_actions(view, desk.retries, actions, out)
     comment_on_jobs(view, desk.comments, listing, out)
     return out.merge([isolation.proven_bad(view)])
 
 
-def _preempted(view: View, listing: Listing) -> list[Action]:
+def _requeue_preempted(view: View, listing: Listing) -> list[Action]:
     """Elements that Slurm preempts and that have left their jobs: requeued, their nodes are free before the grace time
     is over. Slurm starts them again when it can. Their agents may have ended all ranks and wait for that."""
     found = {}
-    for job in managed(view):
+    for job in view.managed_jobs():
         for element, agent in view.job(job).agents.items() if not job.settings.allocation else ():
             trains = not job.inside.isdisjoint(job.mates(element))
             if not agent.status.noticed or agent.shown not in WORKS or trains or job.torn(element):
@@ -176,15 +147,15 @@ def _preempted(view: View, listing: Listing) -> list[Action]:
     return list(found.values())
 
 
-def _stranded(view: View, out: Outcome) -> list[Action]:
+def _requeue_stranded(view: View, out: Outcome) -> list[Action]:
     """Jobs that are one allocation and can form no world again are requeued, for they would keep their nodes in vain.
     Their logs say so. `job_events` ends those that cannot be requeued."""
     found = []
-    for job in managed(view):
-        short = stranded.shortage(view, job)
-        if short is None or not short.final or stranded.must_end(view, job):
+    for job in view.managed_jobs():
+        short = shortage(view, job)
+        if short is None or not short.final or must_end(view, job):
             continue
-        found.append(stranded.requeue(job, short))
+        found.append(requeue(job, short))
         out.note(view.job(job).agents, f"{short.reason}: Slurm is asked to requeue the job")
     return found
 
@@ -199,31 +170,22 @@ def _held_again(view: View, listing: Listing, out: Outcome) -> None:
         job, e = view.state.jobs.get(key[0]), listing.rows_of(key[0]).get(key[1])
         if job is None or e is None or not e.held or key in view.state.held or key in busy or listing.asked_at <= at:
             continue
-        if own_part(e.admin_comment).startswith(HELD) and e.reason != "JobHeldUser":
+        if own_part(e.admin_comment).startswith(HOLD_PREFIX) and e.reason != "JobHeldUser":
             reason = f"Slurm shows it held by what was written here ({e.admin_comment}), and it is not to be by the log"
             out.record(job, records.HeldAgain(element=e.element, reason=reason))
 
 
 def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome) -> list[Action]:
+    """Ends what Slurm has of a job that is over, and a job of which Slurm has nothing."""
     elements = listing.rows_of(job.job).values()
-    if job.ended and not job.submitted:
-        return []
     if job.ended:
-        why = f"job {job.job} has ended: {job.ended.reason}"[:200]
-        if _without_script(job, listing):
-            return [_script_again(desk, job, why)]
-        ours = view.state.held
-        over = [e for e in elements if e.state == "PENDING" and not held_by_others(e, ours) and not another(job, e)]
-        # Another job than an array that waits again was requeued, and runs its batch script from the start.
-        return [Action("cancel", e.job, e.element, "", why, f"{OURS}: cancelled, for {why}") for e in over if e.array]
-    held = [e for e in elements if e.state == "PENDING" and e.held and not held_by_others(e, view.state.held)]
+        return _after_end(view, desk, listing, job) if job.submitted else []
+    pending = [e for e in elements if e.state == "PENDING"]
+    held = [e for e in pending if e.held and not held_by_others(e, view.state.held)]
     if job.set_aside and held:  # nothing plans for it any more
         return [Action("release", e.job, e.element, "", f"job {job.job} is left alone") for e in held]
-    here = any(agent.alive for agent in view.job(job).agents.values())
-    coming = any(
-        e.state in OCCUPIES or e.state == "PENDING" or came_to_nothing(job, e) or ending(job, e) for e in elements
-    )
-    if coming or (here and job.submitted):
+    here = bool(job.submitted and view.job(job).alive())
+    if here or pending or any(_may_go_on(job, e) for e in elements):
         desk.missing_since.pop(job.job, None)
     elif view.now - desk.missing_since.setdefault(job.job, view.now) > GONE_SECONDS:
         code, reason = _how_it_ended(elements) if job.submitted else (0, "Slurm does not show this job")
@@ -231,26 +193,47 @@ def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome)
     return []
 
 
+def _may_go_on(job: JobState, e: ElementInfo) -> bool:
+    """The element runs, or it has ended, and that says nothing yet or is mended."""
+    return e.state in OCCUPIES or came_to_nothing(job, e) or ending(job, e)
+
+
+def _after_end(view: View, desk: Desk, listing: Listing, job: JobState) -> list[Action]:
+    """Cancels elements of a job that has ended and that wait again. Another job than an array that waits again was
+    requeued, and runs its batch script from the start."""
+    why = f"job {job.job} has ended: {job.ended.reason if job.ended else ''}"[:200]
+    if _without_script(job, listing):
+        return [_script_again(desk, job, why)]
+    over = [e for e in listing.rows_of(job.job).values() if e.state == "PENDING" and e.array and not job.id_reused(e)]
+    text = f"{OURS}: cancelled, for {why}"
+    ours = [e for e in over if not held_by_others(e, view.state.held)]
+    return [Action("cancel", e.job, e.element, "", why, text) for e in ours]
+
+
 def _how_it_ended(elements: Iterable[ElementInfo]) -> tuple[int, str]:
     """(exit code, reason) of a job of which Slurm runs nothing any more."""
     reason = "Slurm no longer runs any of its elements"
-    bad = min((e for e in elements if e.state in UNFINISHED), key=lambda e: UNFINISHED.index(e.state), default=None)
+    bad = min(
+        (e for e in elements if e.state in ENDS_BEFORE_FINISH),
+        key=lambda e: ENDS_BEFORE_FINISH.index(e.state),
+        default=None,
+    )
     if bad is None:
         return 0, reason
-    return 1 if bad.state in ENDED_BADLY else STOPPED, f"{reason}; {describe(bad)}"
+    return 1 if bad.state in ENDED_BADLY else STOP_EXIT_CODE, f"{reason}; {describe(bad)}"
 
 
 def _without_script(job: JobState, listing: Listing) -> bool:
     """Whether Slurm runs on what is left of an allocation whose first node, with the batch script on it, it has taken
     out: it ends such a job at its time limit only (seen with 22.05)."""
     elements = listing.of(job.job)
-    running = [e for e in elements.values() if e.state == "RUNNING" and not another(job, e)]
+    running = [e for e in elements.values() if e.state == "RUNNING" and not job.id_reused(e)]
     return bool(job.nodes) and 0 not in elements and bool(running)
 
 
 def _script_again(desk: Desk, job: JobState, why: str) -> Action:
-    """What follows the training of a job whose batch script went with its host: Slurm runs the script again, in which
-    the training finds its last checkpoint. A job that has failed, or that Slurm does not requeue, is ended."""
+    """End, or begin again, a job whose batch script went with its host: Slurm runs the script again, in which the
+    training finds its last checkpoint. A job that has failed, or that Slurm does not requeue, is ended."""
     why = f"{why}; its batch host {job.nodes[0]} is gone, and its script with it"
     again = Action("requeue", job.job, 0, "", why)
     if job.ended is None or job.ended.code or desk.retries.is_refused(again):
@@ -267,7 +250,7 @@ def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) 
     _allot(view, jobs, found, out)
     out.merge([job_layouts.wishes(view, jobs)])
     for name, element in found.unpinned:
-        out.record(state.jobs[name], records.Unpinned(element=element))
+        out.record(state.jobs[name], records.ElementUnpinned(element=element))
     request_actions(view, desk.retries, found.actions, out)
     return out
 
@@ -292,13 +275,13 @@ def _refused_pins(view: View, listing: Listing, jobs: Sequence[JobState], out: O
             seconds, said = SILENT_SECONDS, said or "no reason"
         if not seconds:
             continue
-        known = found.setdefault(name, set(view.refused(job)))
+        known = found.setdefault(name, set(view.refused_nodes(job)))
         if known.issuperset(nodes):
             continue
         known.update(nodes)
         seconds = seconds if len(nodes) == 1 else min(seconds, REFUSED_BLOCK_SECONDS)
         why = f"Slurm does not start {e.label} on {pin.node}, where it was told to: {said}"
-        record = records.Unpinned(element=number, node=pin.node, said=said, until=view.now + seconds, reason=why)
+        record = records.ElementUnpinned(element=number, node=pin.node, said=said, until=view.now + seconds, reason=why)
         out.record(job, record)
     return found
 
@@ -329,8 +312,8 @@ def _place(
             home=_by_block(job, job.agents.items()),
             lives=_by_block(job, ((e, agent) for e, agent in view.job(job).agents.items() if agent.alive)),
             requeued=job.requeued,
-            avoid=view.avoided(job),
-            refused=frozenset(view.refused(job)).union(refused.get(job.job, ())),
+            avoid=view.avoided_nodes(job),
+            refused=frozenset(view.refused_nodes(job)).union(refused.get(job.job, ())),
             why=reasons.get(job.job, ""),
             reach=within[job.job].nodes,
             unit=unit_of(view, job) // block,
@@ -358,7 +341,7 @@ def _need_of_allocation(
     reasons: Mapping[str, str],
     reach: frozenset[str],
 ) -> Need:
-    """What a job is to have that is one allocation: it gives nodes back, but never that of its batch script, and gets
+    """The need of a job that is one allocation: it gives nodes back, but never that of its batch script, and gets
     none."""
     listed = listing.of(job.job)
     idle = 0 in ended_in_allocation(job)  # its node stays all the same, and counts for nothing
@@ -407,8 +390,8 @@ def keeping(view: View, listing: Listing, jobs: Sequence[JobState], why: str = "
         elements = listing.of(job.job)
         view.slurm.expected[job.job] = sorted(n for n, e in elements.items() if e.state in WORKS)
         if job.allotted is not None and set(job.allotted) != set(elements):  # it was planned for before
-            reason = f"{why or fixed(view, job)}: all elements may work"
-            out.record(job, records.Allotted(elements=sorted(elements), leaving=[], reason=reason))
+            reason = f"{why or why_fixed(view, job)}: all elements may work"
+            out.record(job, records.ElementsAllotted(elements=sorted(elements), leaving=[], reason=reason))
     return out
 
 
@@ -426,7 +409,7 @@ def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState])
         would = f"give {counted(nodes, 'node')} to job {name}"
         why = permission.of_job(view, name).refusal("requeue_hold")
         reason = f"would {would}: {plan.reasons[name]}; not done, for {why}"
-        out.record(job, records.Observed(would=would, action="plan", nodes=nodes, reason=reason))
+        out.record(job, records.ActionObserved(would=would, action="plan", nodes=nodes, reason=reason))
     request_actions(view, desk.retries, _place(view, listing, jobs, plan.assignment, plan.reasons).actions, out)
     return out
 
@@ -438,4 +421,4 @@ def _allot(view: View, jobs: Sequence[JobState], found: Placement, out: Outcome)
         view.slurm.expected[job.job] = allotted
         if job.allotted != allotted or job.leaving != leaving:
             words = f"elements {parts[0]}" + (f", {parts[1]} leave at the next boundary" if leaving else "")
-            out.record(job, records.Allotted(elements=allotted, leaving=leaving, reason=words))
+            out.record(job, records.ElementsAllotted(elements=allotted, leaving=leaving, reason=words))

@@ -2,6 +2,11 @@
 
 A cut of which every part is in enough nodes is *good*: the job can go on from it whatever that many nodes fail at once.
 What agents say that they have tells which cuts are good, so a restarted controller knows it, too.
+
+Invariant: an order names the newest good state (`Cuts.good`; before there is one, the newest whole one), and agents
+keep that and the cut until a later order. So once a cut was good, some good state is in memory at each moment, also
+while the next cut is on its way or comes to nothing. Numbers of orders only rise, above all that agents have heard
+(`_renumber`), so a late order undoes nothing. Copies end (`none`) only after enough nodes have trained every place.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication import nearest
 from unicron_ctl.controller.replication.receivers import NOBODY, passed_over, refusing
 from unicron_ctl.controller.replication.strategies import strategy_of
-from unicron_ctl.controller.replication.strategy import Pace, ReplicationStrategy, Stored, with_memory
+from unicron_ctl.controller.replication.strategy import Pace, ReplicationStrategy, StoredState, with_memory
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import ranges, structs, wire
 from unicron_ctl.shared.system.throttle import Throttle
@@ -31,12 +36,12 @@ AHEAD = 2  # iterations that a cut is ahead of the ranks, at least
 MOST_LATE = 6  # doublings of that, where the word has come too late
 REDIRECTS = 1 / 60, 12.0  # looks for other targets a second, and at once: all agents are told what comes of each
 FAR = 10.0  # times what is expected: the most that is waited for images, however they get on
-NAMED = 3  # places in a text
+MOST_NAMED = 3  # places in a text
 
 
 @dataclass
 class Cuts:
-    """What is remembered of one job's cuts; lost with the process."""
+    """The memory of one job's cuts; it is lost with the process."""
 
     asked: int = -1
     """The iteration of the last cut, its number, and when it was named."""
@@ -125,19 +130,19 @@ def _membership_changed(job: JobView, kind: ReplicationStrategy, cuts: Cuts, wai
         return False
     if _regrouped(job, cuts):
         cuts.asked = -1  # its iterations may be lower
-    cuts.there, cuts.asked_at, cuts.since, cuts.none = there, -math.inf, kind.reached(job), False
+    cuts.there, cuts.asked_at, cuts.since, cuts.none = there, -math.inf, kind.first_iteration(job), False
     cuts.refusing, cuts.redirect_at = {}, 0.0  # who was passed over may be the one with room now
     return True
 
 
 # ---------------------------------------------------------------- the next cut
-def newest_good(job: JobView, stored: Iterable[Stored]) -> int:
+def newest_good(job: JobView, stored: Iterable[StoredState]) -> int:
     """The newest iteration of which every part lies in enough nodes' memory; -1 where there is none."""
     enough = min(1 + job.state.settings.copies, len({agent.node for agent in with_memory(job)}))
     return max((one.iteration for one in stored if one.fits and one.nodes >= enough), default=-1)
 
 
-def newest_whole(stored: Iterable[Stored]) -> int:
+def newest_whole(stored: Iterable[StoredState]) -> int:
     """The newest iteration of which every part lies in any node's memory, of those that fit if there are some; -1 where
     there is none."""
     return max(((one.fits, one.iteration) for one in stored), default=(True, -1))[1]
@@ -146,7 +151,7 @@ def newest_whole(stored: Iterable[Stored]) -> int:
 def behind(job: JobView) -> float:
     """Seconds of work that are done again when the job goes on from what living nodes have in memory; infinity where
     they have no whole state."""
-    newest, times = newest_whole(strategy_of(job).stored(job)), [seconds for _, seconds, _ in job.state.recent]
+    newest, times = newest_whole(strategy_of(job).stored_states(job)), [seconds for _, seconds, _ in job.state.recent]
     if newest < 0 or not times or not job.state.mode.reports:  # a plain script's numbers are its own
         return math.inf
     return (job.state.iteration + 1 - newest) * sum(times) / len(times)
@@ -157,10 +162,10 @@ def _name_next(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts) 
     rate = kind.rate(view, job, cuts.pace)
     if rate is None or view.now - cuts.asked_at < CUT_SECONDS:
         return
-    stored, first = kind.stored(job), kind.reached(job)
+    stored, first = kind.stored_states(job), kind.first_iteration(job)
     good, whole = newest_good(job, stored), newest_whole(stored)
     past = 0 <= cuts.asked < first - AHEAD
-    late = past and good < cuts.asked and len(kind.kept(job, cuts.asked)) != 1
+    late = past and good < cuts.asked and len(kind.kept_iterations(job, cuts.asked)) != 1
     if not late and not (past and _incomplete(view, cuts, whole)) and _patient(view, job, cuts, good):
         return
     cuts.late = min(MOST_LATE, cuts.late + 1) if late else 0
@@ -205,7 +210,7 @@ def _let_go(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts) -> 
     """Ends all copies: the job has grown, and for a while enough nodes have trained every place."""
     if cuts.none or cuts.without_memory or not any(agent.status.images for agent in job.alive()):
         return
-    if kind.reached(job) > cuts.since + AHEAD:
+    if kind.first_iteration(job) > cuts.since + AHEAD:
         cuts.none, cuts.good = True, -1
         _name_cut(view, job, cuts, -1)
 
@@ -215,7 +220,7 @@ def _redirect(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts, w
 
     Whoever takes the copies then goes on taking them, also once the word against the first one is over.
     """
-    if view.now < cuts.redirect_at or cuts.redirects.left("", view.now) < 1.0:
+    if view.now < cuts.redirect_at or cuts.redirects.rest("", view.now) < 1.0:
         return
     before, cuts.refusing = cuts.refusing, refusing(with_memory(job), cuts.refusing)
     new = {element: found.keys() - before.get(element, {}).keys() for element, found in cuts.refusing.items()}
@@ -243,9 +248,9 @@ def report_gaps(job: JobView, cuts: Cuts) -> Outcome:
     if nodes and nodes != cuts.said:
         cuts.said, places = nodes, [*cuts.without_memory]
         reason = (
-            f"no copies of the training state are made in other nodes: nothing is kept in the memory of "
-            f"{first_of(nodes, ', ')}, and what is trained there alone (places {places[:NAMED]}) cannot be copied; the "
-            "job's log says why"
+            "no copies of the training state are made in other nodes: nothing is kept in the memory of "
+            f"{first_of(nodes, ', ')}, and what is trained there alone (places {places[:MOST_NAMED]}) cannot be "
+            "copied; the job's log says why"
         )
         out.record(job.state, records.NoCopies(nodes=nodes, places=places, reason=reason))
     new, cuts.unsaid = [*cuts.unsaid.items()], {}
@@ -258,5 +263,5 @@ def report_gaps(job: JobView, cuts: Cuts) -> Outcome:
 
 def first_of(words: Sequence[str], between: str) -> str:
     """The first few, and how many more there are, for people."""
-    more = f" and {len(words) - NAMED} more" if len(words) > NAMED else ""
-    return between.join(words[:NAMED]) + more
+    more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
+    return between.join(words[:MOST_NAMED]) + more

@@ -1,4 +1,4 @@
-"""What fails together: nodes behind a switch, and the nodes of a block, which leave the job as a whole. Pure."""
+"""Failure domains: nodes behind a switch, and the nodes of a block, which leave the job as a whole. Pure."""
 
 from __future__ import annotations
 

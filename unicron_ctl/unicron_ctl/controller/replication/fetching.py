@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.live import Fetching, Told
+from unicron_ctl.controller.model.live import Fetching, ImageRoute
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication import nearest
 from unicron_ctl.controller.replication.cuts import FAR, first_of
-from unicron_ctl.controller.replication.forming import Formed
+from unicron_ctl.controller.replication.forming import FormableGeneration
 from unicron_ctl.controller.replication.receivers import holder_of
 from unicron_ctl.controller.replication.strategies import strategy_of
 from unicron_ctl.controller.replication.strategy import State
@@ -22,7 +22,7 @@ FETCH_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class FetchableState:
     """A state that is fetched from other nodes' memory.
 
     state: newer than what the ranks could form with; ways: how each part that ranks lack comes to them.
@@ -32,28 +32,30 @@ class Wanted:
     ways: Sequence[nearest.Way]
 
 
-def wanted_state(view: View, job: JobView, reports: Mapping[int, RankStatus], found: Formed | None) -> Wanted | None:
+def wanted_state(
+    view: View, job: JobView, reports: Mapping[int, RankStatus], found: FormableGeneration | None
+) -> FetchableState | None:
     """The newest state of which every part is with a rank that could begin with it, or in a living node's memory; None
     where the ranks have nothing newer to get. found: what they could form with."""
     for state, ways in strategy_of(job).sources(view, job, reports):
         if found is not None and state[0] <= found.iteration:
             return None
         if ways is not None:
-            return Wanted(state, ways) if ways else None
+            return FetchableState(state, ways) if ways else None
     return None
 
 
-def fetch_orders(view: View, job: JobView, wanted: Wanted | None) -> Outcome | None:
+def fetch_orders(view: View, job: JobView, wanted: FetchableState | None) -> Outcome | None:
     """Orders that bring the ranks a newer state, for which the job waits; None where there is none, or it does not
     come."""
-    fetching = job.live.fetching
+    fetching = job.fetching
     if wanted is None:
         fetching.began = None
         return None
     moved = sum(agent.status.moved for agent in job.alive())
     if fetching.began is None or fetching.state != wanted.state:
         longest = max((way.seconds for way in wanted.ways), default=0.0)
-        job.live.fetching = fetching = Fetching(wanted.state, view.now, moved, view.now, FETCH_SECONDS + FAR * longest)
+        job.fetching = fetching = Fetching(wanted.state, view.now, moved, view.now, FETCH_SECONDS + FAR * longest)
     elif moved != fetching.moved or len(wanted.ways) != fetching.left:
         fetching.moved, fetching.moved_at = moved, view.now
     fetching.left = len(wanted.ways)
@@ -77,13 +79,13 @@ def _note_ways(job: JobView, fetching: Fetching, ways: Iterable[nearest.Way]) ->
         known = fetching.words.get(image)
         receiver = job.agents.get(known.receiver) if known is not None else None
         if known is None or receiver is None or known.source in receiver.status.failing:
-            fetching.words[image] = Told(way.receiver.element, way.source.images_at, way.words)
+            fetching.words[image] = ImageRoute(way.receiver.element, way.source.images_at, way.words)
 
 
 def fetched_from(job: JobView, iteration: int) -> str:
     """For the plan's reason: where the state came from if some of it had to be got, or that a newer one did not come.
     Ends what is remembered of that."""
-    fetching, job.live.fetching = job.live.fetching, Fetching()
+    fetching, job.fetching = job.fetching, Fetching()
     if not fetching.words or fetching.state[0] < iteration:
         return ""
     late = f"iteration {fetching.state[0]} did not come: " if fetching.state[0] > iteration else ""

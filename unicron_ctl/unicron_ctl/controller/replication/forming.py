@@ -12,7 +12,7 @@ from unicron_transition.generations import layout
 
 
 @dataclass(frozen=True)
-class Formed:
+class FormableGeneration:
     """A generation that the ranks can form.
 
     members: replica-major. source: the head of the replica whose ranks give their state to the joiners. state: as in
@@ -26,7 +26,7 @@ class Formed:
     why: str = ""
 
 
-def formed(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
+def formable(reports: Mapping[int, RankStatus], size: int) -> FormableGeneration | None:
     """The generation that these ranks, each able to enter, can form; None where they have no state in common.
 
     That is the newest iteration of which there is a state for every place, of one mark; with a distributed optimizer,
@@ -49,7 +49,7 @@ def formed(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
     return replace(saved, why=f"{missing}: all go on from what ranks start with, iteration {saved.iteration}")
 
 
-def _from_files(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
+def _from_files(reports: Mapping[int, RankStatus], size: int) -> FormableGeneration | None:
     """From what the ranks began with, or have trained where each of them has all of it."""
     at: dict[tuple[int, str], list[int]] = {}
     for slot, status in sorted(reports.items()):
@@ -61,16 +61,16 @@ def _from_files(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
             source = min(sources)
             others, _ = layout.compose((slot for slot in reports if slot not in source), size)
             joiners = sorted(slot for replica in others for slot in replica)
-            return Formed(layout.arranged([source, *others]), joiners, source[0], iteration)
+            return FormableGeneration(layout.arrange([source, *others]), joiners, source[0], iteration)
     return None
 
 
 def states(status: RankStatus) -> list[tuple[int, str]]:
     """(iteration, mark) of the states with which the rank could begin."""
-    return [(iteration, mark) for iteration, mark in status.kept] or [(trained(status), "")]
+    return [(iteration, mark) for iteration, mark in status.kept] or [(next_iteration(status), "")]
 
 
-def left_behind(reports: Mapping[int, RankStatus], found: Formed) -> str:
+def left_behind(reports: Mapping[int, RankStatus], found: FormableGeneration) -> str:
     """Words about a newer state than that of `found`, of which only parts are there; empty where there is none."""
     newest = max(iteration for status in reports.values() for iteration, _ in states(status))
     if newest <= found.iteration:
@@ -82,7 +82,7 @@ def left_behind(reports: Mapping[int, RankStatus], found: Formed) -> str:
     )
 
 
-def taken_over(reports: Mapping[int, RankStatus], found: Formed) -> str:
+def taken_over(reports: Mapping[int, RankStatus], found: FormableGeneration) -> str:
     """Words about joiners that could begin with an older state of their own: a whole replica has a newer one, so they
     take that, and nobody does work again. Empty where there are none."""
     older = {slot: max((i for i, _ in states(reports[slot])), default=-1) for slot in found.joiners if slot in reports}
@@ -95,17 +95,17 @@ def taken_over(reports: Mapping[int, RankStatus], found: Formed) -> str:
     )
 
 
-def trained(status: RankStatus) -> int:
+def next_iteration(status: RankStatus) -> int:
     """The iteration that comes next for the parameters that the rank has."""
     return status.iteration + (status.phase == "stepped")
 
 
-def _from_shards(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
+def _from_shards(reports: Mapping[int, RankStatus], size: int) -> FormableGeneration | None:
     _, holders = newest_state(reports, reports, size)
     first, _ = layout.compose(holders, size)
     inside = {slot for replica in first for slot in replica}
     others, _ = layout.compose((slot for slot in reports if slot not in inside), size)
-    members = layout.arranged([*first, *others])
+    members = layout.arrange([*first, *others])
     state, holders = newest_state(reports, members, size)
     if state is None:
         return None
@@ -117,13 +117,13 @@ def _from_shards(reports: Mapping[int, RankStatus], size: int) -> Formed | None:
     joiners = sorted(slot for slot in members if slot not in holders or slot in anew)
     kept = any(_has_been_in(status) for status in reports.values())
     why = "" if kept else f"the nodes' memory has the state after {counted(state[1], 'step')}"
-    return Formed(members, joiners, min(sources)[0] if sources else None, state[1], state, why)
+    return FormableGeneration(members, joiners, min(sources)[0] if sources else None, state[1], state, why)
 
 
 def without_match(reports: Mapping[int, RankStatus]) -> list[int]:
-    """Ranks that start again where :func:`formed` finds nothing: those that have been in a generation, and newcomers
+    """Ranks that start again where :func:`formable` finds nothing: those that have been in a generation, and newcomers
     that came with an older checkpoint than others."""
-    fresh = {slot: trained(status) for slot, status in reports.items() if not _has_been_in(status)}
+    fresh = {slot: next_iteration(status) for slot, status in reports.items() if not _has_been_in(status)}
     newest = max(fresh.values(), default=-1)
     return [slot for slot in reports if slot not in fresh or fresh[slot] < newest]
 

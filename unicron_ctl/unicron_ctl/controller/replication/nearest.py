@@ -21,12 +21,12 @@ from unicron_ctl.shared.protocol.structs import Image, RankStatus
 USUAL_RATE = 1e8  # bytes a second, until one was measured: a gigabit network's
 LEAST_RATE = 1.0
 RECEIVERS = 4  # ranks of a place that are weighed; more would not have it sooner
-NAMED = 3  # failing sources in a text
+MOST_NAMED = 3  # failing sources in a text
 
 
 @dataclass(frozen=True)
 class Way:
-    """How the ranks of one place come by an image. seconds: until it is there, counted from now."""
+    """The way of an image to the ranks of one place. seconds: until it is there, counted from now."""
 
     receiver: AgentView
     source: AgentView
@@ -49,7 +49,7 @@ def usual(agents: Iterable[AgentView]) -> float:
     return max(LEAST_RATE, statistics.median(measured)) if measured else USUAL_RATE
 
 
-def measured(one: AgentView, other: AgentView) -> float | None:
+def measured_rate(one: AgentView, other: AgentView) -> float | None:
     """Bytes a second between the two, as either has seen them; the less of both."""
     seen = [one.status.rates.get(other.element), other.status.rates.get(one.element)]
     return min((max(LEAST_RATE, rate) for rate in seen if rate is not None), default=None)
@@ -62,7 +62,7 @@ def ways(
     there: Mapping[int, Mapping[str, tuple[AgentView, Image]]],
     domains: Mapping[str, str],
 ) -> list[Way]:
-    """How each of the missing places is got; empty where one cannot be, or nothing is missing. reports: of the ranks
+    """Return a way for each missing place; none where one has no way, or nothing is missing. reports: of the ranks
     that can enter. there: place -> node -> who has the image. domains: node -> the switch behind which it is."""
     size, load, rate, found = job.replica, Load(), usual(job.alive()), []
     able: dict[int, list[AgentView]] = defaultdict(list)
@@ -93,7 +93,7 @@ def nearest(
     best: tuple[tuple[int, float, bool, int, int], Way] | None = None
     for receiver in receivers[:RECEIVERS]:
         for source, image in there.values():
-            known, failing = measured(receiver, source), receiver.status.failing.get(source.images_at)
+            known, failing = measured_rate(receiver, source), receiver.status.failing.get(source.images_at)
             busy = max(load.sends[source.element], load.receives[receiver.element])
             seconds = busy + image.bytes / (known or usual_rate)
             far = domains.get(source.node, "") != domains.get(receiver.node, "")
@@ -101,7 +101,7 @@ def nearest(
             if best is None or rank < best[0]:
                 how = f"{(known or usual_rate) / 1e6:,.0f} MB/s {'measured' if known else 'supposed'}"
                 size = f"{image.bytes / 1e6:,.1f} MB, {seconds:.1f} s at {how}"
-                words = f"{receiver.node} from {source.node} ({size}{_tried(receiver, source, there)})"
+                words = f"{receiver.node} from {source.node} ({size}{_failed_tries(receiver, source, there)})"
                 best = rank, Way(receiver, source, image, seconds, words)
     if best is None:
         return None
@@ -111,9 +111,9 @@ def nearest(
     return way
 
 
-def _tried(receiver: AgentView, source: AgentView, there: Mapping[str, tuple[AgentView, Image]]) -> str:
+def _failed_tries(receiver: AgentView, source: AgentView, there: Mapping[str, tuple[AgentView, Image]]) -> str:
     """From whom the receiver could not get images, and so takes this source, for people; empty where there is none."""
     failing = {one.node: found for one, _ in there.values() if (found := receiver.status.failing.get(one.images_at))}
     again = failing.pop(source.node, None)
     said = [f"; tries that failed: {again.times}, the last: {again.why}"] if again else []
-    return "".join([*said, *(f"; not from {node}: {found.why}" for node, found in list(failing.items())[:NAMED])])
+    return "".join([*said, *(f"; not from {node}: {found.why}" for node, found in list(failing.items())[:MOST_NAMED])])

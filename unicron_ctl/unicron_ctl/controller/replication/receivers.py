@@ -170,7 +170,7 @@ def _targets(
 
 
 class Receivers:
-    """Who could be given a copy.
+    """The agents that could be given a copy.
 
     Whatever fails with the nodes that have the state comes last: with their switch, or their block. An agent gives all
     that it has to each of its targets, so of the rest whoever is given another place of the giver's comes first. Then a

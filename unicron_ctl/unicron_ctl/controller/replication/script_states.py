@@ -16,7 +16,13 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.replication.fail_together import domains_of, kinds_of
 from unicron_ctl.controller.replication.receivers import Away, targets_by_element
-from unicron_ctl.controller.replication.strategy import LEAD_SECONDS, Pace, ReplicationStrategy, Stored, with_memory
+from unicron_ctl.controller.replication.strategy import (
+    LEAD_SECONDS,
+    Pace,
+    ReplicationStrategy,
+    StoredState,
+    with_memory,
+)
 from unicron_ctl.shared.protocol import structs
 from unicron_transition.snapshot.image_format import SAME, USER
 
@@ -29,7 +35,7 @@ class ScriptStates(ReplicationStrategy):
     lead_seconds = LEAD_SECONDS + HEARD_SECONDS
     removable = False
 
-    def reached(self, job: JobView) -> int:
+    def first_iteration(self, job: JobView) -> int:
         newest = newest_saved(job)
         return newest.iteration + 1 if newest is not None else 0
 
@@ -57,7 +63,7 @@ class ScriptStates(ReplicationStrategy):
             return {}
         return targets_by_element(able, inside, copies, domains_of(view, job.state), inside_first=True, away=away)
 
-    def stored(self, job: JobView) -> list[Stored]:
+    def stored_states(self, job: JobView) -> list[StoredState]:
         """A state of another world's size does not fit, but a world of that size may come back."""
         nodes: dict[tuple[int, int | str, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for agent in with_memory(job):
@@ -66,7 +72,7 @@ class ScriptStates(ReplicationStrategy):
                     size, place = (SAME, 0) if image.mark == SAME else (image.size, image.place)
                     nodes[image.iteration, size, image.base][place].add(agent.node)
         return [
-            Stored(iteration, min(map(len, places.values())), size in (SAME, len(job.state.members)))
+            StoredState(iteration, min(map(len, places.values())), size in (SAME, len(job.state.members)))
             for (iteration, size, _), places in nodes.items()
             if len(places) == (1 if size == SAME else size)
         ]
@@ -74,7 +80,7 @@ class ScriptStates(ReplicationStrategy):
     def parts(self, job: JobView, agent: AgentView) -> int:
         return 1 if self.alike(job) else len(agent.slots)
 
-    def kept(self, job: JobView, cut: int) -> set[int]:
+    def kept_iterations(self, job: JobView, cut: int) -> set[int]:
         plan, images = (
             job.state.plan,
             (image for agent in job.alive() for image in agent.status.images if image.kind == USER),

@@ -17,12 +17,12 @@ from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.replication import nearest
 from unicron_ctl.controller.replication.fail_together import domains_of, kinds_of
 from unicron_ctl.controller.replication.receivers import Away, targets_by_element
-from unicron_ctl.controller.replication.strategy import State, Stored, with_memory
+from unicron_ctl.controller.replication.strategy import State, StoredState, with_memory
 from unicron_ctl.controller.replication.whole_states import SessionStates
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_transition.generations import layout
-from unicron_transition.generations.sharding import MARK_BITS, named, partner_shifts
+from unicron_transition.generations.sharding import MARK_BITS, partner_shifts, state_base
 from unicron_transition.snapshot.image_format import SHARD, UNTRAINED
 
 Part = tuple[int, int]  # (place, shard)
@@ -61,12 +61,12 @@ class Shards(SessionStates):
                 found[slot % job.replica].add(agent.node)
         return {place: sorted(nodes) for place, nodes in sorted(found.items())}
 
-    def stored(self, job: JobView) -> list[Stored]:
+    def stored_states(self, job: JobView) -> list[StoredState]:
         agents, found = with_memory(job), []
         for state, parts in images(agents).items():
             if len(parts) == job.replica * state.ways and not incomplete(agents, state.version):
-                there = [*parts.values(), *untrained(agents, state.version).values()]
-                found.append(Stored(state.version, min(map(len, there))))
+                there = [*parts.values(), *untrained_tensors(agents, state.version).values()]
+                found.append(StoredState(state.version, min(map(len, there))))
         return found
 
     def parts(self, job: JobView, agent: AgentView) -> int:
@@ -110,12 +110,12 @@ def images(agents: Iterable[AgentView]) -> dict[ShardedState, dict[Part, Where]]
     for agent in agents:
         for image in agent.status.images:
             if image.kind == SHARD and (mark := _number(image.mark)) is not None:
-                state = ShardedState(image.iteration, named(image.base, mark), image.count)
+                state = ShardedState(image.iteration, state_base(image.base, mark), image.count)
                 found[state][image.place, image.shard][agent.node] = agent, image
     return found
 
 
-def untrained(agents: Iterable[AgentView], version: int) -> dict[int, Where]:
+def untrained_tensors(agents: Iterable[AgentView], version: int) -> dict[int, Where]:
     """place -> where the untrained tensors lie that go with the shards of this version."""
     found: dict[int, Where] = defaultdict(dict)
     for agent in agents:
@@ -145,16 +145,16 @@ def _number(mark: str) -> int | None:
 def _ways(
     view: View, job: JobView, reports: Mapping[int, RankStatus], state: ShardedState, there: Mapping[Part, Where]
 ) -> list[nearest.Way] | None:
-    """How the ranks get all shards of this state that they lack; None where that cannot be.
+    """Return the ways of all shards of this state that ranks lack; None where one has no way.
 
     Untrained tensors come before the shards: a rank that has its shards begins.
     """
     sources = with_memory(job)
-    besides, without = untrained(sources, state.version), incomplete(sources, state.version)
+    besides, without = untrained_tensors(sources, state.version), incomplete(sources, state.version)
     load, ways, domains = nearest.Load(), [], domains_of(view, job.state)
     for place in range(job.replica):
         able = [slot for slot in sorted(reports) if slot % job.replica == place]
-        have = {shard for slot in able for shard in _held(reports[slot], state)}
+        have = {shard for slot in able for shard in _held_shards(reports[slot], state)}
         agents = [agent for slot in able if (agent := job.agent(slot)) is not None and agent.images_at]
         for shard in (shard for shard in range(state.ways) if shard not in have):
             where = there.get((place, shard), {})
@@ -169,5 +169,5 @@ def _ways(
     return ways
 
 
-def _held(status: RankStatus, state: ShardedState) -> list[int]:
+def _held_shards(status: RankStatus, state: ShardedState) -> list[int]:
     return [shard for its in status.shards if (its.version, its.base, its.count) == tuple(state) for shard in its.held]

@@ -16,4 +16,4 @@ def strategy_of(job: JobView) -> ReplicationStrategy:
     """The strategy for the kind of state that the job's ranks keep."""
     if job.state.mode is healing_modes.RESTART:
         return SCRIPT_STATES
-    return SHARDS if job.live.sharded else WHOLE_STATES
+    return SHARDS if job.sharded else WHOLE_STATES

@@ -1,4 +1,4 @@
-"""What replication asks about a job's training state. Each kind of state has its strategy (`strategies`)."""
+"""The questions of replication about a job's training state. Each kind of state has its strategy (`strategies`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAD_SECONDS = 1.0  # for a cut to be known to all ranks before they come by its
 State = tuple[int, str]  # (iteration, mark)
 
 
-class Stored(NamedTuple):
+class StoredState(NamedTuple):
     """A state of which every part lies in some node's memory. nodes: the fewest that have the same part. fits: the
     present ranks can use it."""
 
@@ -31,8 +31,8 @@ class Stored(NamedTuple):
 
 @dataclass
 class Pace:
-    """How fast a script saves states: the newest one that was seen in this generation, when, and iterations a second,
-    0 while that is not known."""
+    """The speed at which a script saves states: the newest one of this generation, when it was seen, and iterations a
+    second, 0 while that is not known."""
 
     generation: int = -1
     iteration: int = -1
@@ -48,7 +48,7 @@ class ReplicationStrategy(ABC):
     """Copies are removed once they are not needed."""
 
     @abstractmethod
-    def reached(self, job: JobView) -> int:
+    def first_iteration(self, job: JobView) -> int:
         """The iteration that the first ranks are in."""
 
     @abstractmethod
@@ -65,14 +65,14 @@ class ReplicationStrategy(ABC):
         """
 
     @abstractmethod
-    def stored(self, job: JobView) -> list[Stored]:
+    def stored_states(self, job: JobView) -> list[StoredState]:
         """States that are whole in the memory of living nodes."""
 
     @abstractmethod
     def parts(self, job: JobView, agent: AgentView) -> int:
-        """How many parts of a cut the agent's ranks keep."""
+        """Return the number of parts of a cut that the agent's ranks keep."""
 
-    def kept(self, job: JobView, cut: int) -> set[int]:
+    def kept_iterations(self, job: JobView, cut: int) -> set[int]:
         """The iterations that ranks have kept for this cut: none, or several, where they heard of it too late."""
         return {image.iteration for agent in job.alive() for image in agent.status.images if image.iteration == cut}
 

@@ -15,7 +15,7 @@ from unicron_ctl.controller.replication import nearest
 from unicron_ctl.controller.replication.fail_together import domains_of, kinds_of
 from unicron_ctl.controller.replication.forming import states
 from unicron_ctl.controller.replication.receivers import NOBODY, Away, targets_by_place
-from unicron_ctl.controller.replication.strategy import ReplicationStrategy, State, Stored, with_memory
+from unicron_ctl.controller.replication.strategy import ReplicationStrategy, State, StoredState, with_memory
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_transition.snapshot.image_format import STATE
@@ -24,16 +24,16 @@ MIN_ITERATION_SECONDS = 1e-3
 
 
 class SessionStates(ReplicationStrategy):
-    """What states of jobs with a session have in common: their ranks report each iteration."""
+    """The common part of strategies for jobs with a session: their ranks report each iteration."""
 
-    def reached(self, job: JobView) -> int:
+    def first_iteration(self, job: JobView) -> int:
         plan = job.state.plan  # its iterations may be lower than those on record
         found = [
             status.iteration
             for _, slot, status in job.all_ranks()
             if slot in job.state.members and plan is not None and status.generation == plan.generation
         ]
-        return max([0, job.live.stepped.iteration + 1, *found])
+        return max([0, job.stepped.iteration + 1, *found])
 
     def rate(self, view: View, job: JobView, pace: object) -> float:
         return 1.0 / max(job.state.seconds or 1.0, MIN_ITERATION_SECONDS)
@@ -58,9 +58,9 @@ class WholeStates(SessionStates):
             if able.isdisjoint(found)
         }
 
-    def stored(self, job: JobView) -> list[Stored]:
+    def stored_states(self, job: JobView) -> list[StoredState]:
         return [
-            Stored(iteration, min(len(nodes) for nodes in places.values()))
+            StoredState(iteration, min(len(nodes) for nodes in places.values()))
             for (iteration, _), places in images(with_memory(job)).items()
             if len(places) == job.replica
         ]
@@ -99,7 +99,7 @@ def missing_copies(job: JobView) -> dict[int, int]:
     place needs copies all do, and a node that trains without a memory does not count then.
     """
     missing: dict[int, int] = {}
-    for kind in kinds_of(job.state) if job.live.remembers else ():
+    for kind in kinds_of(job.state) if job.remembers else ():
         able, wanted = {kind(agent) for agent in with_memory(job)}, 1 + job.state.settings.copies
         trained = {
             place: {kind(job.agents[e]) for e in found if e in job.agents} for place, found in trainers(job).items()

@@ -16,7 +16,7 @@ from unicron_ctl.shared.consensus.restart_lease import seconds_to_expiry
 
 def fell_silent(view: View, job: JobView, element: int) -> str:
     """Notes that the element's processes may live on; says how long a new world waits for that."""
-    state, live = job.state, job.live
+    state = job.state
     record, agent = state.agents.get(element), job.agents.get(element)
     nodes = len(state.inside)
     if not state.mode.fenced or record is None or nodes < 2 or element not in state.inside:
@@ -24,26 +24,26 @@ def fell_silent(view: View, job: JobView, element: int) -> str:
     seen = agent is not None and agent.agent == record.agent
     fenced = agent is None or not seen or agent.status.fenced
     heard = agent.last_heard if agent is not None and seen else view.started_at
-    live.fences[record.agent] = fence = Fence(element, heard, nodes, fenced)
+    job.fences[record.agent] = fence = Fence(element, heard, nodes, fenced)
     wait = max(0.0, _until(view, job, fence) - view.now)
     return f"; its processes may live on, so no new world begins for {wait:.0f} s, or until Slurm shows their end"
 
 
 def holds(view: View, job: JobView) -> bool:
     """Processes of the last world may live."""
-    state, live = job.state, job.live
+    state = job.state
     if not state.mode.fenced:
         return False
     _recall(view, job)
-    for name, fence in list(live.fences.items()):
+    for name, fence in list(job.fences.items()):
         record = state.agents.get(fence.element)
         same = record is not None and record.agent == name
         back = same and record is not None and not record.gone and _has_stopped(job, name, fence.element)
         if back or (same and quorum.shown_dead(view, state, fence.element, fence.heard)):
-            del live.fences[name]
+            del job.fences[name]
         elif view.now >= _until(view, job, fence):
-            del live.fences[name]
-    return bool(live.fences)
+            del job.fences[name]
+    return bool(job.fences)
 
 
 def _has_stopped(job: JobView, name: str, element: int) -> bool:
@@ -54,14 +54,14 @@ def _has_stopped(job: JobView, name: str, element: int) -> bool:
 
 
 def _recall(view: View, job: JobView) -> None:
-    """What the controller before this one knew: those that it gave up as silent count from this one's start."""
-    live, agents = job.live, job.state.agents
-    if live.fences_known:
+    """Recall the agents that the controller before this one gave up as silent: they count from this one's start."""
+    agents = job.state.agents
+    if job.fences_known:
         return
-    live.fences_known = True
+    job.fences_known = True
     for element, record in agents.items():
-        if record.gone == "silent" and len(agents) > 1 and record.agent not in live.fences:
-            live.fences[record.agent] = Fence(element, view.started_at, len(agents), True)
+        if record.gone == "silent" and len(agents) > 1 and record.agent not in job.fences:
+            job.fences[record.agent] = Fence(element, view.started_at, len(agents), True)
 
 
 def _until(view: View, job: JobView, fence: Fence) -> float:
@@ -69,5 +69,5 @@ def _until(view: View, job: JobView, fence: Fence) -> float:
     is given anyhow."""
     if not fence.fenced:
         return fence.heard + view.config.state_wait_seconds
-    silent = len(job.live.fences)
+    silent = len(job.fences)
     return fence.heard + seconds_to_expiry(silent, max(0, fence.nodes - silent))

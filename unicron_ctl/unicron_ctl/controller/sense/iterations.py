@@ -7,9 +7,9 @@ say where ranks stand. The culprit's stacks are asked for before anything is don
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import Identity, Phase
@@ -17,13 +17,13 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Order, Outcome, View
 from unicron_ctl.controller.sense.findings import slot_finding
-from unicron_ctl.controller.sense.patience import STOPPED, Limit
+from unicron_ctl.controller.sense.patience import STOPPED_BY_SIGNAL, Limit
 from unicron_ctl.controller.sense.timing import JobTimes
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_ctl.shared.settings.config import ControllerConfig
-from unicron_detector.iterations.culprit import Culprit, Groups, Progress, all_wait, lagging, stuck
+from unicron_detector.iterations.culprit import Groups, Progress, all_wait, lagging, stuck
 from unicron_transition.generations.layout import heads_of
 
 ORDER = {"computing": 0, "reducing": 1, "synced": 2, "stepped": 3}
@@ -33,7 +33,7 @@ MOST_STACKS = 8  # of one hang
 
 @dataclass
 class Standing:
-    """How far each member has come. `done`: iterations behind it; a job stands where the least is."""
+    """The point that each member has come to. `done`: iterations behind it; a job stands where the least is."""
 
     done: dict[int, int] = field(default_factory=dict)
     count: dict[int, int] = field(default_factory=dict)
@@ -128,6 +128,14 @@ class Standing:
         return None if self.unjudged or not self.count else min(self.count)
 
 
+class Laggard(NamedTuple):
+    """A rank that keeps the others waiting."""
+
+    slot: int
+    phase: str
+    reason: str
+
+
 @dataclass(frozen=True)
 class Suspect:
     """A rank that is to be stopped once its stacks are known; its failure is on record."""
@@ -189,7 +197,7 @@ def check_iteration(view: View, job: JobView, times: JobTimes, watch: IterationW
         watch.pulses, watch.moved_at, watch.overdue = watch.standing.pulses, view.now, None
         _drop_suspects(job, watch, out)
     if watch.suspects:
-        if not job.live.survey.open and (not watch.asked or view.now >= watch.act_at):
+        if not job.survey.open and (not watch.asked or view.now >= watch.act_at):
             _confirm(view, job, watch, out)
         return out
     waited = view.now - max(watch.since, watch.moved_at)
@@ -227,7 +235,7 @@ def _outside(watch: IterationWatch) -> set[int]:
 def _limits(
     job: JobView, times: JobTimes, watch: IterationWatch, waited: float, config: ControllerConfig
 ) -> dict[int, Limit]:
-    """How long each rank may keep the others waiting; one that is outside the iteration may be saving something."""
+    """Return how long each rank may keep the others waiting; one that is outside may be saving something."""
     usual, outside = times.limit(job.state, config), _outside(watch)
     found: dict[int, Limit] = {}
     for slot in job.state.members:
@@ -237,7 +245,7 @@ def _limits(
         elif slot in outside and status is not None:
             found[slot] = times.patience.between(slot, status, waited, inside, config)
         else:
-            found[slot] = inside, _stopped(job, slot)
+            found[slot] = inside, _signal_stop(job, slot)
     return found
 
 
@@ -254,43 +262,28 @@ def _hung(
     assert watch.at is not None
     state, iteration, took = job.state, watch.at[1], view.now - watch.since
     waited = view.now - max(watch.since, watch.moved_at)
-    least = behind(job) or frozen(job)
-    culprits = [
-        replace(culprit, reason=", ".join(filter(None, (culprit.reason, limits[culprit.slot][1]))))
-        for culprit in least
-        if culprit.slot is not None and waited >= limits[culprit.slot][0]
-    ]
+    least = behind(job) or suspended_members(job)
+    culprits = _without_excuse(least, limits, waited)
     if least and not culprits:
         return  # whoever is behind may take longer than the others
-    limit = times.limit(state, view.config)
     usual = f", the usual is {times.monitor.average:.3f} s" if times.monitor.average else ""
     long = f"iteration {iteration} runs for {took:.2f} s{usual}"
-    phases = {status.phase for slot in state.members if (status := job.status(slot)) is not None}
-    if not state.mode.reports:  # wherever their scripts are: on a GPU they are ahead of it
-        phases = {"reducing" if _all_wait(job) and waited >= view.config.hang_idle_seconds else "computing"}
-    many = 2 * len(culprits) > len(state.members) and waited < MANY_PATIENCE * limit
-    suspended = all(_stopped(job, slot) for slot in state.members)  # somebody stopped the whole job on purpose
+    patience = MANY_PATIENCE * times.limit(state, view.config)
+    many = 2 * len(culprits) > len(state.members) and waited < patience
+    suspended = all(_signal_stop(job, slot) for slot in state.members)  # somebody stopped the whole job on purpose
     who = "; ".join(culprit.reason for culprit in culprits[:MOST_STACKS])
-    if many or suspended or (not culprits and phases & {"computing", "stepped"}):
+    if many or suspended or (not culprits and _some_compute(view, job, waited)):
         if not watch.said:
             watch.said = True
             said = f"{long}; {who or 'no rank waits for another'}; nothing is done yet"
             out.record(state, records.Overdue(iteration=iteration, reason=said))
-            _ask_stacks(job, [culprit.slot for culprit in culprits if culprit.slot is not None], out)
+            _ask_stacks(job, [culprit.slot for culprit in culprits], out)
         return
-    named = [
-        records.HangCulprit(culprit.slot, state.node(culprit.slot), culprit.phase)
-        for culprit in culprits
-        if culprit.slot is not None
-    ]
+    named = [records.HangCulprit(culprit.slot, state.node(culprit.slot), culprit.phase) for culprit in culprits]
     said = f"{long}; {who or 'all wait in the same collective'}"
     out.record(state, records.Hang(iteration=iteration, seconds=took, culprits=named, reason=said))
     if culprits:
-        outside = _outside(watch) if state.mode.reports else state.members
-        if any(c.slot is not None and c.slot in outside and not _stopped(job, c.slot) for c in culprits):
-            # Were it a long checkpoint, then the next one is not to end the same way.
-            times.patience.longest_outside = max(times.patience.longest_outside, took)
-            times.patience.longest_idle = max(times.patience.longest_idle, took)
+        _learn_outside(job, times, watch, culprits, took)
         _suspect(view, job, watch, culprits, long, out)
     else:
         said = f"{long}; all ranks wait in the same collective"
@@ -299,14 +292,37 @@ def _hung(
     watch.since, watch.overdue = view.now, None
 
 
-def _suspect(
-    view: View, job: JobView, watch: IterationWatch, culprits: Sequence[Culprit], long: str, out: Outcome
+def _without_excuse(least: Sequence[Laggard], limits: dict[int, Limit], waited: float) -> list[Laggard]:
+    """Return those whose time is over, each with what speaks against waiting longer."""
+    late = ((one, *limits[one.slot]) for one in least)
+    return [one._replace(reason=f"{one.reason}{why and ', '}{why}") for one, most, why in late if waited >= most]
+
+
+def _learn_outside(
+    job: JobView, times: JobTimes, watch: IterationWatch, culprits: Sequence[Laggard], took: float
 ) -> None:
-    """Reports the culprits and asks for stacks; what is done follows when they are there."""
-    slots = [culprit.slot for culprit in culprits if culprit.slot is not None]
+    """Learn from a culprit in the script's own code: were it a long checkpoint, the next one is not to end so."""
+    outside = _outside(watch) if job.state.mode.reports else job.state.members
+    if any(culprit.slot in outside and not _signal_stop(job, culprit.slot) for culprit in culprits):
+        times.patience.longest_outside = max(times.patience.longest_outside, took)
+        times.patience.longest_idle = max(times.patience.longest_idle, took)
+
+
+def _some_compute(view: View, job: JobView, waited: float) -> bool:
+    """A rank is in the script's code. Wherever plain programs are, on a GPU they are ahead of it: they count as
+    computing until all have waited in a collective for long."""
+    if not job.state.mode.reports:
+        return not _all_wait(job) or waited < view.config.hang_idle_seconds
+    statuses = (job.status(slot) for slot in job.state.members)
+    return any(status is not None and status.phase in ("computing", "stepped") for status in statuses)
+
+
+def _suspect(
+    view: View, job: JobView, watch: IterationWatch, culprits: Sequence[Laggard], long: str, out: Outcome
+) -> None:
+    """Report the culprits and ask for stacks; what is done follows when they are there."""
+    slots = [culprit.slot for culprit in culprits]
     for culprit in culprits:
-        if culprit.slot is None:
-            continue
         said = f"{long}; {culprit.reason}"
         found = slot_finding(view, job, What.HANG, (culprit.slot,), Source.PEER, said, "statistics")
         out.findings.append(replace(found, identity=job.identity(culprit.slot)))
@@ -353,7 +369,7 @@ def _confirm(view: View, job: JobView, watch: IterationWatch, out: Outcome) -> N
 
 # ---------------------------------------------------------------- who is behind
 def _collectives(job: JobView) -> dict[int, Groups]:
-    """How far each member's collectives are, of those of which that is known."""
+    """Return the point that each member's collectives have come to, where that is known."""
     members = ((slot, job.status(slot)) for slot in job.state.members)
     return {slot: status.collectives for slot, status in members if status is not None and status.collectives}
 
@@ -363,58 +379,58 @@ def _all_wait(job: JobView) -> bool:
     return len(known) == len(job.state.members) and all_wait(known)
 
 
-def behind(job: JobView) -> list[Culprit]:
-    """The members that have come least far, if others wait for them; empty when all are at the same point."""
+def behind(job: JobView) -> list[Laggard]:
+    """Return the members that have come least far, if others wait for them; none when all are at the same point."""
     if found := lagging(_collectives(job)):
-        return found
-    progress = {}
-    for slot in job.state.members:
-        status = job.status(slot)
-        if status is not None and status.phase in ORDER:
-            progress[slot] = Progress(len(ORDER) * status.iteration + ORDER[status.phase], None, status.phase)
+        return [Laggard(c.slot, c.phase, c.reason) for c in found if c.slot is not None]
+    progress = _progress(job)
     if not job.state.mode.reports and all(item.phase != "reducing" for item in progress.values()):
         return []  # nobody waits
-    found = stuck(progress)
-    if not found:
+    late = [culprit.slot for culprit in stuck(progress) if culprit.slot is not None]
+    reached = {slot: item.collectives for slot, item in progress.items()}
+    least, most = min(reached.values(), default=0), max(reached.values(), default=0)
+    last = {slot for slot in late if reached[slot] == least}
+    if not last:
         return []
-    least, most = (pick(item.collectives for item in progress.values()) for pick in (min, max))
-    ahead = [slot for slot, item in progress.items() if item.collectives == most]
+    ahead = [slot for slot, count in reached.items() if count == most]
     where = f"{len(ahead)} other{'s wait' if len(ahead) > 1 else ' waits'} in {_place(job, ahead[0])}"
-    last = {c.slot for c in found if c.slot is not None and progress[c.slot].collectives == least}
-    mates = _held_up(job, last)
-    return [
-        replace(culprit, reason=f"slot {culprit.slot} is in {_place(job, culprit.slot)}, {where}")
-        for culprit in found
-        if culprit.slot is not None and culprit.slot in last and culprit.slot not in mates
-    ]
+    to_blame = last - _held_up(job, last)
+    words = {slot: f"slot {slot} is in {_place(job, slot)}, {where}" for slot in late if slot in to_blame}
+    return [Laggard(slot, progress[slot].phase, said) for slot, said in words.items()]
+
+
+def _progress(job: JobView) -> dict[int, Progress]:
+    """Return the point that each member has come to, of those of which that is known."""
+    members = ((slot, job.status(slot)) for slot in job.state.members)
+    known = ((slot, status) for slot, status in members if status is not None and status.phase in ORDER)
+    return {s: Progress(len(ORDER) * at.iteration + ORDER[at.phase], None, at.phase) for s, at in known}
 
 
 def _held_up(job: JobView, last: set[int]) -> set[int]:
     """The ranks among the last that only wait for another rank of their replica, whose process is stopped by a
     signal."""
-    if job.replica == 1 or not any(_stopped(job, slot) for slot in last):
+    if job.replica == 1 or not any(_signal_stop(job, slot) for slot in last):
         return set()
     heads = heads_of(job.state.order, job.replica)
-    to_blame = {heads[slot] for slot in last if slot in heads and _stopped(job, slot)}
-    return {slot for slot in last if heads.get(slot) in to_blame and not _stopped(job, slot)}
+    to_blame = {heads[slot] for slot in last if slot in heads and _signal_stop(job, slot)}
+    return {slot for slot in last if heads.get(slot) in to_blame and not _signal_stop(job, slot)}
 
 
-def frozen(job: JobView) -> list[Culprit]:
-    """Where nobody is behind: the members whose processes are stopped by a signal, unless all are."""
-    stopped = [slot for slot in job.state.members if _stopped(job, slot)]
+def suspended_members(job: JobView) -> list[Laggard]:
+    """Return, where nobody is behind, the members whose processes are stopped by a signal, unless all are."""
+    stopped = [slot for slot in job.state.members if _signal_stop(job, slot)]
     if len(stopped) == len(job.state.members):
         return []
-    found = []
-    for slot in sorted(stopped):
-        status = job.status(slot)
-        phase = status.phase if status else ""
-        found.append(Culprit(slot, phase, math.inf, f"slot {slot} is in {_place(job, slot)} like the others"))
-    return found
+    statuses = ((slot, job.status(slot)) for slot in sorted(stopped))
+    return [
+        Laggard(slot, status.phase if status else "", f"slot {slot} is in {_place(job, slot)} like the others")
+        for slot, status in statuses
+    ]
 
 
-def _stopped(job: JobView, slot: int) -> str:
+def _signal_stop(job: JobView, slot: int) -> str:
     status = job.status(slot)
-    return "its process is stopped by a signal" if status is not None and status.process == STOPPED else ""
+    return "its process is stopped by a signal" if status is not None and status.process == STOPPED_BY_SIGNAL else ""
 
 
 def _place(job: JobView, slot: int) -> str:

@@ -1,6 +1,6 @@
-"""Processes and agents of one job: what ended, was replaced, names its own fault, or has put something right.
+"""Processes and agents of one job that ended, were replaced, name their own fault, or have put something right.
 
-Only slots whose status changed (`LiveJob.changed`) are looked at, and closely only the few that do not just go on.
+Only slots whose status changed (`JobView.changed`) are looked at, and closely only the few that do not just go on.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from unicron_ctl.shared.protocol.structs import RankStatus
 
 
 def take_in_changes(job: JobView, standing: Standing) -> list[int]:
-    """Takes in what most changes are, a member's progress or its stop after a Break, and returns the slots that need a
+    """Take in what most changes are, a member's progress or its stop after a Break, and return the slots that need a
     closer look. This runs for every rank in every iteration, so it is one loop."""
-    state, live = job.state, job.live
-    members, lost, agents, awaited = state.members, state.lost, live.agents, live.awaited
+    state = job.state
+    members, lost, agents, awaited = state.members, state.lost, job.agents, job.awaited
     per_node = max(1, state.settings.ranks_per_node)
     breaking = state.phase is Phase.BREAKING
     plan = state.offer or state.plan
@@ -30,27 +30,15 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
     # While an offer is out, members run on in the plan before it.
     offered = state.plan.generation if state.offer is not None and state.plan is not None else generation
     odd, running = [], []
-    for slot in live.changed:
+    for slot in job.changed:
         agent, member = agents.get(slot // per_node), members.get(slot)
         status = agent.ranks.get(slot) if agent is not None else None
-        if (
-            agent is None
-            or status is None
-            or member is None
-            or slot in lost
-            or status.exit is not None
-            or status.fault is not None
-            or status.note is not None
-            or status.incarnation != member.incarnation
-            or agent.agent != member.agent
-            or agent.expired
-            or agent.status.leaving
-        ):
+        if status is None or member is None or slot in lost or not _goes_on(agents[slot // per_node], status, member):
             odd.append(slot)
         elif status.state == "running" and not breaking and status.generation in (generation, offered):
             if status.generation == generation:
                 awaited.discard(slot)
-            live.stopped.pop(slot, None)
+            job.stopped.pop(slot, None)
             running.append((slot, status))
         elif status.state == "stopped" and breaking and status.broken >= state.broken:
             awaited.discard(slot)
@@ -60,8 +48,15 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
     return odd
 
 
+def _goes_on(agent: AgentView, status: RankStatus, member: Identity) -> bool:
+    """The member is the same process, of a living agent, and has nothing to report."""
+    said = status.exit is not None or status.fault is not None or status.note is not None
+    same = status.incarnation == member.incarnation and agent.agent == member.agent
+    return same and not said and not agent.expired and not agent.status.leaving
+
+
 def check_members(view: View, job: JobView, slots: Iterable[int]) -> Outcome:
-    """What these slots show: ends of processes, members that were replaced, and notes of ranks."""
+    """Report ends of processes, members that were replaced, and notes of ranks, as these slots show them."""
     out = Outcome()
     for slot in sorted(slots):
         agent = job.agent(slot)
@@ -161,19 +156,35 @@ def _find_note(view: View, job: JobView, agent: AgentView, slot: int, status: Ra
     )
 
 
-def check_leaving(view: View, job: JobView, agent: AgentView) -> Finding | None:
-    """The agent says that it ends by itself: its ranks finished, or Slurm stopped it. None when that is known."""
-    record = job.state.agents.get(agent.element)
-    if not agent.status.leaving or record is None or record.gone or record.agent != agent.agent:
-        return None
+def check_leaving(view: View, job: JobView, agent: AgentView | None) -> Outcome:
+    """Report an agent that says that it ends by itself, unless that is known: its ranks finished, or Slurm stopped
+    it."""
+    out, record = Outcome(), job.state.agents.get(agent.element) if agent is not None else None
+    if agent is not None and record is not None and not record.gone and record.agent == agent.agent:
+        name, slots, said = job.state.job, tuple(agent.slots), agent.status.leaving
+        out.findings.append(
+            Finding(What.LEFT, name, slots, view.now, Source.AGENT, said, agent.element, agent.node, by="agent")
+        )
+    return out
+
+
+def check_missed(view: View, job: JobView, before: AgentRecord | None) -> Outcome:
+    """Report members whose agent was to tell why the others went on without them, and has been replaced: nobody will
+    tell any more what became of them."""
+    out, state = Outcome(), job.state
+    if before is None or before.gone:
+        return out
+    missed = {slot: at for slot, (agent, at) in job.missed.items() if agent == before.agent}
+    later = (f for f in state.failures if f.detected_at >= max(missed.values(), default=0.0))
+    if missed and not any(not missed.keys().isdisjoint(f.record.slots) for f in later):
+        out.findings.append(missed_finding(view, job, list(missed), before.node))
+    return out
+
+
+def missed_finding(view: View, job: JobView, slots: list[int], node: str) -> Finding:
+    """Return that the others went on without these slots while this controller was away."""
+    evidence = f"the job's agents went on without slots {slots} while this controller was away"
+    element = job.state.element(slots[0])
     return Finding(
-        What.LEFT,
-        job.state.job,
-        tuple(agent.slots),
-        view.now,
-        Source.AGENT,
-        agent.status.leaving,
-        element=agent.element,
-        node=agent.node,
-        by="agent",
+        What.MISSED, job.state.job, tuple(slots), view.now, Source.PEER, evidence, element, node, by="agreement"
     )

@@ -43,7 +43,7 @@ ONLY_REPORTED = "only reported, for a difference alone harms nobody"
 
 @dataclass
 class Sample:
-    """What one agent sent last. Times on the controller's clock."""
+    """The last metrics of one agent. Times on the controller's clock."""
 
     at: float
     node: str
@@ -293,7 +293,7 @@ def _over(
 
 
 def evidence(all_peers: Iterable[JobPeers], node: str, now: float) -> str:
-    """What was odd with the node before a failure on it, for the failure's reason; empty when nothing was."""
+    """Return for a failure's reason why its node was odd before; empty when it was not."""
     said = []
     for peers in all_peers:
         for item in [*peers.standing, *peers.past]:

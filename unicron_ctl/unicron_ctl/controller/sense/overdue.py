@@ -7,7 +7,7 @@ with it. The clock stands still while the action waits for somebody else (`LACKS
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
@@ -35,8 +35,8 @@ class ActionClocks:
     """Actions when the next check was planned."""
     excused: dict[str, float] = field(default_factory=dict)
 
-    def elapsed(self, action: str, since: float, waits: bool, view: View) -> float:
-        """How long the action has run. After a restart it begins at 0, for what happened before is not known."""
+    def elapsed_seconds(self, action: str, since: float, waits: bool, view: View) -> float:
+        """Return how long the action has run. After a restart it begins at 0: the time before is not known."""
         if not waits:
             self.excused[action] = view.now
         return view.now - max(since, view.started_at, self.excused.get(action, 0.0))
@@ -109,7 +109,7 @@ LACKS: tuple[tuple[Callable[[Action], object], str], ...] = (
 
 
 def lacking(job: JobView, slot: int, state: State, node: str, unfit: set[str]) -> str:
-    """What the running action still lacks; empty while it is done, or waits for somebody else.
+    """Return what the running action still lacks; empty while it is done, or waits for somebody else.
 
     node: where the fault was. unfit: nodes that must get no work.
     """
@@ -156,23 +156,11 @@ def _check_slot(view: View, job: JobView, clocks: ActionClocks, slot: int, state
     lacks = lacking(job, slot, state, node, view.state.out_of_service)
     since = max(history.last.get((known.job, slot), 0.0), known.slot(slot).not_before)
     action, most = f"slot {slot}", time_limit(view.config, state, moved)
-    if clocks.elapsed(action, since, bool(lacks), view) < most:
+    if clocks.elapsed_seconds(action, since, bool(lacks), view) < most:
         return
     clocks.excused[action] = view.now
-    out.findings.append(
-        Finding(
-            What.ACTION,
-            known.job,
-            (slot,),
-            view.now,
-            Source.CLOCK,
-            f"not done within {most:g} s: {lacks}",
-            node=known.node(slot),
-            by="time limit",
-            action=RUNNING[state],
-            moved=moved,
-        )
-    )
+    found = _overdue(view, known, slot, f"not done within {most:g} s: {lacks}", RUNNING[state])
+    out.findings.append(replace(found, node=known.node(slot), moved=moved))
 
 
 def _check_element(view: View, job: JobView, clocks: ActionClocks, element: int, out: Outcome) -> None:
@@ -181,20 +169,13 @@ def _check_element(view: View, job: JobView, clocks: ActionClocks, element: int,
     waits = state.allotted is None or element in state.allotted
     begun = max((f.detected_at for f in state.failures if f.record.element == element), default=0.0)
     action, most = f"agent {record.agent}", view.config.restart_seconds
-    if clocks.elapsed(action, begun, waits, view) < most:
+    if clocks.elapsed_seconds(action, begun, waits, view) < most:
         return
     clocks.excused[action] = view.now
-    out.findings.append(
-        Finding(
-            What.ACTION,
-            state.job,
-            (record.slots[0],),
-            view.now,
-            Source.CLOCK,
-            f"no agent came back within {most:g} s; see `squeue -j {state.label(element)}`",
-            element=element,
-            node=record.node,
-            by="time limit",
-            action=RESTART,
-        )
-    )
+    said = f"no agent came back within {most:g} s; see `squeue -j {state.label(element)}`"
+    found = _overdue(view, state, record.slots[0], said, RESTART)
+    out.findings.append(replace(found, element=element, node=record.node))
+
+
+def _overdue(view: View, job: JobState, slot: int, said: str, action: str) -> Finding:
+    return Finding(What.ACTION, job.job, (slot,), view.now, Source.CLOCK, said, by="time limit", action=action)

@@ -1,4 +1,4 @@
-"""How long an iteration may take before it hangs, and how long a rank may stay outside iterations.
+"""Limits: the time that an iteration may take before it hangs, and that a rank may stay outside iterations.
 
 Once the job's iteration time is learned, :class:`iteration_monitor.IterationMonitor` says how long. This file has the
 rest: the first iterations, those after a recovery or at a new size, and the script's own code between two iterations.
@@ -21,7 +21,7 @@ AGAIN = 3.0  # times the usual, or the longest of its kind that ended by itself
 OUTSIDE_LEARNED = 16  # times that a rank was outside before its own habits count
 HEARTBEATS = 3.0  # idle times are as old as the last look at the process
 IDLE_SECONDS = 3.0  # no program is taken for stuck that has done nothing for less
-STOPPED = "T"
+STOPPED_BY_SIGNAL = "T"
 
 
 def outside(status: RankStatus) -> bool:
@@ -31,21 +31,20 @@ def outside(status: RankStatus) -> bool:
 
 @dataclass
 class Patience:
-    """What a job has shown of itself. All times in seconds.
-
-    early: its iterations before its monitor had learned. longest_warm_up: the longest iteration after a (re)start that
-    was no recovery and in which newcomers took part: they compile. longest_regrouped: the same without newcomers.
-    longest_outside: the longest time between two iterations, of any rank, since another rank may write the next
-    checkpoint. longest_idle: of plain programs, the longest that a process has done nothing there. outside: slot -> how
-    often it was seen there.
-    """
+    """The habits that a job has shown. All times in seconds."""
 
     early: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    """Its iterations before its monitor had learned."""
     longest_warm_up: float = 0.0
+    """The longest iteration after a (re)start, no recovery, in which newcomers took part: they compile."""
     longest_regrouped: float = 0.0
+    """The same without newcomers."""
     longest_outside: float = 0.0
+    """The longest time between two iterations, of any rank, since another rank may write the next checkpoint."""
     longest_idle: float = 0.0
+    """Of plain programs, the longest time that a process has done nothing there."""
     outside: Counter[int] = field(default_factory=Counter)
+    """slot -> number of times that it was seen outside."""
 
     def on_iteration(self, seconds: float, learned: bool, warm_up: bool, newcomers: bool = True) -> None:
         """An iteration ended, no recovery."""
@@ -85,14 +84,14 @@ class Patience:
         return max(inside, AGAIN * self.longest_warm_up)
 
     def between(self, slot: int, status: RankStatus, waited: float, inside: float, config: ControllerConfig) -> Limit:
-        """How long the others wait for a rank that is in the script's own code, and why not longer: in the next
-        iteration, after a Break, or at the boundary at which newcomers come in.
+        """Return how long the others wait for a rank that is in the script's own code, and why not longer: in the
+        next iteration, after a Break, or at the boundary at which newcomers come in.
 
         inside: the limit for all others. waited: for how long this has lasted. A first checkpoint has no history, so a
         process that computes, reads or writes has the script's full time.
         """
         full = max(inside, config.hang_outside_seconds)
-        if status.process == STOPPED:
+        if status.process == STOPPED_BY_SIGNAL:
             return inside, "its process is stopped by a signal"
         moved = status.idle < waited - HEARTBEATS * config.heartbeat_period
         if moved or self.outside[slot] < OUTSIDE_LEARNED:
@@ -104,14 +103,14 @@ class Patience:
     def own_code(
         self, status: RankStatus, waited: float, inside: float, learned: bool, starts: bool, config: ControllerConfig
     ) -> Limit:
-        """How long the others wait for a plain program, and why not longer. It says nothing of what it does: this may
-        be the next batch, or a checkpoint. So it has the script's full time while it computes, reads, writes or saves.
+        """Return how long the others wait for a plain program, and why not longer. It does not tell whether it makes
+        the next batch, or a checkpoint. So it has the script's full time while it computes, reads, writes or saves.
 
         inside: the limit for an iteration, which holds for a process that does nothing at all, if no rank ever did that
         for longer. learned: the job has shown its habits. starts: it is new, and may wait for data that are far away.
         """
         full = max(inside, config.hang_outside_seconds)
-        if status.process == STOPPED:
+        if status.process == STOPPED_BY_SIGNAL:
             return inside, "its process is stopped by a signal"
         idle = status.idle >= max(IDLE_SECONDS / 2, waited - HEARTBEATS * config.heartbeat_period)
         if not idle or status.phase == "stepped" or not (learned or starts):

@@ -14,7 +14,7 @@ from unicron_ctl.controller.model.live import ProgressWatch
 from unicron_ctl.controller.model.pacing import look_again
 from unicron_ctl.controller.model.view import Order, Outcome, View
 from unicron_ctl.controller.sense.findings import slot_finding
-from unicron_ctl.controller.sense.patience import STOPPED, outside
+from unicron_ctl.controller.sense.patience import STOPPED_BY_SIGNAL, outside
 from unicron_ctl.controller.sense.timing import JobTimes
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
@@ -44,13 +44,13 @@ def check_stopped(view: View, job: JobView) -> Outcome:
     been heard again (`ping_unheard`), this is no fault yet.
     """
     out, state = Outcome(), job.state
-    if not job.live.stopped or state.phase is Phase.BREAKING or state.regroup or state.condemned:
+    if not job.stopped or state.phase is Phase.BREAKING or state.regroup or state.condemned:
         return out
     grace = view.config.fault_grace
-    latest = max((since for since in job.live.stopped.values() if view.now - since >= grace), default=None)
+    latest = max((since for since in job.stopped.values() if view.now - since >= grace), default=None)
     if latest is None or unheard_since(job, latest):
         return out
-    found = _spread(job, [s for s, since in job.live.stopped.items() if view.now - since >= grace])
+    found = _spread(job, [s for s, since in job.stopped.items() if view.now - since >= grace])
     out.findings.append(_finding(view, job, What.STOPPED, found, "stopped by itself", "exception"))
     return out
 
@@ -61,7 +61,7 @@ def ping_unheard(view: View, job: JobView) -> Outcome:
     if job.state.phase is Phase.BREAKING:
         return out
     latest = view.now - WITNESS_SECONDS
-    since = max((at for at in job.live.stopped.values() if at <= latest), default=None)
+    since = max((at for at in job.stopped.values() if at <= latest), default=None)
     if since is not None:
         out.orders += [Order(agent, f"ping {since}", wire.Ping()) for agent in unheard_since(job, since)]
     return out
@@ -87,11 +87,11 @@ def check_late_to_stop(view: View, job: JobView, times: JobTimes, progress: Prog
     log says so once.
     """
     out, state = Outcome(), job.state
-    if state.phase is not Phase.BREAKING or job.waited(view.now) <= view.config.report_timeout:
+    if state.phase is not Phase.BREAKING or job.seconds_in_phase(view.now) <= view.config.report_timeout:
         return out
     if view.now < progress.majority_until:
         return out
-    awaited = [slot for slot in sorted(job.live.awaited) if slot not in state.lost and slot not in state.condemned]
+    awaited = [slot for slot in sorted(job.awaited) if slot not in state.lost and slot not in state.condemned]
     hit = state.hit() if job.replica > 1 else frozenset(awaited)  # all others finish what they have begun
     late = {slot: said for slot in awaited if (said := _late(view, job, slot, times, slot in hit))}
     if late and quorum.waits_for_majority(view, job, progress):  # no time shows those dead who may go on by themselves
@@ -111,26 +111,26 @@ def check_late_to_stop(view: View, job: JobView, times: JobTimes, progress: Prog
 def check_blocked(view: View, job: JobView, progress: ProgressWatch) -> Outcome:
     """Notes, in replicas that no Break hits, ranks that have stopped although the rest of their replica cannot finish
     its schedule without them. All of the replica are told to stop then."""
-    out, state, live = Outcome(), job.state, job.live
-    if state.phase is not Phase.BREAKING or job.replica == 1 or not live.awaited:
+    out, state = Outcome(), job.state
+    if state.phase is not Phase.BREAKING or job.replica == 1 or not job.awaited:
         return out
     if view.now < progress.blocked_check_at:
         return out
     progress.blocked_check_at = look_again(view.now, len(state.members), BLOCKED_SECONDS)
     found: set[int] = set()
     for place, replica in enumerate(state.groups()):
-        runs = [s for s in replica if s in live.awaited]
+        runs = [s for s in replica if s in job.awaited]
         begun = max((status.iteration for slot in runs if (status := job.status(slot)) is not None), default=-1)
         if runs and begun >= 0:
             share = _share(job, place, replica[0], begun)
-            found.update(s for s in replica if s not in live.awaited and _falls_short(job, s, begun, share))
+            found.update(s for s in replica if s not in job.awaited and _falls_short(job, s, begun, share))
     if not found <= progress.blocked:
         progress.blocked |= found
     return out
 
 
 def _share(job: JobView, place: int, head: int, iteration: int) -> int:
-    """How many micro-batches the replica has in the iteration."""
+    """Return the number of micro-batches that the replica has in the iteration."""
     plan, status = job.state.plan, job.status(head)
     if plan is not None and plan.iteration == iteration and head in plan.assignment:
         return len(plan.assignment[head])
@@ -162,20 +162,20 @@ def _late(view: View, job: JobView, slot: int, times: JobTimes, hit: bool) -> st
     first = job.state.mode.reports and _first_iteration(status)
     if first or (status.state == "running" and not hit):
         limit = max(limit, times.within(slot, times.limit(job.state, config), config))
-    return f"did not stop within {limit:g} s" if min(unchanged, job.waited(view.now)) > limit else ""
+    return f"did not stop within {limit:g} s" if min(unchanged, job.seconds_in_phase(view.now)) > limit else ""
 
 
 def _first_iteration(status: RankStatus) -> bool:
     """The rank computes its first iteration, in which a micro-batch may take minutes: it compiles."""
     computes = status.state == "running" and status.micro_batches > 0 and status.phase == "computing"
-    return computes and not status.iteration_seconds and status.process != STOPPED
+    return computes and not status.iteration_seconds and status.process != STOPPED_BY_SIGNAL
 
 
 def _last_copies(job: JobView, awaited: Collection[int]) -> set[int]:
     """Awaited members that hold the last copy of the training state of their place: no other rank of that place has
     stopped or trained to the end, so the job can neither go on nor end without them."""
     state, size = job.state, job.replica
-    at_rest = (s for s in state.survivors() if s not in job.live.awaited and s not in state.condemned)
+    at_rest = (s for s in state.survivors() if s not in job.awaited and s not in state.condemned)
     covered = {
         slot % size
         for slot in at_rest
@@ -223,9 +223,9 @@ def check_late_to_enter(view: View, job: JobView, times: JobTimes, progress: Pro
 
 
 def _overdue(view: View, job: JobView, times: JobTimes, progress: ProgressWatch) -> str:
-    state, limit, live = job.state, view.config.enter_timeout, job.live
-    plan, waited = state.offer or state.plan, job.waited(view.now)
-    if plan is None or state.phase not in (Phase.ENTERING, Phase.OFFERING) or not live.awaited or waited < limit:
+    state, limit = job.state, view.config.enter_timeout
+    plan, waited = state.offer or state.plan, job.seconds_in_phase(view.now)
+    if plan is None or state.phase not in (Phase.ENTERING, Phase.OFFERING) or not job.awaited or waited < limit:
         return ""
     if view.now < progress.enter_check_at or (state.offer is not None and not offer_taken(job, plan)):
         return ""
@@ -236,7 +236,7 @@ def _overdue(view: View, job: JobView, times: JobTimes, progress: ProgressWatch)
         if status is None or agent is None:
             continue
         at = agent.progress.get(slot, last)
-        if slot not in live.awaited or (status.state == "entering" and status.entering == plan.generation):
+        if slot not in job.awaited or (status.state == "entering" and status.entering == plan.generation):
             last = max(last, at)
         elif outside(status):
             patience, _ = times.patience.between(slot, status, view.now - at, limit, view.config)
@@ -244,7 +244,7 @@ def _overdue(view: View, job: JobView, times: JobTimes, progress: ProgressWatch)
                 return ""
     if view.now - last < limit:
         return ""
-    missing = sorted(live.awaited)
+    missing = sorted(job.awaited)
     shown = f"{missing[:20]}{' and more' if len(missing) > 20 else ''}"
     return f"slots {shown} did not enter generation {plan.generation}, and nothing has moved for {limit:g} s"
 
@@ -261,7 +261,7 @@ def offer_taken(job: JobView, offer: Plan) -> bool:
 def offer_ignored(view: View, job: JobView, progress: ProgressWatch) -> str:
     """Why an offer is to be made anew: it has been out for long, and the members train on without it."""
     state = job.state
-    waited, limit = job.waited(view.now), view.config.enter_timeout
+    waited, limit = job.seconds_in_phase(view.now), view.config.enter_timeout
     if state.offer is None or waited < limit or view.now < progress.enter_check_at:
         return ""
     limit = max(limit, ITERATIONS_TO_TAKE_AN_OFFER * (state.seconds or 0.0))
@@ -284,7 +284,7 @@ def _never_entered(view: View, job: JobView, progress: ProgressWatch) -> Outcome
     if plan is not None:
         joiners.update(plan.joiners)
     holders = {slot for slot in state.members if slot not in joiners and _holds(job, slot)}
-    missing = {slot for slot in job.live.awaited if slot not in state.condemned}
+    missing = {slot for slot in job.awaited if slot not in state.condemned}
     inside = {slot % job.replica for slot in holders - missing}
     if last := {slot for slot in holders & missing if slot % job.replica not in inside}:
         _wait_for(job, last, f"did not enter in {ENTER_TRIES} tries", out)

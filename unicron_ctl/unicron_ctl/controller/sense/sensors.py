@@ -1,12 +1,8 @@
-"""The table of sensors of one job: each returns what it has found, and sends and records nothing itself.
+"""The tables of sensors: each returns its findings, and sends and records nothing itself.
 
-A sensor is a function of the view, the job and its memory; it changes nothing but the parts of the memory that its row
-names, and is pure where the row names none. `tests/unit/unicron_ctl/controller/sense/test_sensors.py` proves it for
-every row. The job's turn (`core/turn.py`) runs the table and judges the findings.
-
-What is no sensor of one job stands elsewhere: silence is watched for the whole cluster (`failure_detector/leases.py`),
-and what a message or a listing says of its agent is found where it arrives (`members.check_leaving`,
-`adoption.replaced`, `slurm_states.ended_agents`).
+A sensor of one job is a function of the view, the job and its memory; it changes nothing but the parts of the memory
+that its row names, and is pure where the row names none. `tests/unit/unicron_ctl/controller/sense/test_sensors.py`
+proves it for every row. The job's turn (`core/turn.py`) runs them and has their findings judged.
 """
 
 from __future__ import annotations
@@ -16,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from unicron_ctl.controller.failure_detector import network_partitions, quorum
+from unicron_ctl.controller.failure_detector import ending_nodes, leases, network_partitions, quorum
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.job_state import AgentRecord
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import ProgressWatch
 from unicron_ctl.controller.model.survey import Survey
@@ -27,7 +25,7 @@ from unicron_ctl.controller.sense.timing import JobTimes
 
 @dataclass
 class SensorMemory:
-    """What the sensors of one job remember, each part by its name. Lost with the process."""
+    """The memory of one job's sensors, each part by its name. Lost with the process."""
 
     times: JobTimes
     progress: ProgressWatch
@@ -37,11 +35,17 @@ class SensorMemory:
     actions: overdue.ActionClocks = field(default_factory=overdue.ActionClocks)
     odd: list[int] = field(default_factory=list)
     """Slots that changed in a way that needs a closer look."""
+    speaker: AgentView | None = None
+    """The agent that says that it ends."""
+    before: AgentRecord | None = None
+    """The agent in whose place another one has just registered."""
 
 
 class When(enum.Enum):
-    """What a sensor is run at."""
+    """The occasion at which a sensor is run."""
 
+    LEAVING = "leaving"  # an agent says that it ends
+    REGISTERED = "registered"  # an agent has come in place of another one
     CHANGE = "change"  # slots changed in a way that needs a closer look
     TURN = "turn"  # every turn of the job
     TICK = "tick"  # every tick, before the job's turn
@@ -49,15 +53,18 @@ class When(enum.Enum):
 
 
 class Sensor(NamedTuple):
-    """One row. changes: the parts of the memory that the sensor may change."""
+    """A sensor of one job."""
 
     name: str
     when: When
     sense: Callable[[View, JobView, SensorMemory], Outcome]
     changes: tuple[str, ...] = ()
+    """The parts of the memory that it may change."""
 
 
 SENSORS: tuple[Sensor, ...] = (
+    Sensor("leaving agents", When.LEAVING, lambda view, job, m: members.check_leaving(view, job, m.speaker)),
+    Sensor("missed members", When.REGISTERED, lambda view, job, m: members.check_missed(view, job, m.before)),
     Sensor("members", When.CHANGE, lambda view, job, m: members.check_members(view, job, m.odd)),
     Sensor("stopped", When.TURN, lambda view, job, m: progress.check_stopped(view, job)),
     Sensor("blocked", When.TURN, lambda view, job, m: progress.check_blocked(view, job, m.progress), ("progress",)),
@@ -94,5 +101,19 @@ SENSORS: tuple[Sensor, ...] = (
         lambda view, job, m: outliers.check_peers(view, job, m.times, m.peers),
         ("times", "peers"),
     ),
+    Sensor("ended elements", When.LISTING, lambda view, job, m: slurm_states.check_ended(view, job)),
     Sensor("Slurm's states", When.LISTING, lambda view, job, m: slurm_states.check_slurm_states(view, job)),
+)
+
+
+class ClusterSensor(NamedTuple):
+    """A sensor of the whole cluster, run at every tick. It changes `view.suspicions`."""
+
+    name: str
+    sense: Callable[[View], Outcome]
+
+
+CLUSTER_SENSORS: tuple[ClusterSensor, ...] = (
+    ClusterSensor("slurmds that may be asked", ending_nodes.greet_slurmds),
+    ClusterSensor("silent agents", leases.check_leases),
 )

@@ -1,4 +1,4 @@
-"""What Slurm says about elements whose agents are gone, or seem to live although Slurm shows their end.
+"""Slurm's word on elements whose agents are gone, or seem to live although Slurm shows their end.
 
 An agent that was killed tells nothing, and its node may be in order. So the failure is recorded by the lease or the
 hint, and what Slurm knows is added to it as soon as a listing shows it. Source: squeue(1), JOB STATE CODES.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import Failure, JobState
 from unicron_ctl.controller.model.job_view import JobView
@@ -27,25 +26,25 @@ def describe(element: ElementInfo) -> str:
     return f"Slurm: {element.label} is {element.state}" + (f" ({rest})" if rest else "")
 
 
-def ended_agents(view: View, listing: Listing, job: JobState) -> Iterator[AgentView]:
-    """Agents that seem to live although Slurm shows their element ended. They may live on for a moment, so they are
-    asked."""
-    for element in _known(listing, job):
-        agent = view.job(job).agents.get(element.element)
-        if agent is not None and agent.alive and element.state in OVER and listing.asked_at > agent.last_registered:
-            yield agent
+def check_ended(view: View, job: JobView) -> Outcome:
+    """Suspect agents that seem to live although Slurm shows their element ended. They may live on for a moment, so they
+    are asked."""
+    out, listing = Outcome(), view.slurm.seen
+    asked_at = listing.asked_at if listing is not None else 0.0
+    for element in _with_agents(listing, job.state):
+        agent = job.agents.get(element.element)
+        if agent is not None and agent.alive and element.state in OVER and asked_at > agent.last_registered:
+            out.suspects.append(agent)
+    return out
 
 
 def check_slurm_states(view: View, job: JobView) -> Outcome:
-    """What the last listing adds to failures of nodes and agents that do not quote Slurm yet."""
-    out, listing = Outcome(), view.slurm.seen
-    for element in _known(listing, job.state) if listing is not None else ():
+    """Report what the last listing adds to failures of nodes and agents that do not quote Slurm yet."""
+    out = Outcome()
+    for element in _with_agents(view.slurm.seen, job.state):
         agent = job.agents.get(element.element)
-        if agent is not None and agent.alive:
-            continue
-        of_it = (f for f in reversed(job.state.failures) if f.record.element == element.element)
-        failure = next((f for f in of_it if f.record.kind_of_failure in OPEN_KINDS), None)
-        if failure is None or failure.restored_at is not None or failure.slurm:
+        failure = _open_failure(job.state, element.element) if agent is None or not agent.alive else None
+        if failure is None:
             continue
         if element.state in OVER and element.state != "COMPLETED":
             out.findings.append(_finding(view, job, element, failure, element.state))
@@ -59,6 +58,13 @@ def check_slurm_states(view: View, job: JobView) -> Outcome:
     return out
 
 
+def _open_failure(job: JobState, element: int) -> Failure | None:
+    """Return the last failure of the element or its node, unless it is over or quotes Slurm already."""
+    of_it = (f for f in reversed(job.failures) if f.record.element == element)
+    failure = next((f for f in of_it if f.record.kind_of_failure in OPEN_KINDS), None)
+    return None if failure is None or failure.restored_at is not None or failure.slurm else failure
+
+
 def _finding(view: View, job: JobView, element: ElementInfo, failure: Failure, state: str, node: str = "") -> Finding:
     """Slurm shows the failure's element in this state, or its node where that is named."""
     number = element.element
@@ -67,6 +73,7 @@ def _finding(view: View, job: JobView, element: ElementInfo, failure: Failure, s
     )
 
 
-def _known(listing: Listing, job: JobState) -> Iterator[ElementInfo]:
-    """The job's elements that had an agent."""
-    return (element for element in listing.of(job.job).values() if element.element in job.agents)
+def _with_agents(listing: Listing | None, job: JobState) -> Iterator[ElementInfo]:
+    """Yield the job's elements that had an agent."""
+    listed = listing.of(job.job).values() if listing is not None else ()
+    return (element for element in listed if element.element in job.agents)

@@ -1,8 +1,8 @@
-"""How long iterations take: what a job's steps have taught, and which rank is slower than the others.
+"""Times of iterations: the job's usual ones, and the rank that is slower than the others.
 
 Phase times lie in one array per job, [rank, iteration modulo the window, phase], so that a step of thousands of ranks
 is taken in and compared without a loop over them. Ranks are compared pairwise in :mod:`iterations.culprit`; of more
-than :data:`COMPARED` ranks only the slowest of each phase and an even sample of their peers are.
+than :data:`MOST_COMPARED` ranks only the slowest of each phase and an even sample of their peers are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from unicron_ctl.controller.model.iteration_account import Account
+from unicron_ctl.controller.model.job_ledger import Account
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.sense.patience import AGAIN, Patience
 from unicron_ctl.shared.log import records
@@ -24,17 +24,17 @@ from unicron_detector.iterations.iteration_monitor import WARM_UP, Health, Itera
 from unicron_detector.iterations.stragglers import Stragglers
 
 WINDOW, NEWEST = 16, 4  # iterations
-COMPARED = 64  # ranks that are compared with each other one by one
+MOST_COMPARED = 64  # ranks that are compared with each other one by one
 CHOOSE_EVERY = 64  # iterations between two choices of whom to compare
 COLUMNS = (*PHASES, "outside")  # of the array: the order of `structs.PHASES`
-SHARED = [COLUMNS.index(name) for name in ("data", "forward", "backward")]  # their time grows with the share
+SHARED_PHASES = [COLUMNS.index(name) for name in ("data", "forward", "backward")]  # their time grows with the share
 REDUCE = COLUMNS.index("reduce")
 Row = dict[int, dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Slow:
-    """What makes a job slow at present. slot: None when no rank differs from the others."""
+    """The reason for which a job is slow at present. slot: None when no rank differs from the others."""
 
     since: float
     iteration: int
@@ -116,8 +116,8 @@ class PhaseTimes:
             return {}
         means, shares = means[valid], shares[valid]
         kept = [slot for slot, good in zip(slots, valid, strict=True) if good]
-        each = float(np.median(means[:, SHARED].sum(axis=1) / shares))
-        means[:, SHARED] *= (shares.mean() / shares)[:, None]
+        each = float(np.median(means[:, SHARED_PHASES].sum(axis=1) / shares))
+        means[:, SHARED_PHASES] *= (shares.mean() / shares)[:, None]
         means[:, REDUCE] = np.maximum(0.0, means[:, REDUCE] - (shares.max() - shares) * each)
         return {slot: dict(zip(COLUMNS, row, strict=True)) for slot, row in zip(kept, means.tolist(), strict=True)}
 
@@ -132,15 +132,15 @@ class PhaseTimes:
 
     def _choose_slots(self) -> list[int]:
         """All ranks; of many, the slowest of each phase and an even sample, chosen anew from time to time."""
-        if len(self.rows) <= COMPARED:
+        if len(self.rows) <= MOST_COMPARED:
             return sorted(self.rows)
         if self.chosen and self.newest - self.chosen_at < CHOOSE_EVERY:
             return self.chosen
         slots = sorted(self.rows)
         rows = np.array([self.rows[slot] for slot in slots], dtype=np.int64)
         means, _ = self._means(rows, WINDOW)
-        worst: set[int] = set(range(0, len(slots), max(1, len(slots) // (COMPARED // 2))))
-        each = max(1, COMPARED // (2 * len(COLUMNS)))
+        worst: set[int] = set(range(0, len(slots), max(1, len(slots) // (MOST_COMPARED // 2))))
+        each = max(1, MOST_COMPARED // (2 * len(COLUMNS)))
         for column in range(len(COLUMNS)):
             worst.update(np.argsort(means[:, column])[-each:].tolist())
         worst.update(np.argsort(means[:, REDUCE])[:each].tolist())  # who waits least comes last
@@ -150,7 +150,7 @@ class PhaseTimes:
 
 @dataclass
 class JobTimes:
-    """What one job has shown of its speed."""
+    """The speed of one job, as its iterations have shown it."""
 
     monitor: IterationMonitor
     patience: Patience = field(default_factory=Patience)
@@ -248,10 +248,10 @@ class JobTimes:
         elif seen.health is Health.HEALTHY and self.degraded is not None:
             self.degraded, self.healthy = None, 0
             over = f"iterations take {seen.average:.3f} s again"
-            found.append(records.DegradedOver(iteration=account.iteration, reason=over))
+            found.append(records.JobDegradedOver(iteration=account.iteration, reason=over))
         return found if recovery else found + self._compare(job, account, now)
 
-    def _became_slow(self, job: JobState, account: Account, reason: str, now: float) -> records.Degraded:
+    def _became_slow(self, job: JobState, account: Account, reason: str, now: float) -> records.JobDegraded:
         # The newest iterations are slow in full, but few; in noisy jobs only the longer window shows who it is.
         looks = (slowest(self.phases.comparable(last), self.usual or None) for last in (NEWEST, WINDOW))
         culprit = next((found for found in looks if found), None)
@@ -269,7 +269,7 @@ class JobTimes:
             if before is None or not before.reported:
                 return []
             over = f"slot {before.slot} is no slower than its peers any more"
-            return [records.DegradedOver(iteration=account.iteration, reason=over)]
+            return [records.JobDegradedOver(iteration=account.iteration, reason=over)]
         if before is not None and before.slot == culprit.slot:
             return []
         reported = self.degraded is None or self.degraded.slot != culprit.slot
@@ -287,8 +287,8 @@ def _slow(
     return Slow(now, iteration, culprit.slot, node, culprit.phase, slowdown, reason, reported)
 
 
-def _record(slow: Slow) -> records.Degraded:
-    return records.Degraded(
+def _record(slow: Slow) -> records.JobDegraded:
+    return records.JobDegraded(
         iteration=slow.iteration,
         slot=slow.slot,
         node=slow.node,

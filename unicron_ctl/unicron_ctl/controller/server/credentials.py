@@ -19,7 +19,7 @@ from unicron_ctl.shared.protocol.munge import MungeError, make_credential, unmun
 from unicron_ctl.shared.system.addresses import is_loopback, origin
 from unicron_ctl.shared.system.time_limit import TimeLimit
 
-SPENT = 8192  # credentials that are remembered as used or invalid
+MOST_SPENT = 8192  # credentials that are remembered as used or invalid
 FRESH_SECONDS = 60.0  # for which the controller's own credential is used: munge lets it live for 300
 AGAIN_SECONDS = 1.0  # after munge could not make one
 WAITING = 1000  # peers that wait for it
@@ -49,7 +49,7 @@ class Verifier:
 
     def __init__(self, worker: Worker, roles: Callable[[], Roles]) -> None:
         self._worker, self._roles = worker, roles
-        self._spent = Spent()
+        self._spent = SpentCredentials()
 
     def verify(
         self, credential: str, claim: str, key: str, address: str, then: Callable[[Asker | Unproven], None]
@@ -65,12 +65,12 @@ class Verifier:
         def work() -> Asker | Unproven:
             return self._spent.get(credential) or asker_of(credential, claim, roles)  # a copy may have come first
 
-        def done(found: Asker | Unproven | None) -> None:
+        def on_verdict(found: Asker | Unproven | None) -> None:
             found = found or Unproven("the controller could not look at the munge credential: see its log", "outage")
             self._spent.note(credential, found)
             then(found)
 
-        return self._worker.verify(work, done, path(key, address))
+        return self._worker.verify(work, on_verdict, path(key, address))
 
 
 def path(key: str, address: str) -> tuple[str, str, str]:
@@ -80,7 +80,7 @@ def path(key: str, address: str) -> tuple[str, str, str]:
     return "loopback" if is_loopback(address) else where, where, key
 
 
-class Spent:
+class SpentCredentials:
     """The last credentials that are used or invalid, by their digests. One thread adds them, any may read."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Spent:
         if isinstance(found, Asker) or found.verdict == "outage":
             return
         self._known[_digest(credential)] = found if found.verdict == "invalid" else USED
-        if len(self._known) > SPENT:
+        if len(self._known) > MOST_SPENT:
             self._known.popitem(last=False)
 
 
@@ -142,14 +142,14 @@ class Introducer:
         if len(self._waiting) > 1:
             return  # a credential is being made
 
-        def done(made: datagrams.Introduction | None) -> None:
+        def on_made(made: datagrams.Introduction | None) -> None:
             made = made or datagrams.Introduction(error="the controller has no munge credential")
             self._answer, self._until = wire.encode(made), now + (FRESH_SECONDS if made.credential else AGAIN_SECONDS)
             waiting, self._waiting = self._waiting, []
             for one in waiting:
                 self._send(self._answer, one)
 
-        self._worker.verify(self._make, done)
+        self._worker.verify(self._make, on_made)
 
     def _make(self) -> datagrams.Introduction:
         try:

@@ -10,91 +10,55 @@ from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.naming import nodes_of
 from unicron_ctl.shared.log.records import Event, Record
-from unicron_ctl.shared.slurm.host_lists import folded
+from unicron_ctl.shared.slurm.host_lists import fold
 
 log = logging.getLogger("unicron.controller.events")
 LEVELS: dict[type[Record], int] = {
+    **dict.fromkeys((records.LedgerViolation, records.NeedsAdmin, records.ConfigRefused), logging.ERROR),
+    **dict.fromkeys((records.SlurmFailed, records.ActionFailed, records.Alone, records.MostSilent), logging.ERROR),
+    **dict.fromkeys((records.IsolationWithheld, records.TakeWithheld), logging.ERROR),
+    # ---- failures, what is done about them, and what was refused
+    **dict.fromkeys((records.FailureDetected, records.JobSetAside, records.Hang, records.Silence), logging.WARNING),
+    **dict.fromkeys((records.NodeLost, records.NodeIsolated, records.NodeAvoided), logging.WARNING),
+    **dict.fromkeys((records.NodeVerdict, records.NodeEventsDropped, records.ElementCutOff), logging.WARNING),
     **dict.fromkeys(
-        (
-            records.LedgerViolation,
-            records.SlurmFailed,
-            records.IsolationWithheld,
-            records.TakeWithheld,
-            records.ActionFailed,
-            records.NeedsAdmin,
-            records.ConfigRefused,
-            records.Alone,
-            records.MostSilent,
-        ),
-        logging.ERROR,
+        (records.TakeDeferred, records.SlurmAction, records.HeldAgain, records.LogRestored), logging.WARNING
     ),
-    **dict.fromkeys(
-        (
-            records.FailureDetected,
-            records.JobSetAside,
-            records.NodeLost,
-            records.Isolated,
-            records.Avoided,
-            records.TakeDeferred,
-            records.SlurmAction,
-            records.Hang,
-            records.Parted,
-            records.Silence,
-            records.NodeVerdict,
-            records.NodeEventsDropped,
-            records.NoCopies,
-            records.CopiesRefused,
-            records.BadMessage,
-            records.RegistrationRefused,
-            records.InjectRefused,
-            records.Injected,
-            records.HeldAgain,
-            records.Restored,
-        ),
-        logging.WARNING,
-    ),
-    **dict.fromkeys(
-        (
-            records.Started,
-            records.Configured,
-            records.JobRegistered,
-            records.JobEnded,
-            records.Reallocated,
-            records.Noticed,
-            records.FailureVerdict,
-            records.FailureAction,
-            records.Break,
-            records.PlanMade,
-            records.Adopted,
-            records.Reform,
-            records.Rejoined,
-            records.HeardAgain,
-            records.MostHeard,
-            records.NodeResumed,
-            records.Healed,
-            records.NodeEvent,
-            records.AdmissionWaits,
-            records.SlurmDone,
-            records.SlurmBack,
-            records.Observed,
-            records.ObservedWeek,
-            records.Replanned,
-            records.Paused,
-            records.Unpaused,
-        ),
-        logging.INFO,
-    ),
+    **dict.fromkeys((records.NoCopies, records.CopiesRefused, records.BadMessage), logging.WARNING),
+    **dict.fromkeys((records.RegistrationRefused, records.InjectRefused, records.FaultInjected), logging.WARNING),
+    # ---- jobs that come, go and change; what became of actions
+    **dict.fromkeys((records.ControllerStarted, records.ConfigReloaded, records.AdmissionWaits), logging.INFO),
+    **dict.fromkeys((records.JobRegistered, records.JobEnded, records.JobReallocated, records.EndNotice), logging.INFO),
+    **dict.fromkeys((records.FailureVerdict, records.FailureAction, records.JobHealed), logging.INFO),
+    **dict.fromkeys((records.Break, records.PlanMade, records.GenerationAdopted, records.Reform), logging.INFO),
+    **dict.fromkeys((records.ElementReconnected, records.HeardAgain, records.MostHeard), logging.INFO),
+    **dict.fromkeys((records.NodeResumed, records.NodeEvent, records.SlurmDone, records.SlurmBack), logging.INFO),
+    **dict.fromkeys((records.ActionObserved, records.ObservedWeek, records.ClusterReplanned), logging.INFO),
+    **dict.fromkeys((records.ActionsPaused, records.ActionsResumed), logging.INFO),
 }
 QUIET = frozenset(
     (
         *(records.AgentRegistered, records.AgentConfirmed, records.AgentGone, records.AgentBack, records.JobConfirmed),
         *(records.RanksReady, records.RankStart, records.StartedCold, records.ExitNoted, records.LeaveOut),
-        *(records.Step, records.Steady, records.Timing, records.Entered, records.Offer, records.OfferWithdrawn),
-        *(records.NumberUsed, records.Reinstated, records.StateAwaited, records.LastCopy, records.NewcomersWait),
+        *(
+            records.Step,
+            records.WorldProved,
+            records.Timing,
+            records.GenerationEntered,
+            records.Offer,
+            records.OfferWithdrawn,
+        ),
+        *(records.NumberUsed, records.MembersReinstated, records.StateAwaited, records.LastCopy, records.NewcomersWait),
         *(records.LayoutWanted, records.LayoutChosen, records.Spares, records.Stacks, records.Overdue),
-        *(records.Degraded, records.DegradedOver, records.Anomaly, records.AnomalyOver),
-        *(records.SlurmdReached, records.NodeHealth, records.Unpinned, records.Allotted, records.Unreadable),
-        records.Told,
+        *(records.JobDegraded, records.JobDegradedOver, records.Anomaly, records.AnomalyOver),
+        *(
+            records.SlurmdReached,
+            records.NodeHealth,
+            records.ElementUnpinned,
+            records.ElementsAllotted,
+            records.Unreadable,
+        ),
+        records.NoticesSent,
     )
 )
 
@@ -120,4 +84,4 @@ def _about(event: Event, state: ClusterState) -> dict[str, object]:
     if not names and known is not None and isinstance(element := getattr(record, "element", None), int):
         agent = known.agents.get(element)
         names = [agent.node] if agent is not None else []
-    return {"job": job, "node": folded(names), "event": event.id}
+    return {"job": job, "node": fold(names), "event": event.id}

@@ -1,14 +1,20 @@
-"""A bounded queue that serves its users by turns, at each level of who they are: machine, address, connection. Pure."""
+"""Bounded queues that serve their users by turns: at each level of a path (machine, address, connection), and the
+questions of those who ask. Pure."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from unicron_ctl.controller.model.asker import Asker
+from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.system.addresses import origin
 
 Item = TypeVar("Item")
 KEPT, LITTLE = 1 / 4, 4  # of the room, for those that have fewer items than so many
+OF_ONE, OF_ALL = 20, 1000  # questions that wait
 
 
 @dataclass
@@ -38,7 +44,7 @@ class FairQueue(Generic[Item]):
         return self._root.count
 
     def waiting(self, *names: str) -> int:
-        """How many items there are below these names."""
+        """Return the number of items below these names."""
         branch: _Branch[Item] | None = self._root
         for name in names:
             branch = branch.children.get(name) if branch is not None else None
@@ -65,15 +71,97 @@ class FairQueue(Generic[Item]):
 
     def next(self) -> Item:
         """The next item. Whoever it was of comes after all others of the same level. Raises IndexError."""
-        return self._taken(self._root)
+        return self._take_from(self._root)
 
-    def _taken(self, branch: _Branch[Item]) -> Item:
+    def _take_from(self, branch: _Branch[Item]) -> Item:
         if not branch.children:
             item = branch.items.popleft()
         else:
             name, child = branch.children.popitem(last=False)
-            item = self._taken(child)
+            item = self._take_from(child)
             if child.count:
                 branch.children[name] = child
         branch.count -= 1
         return item
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question that waits for its answer.
+
+    route: where the answer goes. address: where it was asked.
+    """
+
+    route: tuple[bytes, ...]
+    ask: wire.Ask
+    asker: Asker
+    address: str
+
+    @property
+    def whose(self) -> str:
+        """The asker whose turn it takes: a user, or an address where nobody is proven."""
+        return f"address {origin(self.address)}" if self.asker.uid is None else f"user {self.asker.uid}"
+
+    @property
+    def pays(self) -> str:
+        """The name of the quota that pays for the answer; empty where nobody is proven. An admin has one at each
+        address: root's checks run on all nodes at once."""
+        if self.asker.uid is None:
+            return ""
+        return f"{self.asker.uid} {origin(self.address)}" if self.asker.admin else f"{self.asker.uid}"
+
+
+class QuestionQueue:
+    """Questions that wait: askers are served in turn, and the questions of each in their order."""
+
+    def __init__(self) -> None:
+        self._waiting: FairQueue[Question] = FairQueue(OF_ALL)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, question: Question) -> bool:
+        """False when too many wait, of this asker or of all."""
+        return self._waiting.waiting(question.whose) < OF_ONE and self._waiting.add([question.whose], question)
+
+    def next(self) -> Question:
+        """The next one; the asker's others come after those of everybody else."""
+        return self._waiting.next()
+
+
+class AnswerCache:
+    """Answers that took long to make, for the same question with the same rights: `watch unicronctl status`
+    may run on each node of a job. A new event or an order empties it."""
+
+    READ_ONLY = frozenset(("status", "jobs", "nodes", "explain", "scenario"))
+    LONG_SECONDS, KEPT_TIMES, KEPT_SECONDS, MOST_BYTES = 0.005, 20.0, 0.5, 16 << 20
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], tuple[float, bytes]] = {}
+        self._bytes, self._event = 0, 0
+
+    def get(self, question: Question, now: float, event: int) -> bytes | None:
+        """An answer that is fresh enough. event: the last one in the log."""
+        if event != self._event:
+            self._forget()
+            self._event = event
+        until, data = self._kept.get(_key(question), (0.0, b""))
+        return data if now < until else None
+
+    def keep_answer(self, question: Question, data: bytes, seconds: float, now: float) -> None:
+        """Keeps an answer that took `seconds` to make, if that was long."""
+        if question.ask.what not in self.READ_ONLY:
+            self._forget()
+        elif seconds >= self.LONG_SECONDS and len(data) <= self.MOST_BYTES:
+            if self._bytes + len(data) > self.MOST_BYTES:
+                self._forget()
+            self._bytes += len(data)
+            self._kept[_key(question)] = now + min(self.KEPT_SECONDS, self.KEPT_TIMES * seconds), data
+
+    def _forget(self) -> None:
+        self._kept.clear()
+        self._bytes = 0
+
+
+def _key(question: Question) -> tuple[Any, ...]:
+    return question.ask.what, repr(sorted(question.ask.args.items())), question.asker

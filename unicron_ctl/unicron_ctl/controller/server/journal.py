@@ -117,5 +117,5 @@ def is_journal(stream: TextIO, environment: Mapping[str, str] = os.environ) -> b
 
 
 def mark(level: int) -> str:
-    """What begins a line of this level in the journal."""
+    """Return the mark with which a line of this level begins in the journal."""
     return f"<{next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG)}>"

@@ -1,4 +1,4 @@
-"""What keeps the event log short and a start quick: thinning, forgetting, and saved states."""
+"""Keeps the event log short and a start quick: thins, forgets, and saves states."""
 
 from __future__ import annotations
 

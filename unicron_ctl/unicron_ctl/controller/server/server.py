@@ -13,23 +13,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import groupby
-from pathlib import Path
 
 import msgspec
 from prometheus_client.core import Metric
 
 from unicron_ctl.controller.api import answers
-from unicron_ctl.controller.api.observed_savings import WeeklySum
 from unicron_ctl.controller.core.core import Core
 from unicron_ctl.controller.core.state_snapshot import read_state
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker, Roles
 from unicron_ctl.controller.model.quotas import Quotas, cost
 from unicron_ctl.controller.server import event_lines
-from unicron_ctl.controller.server.complaints import Complaints
 from unicron_ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
+from unicron_ctl.controller.server.fair_queue import AnswerCache, Question, QuestionQueue
 from unicron_ctl.controller.server.log_upkeep import LogUpkeep
-from unicron_ctl.controller.server.metric_gauges import Kept, present
-from unicron_ctl.controller.server.question_queue import Answered, Asked, Question
+from unicron_ctl.controller.server.metrics import gauges
 from unicron_ctl.controller.server.sockets import Ports
 from unicron_ctl.controller.server.telling import DAY, Telling
 from unicron_ctl.controller.server.worker import Result, Worker
@@ -40,14 +37,14 @@ from unicron_ctl.shared.notices import notices
 from unicron_ctl.shared.protocol import claims, datagrams, wire
 from unicron_ctl.shared.protocol.answer_schema import ASKED_TOO_MUCH
 from unicron_ctl.shared.protocol.controller_discovery import HELLO_BYTES
-from unicron_ctl.shared.protocol.encryption import NONE, PLAIN, secret_of_server
+from unicron_ctl.shared.protocol.encryption import server_keys
 from unicron_ctl.shared.protocol.listener import Connection, Listener
 from unicron_ctl.shared.protocol.reach import door_at
-from unicron_ctl.shared.protocol.zmtp import Keys
-from unicron_ctl.shared.settings.config import UNTIL_RESTART, Config, ControllerConfig
+from unicron_ctl.shared.settings.config import UNTIL_RESTART, Config
 from unicron_ctl.shared.slurm.slurm_client import SlurmClient
 from unicron_ctl.shared.system.addresses import canonical, origin
 from unicron_ctl.shared.system.mailbox import Mailbox
+from unicron_ctl.shared.system.throttle import Throttle
 from unicron_detector.failures.classify import Classifier
 from unicron_detector.words import counted
 
@@ -59,6 +56,7 @@ BUSY = wire.Answer(ok=False, error=ASKED_TOO_MUCH)
 HINTS_PER_TURN = 1000
 MAX_SOCKETS = 16384
 HINT_BYTES = 2048
+COMPLAINTS, COMPLAINTS_KEPT = (1 / 60, 100.0), 1000  # a second and at once, of all peers; peers that are remembered
 COLLECT = 50_000, 50, 100  # thresholds of the garbage collector: state is long-lived, messages have no circles
 Route = tuple[bytes, ...]
 
@@ -89,20 +87,20 @@ class Server:
         state = read_state(store, progress)
         self._upkeep = LogUpkeep(store, state, lambda: self.now())
         self.core = Core(config.controller, state, self.now(), classifier, has_slurm=client is not None)
-        self._weekly = WeeklySum(self.core, store)
+        self._weekly = answers.WeeklySum(self.core, store)
         self.worker = Worker(client, config.controller.probe_timeout, self._tenure)
         self.watchdog: Callable[[float], object] = lambda now: None  # told at every turn; set by main
         self.turned: Callable[[float], object] = lambda now: None  # the same; raises StoreError to end the loop
         self.dropped: Counter[str] = Counter()
-        self._complaints = Complaints(self.core)
+        self._complaints, self._complained = Throttle(*COMPLAINTS), set[str]()
         self._quotas = Quotas()
-        self._asked, self._answered = Asked(), Answered()
+        self._asked, self._answered = QuestionQueue(), AnswerCache()
         self._received_at, self._settled_in = float("-inf"), 0.0  # the last turn's
         self._answer_at = 0.0  # questions wait until then
         self._verifier = Verifier(self.worker, self._roles)
         self._began_with, self._munge = config.controller, config.controller.auth == "munge"
         self._verifying: set[tuple[str, str]] = set()
-        keys, self.key = self._keys(config.controller, store.path.parent)
+        keys, self.key = server_keys(config.controller, store.path.parent)
         self._hints, self.address, self.exporter = ports.hints, ports.address, ports.exporter
         self.listener = Listener(ports.connections, keys, connections, wire.MAX_BYTES, refused=self._on_refused)
         self.core.view.unread = lambda route: self.listener.unread(route[0])
@@ -116,8 +114,8 @@ class Server:
         self._poller = select.poll()
         ours = self.listener.fileno(), self.worker.results.fileno(), self.worker.verified.fileno(), self._stop_read
         if self.exporter is not None:
-            self.worker.took = self.exporter.recorded.slurm_took
-            self.exporter.recorded.expect(classifier.table.causes)
+            self.worker.took = self.exporter.counts.slurm_took
+            self.exporter.counts.expect(classifier.table.causes)
             self._poller.register(self.exporter.asked.fileno(), select.POLLIN)
         for descriptor in (*ours, *(hints.fileno() for hints in self._hints)):
             self._poller.register(descriptor, select.POLLIN)
@@ -162,7 +160,7 @@ class Server:
                 self.flush()  # a Break or a plan does not wait for anything else
             if (now := self.now()) >= next_tick:
                 if self.exporter is not None:
-                    self.exporter.recorded.loop_late(now - next_tick)
+                    self.exporter.counts.loop_late(now - next_tick)
                 self.core.tick(now)
                 if self._weekly.is_due(now):
                     self.flush()
@@ -179,13 +177,15 @@ class Server:
     def _present(self) -> Iterable[Metric]:
         assert self.exporter is not None
         self.core.now = self.now()
-        return present(self.core, Kept(self.dropped, self.exporter.recorded.failed, self.store.size))
+        return gauges(self.core, self.exporter.counts.failed, self.dropped, self.store.size)
 
-    def started(self) -> None:
+    def record_start(self) -> None:
         """Records the start, once the controller can be reached."""
         jobs = sum(1 for job in self.core.state.jobs.values() if not job.ended)
         reason = f"controller started with {counted(jobs, 'job')} from its log"
-        self.core.append("", 0, records.Started(pid=os.getpid(), address=self.address, jobs=jobs, reason=reason))
+        self.core.append(
+            "", 0, records.ControllerStarted(pid=os.getpid(), address=self.address, jobs=jobs, reason=reason)
+        )
 
     def stop(self) -> None:
         """Ends the loop. Any thread may call this."""
@@ -223,13 +223,13 @@ class Server:
         self.config = config
         self.core.configure(config.controller, classifier)
         if self.exporter is not None:
-            self.exporter.recorded.expect(classifier.table.causes)
+            self.exporter.counts.expect(classifier.table.causes)
         self.telling.configure(config.notify, self.core.state.told, self.core.state.last_event)
         reason = f"configuration read again from {config.path or 'the defaults'}"
         new, old = config.controller, self._began_with
         if late := [name for name in UNTIL_RESTART if getattr(new, name) != getattr(old, name)]:
             reason += f"; not applied until unicrond is restarted: {', '.join(late)}"
-        self.core.append("", 0, records.Configured(reason=reason))
+        self.core.append("", 0, records.ConfigReloaded(reason=reason))
 
     def keep_config(self, problem: str) -> None:
         """Records why a new configuration is not applied."""
@@ -320,12 +320,21 @@ class Server:
             return
         # Only a kind can tell who is there: unicronctl waits for an Answer, everyone else understands Refused.
         answer: msgspec.Struct = (
-            wire.Answer(ok=False, error=reason) if b"\xa3ask" in data[:200] else wire.Refused(reason=reason)
+            wire.Answer(ok=False, error=reason) if b"\xa3ask" in data[:200] else wire.Refusal(reason=reason)
         )
         self._send(route, answer)
 
     def _complain(self, record: records.BadMessage | records.RegistrationRefused) -> None:
-        self._complaints.add(record, self.now())
+        """Records it, which logs it: once for each peer and kind, and few of all. Neither a broken peer nor one that
+        invents peers may fill the log."""
+        name, now = f"{record.kind} {record.peer}", self.now()
+        if name in self._complained or not self._complaints.allows("", now):
+            return
+        if len(self._complained) > COMPLAINTS_KEPT:
+            self._complained.clear()
+        self._complained.add(name)
+        self.core.now = now
+        self.core.append("", 0, msgspec.structs.replace(record, peer=record.peer[:100], reason=record.reason[:400]))
 
     def _roles(self) -> Roles:
         return Roles(self.config.controller.admins, self.config.controller.readers)
@@ -347,7 +356,7 @@ class Server:
             reason = f"job {message.job}: {found.reason}"  # never final: munge may be away, on either side
             peer, said = f"{message.job} {message.element}", f"{message.node}: {reason}"
             self._complain(records.RegistrationRefused(peer=peer, node=message.node, reason=said))
-            self._send(route, wire.Refused(reason=reason))
+            self._send(route, wire.Refusal(reason=reason))
 
         self._verifying.add(known)
         if not self._verifier.verify(message.credential, claims.of_agent(message, key), key, address, then):
@@ -359,8 +368,9 @@ class Server:
                 data, where = hints.recvfrom(HINT_BYTES)
             except (BlockingIOError, ConnectionError):
                 return
+            is_hello = len(data) >= HELLO_BYTES
             try:
-                if len(data) >= HELLO_BYTES:
+                if is_hello:
                     wire.decode(data, datagrams.Hello)
                     self._introducer.on_hello((hints, where), self.now())
                 else:
@@ -368,10 +378,10 @@ class Server:
             except wire.BadMessage as error:
                 self.dropped["hint"] += 1
                 if isinstance(error, wire.OtherRelease):
-                    what = f"{'the agent or unicronctl' if len(data) >= HELLO_BYTES else 'the plugin'} at {where[0]}"
-                    said = f"dropped a message of {what}: {error}"
+                    who = "the agent or unicronctl" if is_hello else "the plugin"
+                    said = f"dropped a message of {who} at {where[0]}: {error}"
                     self._complain(records.BadMessage(peer=f"datagram {where[0]}", reason=said))
-                if len(data) >= HELLO_BYTES:
+                if is_hello:
                     self._answer_hello(wire.encode(datagrams.Introduction(error=str(error)[:200])), (hints, where))
 
     def _answer_hello(self, data: bytes, where: Where) -> None:
@@ -429,7 +439,7 @@ class Server:
             self._answered.keep_answer(question, data, self.now() - began, self.now())
         if self._munge:
             now = self.now()
-            self._quotas.answered(question.pays, question.address, now, cost(len(data), now - began) - 1.0)
+            self._quotas.charge_answer(question.pays, question.address, now, cost(len(data), now - began) - 1.0)
         self._send_bytes(question.route, data)
 
     def _make_answer(self, question: Question) -> bytes:
@@ -444,9 +454,8 @@ class Server:
             reply = wire.Answer(ok=False, error=str(error))
         except Exception as error:  # a question must not end the controller
             log.exception("could not answer %s", ask.what[:50])
-            reply = wire.Answer(
-                ok=False, error=f"the controller could not answer ({type(error).__name__}): see its log"
-            )
+            kind = type(error).__name__
+            reply = wire.Answer(ok=False, error=f"the controller could not answer ({kind}): see its log")
         return wire.encode(reply)
 
     def flush(self) -> None:
@@ -465,7 +474,7 @@ class Server:
             event_lines.log_event(event, core.state)
             self.telling.note(event)
             if self.exporter is not None:
-                self.exporter.recorded.note(event)
+                self.exporter.counts.note(event)
         if not core.busy:
             self._upkeep.work(core.state)
 
@@ -492,12 +501,3 @@ class Server:
     def _send_bytes(self, route: Route, *messages: bytes) -> None:
         if not self.listener.send(route[0], *messages):
             self.dropped["send"] += 1  # the peer is gone or does not read; whatever matters is repeated
-
-    # ------------------------------------------------------------ binding
-    @staticmethod
-    def _keys(config: ControllerConfig, folder: Path) -> tuple[Keys | None, str]:
-        """Encryption with munge, or by a key of the admin's: both keys, and the public one as it is told."""
-        if config.auth == "none" and config.public_key in ("", NONE):
-            return None, PLAIN
-        public, secret = secret_of_server(folder, config.public_key)
-        return Keys(public, secret), public

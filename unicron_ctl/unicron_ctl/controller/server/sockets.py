@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unicron_ctl.controller.server.metrics import Exporter, cannot_serve, metrics_place
+from unicron_ctl.controller.server.exporter import Exporter, cannot_serve, metrics_place
 from unicron_ctl.shared.protocol.listener import QUEUE, listening
 from unicron_ctl.shared.system.addresses import canonical, endpoint, join, reason_of, split
 from unicron_ctl.shared.system.errors import UserError
@@ -21,7 +21,7 @@ class CannotListen(UserError):
 
 @dataclass
 class Ports:
-    """What a controller listens at: sockets for connections, sockets for datagrams at the same port, the address at
+    """The ports of a controller: sockets for connections, sockets for datagrams at the same port, the address at
     which they can be reached, and the port for metrics where there is one."""
 
     connections: list[socket.socket]
@@ -40,7 +40,7 @@ class Ports:
 def bind(listen: str, metrics: str = "", known_as: Sequence[str] = ()) -> Ports:
     """Listens at the addresses `listen` and `metrics`, as the configuration has them. known_as: where others reach the
     controller. Raises CannotListen."""
-    ports = _bound(listen, QUEUE)
+    ports = _bind_sockets(listen, QUEUE)
     try:
         ports.exporter = Exporter(metrics, [endpoint(one)[0] for one in known_as]) if metrics else None
     except UserError as error:
@@ -52,7 +52,7 @@ def bind(listen: str, metrics: str = "", known_as: Sequence[str] = ()) -> Ports:
 def why_not(listen: str, metrics: str = "") -> str:
     """Why nothing can listen there now, in words, or nothing. Nobody can connect meanwhile."""
     try:
-        _bound(listen, 0).close()
+        _bind_sockets(listen, 0).close()
         for one in listening(*metrics_place(metrics), 0) if metrics else ():
             one.close()
     except CannotListen as error:
@@ -62,7 +62,7 @@ def why_not(listen: str, metrics: str = "") -> str:
     return ""
 
 
-def _bound(listen: str, queue: int) -> Ports:
+def _bind_sockets(listen: str, queue: int) -> Ports:
     """Sockets at this address. queue: see :func:`listening`. Raises CannotListen."""
     host, port = split(listen.removeprefix("tcp://"), listens=True)
     tries = 1 if port else TRIES

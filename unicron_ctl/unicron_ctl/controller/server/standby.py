@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from unicron_ctl.controller.server.sockets import CannotListen, Ports, bind, why_not
-from unicron_ctl.shared.log.store import Locked, NoRoom, StoreError
-from unicron_ctl.shared.log.term import Claim, Held, Watch, claim, clock
+from unicron_ctl.shared.log.store import LogLocked, NoRoom, StoreError
+from unicron_ctl.shared.log.term import Claim, FolderHeld, Watch, claim, clock
 from unicron_ctl.shared.protocol.controller_discovery import Hello
 from unicron_ctl.shared.protocol.reach import Reach, reach
 from unicron_ctl.shared.settings.config import ControllerConfig
@@ -39,13 +39,13 @@ class SteppedDown(StoreError):
 
 
 def claim_with_ports(
-    folder: Path, leased: bool, bound: Callable[[], Ports], watch: Watch | None = None
+    folder: Path, leased: bool, bind_ports: Callable[[], Ports], watch: Watch | None = None
 ) -> tuple[Claim, Ports]:
-    """Begins a term as :func:`claim` does, where `bound` gives the ports for it: who leads must be heard. Raises what
-    the two raise."""
+    """Begins a term as :func:`claim` does, with the ports that `bind_ports` gives, since whoever leads must be heard.
+    Raises what the two raise."""
     found = list[Ports]()
     try:
-        return claim(folder, leased, watch, lambda: found.append(bound())), found[0]
+        return claim(folder, leased, watch, lambda: found.append(bind_ports())), found[0]
     except BaseException:
         for ports in found:  # whoever comes to a port at which nobody answers would wait there
             ports.close()
@@ -70,7 +70,7 @@ def wait_for_claim(
     mark = folder / STANDBY_FILE
     name = f"{socket.gethostname()} process {os.getpid()}"
 
-    def bound() -> Ports:
+    def bind_ports() -> Ports:
         if problem:
             raise CannotListen(problem)
         return bind(section.listen, section.metrics, section.addresses)
@@ -79,8 +79,8 @@ def wait_for_claim(
         if says := clock() - last >= SAY_SECONDS:
             last, problem = clock(), why_not(section.listen, section.metrics)
         try:
-            found = claim_with_ports(folder, True, bound, watch)
-        except (Held, Locked) as error:
+            found = claim_with_ports(folder, True, bind_ports, watch)
+        except (FolderHeld, LogLocked) as error:
             if says and not problem:
                 count, full = count + 1, _write(mark, f"{name} {count + 1}", first=not said)
             wrong = problem or full
@@ -257,7 +257,7 @@ class SecondLeader:
 
 
 def another_leader(addresses: Sequence[str], port: int, believed: Sequence[str]) -> str:
-    """Where else a controller answers; "" where none does. port: of this one. believed: users besides root, SlurmUser
+    """Return where else a controller answers, or "". port: of this one. believed: users besides root, SlurmUser
     and this one's."""
     found = list[Target]()
     for address in addresses:

@@ -128,7 +128,7 @@ class Telling:
                 self.targets[name] = known
                 continue
             if name not in told:
-                self._record(records.Told(target=name, upto=last, reason=f"{name} is told from now on"))
+                self._record(records.NoticesSent(target=name, upto=last, reason=f"{name} is told from now on"))
             target = self.targets[name] = Target(name, deliver, told.get(name, last))
             for notice in self._past:
                 self._add(target, notice)
@@ -184,17 +184,17 @@ class Telling:
             target.deliver(sending.message)
         except NotTold as reason:
             error = str(reason)
-        self._results.put(lambda: self._done(target, sending, error))
+        self._results.put(lambda: self._on_delivery(target, sending, error))
 
     def _give_up(self, target: Target, now: float) -> None:
         """Waits no longer for what ends by no limit of its own: a name or a file system that does not answer. Its
         thread hangs on, and few may."""
         sending, limit = target.sending, GIVE_UP * self._config.timeout
         if sending is not None and not 0 <= now - sending.began < limit and target.lost < MOST_LOST:
-            self._done(target, sending, f"it did not end within {limit:g} s")
+            self._on_delivery(target, sending, f"it did not end within {limit:g} s")
             target.lost += 1
 
-    def _done(self, target: Target, sending: Sending, error: str) -> None:
+    def _on_delivery(self, target: Target, sending: Sending, error: str) -> None:
         if target.sending is not sending:  # it was given up
             target.lost -= 1
             return
@@ -211,4 +211,4 @@ class Telling:
         while target.waiting and target.waiting[0].id <= sending.upto:
             target.waiting.popleft()
         if self.targets.get(target.name) is target:
-            self._record(records.Told(target=target.name, upto=sending.upto, notices=sending.notices))
+            self._record(records.NoticesSent(target=target.name, upto=sending.upto, notices=sending.notices))

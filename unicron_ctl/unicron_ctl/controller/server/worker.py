@@ -26,7 +26,7 @@ from unicron_ctl.shared.log.term import Tenure
 from unicron_ctl.shared.protocol.reach import reach
 from unicron_ctl.shared.slurm import drains
 from unicron_ctl.shared.slurm.slurm_client import (
-    SAID,
+    MOST_CHARACTERS,
     SOMEBODY,
     UNSAID,
     ElementInfo,
@@ -39,7 +39,7 @@ from unicron_ctl.shared.slurm.slurm_client import (
 )
 from unicron_ctl.shared.slurm.squeue import nodes_of
 from unicron_ctl.shared.slurm.states import IN_USE
-from unicron_ctl.shared.system.errors import shortened
+from unicron_ctl.shared.system.errors import shorten
 from unicron_ctl.shared.system.mailbox import Mailbox
 
 Result = Callable[[], None]
@@ -109,20 +109,20 @@ class Others:
         here = {name for e in own for name in nodes_of(e)}
         fresh = age >= min(LONGEST_QUEUE, least / 6 if poll.all else least)
         # Where one of ours has begun since, whoever was there may have left: no plan is to take it away for that.
-        fresh = fresh or not self._shared.issuperset(here & self._taken(poll))
+        fresh = fresh or not self._shared.issuperset(here & self._nodes_of_others(poll))
         if fresh:
             began = time.monotonic()
             self._seen = self._client.others(poll.jobs)
             self._read_at = time.monotonic()
             self._took = self._read_at - began
-            self._shared = here & self._taken(poll)
+            self._shared = here & self._nodes_of_others(poll)
         known = [e for e in self._seen.elements if e.job not in poll.jobs]
         if not fresh or self._seen.cut:
             known = self._by_nodes(nodes, known, here | self._before, fresh)
         self._before = here
         return known
 
-    def _taken(self, poll: Poll) -> set[str]:
+    def _nodes_of_others(self, poll: Poll) -> set[str]:
         """The nodes that others have, as the queue was read last."""
         at_work = (e for e in self._seen.elements if e.job not in poll.jobs and e.state != "PENDING")
         return {name for e in at_work for name in nodes_of(e)}
@@ -130,7 +130,7 @@ class Others:
     def _by_nodes(
         self, nodes: Sequence[NodeInfo], known: Sequence[ElementInfo], ours: Collection[str], fresh: bool
     ) -> list[ElementInfo]:
-        """What is idle by now is free, and what is in use by nobody who is known is somebody's."""
+        """Corrects the queue by the nodes: an idle node is free, and one in use by nobody known is somebody's."""
         idle = {node.name for node in nodes if not node.states & IN_USE} if not fresh else set()
         kept = [e for e in known if e.state == "PENDING" or not idle.issuperset(nodes_of(e))]
         there = {name for e in kept if e.state != "PENDING" for name in nodes_of(e)}
@@ -139,7 +139,7 @@ class Others:
 
 
 def somebody(node: str) -> ElementInfo:
-    """Who is on a node that is in use, as long as the queue has not been read again."""
+    """Return a stand-in for whoever uses the node, until the queue is read again."""
     return ElementInfo(SOMEBODY, 0, "", "RUNNING", node, "", "", "", "", 0, brief=True)
 
 
@@ -254,7 +254,7 @@ class Worker:
         except (
             Exception
         ) as error:  # an answer that nobody foresaw must not end the thread: Slurm would never be asked again
-            text = shortened(f"could not read Slurm's answer: {type(error).__name__}: {error}", SAID)
+            text = shorten(f"could not read Slurm's answer: {type(error).__name__}: {error}", MOST_CHARACTERS)
             self.results.put(lambda: core.on_slurm_error(text))
         else:
             self.results.put(lambda: core.on_listing(nodes, elements, site, took))
@@ -297,7 +297,7 @@ class Worker:
         except SlurmError as error:
             return str(error), isinstance(error, SlurmTimeout)
         except Exception as error:
-            return shortened(f"{type(error).__name__}: {error}", SAID), False
+            return shorten(f"{type(error).__name__}: {error}", MOST_CHARACTERS), False
         finally:
             self.took(action.action, time.monotonic() - began)
             with self._changed:

@@ -1,4 +1,4 @@
-"""Where the Slurm and munge programs are, and which Debian packages bring those that are missing."""
+"""Finds the Slurm and munge programs, and says which Debian packages bring those that are missing."""
 
 from __future__ import annotations
 

@@ -128,7 +128,8 @@ def _identify_by_files(pid: int, program: str, marks: Marks) -> tuple[str, str |
 
 
 def _namespaces(marks: Marks) -> dict[str, str]:
-    """What processes in a host's network namespace show: NET:[INODE] by the kernel, or the way in -> the host."""
+    """Return what processes in a host's network namespace show: NET:[INODE] by the kernel, or the way in -> the
+    host."""
     found: dict[str, str] = {}
     try:
         names = [name for name in os.listdir(MOUNTS) if marks.namespaces and name.startswith(marks.namespaces)]

@@ -1,4 +1,4 @@
-"""What there is of a local cluster: the JSON of `unicronctl cluster status`."""
+"""The state of a local cluster: the JSON of `unicronctl cluster status`."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ def _head(spec: Spec, hostname: str) -> str:
 
 
 def _place(spec: Spec, node: str, hostname: str) -> str:
-    """How slurmctld reaches a node's slurmd. A node with a namespace of its own is called by its own name there."""
+    """Return how slurmctld reaches a node's slurmd. A node with a namespace of its own is called by its own name
+    there."""
     if spec.links:
         return f"NodeAddr={spec.address(node)}"
     return f"NodeHostname={hostname} NodeAddr=127.0.0.1"

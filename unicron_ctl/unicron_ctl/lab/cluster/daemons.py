@@ -45,7 +45,7 @@ def wait_until_ready(layout: Layout, name: str, pid: int, ready: Callable[[], bo
 
 
 def last_words(layout: Layout, name: str) -> str:
-    """What a daemon said last, its errors where it named any."""
+    """Return what a daemon said last, its errors where it named any."""
     path = layout.log_dir / f"{name}.out"
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     telling = [line for line in lines if "error:" in line or "fatal:" in line] or lines

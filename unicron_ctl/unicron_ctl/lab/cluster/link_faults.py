@@ -73,10 +73,10 @@ class Links:
 
     def cut(self, hosts: Iterable[str], others: Iterable[str] = ()) -> None:
         """Cuts each of the hosts off from everything; with `others`, only from those, and those only from them."""
-        hosts, others = self._known(hosts), self._known(others)
+        hosts, others = self._check_hosts(hosts), self._check_hosts(others)
         if both := sorted(hosts & others):
             raise UserError(f"{both[0]} cannot be cut from itself; name different hosts", WRONG_USE)
-        with self._changed() as faults:
+        with self._change() as faults:
             if others:
                 faults.apart = sorted({*faults.apart, *_pairs(hosts, others)})
             else:
@@ -87,8 +87,8 @@ class Links:
 
         A node without power stays without.
         """
-        hosts, others = self._known(hosts) or {HEAD, *self._nodes}, self._known(others)
-        with self._changed() as faults:
+        hosts, others = self._check_hosts(hosts) or {HEAD, *self._nodes}, self._check_hosts(others)
+        with self._change() as faults:
             if others:
                 faults.apart = [pair for pair in faults.apart if pair not in _pairs(hosts, others)]
                 return
@@ -98,20 +98,20 @@ class Links:
 
     def loss(self, hosts: Iterable[str], share: float) -> None:
         """Loses that share (0 to 1) of the packets to and from each of the hosts; 0 ends it."""
-        hosts = self._known(hosts)
-        with self._changed() as faults:
+        hosts = self._check_hosts(hosts)
+        with self._change() as faults:
             kept = {host: known for host, known in faults.loss.items() if host not in hosts}
             faults.loss = kept | (dict.fromkeys(sorted(hosts), share) if share else {})
 
     def power(self, nodes: Iterable[str], on: bool) -> None:
         """Switches a node's link off or on: a node without power neither answers nor refuses, whatever has been done to
         its processes."""
-        with self._changed() as faults:
+        with self._change() as faults:
             faults.off = sorted(set(faults.off) - set(nodes) if on else {*faults.off, *nodes})
 
     @contextlib.contextmanager
-    def _changed(self) -> Iterator[Faults]:
-        """What is wrong, to be changed; then the switch does so."""
+    def _change(self) -> Iterator[Faults]:
+        """Yield the faults to be changed, and give the new ones to the switch."""
         with open(self._file.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             faults = self.faults()
@@ -119,7 +119,7 @@ class Links:
             self._network.rules(rules(faults))
             write_whole(self._file, json.dumps(asdict(faults)))
 
-    def _known(self, hosts: Iterable[str]) -> set[str]:
+    def _check_hosts(self, hosts: Iterable[str]) -> set[str]:
         found = set(hosts)
         for host in sorted(found):
             check_host(host, self._nodes)

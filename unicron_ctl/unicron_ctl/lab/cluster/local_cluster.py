@@ -124,25 +124,35 @@ class LocalCluster:
                     "run 'unicronctl cluster down' first",
                     WRONG_USE,
                 )
-            heads = {process.kind for process in running}
-            begun = "slurmctld" in heads or bool(slurmds_of(running))
-            begun = begun and ("munged" in heads or self.spec.auth == "none")
-            begun = begun and (not self.spec.links or self.layout.network.complete(self.spec.node_names))
-            if begun and saved is not None and self.layout.slurm_conf.exists():
+            if saved is not None and self._is_partly_up(running):
                 self.spec = saved
-                if self.spec.accounting:
-                    self._start_accounting(programs, heads)
-                if "slurmctld" not in heads:
-                    self._start_controller(programs["slurmctld"])
-                missing = [name for name in self.spec.node_names if name not in slurmds_of(running)]
-                busy = {process.node for process in running if process.kind == "stepd"}
-                # Slurm takes a node for broken that says it was rebooted: said only where a job is gone with it.
-                taken = {e.node for e in self.client().elements() if e.node} if missing else set[str]()
-                if rebooted := (taken - busy) & set(missing):
-                    _next_second()
-                self._start_nodes(programs, missing, rebooted)
-                return
-            self._start_fresh(programs)
+                self._start_rest(programs, running)
+            else:
+                self._start_fresh(programs)
+
+    def _is_partly_up(self, running: Sequence[Process]) -> bool:
+        """Whether what runs can be completed, rather than begun anew."""
+        kinds = {process.kind for process in running}
+        return (
+            ("slurmctld" in kinds or bool(slurmds_of(running)))
+            and ("munged" in kinds or self.spec.auth == "none")
+            and (not self.spec.links or self.layout.network.complete(self.spec.node_names))
+            and self.layout.slurm_conf.exists()
+        )
+
+    def _start_rest(self, programs: dict[str, str], running: Sequence[Process]) -> None:
+        kinds = {process.kind for process in running}
+        if self.spec.accounting:
+            self._start_accounting(programs, kinds)
+        if "slurmctld" not in kinds:
+            self._start_controller(programs["slurmctld"])
+        missing = [name for name in self.spec.node_names if name not in slurmds_of(running)]
+        busy = {process.node for process in running if process.kind == "stepd"}
+        # Slurm takes a node for broken that says it was rebooted: said only where a job is gone with it.
+        taken = {e.node for e in self.client().elements() if e.node} if missing else set[str]()
+        if rebooted := (taken - busy) & set(missing):
+            _next_second()
+        self._start_nodes(programs, missing, rebooted)
 
     def down(self) -> None:
         """Ends every process of the cluster and of its jobs at once and removes its sockets. The logs stay."""
@@ -254,7 +264,7 @@ class LocalCluster:
     def _start_fresh(self, programs: dict[str, str]) -> None:
         """Starts everything from nothing; again with other ports when somebody took one of them in between."""
         if self.spec.links:
-            for folder in network.abandoned():
+            for folder in network.abandoned_folders():
                 LocalCluster(folder)._clear()
         for attempt in range(1, _ATTEMPTS + 1):
             self._clear()

@@ -69,13 +69,13 @@ class Network:
 
     def present(self) -> bool:
         """True when there is anything of this network, or the registry says that there was to be."""
-        return self._entry.exists() or any(True for _ in self._made())
+        return self._entry.exists() or any(True for _ in self._namespaces())
 
     def complete(self, hosts: Sequence[str]) -> bool:
         """True when each of these hosts has its namespace."""
-        return {SWITCH, HEAD, *hosts} <= {name.removeprefix(self.prefix) for name in self._made()}
+        return {SWITCH, HEAD, *hosts} <= {name.removeprefix(self.prefix) for name in self._namespaces()}
 
-    def _made(self) -> Iterator[str]:
+    def _namespaces(self) -> Iterator[str]:
         try:
             names = os.listdir(MOUNTS)
         except OSError:
@@ -92,8 +92,8 @@ class Network:
         REGISTRY.mkdir(mode=0o755, exist_ok=True)
         with open(REGISTRY / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            others = (IPv4Network(known["network"]) for entry, known in _registered() if entry != self._entry)
-            taken = [*_routed(), *others]
+            others = (IPv4Network(known["network"]) for entry, known in _registry_entries() if entry != self._entry)
+            taken = [*_routes(), *others]
             free = (net for net in _candidates(self.digest) if not any(net.overlaps(other) for other in taken))
             network = next(free, None)
             if network is None:
@@ -135,14 +135,14 @@ class Network:
             return
         if Path(f"/sys/class/net/{self.leg}").exists():
             _ip([f"link del {self.leg}"])  # now: it would go with the switch, but some time later
-        if names := sorted(self._made()):
+        if names := sorted(self._namespaces()):
             _ip([f"netns del {name}" for name in names])
         self._entry.unlink(missing_ok=True)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def command_prefix(self, host: str) -> list[str]:
-        """What to put before a command's words so that it runs on that host."""
+        """Return what to put before a command's words so that it runs on that host."""
         namespace = f"--net={MOUNTS / self.namespace(host)}"
         settle = ["/bin/sh", "-c", _SETTLE, "sh", host, str(self.folder / "hosts"), str(self.folder / "cgroup")]
         return ["nsenter", namespace, "unshare", "--mount", "--uts", "--propagation", "slave", *settle]
@@ -153,12 +153,12 @@ class Network:
         _call(command, text)
 
 
-def abandoned() -> list[Path]:
+def abandoned_folders() -> list[Path]:
     """State folders that are gone while parts of their clusters' networks may still be there."""
-    return [folder for _, known in _registered() if not (folder := Path(known["state_dir"])).exists()]
+    return [folder for _, known in _registry_entries() if not (folder := Path(known["state_dir"])).exists()]
 
 
-def _registered() -> Iterator[tuple[Path, dict[str, str]]]:
+def _registry_entries() -> Iterator[tuple[Path, dict[str, str]]]:
     """Each cluster's entry in the registry; others may come and go meanwhile."""
     for entry in REGISTRY.glob("*.json"):
         with contextlib.suppress(FileNotFoundError):
@@ -173,8 +173,8 @@ def _candidates(seed: str) -> Iterator[IPv4Network]:
         yield from networks[start:] + networks[:start]
 
 
-def _routed() -> list[IPv4Network]:
-    """Where this machine sends packets to elsewhere than by its default route."""
+def _routes() -> list[IPv4Network]:
+    """Return where this machine sends packets to elsewhere than by its default route."""
     routes = json.loads(_call(["ip", "-json", "-4", "route", "show", "table", "all"], ""))
     found = [ipaddress.ip_network(r["dst"], strict=False) for r in routes if r.get("dst", "default") != "default"]
     # A VPN's "everything" is no reason: a closer route wins.

@@ -133,7 +133,7 @@ def stop(layout: Layout) -> None:
 
 
 def address(layout: Layout) -> str:
-    """Where the cluster's own unicrond listens, "" without one."""
+    """Return where the cluster's own unicrond listens, "" without one."""
     try:
         return (_folder(layout) / "controller" / "address").read_text().strip()
     except OSError:

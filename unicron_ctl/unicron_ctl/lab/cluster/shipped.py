@@ -1,18 +1,18 @@
-"""Where the parts of Slurm's side are: in the checkout, else where the packages have put them (docs/install.md)."""
+"""Finds the parts of Slurm's side: in the checkout, else where the packages have put them (docs/install.md)."""
 
 from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
 
-from unicron_ctl.shared.settings.places import CHECKOUT, PACKAGED, PACKAGED_AGENT
+from unicron_ctl.shared.settings.places import CHECKOUT, PACKAGE_FOLDER, PACKAGED_AGENT
 
 SIDE = CHECKOUT / "slurm_plugin"
 
 
 def _first(checkout: str, packaged: str) -> Path:
     own = SIDE / checkout
-    there = Path(PACKAGED, packaged)
+    there = Path(PACKAGE_FOLDER, packaged)
     return there if there.is_file() and not SIDE.is_dir() else own
 
 

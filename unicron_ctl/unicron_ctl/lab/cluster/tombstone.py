@@ -1,4 +1,4 @@
-"""What a virtual node leaves behind when it is switched off and all nodes share one address: its ports stay silent.
+"""Keeps the ports of a virtual node silent that is switched off, where all nodes share one address.
 
 A machine without power refuses no connection; it does not answer. `python tombstone.py SLURM_CONF NODE PORT...` holds
 the ports until the node is switched on again or the cluster goes down.

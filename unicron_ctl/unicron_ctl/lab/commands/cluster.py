@@ -128,7 +128,7 @@ def status(as_json: bool, state_dir: Path) -> None:
 
 
 def _wrong(links: LinksStatus) -> str:
-    """What is wrong with the links, in words."""
+    """Return what is wrong with the links, in words."""
     parts = [f"{host} without power" for host in links.off]
     parts += [f"{host} cut off" for host in links.cut]
     parts += [f"{a} and {b} cut apart" for a, b in links.apart]

@@ -14,7 +14,7 @@ from msgspec.structs import asdict, replace
 from unicron_ctl.lab.cluster import LocalCluster
 from unicron_ctl.lab.cluster.cluster_layout import default_state_dir
 from unicron_ctl.shared.commands.options import Number, controller_option
-from unicron_ctl.shared.protocol.answer_schema import Injected
+from unicron_ctl.shared.protocol.answer_schema import Injection
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
 from unicron_ctl.shared.protocol.questions import InjectOrder
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
@@ -40,7 +40,7 @@ _HELP = "\b\n" + "\n".join(f"{name:16} {line}" for name, (_, _, line) in FAULTS.
 _CLASSES = f"CLASS: {', '.join(EXCEPTIONS)}."
 
 
-def _checked(fault: str) -> str:
+def _check_fault(fault: str) -> str:
     try:
         parse(fault)
     except InjectError as error:
@@ -48,7 +48,7 @@ def _checked(fault: str) -> str:
     return fault
 
 
-def _print(done: Injected, as_json: bool) -> None:
+def _print(done: Injection, as_json: bool) -> None:
     if as_json:
         print_text(json.dumps(msgspec.to_builtins(done)))
         return
@@ -57,9 +57,9 @@ def _print(done: Injected, as_json: bool) -> None:
     print_text(f"{verb} {done.fault} into job {done.job}, slot {done.slot} on {done.node}{lasts}")
 
 
-def _order(order: InjectOrder, controller: str | None) -> Injected:
+def _order(order: InjectOrder, controller: str | None) -> Injection:
     """Asks the controller to inject a fault."""
-    return as_struct(ask_controller({"kind": "inject", **asdict(order)}, controller), Injected)
+    return as_struct(ask_controller({"kind": "inject", **asdict(order)}, controller), Injection)
 
 
 @click.command(name="inject", epilog=f"{_HELP}\n\n{_CLASSES}")
@@ -85,7 +85,7 @@ def command(
 ) -> None:
     """Break one rank of a job; refused unless the controller's configuration allows it."""
     job = job if job is not None else _only_job(controller, node)
-    order = InjectOrder(job=job, fault=_checked(fault), slot=slot, node=node, seconds=seconds, dry_run=dry_run)
+    order = InjectOrder(job=job, fault=_check_fault(fault), slot=slot, node=node, seconds=seconds, dry_run=dry_run)
     done = _order(replace(order, dry_run=True) if fault == LOST_NODE else order, controller)
     if fault == LOST_NODE and not dry_run:
         done = _lose_node(done, controller, state_dir)
@@ -107,7 +107,7 @@ def _only_job(controller: str | None, node: str | None) -> str:
     return str(found[0])
 
 
-def _lose_node(done: Injected, controller: str | None, state_dir: Path) -> Injected:
+def _lose_node(done: Injection, controller: str | None, state_dir: Path) -> Injection:
     """Cuts the node's power, on the local cluster. The order is logged first."""
     node = done.node
     try:
@@ -126,7 +126,7 @@ def _lose_node(done: Injected, controller: str | None, state_dir: Path) -> Injec
     return done
 
 
-def _raise_refusal(done: Injected, controller: str | None) -> None:
+def _raise_refusal(done: Injection, controller: str | None) -> None:
     """Raises UserError when the agent says that it cannot do it."""
     deadline = time.monotonic() + REFUSED_SECONDS
     while time.monotonic() < deadline:
@@ -156,7 +156,7 @@ def punish(
     controller: str | None,
 ) -> None:
     """Inject faults at random, at exponential intervals, until the time is up. Lost nodes are powered on again."""
-    kinds = [_checked(fault.strip()) for fault in faults.split(",") if fault.strip()]
+    kinds = [_check_fault(fault.strip()) for fault in faults.split(",") if fault.strip()]
     if not kinds:
         raise UserError("--faults is empty: name at least one, see `unicronctl inject --help`", WRONG_USE)
     rng = random.Random(seed)

@@ -44,7 +44,7 @@ class View(LiveRegion):
         if last and last.reason != self._last_event:
             self._last_event = last.reason
             self.add_line(f"    unicron: SEV{last.severity} {last.cause}: {last.reason}")
-        jobs = _jobs(status).styled(self._console.width)
+        jobs = _jobs(status).styled_lines(self._console.width)
         self.show_now(Group(*jobs, _nodes(status), Text("\n".join(self._lines))))
 
 

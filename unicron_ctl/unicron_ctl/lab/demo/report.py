@@ -132,7 +132,7 @@ def _job(stage: Stage, name: str) -> DemoJobResult:
 
 
 def problems(result: DemoResult) -> list[str]:
-    """What is not as promised; empty when all is well."""
+    """Return what is not as promised; empty when all is well."""
     found = []
     for job in result.jobs:
         if job.max_loss_difference > LOSS_TOLERANCE:

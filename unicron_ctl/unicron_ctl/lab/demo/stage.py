@@ -46,14 +46,14 @@ MODEL_OPTIONS = (
 MICRO_BATCH_SECONDS = 0.25
 REFERENCE_SECONDS = 0.03  # about what it takes
 TRAIN_ITERATIONS = 5000  # of the learning-rate schedule; the demo ends the jobs when its story is over
-NEEDED = sorted(("megatron", "numpy", "torch", *WHEELS))
+MODULES = sorted(("megatron", "numpy", "torch", *WHEELS))
 FRESH_SECONDS = 0.25
 ANSWER_SECONDS = 20.0  # the cores are busy with ten processes that import torch
 
 
 def check_python(python: Path) -> None:
     """Raises UserError for a Python that cannot train the demo's jobs."""
-    look = f"import importlib.util as u; print('lacks', *(name for name in {NEEDED} if not u.find_spec(name)))"
+    look = f"import importlib.util as u; print('lacks', *(name for name in {MODULES} if not u.find_spec(name)))"
     words: list[str] = []
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run([python, "-c", look], capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=True)

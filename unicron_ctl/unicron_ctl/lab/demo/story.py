@@ -78,9 +78,9 @@ class Story:
             when = self.stage.kill_rank(job.name, element)
             beside = ", its neighbour on the node lives" if neighbours else ""
             rank = job.elements * job.ranks_per_node - 1
-            self._injured("rank", job, f"kill -9 of rank {rank} of {job.name}{beside}", when)
+            self._add_injury("rank", job, f"kill -9 of rank {rank} of {job.name}{beside}", when)
             self.injuries[-1].neighbours = neighbours
-        self._healed(
+        self._await_healing(
             lambda: all([self._whole(injury, job) for injury, job in zip(self.injuries, (large, small), strict=True)]),
             "a rank that was killed did not come back",
         )
@@ -96,20 +96,20 @@ class Story:
     def _node_dies_with_spare(self, job: DemoJob) -> str:
         node = self.stage.node_of(job.name, 1)
         when = self.stage.power_off(node)
-        self._injured("node", job, f"power-off of {node}, with a spare node at hand", when)
-        self._healed(lambda: self._at(job, job.elements), f"{job.name} did not get the spare node")
+        self._add_injury("node", job, f"power-off of {node}, with a spare node at hand", when)
+        self._await_healing(lambda: self._at(job, job.elements), f"{job.name} did not get the spare node")
         return node
 
     def _node_dies_without_spare(self, large: DemoJob, small: DemoJob) -> None:
         node = self.stage.node_of(large.name, 0)
         when = self.stage.power_off(node)
-        self._injured(
+        self._add_injury(
             "node",
             large,
             f"power-off of {node}, none left: {large.name} weighs {large.weight:g}, {small.name} {small.weight:g}",
             when,
         )
-        self._healed(
+        self._await_healing(
             lambda: self._at(large, large.elements) and self._at(small, small.elements - 1),
             f"no node moved from {small.name} to {large.name}",
         )
@@ -117,8 +117,8 @@ class Story:
     def _node_returns(self, node: str, small: DemoJob) -> None:
         when = time.time()
         self.stage.cluster.power_on(node)
-        self._injured("join", small, f"{node} comes back repaired", when)
-        self._healed(lambda: self._at(small, small.elements), f"{node} was not given to {small.name}")
+        self._add_injury("join", small, f"{node} comes back repaired", when)
+        self._await_healing(lambda: self._at(small, small.elements), f"{node} was not given to {small.name}")
 
     # ------------------------------------------------------------ helpers
     def _at(self, job: DemoJob, nodes: int, iteration: int = 0) -> bool:
@@ -141,11 +141,11 @@ class Story:
             None,
         )
 
-    def _injured(self, kind: str, job: DemoJob, what: str, when: float) -> None:
+    def _add_injury(self, kind: str, job: DemoJob, what: str, when: float) -> None:
         self.injuries.append(Injury(kind, job.name, what, when))
         self.add_line(what)
 
-    def _healed(self, done: Callable[[], bool], complaint: str) -> None:
+    def _await_healing(self, done: Callable[[], bool], complaint: str) -> None:
         injury = self.injuries[-1]
         if injury.kind != "join":
             self._wait_until(lambda: self.record(injury) is not None, HEAL_SECONDS, f"nobody noticed: {injury.what}")

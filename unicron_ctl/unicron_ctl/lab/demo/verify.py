@@ -28,14 +28,14 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder, options = Path(saved), gpt_options.parse(words)
     device, backend = train_gpt.prepare(options)
-    undisturbed = Undisturbed(options, device, backend)
+    undisturbed = ReferenceRun(options, device, backend)
     files: dict[int, list[Path]] = defaultdict(list)
     for path in folder.glob("*.slot*.pt"):
         files[int(path.name.split(".")[0])].append(path)
     print(json.dumps({iteration: undisturbed.difference(iteration, files[iteration]) for iteration in sorted(files)}))
 
 
-class Undisturbed:
+class ReferenceRun:
     """One process with the whole model, which computes any iteration's gradient from given parameters."""
 
     def __init__(self, options: Any, device: Any, backend: str):
@@ -65,7 +65,7 @@ class Undisturbed:
 
         files = [torch.load(path, weights_only=True) for path in paths]
         self._put([source for file in files for source in _sources(file, "parameters")])
-        gradient = self._clipped(self._gradient(iteration))
+        gradient = self._clip(self._gradient(iteration))
         worst = 0.0
         for file in files:
             for source in _sources(file, "gradient"):
@@ -107,7 +107,7 @@ class Undisturbed:
         held = parts.parts(self._chunks, self._whole)
         return [(part, part.parameter.main_grad.detach().float().reshape(-1).cpu()) for part in held]
 
-    def _clipped(self, gradient: list[tuple[Any, Any]]) -> dict[str, list[Any]]:
+    def _clip(self, gradient: list[tuple[Any, Any]]) -> dict[str, list[Any]]:
         """Clips as Megatron's optimizer does: by the norm over all parameters. Returns the parts by name."""
         from unicron_transition.snapshot.parts import Source
 

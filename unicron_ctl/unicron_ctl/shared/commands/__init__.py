@@ -1,1 +1,1 @@
-"""What several commands share: options, times, listings, and the table of commands."""
+"""Code that several commands share: options, times, listings, and the table of commands."""

@@ -7,25 +7,17 @@ which the same is to be said are one line, with a host list.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
+from typing import Any, NamedTuple
 
 from rich.text import Text
 
 from unicron_ctl.shared.commands import trouble
 from unicron_ctl.shared.commands.times import duration, short
-from unicron_ctl.shared.protocol.answer_schema import (
-    Explanation,
-    Failure,
-    Job,
-    JobBase,
-    Node,
-    NodeEvent,
-    Status,
-)
-from unicron_ctl.shared.slurm.host_lists import folded as fold
-from unicron_ctl.shared.slurm.host_lists import natural
-from unicron_ctl.shared.system.columns import Listing
+from unicron_ctl.shared.protocol.answer_schema import Explanation, Failure, Job, JobBase, Node, NodeEvent, Status
+from unicron_ctl.shared.slurm.host_lists import fold, natural
+from unicron_ctl.shared.system.columns import Cell, Listing
 from unicron_detector.words import counted
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
@@ -46,7 +38,7 @@ def status(data: Status, folded: bool = False, chosen: bool = False) -> list[Lis
 
 
 def tables(data: Status, folded: bool = False, chosen: bool = False) -> list[Listing | Text]:
-    """... and all else."""
+    """Return the status without what needs an admin."""
     there = [job for job in data.jobs if not job.ended]
     held = [*_doubts(data), *paused_lines(data.controller.paused)]
     parts: list[Listing | Text] = [Text(line, style="yellow") for line in held]
@@ -90,46 +82,75 @@ def _foot(data: Status) -> str:
     return ", ".join(words)
 
 
-def jobs(listed: Sequence[Job], folded: bool = False, chosen: bool = False) -> Listing:
-    """The table of jobs. chosen: of a part of them. Its column `nodes`: those that train, of the most that the job can
-    use. `plan`: those that the planner gives it."""
+class Column(NamedTuple):
+    """One column of a table: all that it needs beside its field in `answer_schema`."""
+
+    heading: str
+    cell: Callable[[Any], Cell]
+    """Makes the cell of one item."""
+    leaves: int = 0
+    """Its place in the order in which a narrow terminal leaves columns out; 0: it stays."""
+    cut: bool = False
+    """A narrow terminal cuts its cells."""
+
+
+JOB_COLUMNS = (
+    Column("jobid", lambda job: job.job),
+    Column("name", lambda job: job.name, cut=True),
+    Column("state", lambda job: Text(job_state(job), style=STATE_STYLES.get(job.state, ""))),
+    Column("nodes", lambda job: f"{job.nodes}/{job.max_nodes}"),  # those that train, and the most that it can use
+    Column("plan", lambda job: "-" if job.ended or job.planned_nodes is None else str(job.planned_nodes)),
+    Column("iteration", lambda job: iterations(job)),
+    Column("s/iter", lambda job: number(job.iteration_seconds, 3), leaves=5),
+    Column("loss", lambda job: number(job.loss, 4), leaves=3),
+    Column("weight", lambda job: f"{job.weight:g}", leaves=1),
+    Column("WAF", lambda job: rate(job.waf, "").replace(" ", ""), leaves=2),
+    Column("gen", lambda job: str(job.generation), leaves=4),
+    Column("failures", lambda job: str(job.failures)),
+)
+FAILURE_COLUMNS = (
+    Column("when", lambda failure: short(failure.detected_at)),
+    Column("jobid", lambda failure: failure.job),
+    Column("where", lambda failure: failure.node if failure.kind == "node" else f"slot{failure.slot}"),
+    Column("sev", lambda failure: str(failure.severity)),
+    Column("cause", lambda failure: failure.cause),
+    Column("by", lambda failure: failure.detected_by.replace(" ", "-"), leaves=1),
+    Column("again", lambda failure: number(again_after(failure), 2)),  # seconds until the job trained again
+    Column("kept", lambda failure: str(failure.reused_micro_batches), leaves=3),
+    Column("twice", lambda failure: str(failure.recomputed_micro_batches), leaves=2),
+    Column("done", lambda failure: "; ".join(failure.actions) or failure.action),
+)
+
+
+def listing(columns: Sequence[Column], items: Iterable[object]) -> Listing:
+    """Return the table with a row for each item."""
+    optional = sorted((column for column in columns if column.leaves), key=lambda column: column.leaves)
     table = Listing(
-        "jobid",
-        "name",
-        "state",
-        "nodes",
-        "plan",
-        "iteration",
-        "s/iter",
-        "loss",
-        "weight",
-        "WAF",
-        "gen",
-        "failures",
-        optional=("weight", "WAF", "loss", "gen", "s/iter"),
-        cut=("name",),
+        *(column.heading for column in columns),
+        optional=[column.heading for column in optional],
+        cut=[column.heading for column in columns if column.cut],
     )
-    for job in trouble.jobs_by_trouble(listed) if folded else listed:
-        wanted = f"/{job.train_iterations}" if job.train_iterations else ""
-        table.add_row(
-            job.job,
-            job.name,
-            Text(job_state(job), style=STATE_STYLES.get(job.state, "")),
-            f"{job.nodes}/{job.max_nodes}",
-            "-" if job.ended or job.planned_nodes is None else str(job.planned_nodes),
-            f"{job.iteration}{wanted}" if job.iteration >= 0 else "-",
-            number(job.iteration_seconds, 3),
-            number(job.loss, 4),
-            f"{job.weight:g}",
-            rate(job.waf, "").replace(" ", ""),
-            str(job.generation),
-            str(job.failures),
-        )
+    for item in items:
+        table.add_row(*(column.cell(item) for column in columns))
+    return table
+
+
+def jobs(listed: Sequence[Job], folded: bool = False, chosen: bool = False) -> Listing:
+    """Return the table of jobs. chosen: they are a part of them."""
+    ordered = trouble.jobs_by_trouble(listed) if folded else listed
+    table = listing(JOB_COLUMNS, ordered)
+    for job in ordered:
         for note in job_notes(job):
             table.add_note(f"{job.job}: {note}")
     if not listed:
         table.add_note("no such job" if chosen else "no job yet: submit one with `sbatch --unicron`")
     return table
+
+
+def iterations(job: Job) -> str:
+    """Return the job's iteration, and how many it is to do where that is known."""
+    wanted = f"/{job.train_iterations}" if job.train_iterations else ""
+    return f"{job.iteration}{wanted}" if job.iteration >= 0 else "-"
 
 
 def job_state(job: Job) -> str:
@@ -140,43 +161,48 @@ def job_state(job: Job) -> str:
 
 
 def job_notes(job: Job) -> list[str]:
-    """The notes below the table of jobs, of one job."""
-    found = []
+    """Return the notes of one job below the table."""
+    found = [
+        *_obstacle_notes(job),
+        replicas(job),
+        spares(job),
+        blocks(job),
+        f"silent, not lost: element {', '.join(job.silent)}" if job.silent else "",
+        f"left out, since it and others do not reach each other: element {', '.join(job.left_out)}"
+        if job.left_out
+        else "",
+        "restart mode" if job.mode == "restart" and not job.ended else "",
+        goodput(job),
+        *_rank_notes(job),
+        not_finite(job),
+        _slow(job) if not job.ended else "",
+        f"last failure: {failure_text(job.last_failure)}" if job.last_failure else "",
+    ]
+    return [note for note in found if note]
+
+
+def _obstacle_notes(job: Job) -> Iterator[str]:
+    see = f"see `unicronctl explain {job.job}`"
     if job.set_aside and not job.ended:
-        found.append(f"set aside: see `unicronctl explain {job.job}`")
+        yield f"set aside: {see}"
     if job.waits:
-        found.append(f"{job.waits}: see `unicronctl explain {job.job}`")
+        yield f"{job.waits}: {see}"
     for one in job.barred:
-        found.append(f"{counted(len(one.elements), 'element')} cannot start: {one.reason} ({one.words})")
-    found += filter(None, (replicas(job), spares(job), blocks(job)))
-    if job.silent:
-        found.append(f"silent, not lost: element {', '.join(job.silent)}")
-    if job.left_out:
-        found.append(f"left out, since it and others do not reach each other: element {', '.join(job.left_out)}")
-    if job.mode == "restart" and not job.ended:
-        found.append("restart mode")
-    if said := goodput(job):
-        found.append(said)
-    starts = [rank.start for element in job.elements for rank in element.ranks]
-    if not job.ended and (cold := sum(start.startswith("cold") for start in starts)):
-        found.append(f"{cold} of {counted(len(starts), 'rank')} started cold: see `unicronctl explain {job.job}`")
-    ranks = [rank for element in job.elements for rank in element.ranks]
-    if not job.ended and (forgets := sum(bool(rank.forgets) for rank in ranks)):
-        found.append(
-            f"{forgets} of {counted(len(ranks), 'rank')} keep no state in memory: see `unicronctl explain {job.job}`"
-        )
-    if said := not_finite(job):
-        found.append(said)
-    if not job.ended and (slow := _slow(job)):
-        found.append(slow.removeprefix(", "))
-    if job.last_failure:
-        found.append(f"last failure: {failure_text(job.last_failure)}")
-    return found
+        yield f"{counted(len(one.elements), 'element')} cannot start: {one.reason} ({one.words})"
+
+
+def _rank_notes(job: Job) -> Iterator[str]:
+    ranks = [rank for element in job.elements for rank in element.ranks] if not job.ended else []
+    see = f"see `unicronctl explain {job.job}`"
+    if cold := sum(rank.start.startswith("cold") for rank in ranks):
+        yield f"{cold} of {counted(len(ranks), 'rank')} started cold: {see}"
+    if forgets := sum(bool(rank.forgets) for rank in ranks):
+        yield f"{forgets} of {counted(len(ranks), 'rank')} keep no state in memory: {see}"
 
 
 def replicas(job: JobBase) -> str:
-    """How a job's ranks make replicas, who waits to complete one, and how else it could run; empty where a rank is a
-    replica and nothing else is possible."""
+    """Return how a job's ranks make replicas, who waits to complete one, and how else it could run; "" where a rank is
+    a replica and nothing else is possible."""
     others = [name for name in job.layouts if name != job.layout]
     if (job.replica == 1 and not others) or job.ended:
         return ""
@@ -190,7 +216,7 @@ def replicas(job: JobBase) -> str:
 
 
 def goodput(job: JobBase) -> str:
-    """What came of the job's time; empty while nothing was lost."""
+    """Return the share of the job's time that was not lost; empty while nothing was lost."""
     if job.goodput is None or not job.lost_seconds:
         return ""
     return f"goodput {100.0 * job.goodput:.1f} %, {duration(job.lost_seconds)} lost"
@@ -224,15 +250,15 @@ def not_finite(job: JobBase) -> str:
 
 
 def _slow(job: Job) -> str:
-    """The straggler of a degraded job, and the peers that stand out, in a few words."""
-    slow, odd = job.degraded, ""
+    """Return the straggler of a degraded job, and the peers that stand out, in a few words."""
+    slow, found = job.degraded, []
+    if slow:
+        factor = f" {slow.slowdown:.1f}x" if slow.slowdown else ""
+        who = f"slot {slow.slot}{factor} in {slow.phase}"
+        found.append(f"slow: {who if slow.slot is not None else slow.phase or 'all ranks'}")
     if job.anomalies:
-        odd = ", odd: " + ", ".join(f"{item.peer} {item.metric}" for item in job.anomalies[:3])
-    if not slow:
-        return odd
-    factor = f" {slow.slowdown:.1f}x" if slow.slowdown else ""
-    who = f"slot {slow.slot}{factor} in {slow.phase}"
-    return f", slow: {who if slow.slot is not None else slow.phase or 'all ranks'}{odd}"
+        found.append("odd: " + ", ".join(f"{item.peer} {item.metric}" for item in job.anomalies[:3]))
+    return ", ".join(found)
 
 
 def nodes(listed: Sequence[Node], folded: bool = False) -> Listing:
@@ -297,7 +323,7 @@ class Together:
 
     def __iter__(self) -> Iterator[tuple[list[str], tuple[str, ...]]]:
         for words, names in self._groups.items():
-            yield names, tuple(trouble.named(word, names) for word in words)
+            yield names, tuple(trouble.with_names(word, names) for word in words)
 
 
 def _states(node: Node) -> Text:
@@ -320,14 +346,14 @@ def _remarks(node: Node) -> str:
 
 
 def node_event(event: NodeEvent, timed: bool = True) -> str:
-    """What the node said last, and what became of it."""
+    """Return the node's last event, and what became of it."""
     times = f" ({event.count} times)" if event.count > 1 and timed else ""
     when = f"{short(event.time)} " if timed else ""
     return f"{when}{event.source}: {event.text[:70]}{times}: {event.cause}, {event.action}"
 
 
 def health(node: Node, aged: bool = True) -> Text:
-    """What the admission checks and the paired test say, how old that is, and whether the node is a suspect."""
+    """Return the words of the admission checks and the paired test, their age, and whether the node is a suspect."""
     words, style, now = [], "", time.time()
     for name, report in (("", node.health), ("pair test ", node.pair_test)):
         if report is None:
@@ -346,35 +372,14 @@ def health(node: Node, aged: bool = True) -> Text:
 
 
 def failures(listed: Sequence[Failure]) -> Listing:
-    """The table of failures. `again`: seconds until the job trained again. `kept`, `twice`: micro-batches."""
-    table = Listing(
-        "when",
-        "jobid",
-        "where",
-        "sev",
-        "cause",
-        "by",
-        "again",
-        "kept",
-        "twice",
-        "done",
-        optional=("by", "twice", "kept"),
-    )
-    for failure in listed:
-        resumed = failure.stepped_at or failure.resumed_at
-        table.add_row(
-            short(failure.detected_at),
-            failure.job,
-            failure.node if failure.kind == "node" else f"slot{failure.slot}",
-            str(failure.severity),
-            failure.cause,
-            failure.detected_by.replace(" ", "-"),
-            f"{resumed - failure.detected_at:.2f}" if resumed else "-",
-            str(failure.reused_micro_batches),
-            str(failure.recomputed_micro_batches),
-            "; ".join(failure.actions) or failure.action,
-        )
-    return table
+    """Return the table of failures. `kept` and `twice` are micro-batches."""
+    return listing(FAILURE_COLUMNS, listed)
+
+
+def again_after(failure: Failure) -> float | None:
+    """Return the seconds until the job trained again; None before that."""
+    resumed = failure.stepped_at or failure.resumed_at
+    return resumed - failure.detected_at if resumed else None
 
 
 def explanation(data: Explanation) -> list[Listing | Text]:
@@ -410,7 +415,7 @@ def standing(data: Explanation) -> list[str]:
 
 
 def obstacles(data: Explanation) -> list[str]:
-    """What limits the job, and its plan."""
+    """Return the limits of the job, and its plan."""
     lines = []
     if said := not_finite(data):
         lines.append(f"{said}: the training goes on, and its snapshots and checkpoints have the same loss")
@@ -436,8 +441,8 @@ def obstacles(data: Explanation) -> list[str]:
 def failure_text(failure: Failure) -> str:
     """A failure and its remedy in a few words."""
     where = failure.node if failure.kind == "node" else f"slot {failure.slot}"
-    resumed = failure.stepped_at or failure.resumed_at
-    done = f", trained again after {resumed - failure.detected_at:.2f} s" if resumed else ""
+    again = again_after(failure)
+    done = f", trained again after {again:.2f} s" if again is not None else ""
     return f"{short(failure.detected_at)} {failure.kind} {where} SEV{failure.severity}{done}"
 
 
@@ -456,7 +461,7 @@ def number(value: float | None, digits: int) -> str:
 
 
 def paused_lines(until: dict[str, float]) -> list[str]:
-    """What is paused, a line each. until: by partition; 0 for no end."""
+    """Return a line for each pause. until: by partition; 0 for no end."""
     found = []
     for name, end in until.items():
         what = f"partition {name}" if name else "everything"

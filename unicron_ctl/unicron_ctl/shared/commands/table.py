@@ -5,7 +5,9 @@ The core names none of them. A room whose folder is gone takes its commands with
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
 
 from unicron_ctl.shared.system.release import DISTRIBUTION
 
@@ -21,15 +23,14 @@ class Command(NamedTuple):
     """One line for `unicronctl --help`."""
 
 
-def from_rooms(name: str) -> dict[str, Any]:
-    """The tables of that name in all rooms that are installed, as one: "COMMANDS" or "SCHEMAS"."""
+def rooms() -> Iterator[ModuleType]:
+    """The packages of all rooms that are installed."""
     from importlib import metadata  # slow to import, and not needed for the core's commands
 
     try:
         entries = metadata.distribution(DISTRIBUTION).entry_points
     except metadata.PackageNotFoundError:  # a copy that nobody has installed
-        return {}
-    found: dict[str, Any] = {}
+        return
     for entry in entries.select(group=GROUP):
         try:
             room = entry.load()
@@ -37,5 +38,4 @@ def from_rooms(name: str) -> dict[str, Any]:
             if error.name != entry.module:
                 raise
         else:
-            found |= getattr(room, name, {})
-    return found
+            yield room

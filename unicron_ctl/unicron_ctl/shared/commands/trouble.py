@@ -1,4 +1,4 @@
-"""How much is wrong with a job or a node, so that the worst comes first. Pure."""
+"""Ranks jobs and nodes by how much is wrong with them, so that the worst comes first. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from unicron_ctl.shared.protocol.answer_schema import Attention, Job, Node
-from unicron_ctl.shared.slurm.host_lists import folded, natural
+from unicron_ctl.shared.slurm.host_lists import fold, natural
 
 WRONG, HURT, ODD, FINE, OVER = range(5)
 _MARK = "\0"
@@ -40,11 +40,11 @@ def jobs_by_trouble(listed: Iterable[Job]) -> list[Job]:
 
 
 def needs_an_admin(listed: Iterable[Attention], together: bool) -> list[str]:
-    """What needs an admin, a line each. together: what is said of several nodes in the same words is one."""
+    """Return a line for each thing that needs an admin. together: one line for the same words about several nodes."""
     groups: dict[str, list[str]] = {}
     for item in listed:
         groups.setdefault(nameless(item.reason, item.node) if together else item.reason, []).append(item.node)
-    return [f"needs an admin: {named(said, names)}" for said, names in groups.items()]
+    return [f"needs an admin: {with_names(said, names)}" for said, names in groups.items()]
 
 
 def nameless(text: str, node: str, mark: str = _MARK) -> str:
@@ -52,6 +52,6 @@ def nameless(text: str, node: str, mark: str = _MARK) -> str:
     return re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", mark, text) if node and node in text else text
 
 
-def named(text: str, nodes: Sequence[str], mark: str = _MARK) -> str:
+def with_names(text: str, nodes: Sequence[str], mark: str = _MARK) -> str:
     """The text with these nodes' names, as a host list, where the mark is."""
-    return text.replace(mark, folded(nodes)) if mark in text else text
+    return text.replace(mark, fold(nodes)) if mark in text else text

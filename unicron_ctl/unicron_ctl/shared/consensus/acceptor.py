@@ -2,7 +2,11 @@
 
 IDLE -> CHECKING -> PROMISED    a proposer prepares a ballot, and the controller does not answer
 CHECKING, PROMISED -> IDLE      the controller speaks: the promise is withdrawn
-A proposal that was accepted stays accepted in every state, because a quorum may have accepted it.
+
+Invariant: `promised` and `prepared` only rise, and a proposal is accepted only in PROMISED and only of the ballot
+`promised`. So whoever has promised a ballot accepts no lower one, whatever comes late, and a ballot that a quorum has
+promised shows its proposer everything that a lower one may have chosen. `accepted` stays in every state, also when the
+promise is withdrawn: a quorum may have accepted it, and each later promise tells of it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from unicron_ctl.shared.protocol.peer_messages import NO_BALLOT, Ballot, Proposa
 
 
 class AcceptorState(enum.StrEnum):
-    """Where the acceptor is."""
+    """A state of the acceptor."""
 
     IDLE = "idle"
     CHECKING = "checking"  # whether the controller lives, before a promise
@@ -21,7 +25,7 @@ class AcceptorState(enum.StrEnum):
 
 
 class AcceptorEvent(enum.StrEnum):
-    """What happens to the acceptor."""
+    """An event of the acceptor."""
 
     PREPARE = "prepare"  # of a ballot above all that it knows
     PREPARE_AGAIN = "prepare again"  # of the promised ballot
@@ -32,7 +36,7 @@ class AcceptorEvent(enum.StrEnum):
 
 
 class AcceptorAction(enum.StrEnum):
-    """What the acceptor does about an event."""
+    """The acceptor's answer to an event."""
 
     IGNORE = "ignore"
     ASK_CONTROLLER = "ask controller"

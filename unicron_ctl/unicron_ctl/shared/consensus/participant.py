@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from unicron_ctl.shared.consensus.acceptor import Acceptor, AcceptorAction, AcceptorState
-from unicron_ctl.shared.consensus.controller_silence import ASK_SECONDS, AWAY_SECONDS, TELL_SECONDS, ControllerSilence
 from unicron_ctl.shared.consensus.proposals import Membership, is_agents_prefix, is_whole, proposal_for
 from unicron_ctl.shared.consensus.proposer import Proposer, ProposerState
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 from unicron_ctl.shared.protocol.peer_messages import (
     Accept,
-    Accepted,
+    Acceptance,
     AnyPeer,
     Ballot,
     Halt,
@@ -30,6 +29,39 @@ from unicron_ctl.shared.protocol.peer_messages import (
 REPEAT_SECONDS = 0.5  # between two requests for a plan; when no proposer has answered, the next one is asked
 TICK_SECONDS = 0.02  # between two ticks while something is going on
 INSTANCES_KEPT = 2  # the present one, and the one before, whose last messages may still come
+ASK_SECONDS = 1.0  # between an answer of the controller and the next question while something needs it
+TELL_SECONDS = 0.25  # without an answer; then a proposer is told
+AWAY_SECONDS = 0.7  # without an answer; then the controller counts as away
+
+
+class ControllerSilence:
+    """The time for which one agent's question to the controller has had no answer, on a clock that does not jump."""
+
+    def __init__(self) -> None:
+        self._asked_at: float | None = None
+        self._answered_at = float("-inf")
+
+    def on_question(self, now: float) -> None:
+        """The agent asks the controller for an answer."""
+        if self._asked_at is None:
+            self._asked_at = now
+
+    def on_answer(self, now: float) -> None:
+        """The controller has said something, whatever it is."""
+        self._asked_at, self._answered_at = None, now
+
+    @property
+    def waiting(self) -> bool:
+        """True while a question has no answer."""
+        return self._asked_at is not None
+
+    def may_ask(self, now: float) -> bool:
+        """True if no question is open and the last answer is old enough for another one."""
+        return self._asked_at is None and now - self._answered_at >= ASK_SECONDS
+
+    def seconds(self, now: float) -> float:
+        """For how long the open question has had no answer; 0 without one."""
+        return 0.0 if self._asked_at is None else now - self._asked_at
 
 
 class _Instance:
@@ -68,7 +100,7 @@ class Participant:
         self._store = ""
         self._next_proposer = 0
         self._requested_at = self._answered_at = float("-inf")  # a plan, by the proposers
-        self.agreed: wire.Agreed | None = None
+        self.agreed: wire.Agreement | None = None
         self.over = 0
         self.outbox: list[tuple[structs.Peer, AnyPeer]] = []
         self.orders: list[wire.Break | wire.Plan] = []
@@ -166,7 +198,7 @@ class Participant:
                 self._on_learn(instance, message, now)
             case Promise() if instance.proposer is not None:
                 instance.proposer.on_promise(message, now)
-            case Accepted() if instance.proposer is not None:
+            case Acceptance() if instance.proposer is not None:
                 instance.proposer.on_accepted(message, now)
             case Nack() if instance.proposer is not None:
                 instance.proposer.on_nack(message.ballot, now)
@@ -182,33 +214,19 @@ class Participant:
 
     def _answer_late(self, instance: _Instance, message: PlanRequest | Prepare | Accept | Halt, now: float) -> None:
         """Answer an agent that is still in a generation that is over here."""
-        to, learned = message.element, instance.learned
+        to, learned, header = message.element, instance.learned, self._header(instance)
         match message:
             case _ if learned is not None and is_whole(learned):
-                self._send(
-                    instance,
-                    to,
-                    Learn(**self._header(instance), proposal=proposal_for(learned, to, instance.membership)),
-                    now,
-                )
+                mine = proposal_for(learned, to, instance.membership)
+                self._send(instance, to, Learn(**header, proposal=mine), now)
             case Prepare() if learned is not None:
-                self._send(
-                    instance,
-                    to,
-                    Promise(
-                        generation=instance.number, element=self._me.element, ballot=message.ballot, accepted=learned
-                    ),
-                    now,
-                )
+                promise = self._promise(instance, message.ballot)
+                promise.accepted = learned
+                self._send(instance, to, promise, now)
             case Accept() if learned is not None and _prefix(message.proposal) == _prefix(learned):
-                self._send(instance, to, Accepted(**self._header(instance), ballot=message.ballot), now)
+                self._send(instance, to, Acceptance(**header, ballot=message.ballot), now)
             case Accept() if learned is not None:  # a lower ballot's: another plan has followed
-                self._send(
-                    instance,
-                    to,
-                    Nack(**self._header(instance), ballot=max(instance.acceptor.highest, learned.ballot)),
-                    now,
-                )
+                self._send(instance, to, Nack(**header, ballot=max(instance.acceptor.highest, learned.ballot)), now)
             case Prepare() | Accept() | Halt() if learned is None:
                 self._decline(instance, message.ballot, now)
 
@@ -221,12 +239,11 @@ class Participant:
                 self._send_promise(instance, message.element, now)
             case AcceptorAction.ACCEPTED:
                 assert isinstance(message, Accept)
-                self.agreed, self.status_due = _agreed(message.proposal, False), True
-                self._send(instance, message.element, Accepted(**self._header(instance), ballot=message.ballot), now)
+                self.agreed, self.status_due = _agreement(message.proposal, False), True
+                self._send(instance, message.element, Acceptance(**self._header(instance), ballot=message.ballot), now)
             case AcceptorAction.NACK:
-                self._send(
-                    instance, message.element, Nack(**self._header(instance), ballot=instance.acceptor.highest), now
-                )
+                nack = Nack(**self._header(instance), ballot=instance.acceptor.highest)
+                self._send(instance, message.element, nack, now)
             case AcceptorAction.DECLINE:
                 self._decline(instance, message.ballot, now)
 
@@ -244,12 +261,12 @@ class Participant:
         if instance.learned is None and message.generation == self._current and plan.generation > self._obeyed:
             instance.learned = instance.acceptor.accepted = proposal
             self._seen = max(self._seen, plan.generation)
-            self.agreed, self.status_due = _agreed(proposal, True), True
+            self.agreed, self.status_due = _agreement(proposal, True), True
             lost = [one.slot for one in proposal.lost]
             over = wire.Break(generation=plan.generation - 1, lost=lost, reason=plan.reason)
             self.orders += [over, plan]  # the ranks of an agent that was left out still run
             self._enter_generation(self._membership(plan, shared_plans.proposers(proposal.share), proposal.share.peers))
-        self._send(instance, message.element, Accepted(**self._header(instance), ballot=proposal.ballot), now)
+        self._send(instance, message.element, Acceptance(**self._header(instance), ballot=proposal.ballot), now)
 
     # ------------------------------------------------------------ time
     def seconds_to_tick(self, now: float) -> float:
@@ -333,25 +350,19 @@ class Participant:
     def _send_promise(self, instance: _Instance, element: int, now: float) -> None:
         """Promise the acceptor's ballot to a proposer, with the state of the ranks."""
         numbers = (max(status.generation, status.entering, status.broken) for status in self._ranks.values())
-        promise = Promise(
-            generation=instance.number,
-            element=self._me.element,
-            ballot=instance.acceptor.promised,
-            seen=max([self._seen, self._current, *numbers]),
-            store=self._store,
-            ranks=dict(self._ranks),
-            accepted=instance.acceptor.accepted,
-        )
+        promise = self._promise(instance, instance.acceptor.promised)
+        promise.seen, promise.store = max([self._seen, self._current, *numbers]), self._store
+        promise.ranks, promise.accepted = dict(self._ranks), instance.acceptor.accepted
         self._send(instance, element, promise, now)
 
     def _decline(self, instance: _Instance, ballot: Ballot, now: float) -> None:
         """Tell the ballot's proposer that the controller lives: there is no promise, or none any more."""
-        self._send(
-            instance,
-            ballot[1],
-            Promise(generation=instance.number, element=self._me.element, ballot=ballot, controller_alive=True),
-            now,
-        )
+        promise = self._promise(instance, ballot)
+        promise.controller_alive = True
+        self._send(instance, ballot[1], promise, now)
+
+    def _promise(self, instance: _Instance, ballot: Ballot) -> Promise:
+        return Promise(generation=instance.number, element=self._me.element, ballot=ballot)
 
     def _header(self, instance: _Instance) -> dict[str, int]:
         return {"generation": instance.number, "element": self._me.element}
@@ -368,9 +379,9 @@ def _prefix(proposal: Proposal) -> str:
     return shared_plans.whole(proposal.share).prefix
 
 
-def _agreed(proposal: Proposal, chosen: bool) -> wire.Agreed:
+def _agreement(proposal: Proposal, chosen: bool) -> wire.Agreement:
     plan = shared_plans.whole(proposal.share)
-    return wire.Agreed(
+    return wire.Agreement(
         generation=plan.generation,
         since=proposal.since,
         plan=plan,

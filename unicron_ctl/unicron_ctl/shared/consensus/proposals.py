@@ -19,7 +19,7 @@ PROPOSERS = 4  # agents that may stand in for the controller; when all of them a
 
 @dataclass(frozen=True)
 class Membership:
-    """Who decides what follows one generation: its plan, its agents by element, and those that may propose.
+    """The agents that decide what follows one generation: its plan, its agents by element, and those that may propose.
 
     Agents that are no proposers know only the proposers. per_node: ranks of an agent; its element is slot // per_node.
     """

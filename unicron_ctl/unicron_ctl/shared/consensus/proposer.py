@@ -22,7 +22,7 @@ from unicron_ctl.shared.protocol import shared_plans, structs
 from unicron_ctl.shared.protocol.peer_messages import (
     NO_BALLOT,
     Accept,
-    Accepted,
+    Acceptance,
     AnyPeer,
     Ballot,
     Halt,
@@ -44,7 +44,7 @@ IN_GENERATION = ("running", "entering", "stopped", "finished")  # states of a ra
 
 
 class ProposerState(enum.StrEnum):
-    """Where the proposer is."""
+    """A state of the proposer."""
 
     IDLE = "idle"
     PREPARING = "preparing"
@@ -54,7 +54,7 @@ class ProposerState(enum.StrEnum):
 
 
 class ProposerEvent(enum.StrEnum):
-    """What happens to the proposer."""
+    """An event of the proposer."""
 
     REQUESTED = "requested"  # ranks need a plan, and the controller does not answer
     FREE = "free"  # a quorum has promised, and nobody in it has accepted anything
@@ -124,7 +124,7 @@ class Proposer:
                     self.outbox.append((message.element, self._halt()))
         self.tick(now)
 
-    def on_accepted(self, message: Accepted, now: float) -> None:
+    def on_accepted(self, message: Acceptance, now: float) -> None:
         """An agent has accepted the proposal, or has learned that it was chosen."""
         if message.ballot == self._ballot and self.state in (ProposerState.ACCEPTING, ProposerState.TEACHING):
             self._accepted.add(message.element)

@@ -1,4 +1,4 @@
-"""How a job goes on after a Break: a pure function of where its survivors stopped (docs/design/paper.md,
+"""Decides how a job goes on after a Break: a pure function of where its survivors stopped (docs/design/paper.md,
 section 5; docs/design/micro-batch-reuse.md).
 
 Only complete replicas go on: those of which nobody is lost, and those that living ranks of the others compose. Who
@@ -21,7 +21,7 @@ from unicron_transition.generations import layout
 
 @dataclass(frozen=True)
 class Decision:
-    """How a job goes on after a Break.
+    """The way on for a job after a Break.
 
     members: who goes on, replica-major. unusable: survivors that cannot, by slot with the reason; they count as
     lost. step: whoever is synced at this iteration steps. iteration: the one that is computed next, with its
@@ -54,7 +54,7 @@ class _Way(NamedTuple):
 
 
 class _Position(NamedTuple):
-    """Where a rank stands, "stepped at i" being "i + 1 with nothing done"."""
+    """The position of a rank: "stepped at i" is "i + 1 with nothing done"."""
 
     iteration: int
     synced: bool
@@ -89,24 +89,21 @@ def decide(
         return _decision(list(alike.kept), {}, alike, total, size, again, lost_share, lost_iteration)
     sharded = any(status.shards for status in survivors.values())
     usable, unusable = _usable(survivors, total) if size == 1 else _sound(survivors, total)
-    top = max([position.iteration for position in usable.values()], default=0)
+    top = max((position.iteration for position in usable.values()), default=0)
     if not sharded:
         top = max(top, finished_at or 0)
         _leave_behind(usable, unusable, top)
-    if not usable:
-        return None
     healthy, composed, standbys = _replicas(usable, size, former)
-    members = layout.arranged([*healthy, *composed])
+    members = layout.arrange([*healthy, *composed])
     if not members:
         return None
     way = _newest(survivors, members, healthy, size) if sharded else _step_rule(usable, top, members, healthy)
     if way is None:
         return None
-    doubled = _doubled(way.kept, size)
-    if doubled:
+    if doubled := _duplicates(way.kept, size):
         return Decision([], {**unusable, **doubled}, None, way.iteration, {}, 0, 0, 0, "")
-    if size > 1:  # what broken replicas have finished is in no complete gradient
-        again |= {i for p in usable.values() if p.iteration == way.iteration for i in p.done}
+    if size > 1:
+        again |= _in_no_gradient(usable.values(), way.iteration)
     return _decision(members, unusable, way, total, size, again, lost_share, lost_iteration, standbys)
 
 
@@ -215,7 +212,13 @@ def _no_indices(done: Sequence[int], total: int) -> str:
     return f"reported micro-batches {done[:50]} of {total}: not a set of valid indices"
 
 
-def _doubled(kept: Mapping[int, Sequence[int]], size: int) -> dict[int, str]:
+def _in_no_gradient(positions: Iterable[_Position], iteration: int) -> set[int]:
+    """Return the micro-batches that ranks of broken replicas have finished: no complete gradient has them, unless a
+    healthy replica does."""
+    return {index for position in positions if position.iteration == iteration for index in position.done}
+
+
+def _duplicates(kept: Mapping[int, Sequence[int]], size: int) -> dict[int, str]:
     """Heads of replicas that have what another one has, too: with single ranks that is found out before."""
     owner: dict[int, int] = {}
     found = {}
@@ -290,10 +293,10 @@ def _step_rule(
 ) -> _Way:
     """The commit rule. What a replica keeps is what all of its ranks have, of the iteration that goes on."""
     if any(usable[slot].iteration < top for slot in members):  # synced there: others have stepped it, so must they
-        return _Way(top - 1, top, _kept(usable, healthy, top))
+        return _Way(top - 1, top, _common_micro_batches(usable, healthy, top))
     if all(usable[slot].synced for slot in members):
         return _Way(top, top + 1, {})
-    return _Way(None, top, _kept(usable, healthy, top))
+    return _Way(None, top, _common_micro_batches(usable, healthy, top))
 
 
 def _newest(
@@ -310,10 +313,12 @@ def _newest(
         for slot, status in survivors.items()
         if status.phase != "stepped"
     }
-    return _Way(None, state[1], _kept(at, healthy, state[1]), state)
+    return _Way(None, state[1], _common_micro_batches(at, healthy, state[1]), state)
 
 
-def _kept(positions: Mapping[int, _Position], healthy: Iterable[Sequence[int]], iteration: int) -> dict[int, list[int]]:
+def _common_micro_batches(
+    positions: Mapping[int, _Position], healthy: Iterable[Sequence[int]], iteration: int
+) -> dict[int, list[int]]:
     """By head: the micro-batches of the iteration that all ranks of a healthy replica have."""
     found: dict[int, list[int]] = {}
     for replica in healthy:

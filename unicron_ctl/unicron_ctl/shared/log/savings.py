@@ -1,4 +1,4 @@
-"""What acting would have saved in the partitions that are only observed: a pure function over the log.
+"""The savings that acting would have brought in partitions that are only observed: a pure function over the log.
 
 While the plan would give a job more nodes than it trains on, the difference is what acting would have brought: nodes
 that idle because nobody starts its lost elements on them. Transitions are not taken off, so it is an upper bound.
@@ -13,11 +13,11 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
 
 WEEK_SECONDS = 7 * 86400.0
-KINDS = (records.Observed, records.Entered, records.JobEnded)  # all that it needs of a log
+KINDS = (records.ActionObserved, records.GenerationEntered, records.JobEnded)  # all that it needs of a log
 PLAN = "plan"
 
 
-def saved(
+def observed_week(
     events: Iterable[Event],
     since: float,
     until: float,
@@ -37,10 +37,10 @@ def saved(
         if isinstance(record, records.JobEnded):
             planned.pop(event.job, None)
             nodes.pop(event.job, None)
-        elif isinstance(record, records.Entered):
+        elif isinstance(record, records.GenerationEntered):
             per_node = max(1, ranks_per_node.get(event.job, 1))
             nodes[event.job] = len({slot // per_node for slot in record.members})
-        elif isinstance(record, records.Observed):
+        elif isinstance(record, records.ActionObserved):
             if record.action == PLAN:
                 planned[event.job] = record.nodes
             else:

@@ -44,12 +44,12 @@ class _SavedState(msgspec.Struct):
     last_event: int
 
 
-_saved = msgspec.msgpack.Decoder(_SavedState)
+_state_decoder = msgspec.msgpack.Decoder(_SavedState)
 
 
 @dataclass(frozen=True)
 class Copy:
-    """What is in a copy. events: how many; last: the last one's id, and `at` its time, seconds since 1970."""
+    """The content of a copy. events: how many; last: the last one's id, and `at` its time, seconds since 1970."""
 
     events: int
     last: int
@@ -68,10 +68,12 @@ def backup(folder: Path, target: Path) -> Copy:
     with _in_one_line(target), tempfile.TemporaryDirectory(prefix="unicron-backup-", dir=target.parent) as place:
         log = Path(place) / LOG_FILE
         os.close(os.open(log, os.O_CREAT | os.O_WRONLY, 0o600))
-        with contextlib.closing(sqlite3.connect(":memory:")) as read, _opened(log) as copy:
+        with contextlib.closing(sqlite3.connect(":memory:")) as read, _open_log(log) as copy:
             with as_owner(folder):  # SQLite removes what stands beside a log and was left by a crash
                 key = _key(folder)
-                with _opened(source) as live:  # a controller with a lease cannot write meanwhile: no disk is waited for
+                with _open_log(
+                    source
+                ) as live:  # a controller with a lease cannot write meanwhile: no disk is waited for
                     live.execute("PRAGMA busy_timeout=10000")
                     live.backup(read)
             read.backup(copy)
@@ -87,7 +89,7 @@ def backup(folder: Path, target: Path) -> Copy:
                 file.flush()
                 os.fsync(file.fileno())
             with draft.open("rb") as written:
-                found = _unpacked(draft, written, Path(tempfile.mkdtemp(dir=place)))
+                found = _unpack(draft, written, Path(tempfile.mkdtemp(dir=place)))
             os.link(draft, target)  # unlike a rename it overwrites nothing
         finally:
             draft.unlink(missing_ok=True)
@@ -150,7 +152,7 @@ def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
             shutil.rmtree(left, ignore_errors=True)
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix=DRAFT, dir=folder))
         fresh = Path(place)
-        found = _unpacked(file, source, fresh)
+        found = _unpack(file, source, fresh)
         taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.at))
         reason = (
             f"the log was restored from a backup of {taken}; what came later is not in it. Nothing in Slurm is changed "
@@ -179,7 +181,7 @@ def _in_one_line(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+def _open_log(path: Path) -> Iterator[sqlite3.Connection]:
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=10.0)) as log:
         try:
             yield log
@@ -203,7 +205,7 @@ def _alone(folder: Path) -> Iterator[int]:
             os.close(lock)
 
 
-def _unpacked(file: Path, opened: BinaryIO, place: Path) -> Copy:
+def _unpack(file: Path, opened: BinaryIO, place: Path) -> Copy:
     """Unpacks a copy and looks whether all of it is sound. file: its name. Raises UserError."""
     try:
         with tarfile.open(fileobj=opened, mode="r:") as bundle:
@@ -226,12 +228,12 @@ def _unpacked(file: Path, opened: BinaryIO, place: Path) -> Copy:
     key = place / SECRET_FILE
     if key.is_file() and not is_key(key.read_text(errors="replace").strip()):
         raise UserError(f"{file}: the key in it is damaged")
-    return _examined(file, place / LOG_FILE, key.is_file())
+    return _examine(file, place / LOG_FILE, key.is_file())
 
 
-def _examined(file: Path, log: Path, key: bool) -> Copy:
+def _examine(file: Path, log: Path, key: bool) -> Copy:
     """Reads all of a log. Raises UserError."""
-    with _opened(log) as db:
+    with _open_log(log) as db:
         verdict = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if verdict != "ok":
             raise UserError(f"{file}: the log in it is damaged ({verdict})")
@@ -241,7 +243,7 @@ def _examined(file: Path, log: Path, key: bool) -> Copy:
         for event in store.replay():
             last, at, count = event.id, event.time, count + 1
         for number, state in store.states():
-            if (found := _saved.decode(state).last_event) != number:
+            if (found := _state_decoder.decode(state).last_event) != number:
                 raise StoreError(f"the state in it at event {number} is of event {found}")
             last = max(last, number)
     except StoreError as error:
@@ -259,7 +261,7 @@ def _mark(log: Path, mine: int, unseen: int, replaced: Path, term: int, taken: f
     id; unseen: the one to go on from where the log that it replaces cannot be read."""
     before, last = Holder(), unseen
     if replaced.is_file():
-        with contextlib.suppress(UserError, sqlite3.Error), _opened(replaced) as db:
+        with contextlib.suppress(UserError, sqlite3.Error), _open_log(replaced) as db:
             last = max(mine, db.execute("SELECT max(id) FROM event").fetchone()[0] or 0)
             row = db.execute("SELECT number, holder, lease, beat FROM term").fetchone()
             before = Holder(*row) if row else before
@@ -269,7 +271,7 @@ def _mark(log: Path, mine: int, unseen: int, replaced: Path, term: int, taken: f
         number = max(term, before.number + 1, holder.number + 1)
         store.begin_term(Holder(number, "unicronctl restore"), holder)
         now = max(time.time(), taken)
-        store.append([Event(last + 1, now, "", 0, records.Restored(taken=taken, reason=reason))])
+        store.append([Event(last + 1, now, "", 0, records.LogRestored(taken=taken, reason=reason))])
     finally:
         store.close()
     log.with_name(f"{log.name}-journal").unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.naming import nodes_of
 from unicron_ctl.shared.log.records import Event, Record
-from unicron_ctl.shared.log.thinning import POLICIES, Kept, redundant
+from unicron_ctl.shared.log.thinning import POLICIES, Retention, redundant
 from unicron_ctl.shared.system.errors import UserError
 from unicron_detector.formats import LOG
 
@@ -33,11 +33,11 @@ READ_COUNTS = 4  # a row of which the record is read counts as so many
 
 LASTING = (
     records.JobRegistered,
-    records.Reallocated,
+    records.JobReallocated,
     records.Break,
     records.PlanMade,
     records.Offer,
-    records.Adopted,
+    records.GenerationAdopted,
     records.NumberUsed,
     records.JobEnded,
     records.SlurmAction,
@@ -75,7 +75,7 @@ def nothing() -> None:
     """Tells nobody how far it is."""
 
 
-def told(found: Iterable[T], progress: Progress) -> Iterator[T]:
+def with_progress(found: Iterable[T], progress: Progress) -> Iterator[T]:
     """Passes everything on, and calls `progress` every now and then."""
     for count, one in enumerate(found):
         if not count % TOLD_EVERY:
@@ -87,11 +87,11 @@ class StoreError(UserError):
     """The log cannot be read or written; one line that says what to do."""
 
 
-class Locked(StoreError):
+class LogLocked(StoreError):
     """Another process is in the middle of a transaction."""
 
 
-class Damaged(StoreError):
+class LogDamaged(StoreError):
     """The file is not as SQLite wrote it. why: in SQLite's words."""
 
     def __init__(self, path: Path, why: str) -> None:
@@ -103,7 +103,7 @@ class NoRoom(StoreError):
     """The disk is full; that may pass."""
 
 
-class Fenced(StoreError):
+class LogTakenOver(StoreError):
     """Another controller has taken the log over: this one must not decide or say anything more."""
 
 
@@ -126,7 +126,7 @@ class Tail(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EventFilter:
     """Which events are asked for.
 
     jobs: of these ("" for what is of no job). kinds: of these, if any is named. without: of none of these. nodes: that
@@ -151,7 +151,7 @@ class Wanted:
         return self.nodes if job or self.nodes_of_no_job is None else self.nodes_of_no_job
 
 
-ALL = Wanted()
+ALL = EventFilter()
 
 
 class Store:
@@ -182,7 +182,7 @@ class Store:
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror}: choose another state_dir") from None
         except sqlite3.Error as error:
-            raise _explained(self.path, error) from None
+            raise _store_error(self.path, error) from None
 
     def _set_journal(self, mode: str) -> None:
         """Raises StoreError where the file stays in another mode: somebody else has it open."""
@@ -195,19 +195,19 @@ class Store:
         try:
             row = self._db.execute(_HOLDER).fetchone()
         except sqlite3.Error as error:
-            raise _explained(self.path, error) from None
+            raise _store_error(self.path, error) from None
         return Holder(*row) if row else Holder()
 
     def begin_term(self, fresh: Holder, last: Holder) -> None:
-        """Makes the log `fresh`'s, if it is `last`'s still. Whoever had it can write no more. Raises Fenced."""
+        """Makes the log `fresh`'s, if it is `last`'s still. Whoever had it can write no more. Raises LogTakenOver."""
         with self._transaction(lasting=True, checked=False):
             if self.holder() != last:
-                raise Fenced(f"{self.path}: another unicrond has just taken it over")
+                raise LogTakenOver(f"{self.path}: another unicrond has just taken it over")
             self._db.execute("INSERT OR REPLACE INTO term VALUES (1, ?, ?, ?, ?)", fresh)
         self.term = fresh.number
 
     def renew(self) -> None:
-        """Counts one renewal of the lease. Raises Fenced when the log is another's by now."""
+        """Counts one renewal of the lease. Raises LogTakenOver when the log is another's by now."""
         with self._transaction():
             self._db.execute("UPDATE term SET beat = beat + 1")
 
@@ -230,9 +230,9 @@ class Store:
         """
         rows = self._db.execute("SELECT id, job, kind FROM event WHERE id > ? ORDER BY id", (after,))
         try:
-            doomed = redundant(told(rows, progress))
+            doomed = redundant(with_progress(rows, progress))
         except sqlite3.Error as error:
-            raise _explained(self.path, error) from None
+            raise _store_error(self.path, error) from None
         if doomed:
             with self._transaction():
                 self._db.executemany("DELETE FROM event WHERE id = ?", ((number,) for number in doomed))
@@ -261,7 +261,7 @@ class Store:
                     self._db.execute(f"PRAGMA incremental_vacuum({FORGET_RECORDS})").fetchall()
                 yield 0
         except sqlite3.Error as error:
-            raise _explained(self.path, error) from None
+            raise _store_error(self.path, error) from None
 
     def _in_pieces(self, found: Iterator[tuple[int, int] | None]) -> Generator[int, None, None]:
         """Deletes what is found, so much at a time. found: (id, bytes), None for a record that stays."""
@@ -279,17 +279,17 @@ class Store:
             self._delete(doomed)
             yield len(doomed)
 
-    def _aged(self, kind: str, kept: Kept, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
+    def _aged(self, kind: str, kept: Retention, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
         """(id, bytes) of the records of a kind that may go, None for one that stays."""
         if kept.last_of_node:
-            yield from self._superseded(kind, upto, before)
+            yield from self._aged_but_last(kind, upto, before)
             return
         for number, time, length in self._pages("time, length(payload)", "kind = ? AND id <= ?", (kind, upto)):
             if time >= before:
                 return
             yield number, length
 
-    def _superseded(self, kind: str, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
+    def _aged_but_last(self, kind: str, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
         """(id, bytes) of the records that may go; None for the last one of each node, which stays."""
         latest: dict[str, tuple[int, int] | None] = {}
         for number, time, payload in self._pages("time, payload", "kind = ?", (kind,)):
@@ -306,7 +306,7 @@ class Store:
             yield number, length
 
     def _bytes(self) -> int:
-        """What the log takes, without the room that is free in its file."""
+        """Return the bytes that the log takes, without the room that is free in its file."""
         return self._pragma("page_count") * self._pragma("page_size") - self._free()
 
     def _free(self) -> int:
@@ -361,7 +361,7 @@ class Store:
                 if counts:
                     chosen.append((number, length))
         except sqlite3.Error as error:
-            raise _explained(self.path, error) from None
+            raise _store_error(self.path, error) from None
         finally:
             for cursor in cursors:
                 cursor.close()
@@ -380,7 +380,7 @@ class Store:
         try:
             found = self._db.execute("SELECT event, state FROM state ORDER BY event DESC").fetchall()
         except sqlite3.Error as error:
-            raise _explained(self.path, error) from None
+            raise _store_error(self.path, error) from None
         return [(int(event), bytes(state)) for event, state in found]
 
     def open_to_others(self) -> str:
@@ -396,7 +396,7 @@ class Store:
                 return f"others can write {path}: `chmod go-w {path}`"
         return ""
 
-    def tail(self, after: int = 0, limit: int = 1000, wanted: Wanted = ALL) -> Tail:
+    def tail(self, after: int = 0, limit: int = 1000, wanted: EventFilter = ALL) -> Tail:
         """The events with an id above `after`, oldest first, that are wanted; with more than `limit` of them, or more
         than TAIL_BYTES, and after = 0 the newest ones. No more than TAIL_ROWS are looked at: where it is cut there may
         be none of those that are asked for.
@@ -422,7 +422,7 @@ class Store:
                     break
         return Tail(chosen if after else chosen[::-1], read if cut else None)
 
-    def _rows(self, after: int, wanted: Wanted) -> Generator[tuple[int, float, str, str, int, bytes], None, None]:
+    def _rows(self, after: int, wanted: EventFilter) -> Generator[tuple[int, float, str, str, int, bytes], None, None]:
         """(id, time, job, kind, bytes, record) of the events of the wanted jobs, or else kinds: oldest first, or newest
         first with after = 0; as many as are asked for. The record is empty where it need not be read, or is larger
         than TAIL_BYTES."""
@@ -439,7 +439,7 @@ class Store:
                 cursors.append(self._db.execute(what, (*span, *value)))
             yield from heapq.merge(*cursors, reverse=not after)
         except sqlite3.Error as error:
-            raise _explained(self.path, error) from None
+            raise _store_error(self.path, error) from None
         finally:
             for cursor in cursors:
                 cursor.close()
@@ -484,16 +484,16 @@ class Store:
     @contextlib.contextmanager
     def _transaction(self, lasting: bool = False, checked: bool = True) -> Iterator[None]:
         """All that is written within it, or nothing. lasting: it is on the disk when this returns. checked: Raises
-        Fenced, and writes nothing, where the log is another controller's."""
+        LogTakenOver, and writes nothing, where the log is another controller's."""
         try:
             self._db.execute(f"PRAGMA synchronous={'FULL' if lasting or self._shared else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             if checked and (holder := self.holder()).number != self.term:
-                raise Fenced(f"{self.path}: {holder.name} has taken it over: this unicrond ends")
+                raise LogTakenOver(f"{self.path}: {holder.name} has taken it over: this unicrond ends")
             yield
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
-            raise _explained(self.path, error) from None
+            raise _store_error(self.path, error) from None
         finally:
             if self._db.in_transaction:
                 with contextlib.suppress(sqlite3.Error):  # what went wrong before is what counts
@@ -504,7 +504,7 @@ class Store:
             for id_, time, job, generation, kind, payload in self._db.execute(query, values):
                 yield Event(id_, time, job, generation, records.decode(kind, payload))
         except (sqlite3.Error, ValueError) as error:
-            raise _explained(self.path, error) from None
+            raise _store_error(self.path, error) from None
 
 
 def _names_one(kind: str, payload: bytes, names: Collection[str]) -> bool:
@@ -533,12 +533,12 @@ def _tag(kind: type[Record]) -> str:
     return str(kind.__struct_config__.tag)
 
 
-def _explained(path: Path, error: Exception) -> StoreError:
+def _store_error(path: Path, error: Exception) -> StoreError:
     text = str(error)
     if "locked" in text or "busy" in text:
-        return Locked(f"{path}: locked by another process: is another unicrond running on this state_dir?")
+        return LogLocked(f"{path}: locked by another process: is another unicrond running on this state_dir?")
     if "full" in text:
         return NoRoom(f"{path}: the disk is full: make room, nothing that was decided is lost")
     if "malformed" in text or "not a database" in text or isinstance(error, ValueError):
-        return Damaged(path, text)
+        return LogDamaged(path, text)
     return StoreError(f"{path}: {text}")

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from unicron_ctl.shared.log.store import Fenced, Holder, NoRoom, Store, StoreError, peek
+from unicron_ctl.shared.log.store import Holder, LogTakenOver, NoRoom, Store, StoreError, peek
 from unicron_ctl.shared.system.errors import UserError
 
 LOG_FILE = "events.sqlite"
@@ -36,7 +36,7 @@ LOST_SECONDS = 10.0  # for which a controller that cannot renew waits, doing not
 log = logging.getLogger("unicron.controller")
 
 
-class Held(UserError):
+class FolderHeld(UserError):
     """Another controller has the state folder; the text says which."""
 
 
@@ -90,7 +90,7 @@ def claim(
     """Begins a term on the log in `folder`, with a lease or for as long as the process lives.
 
     watch: what was seen of the lease in earlier tries. prepare: called once the term could begin; no term begins where
-    it raises. Raises Held when another controller may be at work, StoreError and UserError.
+    it raises. Raises FolderHeld when another controller may be at work, StoreError and UserError.
     """
     watch = watch or Watch()
     try:
@@ -115,21 +115,21 @@ def claim(
 
 
 def _begin_after(folder: Path, last: Holder | None, held: set[int], watch: Watch) -> bool:
-    """Whether the last holder may live, and its lease is over. last: None where it cannot be told. Raises Held."""
+    """Whether the last holder may live and its lease is over. last: None where that is not known. Raises FolderHeld."""
     if not held:
         return False
     if last is None or max(held) > last.number:
-        raise _held(folder)
+        raise _folder_held(folder)
     if last.number not in held:
         return False
     if watch.stands_still(last):
         return True
-    raise _held(folder, last.name)
+    raise _folder_held(folder, last.name)
 
 
-def _held(folder: Path, name: str = "") -> Held:
+def _folder_held(folder: Path, name: str = "") -> FolderHeld:
     who = f" ({name})" if name else ""
-    return Held(
+    return FolderHeld(
         f"{folder}: another unicrond runs on this state folder{who}; stop it first or choose another with --state-dir"
     )
 
@@ -139,14 +139,14 @@ def _begin_term(folder: Path, store: Store, last: Holder, leased: bool, stolen: 
     number = max(last.number + 1, *(each + 1 for each in terms(folder)), int(time.time()))
     lock = lock_of(folder, number)
     if lock is None:
-        raise Held(f"{folder}: another unicrond starts on this state folder")
+        raise FolderHeld(f"{folder}: another unicrond starts on this state folder")
     try:
         name = f"{socket.gethostname()} process {os.getpid()}"
         lease = LEASE_SECONDS if leased else 0.0
         store.begin_term(Holder(number, name, lease), last)
-    except Fenced as error:
+    except LogTakenOver as error:
         os.close(lock)
-        raise Held(str(error)) from None
+        raise FolderHeld(str(error)) from None
     except BaseException:
         os.close(lock)
         raise
@@ -224,7 +224,7 @@ class Tenure:
         """Whether it may act at this moment."""
         return not self._lost and (not self.lease or self._now() < self._until)
 
-    def renewed(self, at: float) -> None:
+    def note_renewal(self, at: float) -> None:
         """A renewal that began `at` has been written."""
         self._until = at + self.lease
 
@@ -233,11 +233,13 @@ class Tenure:
         self._lost = self._lost or reason
 
     def assure(self) -> None:
-        """Returns once it may act: at once, unless a renewal is late. Raises Fenced when it is over."""
+        """Returns once it may act: at once, unless a renewal is late. Raises LogTakenOver when it is over."""
         until = self._now() + LOST_SECONDS
         while not self.valid:
             if self._lost or self._now() >= until:
-                raise Fenced(self._lost or f"the log could not be written for {LOST_SECONDS:g} s: this unicrond ends")
+                raise LogTakenOver(
+                    self._lost or f"the log could not be written for {LOST_SECONDS:g} s: this unicrond ends"
+                )
             time.sleep(0.01)
 
 
@@ -250,7 +252,7 @@ class Renewal:
         self._thread = threading.Thread(target=self._run, name="unicron-lease", daemon=True)
         began = clock()
         store.renew()  # the log was read meanwhile
-        tenure.renewed(began)
+        tenure.note_renewal(began)
         self._thread.start()
 
     def _run(self) -> None:
@@ -263,10 +265,10 @@ class Renewal:
                     store = Store(self._path, shared=True)
                     store.term = self._term
                 store.renew()
-                self._tenure.renewed(began)
+                self._tenure.note_renewal(began)
                 self._each()
                 late = False
-            except Fenced as error:
+            except LogTakenOver as error:
                 self._tenure.end(str(error))
                 return
             except (StoreError, OSError) as error:

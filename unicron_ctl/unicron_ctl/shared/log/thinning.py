@@ -1,4 +1,4 @@
-"""How long each kind of record stays in the log, so that the log is bounded by what lives and not by time.
+"""The time for which each kind of record stays in the log, so that what lives bounds the log, and not time.
 
 The controller's state is saved from time to time (`Store.save_state`): no start needs a record that is older than both
 states that are kept. So what is here says only how long people can read a record, and what a start has to fold again.
@@ -23,7 +23,7 @@ KEPT_LAST = RECENT_STEPS + 1
 _STEP = str(Step.__struct_config__.tag)
 
 
-class Kept(NamedTuple):
+class Retention(NamedTuple):
     """For how many seconds records of a kind stay. last_of_node: the last one of each node stays beyond. summed: also
     while the sum of what is only observed has not been made of it."""
 
@@ -32,42 +32,48 @@ class Kept(NamedTuple):
     summed: bool = False
 
 
-SHORT = Kept(DAY)
+SHORT = Retention(DAY)
 """Large records, which name every rank of a job, and those that come all the time."""
-LONG = Kept(14 * DAY)
-POLICIES: dict[type[Record], Kept] = {
+LONG = Retention(14 * DAY)
+POLICIES: dict[type[Record], Retention] = {
     # ---- plans and what belongs to them: up to a megabyte each for a large job
-    **dict.fromkeys((records.PlanMade, records.Offer, records.Adopted, records.Break, records.Reinstated), SHORT),
-    **dict.fromkeys((records.Parted, records.Rejoined, records.StateAwaited, records.LastCopy), SHORT),
-    **dict.fromkeys((records.Allotted, records.Spares, records.NewcomersWait, records.Stacks, records.Hang), SHORT),
-    records.Entered: SHORT._replace(summed=True),
+    **dict.fromkeys(
+        (records.PlanMade, records.Offer, records.GenerationAdopted, records.Break, records.MembersReinstated), SHORT
+    ),
+    **dict.fromkeys((records.ElementCutOff, records.ElementReconnected, records.StateAwaited, records.LastCopy), SHORT),
+    **dict.fromkeys(
+        (records.ElementsAllotted, records.Spares, records.NewcomersWait, records.Stacks, records.Hang), SHORT
+    ),
+    records.GenerationEntered: SHORT._replace(summed=True),
     # ---- what comes all the time
-    **dict.fromkeys((Step, records.Steady, records.Timing, records.RanksReady, records.RankStart), SHORT),
+    **dict.fromkeys((Step, records.WorldProved, records.Timing, records.RanksReady, records.RankStart), SHORT),
     **dict.fromkeys((records.ExitNoted, records.StartedCold, records.LedgerViolation, records.BadMessage), SHORT),
     **dict.fromkeys((records.RegistrationRefused, records.AdmissionWaits, records.NodeEventsDropped), SHORT),
     **dict.fromkeys((records.Silence, records.TakeDeferred, records.TakeWithheld, records.InjectRefused), SHORT),
-    records.Told: SHORT,
+    records.NoticesSent: SHORT,
     records.NodeHealth: SHORT._replace(last_of_node=True),
     # ---- what people ask for later: jobs, failures, nodes, what was asked of Slurm
-    **dict.fromkeys((records.JobRegistered, records.JobConfirmed, records.Reallocated, records.JobSetAside), LONG),
+    **dict.fromkeys((records.JobRegistered, records.JobConfirmed, records.JobReallocated, records.JobSetAside), LONG),
     **dict.fromkeys((records.AgentRegistered, records.AgentConfirmed, records.AgentGone, records.AgentBack), LONG),
-    records.Noticed: LONG,
+    records.EndNotice: LONG,
     **dict.fromkeys((records.FailureDetected, records.FailureVerdict, records.FailureAction), LONG),
-    **dict.fromkeys((records.Healed, records.NeedsAdmin), LONG),
+    **dict.fromkeys((records.JobHealed, records.NeedsAdmin), LONG),
     **dict.fromkeys((records.LeaveOut, records.ActionFailed, records.NumberUsed, records.OfferWithdrawn), LONG),
     **dict.fromkeys((records.Reform, records.LayoutWanted, records.LayoutChosen), LONG),
-    **dict.fromkeys((records.NoCopies, records.CopiesRefused, records.Injected), LONG),
-    **dict.fromkeys((records.Degraded, records.DegradedOver, records.Overdue), LONG),
+    **dict.fromkeys((records.NoCopies, records.CopiesRefused, records.FaultInjected), LONG),
+    **dict.fromkeys((records.JobDegraded, records.JobDegradedOver, records.Overdue), LONG),
     **dict.fromkeys((records.Anomaly, records.AnomalyOver), LONG),
     **dict.fromkeys((records.SlurmAction, records.SlurmDone, records.SlurmFailed, records.SlurmBack), LONG),
-    **dict.fromkeys((records.HeldAgain, records.Unpinned, records.Replanned), LONG),
+    **dict.fromkeys((records.HeldAgain, records.ElementUnpinned, records.ClusterReplanned), LONG),
     **dict.fromkeys((records.Alone, records.HeardAgain, records.MostSilent, records.MostHeard), LONG),
-    **dict.fromkeys((records.NodeLost, records.NodeResumed, records.Isolated, records.IsolationWithheld), LONG),
-    **dict.fromkeys((records.Avoided, records.NodeEvent, records.NodeVerdict, records.SlurmdReached), LONG),
-    **dict.fromkeys((records.Started, records.Restored, records.Configured, records.ConfigRefused), LONG),
+    **dict.fromkeys((records.NodeLost, records.NodeResumed, records.NodeIsolated, records.IsolationWithheld), LONG),
+    **dict.fromkeys((records.NodeAvoided, records.NodeEvent, records.NodeVerdict, records.SlurmdReached), LONG),
+    **dict.fromkeys(
+        (records.ControllerStarted, records.LogRestored, records.ConfigReloaded, records.ConfigRefused), LONG
+    ),
     records.ObservedWeek: LONG,
-    **dict.fromkeys((records.Paused, records.Unpaused), LONG),  # what is paused is in the state, too
-    **dict.fromkeys((records.JobEnded, records.Observed), LONG._replace(summed=True)),
+    **dict.fromkeys((records.ActionsPaused, records.ActionsResumed), LONG),  # what is paused is in the state, too
+    **dict.fromkeys((records.JobEnded, records.ActionObserved), LONG._replace(summed=True)),
 }
 """Of every kind that can be written; `savings.KINDS` are summed."""
 assert {kind for kind, kept in POLICIES.items() if kept.summed} == set(savings.KINDS)

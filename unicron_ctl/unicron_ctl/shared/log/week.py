@@ -1,4 +1,4 @@
-"""What has happened in a stretch of time, and what it cost and saved: a pure function over the log."""
+"""The report on a stretch of time: failures, their cost, and what healing saved. A pure function over the log."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ HOUR = 3600.0
 KINDS = (
     records.FailureDetected,
     records.FailureVerdict,
-    records.Healed,
+    records.JobHealed,
     records.NodeLost,
-    records.Isolated,
+    records.NodeIsolated,
     records.NeedsAdmin,
     records.JobEnded,
 )
@@ -24,7 +24,7 @@ MOST_NODES = 100  # of a report: those with the most failures
 
 
 class _Sums:
-    """What is counted while the log is read. spared: seconds that a failure would cost without healing."""
+    """The counts while the log is read. spared: seconds that a failure would cost without healing."""
 
     def __init__(self, spared: float) -> None:
         self.spared = spared
@@ -45,11 +45,11 @@ class _Sums:
             case records.FailureVerdict() if record.failure in self.failures:
                 cause, severity, node, job = self.failures[record.failure]
                 self.failures[record.failure] = record.cause or cause, record.severity or severity, node, job
-            case records.Healed():
-                self._healed(self._job(event.job), record)
+            case records.JobHealed():
+                self._add_healing(self._job(event.job), record)
             case records.NodeLost():
                 self.nodes[record.node]["lost"] += 1
-            case records.Isolated():
+            case records.NodeIsolated():
                 self.nodes[record.node]["out"] += 1
             case records.NeedsAdmin() if not record.over:
                 self.needed_admin += 1
@@ -58,7 +58,7 @@ class _Sums:
             case _:
                 pass
 
-    def _healed(self, job: JobSum, record: records.Healed) -> None:
+    def _add_healing(self, job: JobSum, record: records.JobHealed) -> None:
         lost = record.lost_seconds * record.nodes / HOUR
         job.healed += 1
         job.lost_node_hours += lost

@@ -1,1 +1,1 @@
-"""What people outside are told: made of the log, and sent by mail, hooks and chats."""
+"""Notices for people outside: made of the log, and sent by mail, hooks and chats."""

@@ -1,4 +1,4 @@
-"""What people outside are told: a pure function over the log. Sending it is `controller.server.telling`'s.
+"""Makes notices for people outside, as a pure function over the log. Sending them is `controller.server.telling`'s.
 
 A notice is made of a record, and its number is the event's: so the same log gives the same notices, also after a
 restart. It has no words of jobs, of their programs or their output: it may go to mailboxes and chats. `unicronctl
@@ -14,12 +14,12 @@ from typing import Any
 
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event, Record
-from unicron_ctl.shared.system.errors import shortened
+from unicron_ctl.shared.system.errors import shorten
 
 ADMIN, HEALED, LEFT = "admin", "healed", "left"  # kinds of notices
 QUIET = {ADMIN: 3600.0, HEALED: 0.0, LEFT: 600.0}  # seconds in which the same is not told again
 TEXT = 600  # characters of one
-LISTED = 50  # notices of one message; the others are counted
+MOST_LISTED = 50  # notices of one message; the others are counted
 TITLES = {ADMIN: "needs an admin", HEALED: "job healed", LEFT: "node left"}
 
 
@@ -35,7 +35,7 @@ class Notice:
     text: str
     key: str
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """For a hook or a webhook."""
         at = datetime.fromtimestamp(self.time, UTC).isoformat(timespec="seconds")
         return {"id": self.id, "time": at, "kind": self.kind, "job": self.job, "node": self.node, "text": self.text}
@@ -47,7 +47,7 @@ class Message:
 
     subject: str
     text: str
-    data: dict[str, Any]
+    data: dict[str, object]
     html: str = ""
     """The same as a page, for mail."""
 
@@ -81,40 +81,40 @@ def _most_silent(event: Event, record: records.MostSilent) -> Notice | None:
     return _notice(event, ADMIN, text, "most silent")
 
 
-def _healed(event: Event, record: records.Healed) -> Notice | None:
+def _job_healed(event: Event, record: records.JobHealed) -> Notice | None:
     count = len(record.failures)
     what = f"{record.cause}" + (f" on {record.node}" if record.node else "") + (f" and {count - 1} more" * (count > 1))
     cost = f"{record.lost_seconds:.0f} s of {record.nodes} node{'s' * (record.nodes != 1)} are lost"
     return _notice(event, HEALED, f"job {event.job} trains again {record.seconds:.0f} s after {what}; {cost}", "")
 
 
-def _lost(event: Event, record: records.NodeLost) -> Notice | None:
+def _node_lost(event: Event, record: records.NodeLost) -> Notice | None:
     return _notice(event, LEFT, f"node {record.node} is lost, and job {event.job} goes on without it", record.node)
 
 
-def _isolated(event: Event, record: records.Isolated) -> Notice | None:
+def _node_isolated(event: Event, record: records.NodeIsolated) -> Notice | None:
     text = f"node {record.node} is out of service: `scontrol show node {record.node}` says why"
     return _notice(event, LEFT, text, record.node)
 
 
-def _avoided(event: Event, record: records.Avoided) -> Notice | None:
+def _node_avoided(event: Event, record: records.NodeAvoided) -> Notice | None:
     why = "; it may be at fault: `unicronctl nodes` says how to test it" if record.suspect else ""
     return _notice(event, LEFT, f"job {event.job} leaves node {record.node}{why}", record.node)
 
 
 def _notice(event: Event, kind: str, text: str, key: str) -> Notice:
     node = str(getattr(event.record, "node", ""))
-    return Notice(event.id, event.time, kind, event.job, node, shortened(text, TEXT), f"{kind} {key}")
+    return Notice(event.id, event.time, kind, event.job, node, shorten(text, TEXT), f"{kind} {key}")
 
 
 _OF: dict[type[Record], Callable[[Event, Any], Notice | None]] = {
     records.NeedsAdmin: _needs_admin,
     records.JobSetAside: _set_aside,
     records.MostSilent: _most_silent,
-    records.Healed: _healed,
-    records.NodeLost: _lost,
-    records.Isolated: _isolated,
-    records.Avoided: _avoided,
+    records.JobHealed: _job_healed,
+    records.NodeLost: _node_lost,
+    records.NodeIsolated: _node_isolated,
+    records.NodeAvoided: _node_avoided,
 }
 KINDS = tuple(_OF)
 """All kinds of records of which there are notices."""
@@ -144,10 +144,10 @@ class Notices:
 def compose(notices: Sequence[Notice], left_out: int, where: str) -> Message:
     """One message of these. left_out: how many more there were. where: the controller's address."""
     ordered = sorted(notices, key=lambda notice: (list(QUIET).index(notice.kind), notice.id))
-    first, more = ordered[0], len(ordered[LISTED:]) + left_out
-    listed = sorted(ordered[:LISTED], key=lambda notice: notice.id)
+    first, more = ordered[0], len(ordered[MOST_LISTED:]) + left_out
+    listed = sorted(ordered[:MOST_LISTED], key=lambda notice: notice.id)
     others = len(notices) + left_out - 1
-    subject = f"Unicron: {TITLES[first.kind]}: {shortened(first.text, 100)}" + (f" (+{others})" if others else "")
+    subject = f"Unicron: {TITLES[first.kind]}: {shorten(first.text, 100)}" + (f" (+{others})" if others else "")
     lines = []
     for kind in QUIET:
         chosen = [notice for notice in listed if notice.kind == kind]

@@ -1,4 +1,4 @@
-"""How a message reaches a target of [notify]: a hook program, mail, Slack, a webhook. Slow: for a thread of its own."""
+"""Sends a message to a target of [notify]: a hook program, mail, Slack, a webhook. Slow: for a thread of its own."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from typing import Any
 from unicron_ctl.shared.notices.notices import Message
 from unicron_ctl.shared.settings.notify import NotifyConfig, Secrets, unfit
 from unicron_ctl.shared.system.addresses import split
-from unicron_ctl.shared.system.errors import one_line, shortened
-from unicron_ctl.shared.system.redaction import without_secrets
+from unicron_ctl.shared.system.errors import one_line, shorten
+from unicron_ctl.shared.system.redaction import without_values
 
 SUBMISSION = 587  # the port of mail that is submitted, always encrypted
-SAID = 300  # characters of what a target said
+MOST_CHARACTERS = 300  # characters of what a target said
 WHOLE = 5.0  # times the section's time limit: what all answers of a server may take together
 Deliver = Callable[[Message], None]
 
@@ -57,7 +57,7 @@ def _without_secrets(deliver: Deliver, words: list[str], message: Message) -> No
         deliver(message)
     except Exception as error:
         text = one_line(f"{error}" if isinstance(error, NotTold) else f"{type(error).__name__}: {error}")
-        raise NotTold(shortened(without_secrets(text, words, least=1), SAID)) from None
+        raise NotTold(shorten(without_values(text, words, 1), MOST_CHARACTERS)) from None
 
 
 class Hooks:
@@ -150,7 +150,7 @@ class _Exchange:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def connect(self, address: tuple[str, int], timeout: float, source: Any = None) -> socket.socket:
-        """What socket.create_connection does, whose limit is for each of the host's addresses."""
+        """Connect as socket.create_connection does, whose limit is for each of the host's addresses."""
         error = OSError("it has no address")
         for *_, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
             left = max(0.01, min(timeout, self._until - time.monotonic()))
@@ -224,7 +224,7 @@ class _Stay(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def post(url: str, data: dict[str, Any], seconds: float, token: str = "") -> None:
+def post(url: str, data: dict[str, object], seconds: float, token: str = "") -> None:
     """Posts JSON. Raises NotTold."""
     headers = {"Content-Type": "application/json", "User-Agent": "unicrond"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}

@@ -7,7 +7,7 @@ told to these only; others get its default. Keys may be added; none is renamed o
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -20,7 +20,7 @@ ADMIN = Meta(extra_json_schema={"audience": "readers and admins"})
 
 
 class Ending(msgspec.Struct, kw_only=True):
-    """How a job ended. disowned: Slurm knows no such job, or another's."""
+    """The end of a job. disowned: Slurm knows no such job, or another's."""
 
     code: int
     reason: Annotated[str, OWNER] = ""
@@ -58,7 +58,7 @@ class Failure(msgspec.Struct, kw_only=True):
 
 
 class Slow(msgspec.Struct, kw_only=True):
-    """What makes a job slow at present. slot: null when no rank differs from the others."""
+    """The present reason why a job is slow. slot: null when no rank differs from the others."""
 
     since: float
     iteration: int
@@ -126,7 +126,7 @@ class Element(msgspec.Struct, kw_only=True):
 
 
 class JobBase(msgspec.Struct, kw_only=True):
-    """What the list of jobs and the explanation of one share.
+    """The common part of the list of jobs and of the explanation of one.
 
     layout: how the ranks of a replica share its model; replica: how many they are. replicas: those that train.
     standbys: slots of living ranks that complete none and have kept their state. spares_wanted: spares that were asked
@@ -258,7 +258,7 @@ class Explanation(JobBase, kw_only=True):
 
 
 class HealthReport(msgspec.Struct, kw_only=True):
-    """What the admission checks or a paired test said of a node."""
+    """The verdict of the admission checks or a paired test on a node."""
 
     verdict: str
     reason: str
@@ -267,7 +267,7 @@ class HealthReport(msgspec.Struct, kw_only=True):
 
 
 class NodeEvent(msgspec.Struct, kw_only=True):
-    """What a node's kernel, memory cgroup or links said last."""
+    """The last event that a node's kernel, memory cgroup or links reported."""
 
     time: float
     source: str
@@ -281,7 +281,7 @@ class NodeEvent(msgspec.Struct, kw_only=True):
 
 
 class NodeChecks(msgspec.Struct, kw_only=True):
-    """What the checks of a node have found. unverified: back without passed checks. suspect: why it should be tested.
+    """The results of a node's checks. unverified: back without passed checks. suspect: why it should be tested.
     admission: why it is not given back yet."""
 
     health: Annotated[HealthReport | None, ADMIN] = None
@@ -456,7 +456,7 @@ class Pong(msgspec.Struct, kw_only=True):
     uid: int
 
 
-class Paused(msgspec.Struct, kw_only=True):
+class PauseState(msgspec.Struct, kw_only=True):
     """The answer of `unicronctl pause` and `resume`. until: by partition ("" for all); 0 until somebody ends it.
     modes: by partition, as they are now."""
 
@@ -465,7 +465,7 @@ class Paused(msgspec.Struct, kw_only=True):
     modes: dict[str, str]
 
 
-class Injected(msgspec.Struct, kw_only=True):
+class Injection(msgspec.Struct, kw_only=True):
     """A fault that was injected on purpose, or would be. event: the id of its record; none in a dry run."""
 
     fault: str
@@ -516,13 +516,13 @@ class Scenario(msgspec.Struct, kw_only=True):
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 
-def redacted(answer: Answer, *audiences: Meta) -> Answer:
+def without_fields(answer: Answer, *audiences: Meta) -> Answer:
     """The answer with the defaults in all fields that are for one of these audiences only."""
     return msgspec.structs.replace(answer, **_defaults(type(answer), audiences))
 
 
 @functools.cache
-def _defaults(kind: type[msgspec.Struct], audiences: tuple[Meta, ...]) -> dict[str, Any]:
+def _defaults(kind: type[msgspec.Struct], audiences: tuple[Meta, ...]) -> dict[str, object]:
     return {
         field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
         for field in msgspec.structs.fields(kind)

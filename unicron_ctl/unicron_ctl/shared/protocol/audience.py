@@ -1,4 +1,4 @@
-"""Who is told what: owners, readers and admins all of a job; others what squeue would show them, or nothing where
+"""Rules of who reads what: owners, readers and admins all of a job; others what squeue would show them, or nothing if
 Slurm's PrivateData says so (slurm.conf(5)). The controller cuts its answers by these rules, and so does the page, which
 asks once for all who look at it (docs/design/trust.md)."""
 
@@ -18,7 +18,7 @@ from unicron_ctl.shared.protocol.answer_schema import (
     Scenario,
     Sharing,
     Status,
-    redacted,
+    without_fields,
 )
 
 LAST_FAILURES = 100  # that an answer tells
@@ -34,8 +34,8 @@ def is_owner(uid: int | None, user: str, job_uid: int | None, job_user: str) -> 
 
 def job_for_others(job: Job, listed: str | None) -> Job:
     """A job as users see it who do not own it. listed: its name in Slurm."""
-    ended = redacted(job.ended, OWNER) if job.ended else None
-    return replace(redacted(job, OWNER), ended=ended, name=job.name if listed is None else listed)
+    ended = without_fields(job.ended, OWNER) if job.ended else None
+    return replace(without_fields(job, OWNER), ended=ended, name=job.name if listed is None else listed)
 
 
 def node_for_users(node: Node, mine: Collection[str], private: Collection[str]) -> Node:
@@ -44,7 +44,7 @@ def node_for_users(node: Node, mine: Collection[str], private: Collection[str]) 
     users = node.used_by
     if JOBS in private:
         users = [user for user in users if user.partition("_")[0] in mine]
-    return replace(redacted(node, ADMIN), spare_of=waiting, used_by=users)
+    return replace(without_fields(node, ADMIN), spare_of=waiting, used_by=users)
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ class ConnectionLimits:
         """connection -> its agent's key, and when that spoke last. Who spoke last is at the end."""
         self.by_key: dict[str, int] = {}
 
-    def came(self, descriptor: int, address: str, now: float) -> int | None:
+    def add(self, descriptor: int, address: str, now: float) -> int | None:
         """Adds a connection. Returns the descriptor of the one that has to go for it."""
-        self.left(descriptor)
+        self.remove(descriptor)
         self.addresses[descriptor] = address
         full = len(self.addresses) > self.most
         while full and self.agents and now - (oldest := next(iter(self.agents.items())))[1][1] > KNOWN_SECONDS:
@@ -40,7 +40,7 @@ class ConnectionLimits:
         most = max(self.strangers.values(), key=len)
         return next(iter(most))
 
-    def known(self, descriptor: int, key: str, now: float) -> None:
+    def mark_known(self, descriptor: int, key: str, now: float) -> None:
         """Notes that the agent with this key has spoken on this connection. A key has one known connection."""
         if descriptor not in self.addresses:
             return
@@ -51,7 +51,7 @@ class ConnectionLimits:
         self.agents[descriptor] = key, now
         self.by_key[key] = descriptor
 
-    def left(self, descriptor: int) -> None:
+    def remove(self, descriptor: int) -> None:
         """Forgets a connection that is closed."""
         if descriptor in self.addresses:
             self._forget(descriptor)

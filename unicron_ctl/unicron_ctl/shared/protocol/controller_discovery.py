@@ -1,4 +1,4 @@
-"""How agents and commands learn the controller's public key without an admin's work.
+"""Tells agents and commands the controller's public key without an admin's work.
 
 They ask by datagram, on the port where the controller listens. The answer is a munge credential that holds the key. It
 is believed if its maker could have replaced the controller anyway: root, SlurmUser, a user that the configuration
@@ -44,7 +44,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Found:
+class ControllerKey:
     """The controller's key, :data:`PLAIN` where it encrypts nothing, and the address that has told it."""
 
     key: str
@@ -163,13 +163,13 @@ class Hello:
         self._answered = self._answered or bool(found)
         return found
 
-    def believed(self, answers: Sequence[Answer]) -> Found | None:
+    def first_believed(self, answers: Sequence[Answer]) -> ControllerKey | None:
         """The first answer that is believed, or None. This asks munge, the name service and Slurm, so it may take
         `munge.TIME_LIMIT` and SLURM_SECONDS."""
         for answer in answers:
             key = self._understand(answer.introduction, answer.reached)
             if key is not None:
-                return Found(key, answer.reached)
+                return ControllerKey(key, answer.reached)
         return None
 
     def _understand(self, message: datagrams.Introduction, reached: Target | None = None) -> str | None:
@@ -210,7 +210,7 @@ class Hello:
             while (rest := until - time.monotonic()) > 0:
                 if self._socket is None:
                     time.sleep(rest)
-                elif _readable(self._socket, rest) and (found := self.believed(self.read())) is not None:
+                elif _readable(self._socket, rest) and (found := self.first_believed(self.read())) is not None:
                     self.reached = found.reached
                     return found.key
         return None

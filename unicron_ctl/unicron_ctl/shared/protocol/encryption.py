@@ -14,7 +14,8 @@ from pathlib import Path
 
 import zmq
 
-from unicron_ctl.shared.settings.config import Config
+from unicron_ctl.shared.protocol.zmtp import Keys
+from unicron_ctl.shared.settings.config import Config, ControllerConfig
 from unicron_ctl.shared.settings.config_file import load
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 
@@ -61,6 +62,15 @@ def secure_client(socket: zmq.Socket[bytes], key: str, pair: tuple[str, str] | N
     socket.curve_publickey, socket.curve_secretkey = public.encode(), secret.encode()
     socket.curve_serverkey = key.encode()
     return public
+
+
+def server_keys(config: ControllerConfig, folder: Path) -> tuple[Keys | None, str]:
+    """Return the controller's keys, None where it encrypts nothing, and the public one as peers are told it. Raises
+    UserError."""
+    if config.auth == "none" and config.public_key in ("", NONE):
+        return None, PLAIN
+    public, secret = secret_of_server(folder, config.public_key)
+    return Keys(public, secret), public
 
 
 def secret_of_server(folder: Path, configured: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from unicron_ctl.shared.protocol.connection_limits import ConnectionLimits
-from unicron_ctl.shared.protocol.zmtp import NOTHING, Keys, Refused, Session
+from unicron_ctl.shared.protocol.zmtp import NOTHING, Keys, ProtocolError, Session
 from unicron_ctl.shared.system.addresses import canonical, origin
 from unicron_ctl.shared.system.throttle import Throttle
 
@@ -191,7 +191,7 @@ class Listener:
         if now - connection.said < SAY_AGAIN_SECONDS:
             return
         connection.said = now
-        self._limits.known(connection.descriptor, connection.session.key, now)
+        self._limits.mark_known(connection.descriptor, connection.session.key, now)
         self._now_known(connection, True)
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class Listener:
                 continue
             try:
                 more = self._read(connection, take, until)
-            except Refused as error:
+            except ProtocolError as error:
                 self._refused(connection, str(error))
                 self._close(connection)
                 continue
@@ -229,14 +229,14 @@ class Listener:
                 connection.queued = False
 
     def _read(self, connection: Connection, take: Callable[[Connection, bytes], object], until: float) -> bool:
-        """Reads from one connection. Returns whether there is more that was read already. Raises Refused."""
+        """Reads from one connection. Returns whether there is more that was read already. Raises ProtocolError."""
         session, fresh, done = connection.session, False, False
         for _ in range(MESSAGES_AT_ONCE):
             message = session.read()
             if message is NOTHING:
                 if session.ready and not self._commands.allows(connection.name, time.monotonic()):
-                    raise Refused(f"more than {COMMANDS:.0f} commands a second, as heartbeats are")
-                self._understood(connection)
+                    raise ProtocolError(f"more than {COMMANDS:.0f} commands a second, as heartbeats are")
+                self._after_command(connection)
                 if not connection.open:
                     return False
             if message is None:
@@ -267,7 +267,7 @@ class Listener:
         self._account(connection, done)
         return message is not None
 
-    def _understood(self, connection: Connection) -> None:
+    def _after_command(self, connection: Connection) -> None:
         """Goes on after a part of the handshake, or a command. A peer that does not take what was sent gets no answer
         to a PING."""
         session, shaking = connection.session, connection.descriptor in self._shaking
@@ -389,14 +389,14 @@ class Listener:
         self._connections[connection.descriptor] = self._by_route[route] = connection
         self._shaking[connection.descriptor] = connection
         self._epoll.register(connection.descriptor, select.EPOLLIN)
-        goes = self._limits.came(connection.descriptor, connection.origin, now)
+        goes = self._limits.add(connection.descriptor, connection.origin, now)
         if goes is not None:
             self._warn_rarely(
                 f"{self.count} connections where {self.most} may be, or one address has too many: some are closed"
             )
             self._close(self._connections[goes])
         if connection.open:
-            self._understood(connection)
+            self._after_command(connection)
 
     def _close(self, connection: Connection) -> None:
         descriptor = connection.descriptor
@@ -408,7 +408,7 @@ class Listener:
         for table in (self._connections, self._shaking, self._holding):
             table.pop(descriptor, None)
         del self._by_route[connection.route]
-        self._limits.left(descriptor)
+        self._limits.remove(descriptor)
         self._commands.buckets.pop(connection.name, None)
         connection.socket.close()
 

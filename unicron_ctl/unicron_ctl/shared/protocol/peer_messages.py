@@ -85,7 +85,7 @@ class Accept(PeerMessage, tag="accept"):
     proposal: Proposal
 
 
-class Accepted(PeerMessage, tag="accepted"):
+class Acceptance(PeerMessage, tag="accepted"):
     """To the proposer: the proposal of this ballot is accepted, or learned."""
 
     ballot: Ballot
@@ -103,7 +103,7 @@ class Learn(PeerMessage, tag="learn"):
     proposal: Proposal
 
 
-AnyPeer = PlanRequest | Prepare | Promise | Halt | Accept | Accepted | Nack | Learn
+AnyPeer = PlanRequest | Prepare | Promise | Halt | Accept | Acceptance | Nack | Learn
 
 
 def decode(data: bytes) -> AnyPeer:

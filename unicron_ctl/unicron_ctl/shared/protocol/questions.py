@@ -54,7 +54,7 @@ class ExplainQuestion(msgspec.Struct, kw_only=True):
 
 
 class ReportQuestion(msgspec.Struct, kw_only=True):
-    """What has happened in the last `seconds`."""
+    """A report on the last `seconds`."""
 
     seconds: Annotated[float, Meta(gt=0, le=31536000)] = 604800.0
 

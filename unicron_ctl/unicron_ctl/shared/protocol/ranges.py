@@ -1,4 +1,4 @@
-"""What a field of a message may hold: types with a range, a length or a pattern, checked when a message is decoded.
+"""Types of the fields of messages, with a range, a length or a pattern that is checked when a message is decoded.
 
 A range is far beyond what any job needs and far below what would cost memory, overflow a column of SQLite, or make a
 sum infinite. NaN and the infinities fit no range; only a loss may be one, as the loss of a training that diverges is.

@@ -159,7 +159,7 @@ class Door:
             for _ in range(QUEUE):  # who comes meanwhile is let go the next time: a flood must not keep this process
                 self._socket.accept()[0].close()
 
-    def shut(self) -> None:
+    def stop_answering(self) -> None:
         """Answers nobody from now on, as if the node had lost its network (for fault injection)."""
         blackhole.deafen(self._socket)
 

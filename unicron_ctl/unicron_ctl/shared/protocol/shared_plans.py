@@ -75,7 +75,7 @@ def share(
     heads: Mapping[int, int] | None = None,
     doors: Sequence[str] = (),
 ) -> wire.PlanShare:
-    """What the agent with these slots is told; `encoded` is :func:`common` of the plan, and `heads` are
+    """Return the message for the agent with these slots; `encoded` is :func:`common` of the plan, and `heads` are
     :func:`unicron_transition.generations.layout.heads_of` its members, for who tells many agents."""
     own = slots
     if plan.replica > 1:
@@ -88,7 +88,7 @@ def share(
 def whole(part: wire.PlanShare) -> wire.Plan:
     """The plan as the agent's ranks see it: everything but other agents' micro-batches. Raises
     :class:`wire.BadMessage`."""
-    known = _known(part)
+    known = _decode_common(part)
     members = expand(known.members)
     if len(members) % known.replica:
         raise wire.BadMessage(f"the plan's {len(members)} members are no multiple of a replica's {known.replica} ranks")
@@ -98,17 +98,17 @@ def whole(part: wire.PlanShare) -> wire.Plan:
 
 def proposers(part: wire.PlanShare) -> list[structs.Peer]:
     """The agents that act for the controller while it is away, in their order. Raises :class:`wire.BadMessage`."""
-    return _known(part).proposers
+    return _decode_common(part).proposers
 
 
 def nodes(part: wire.PlanShare) -> list[str]:
     """The names of the members' nodes, in the order of their slots. Raises :class:`wire.BadMessage`."""
-    return _known(part).nodes
+    return _decode_common(part).nodes
 
 
 def heads(part: wire.PlanShare, slots: Iterable[int]) -> list[int]:
     """The heads of the replicas in which these slots are. Raises :class:`wire.BadMessage`."""
-    if _known(part).replica == 1:
+    if _decode_common(part).replica == 1:
         return list(slots)
     found = _heads_of(bytes(part.common))
     return list(dict.fromkeys(found[slot] for slot in slots if slot in found))
@@ -120,7 +120,7 @@ def _heads_of(common: bytes) -> dict[int, int]:
     return layout.heads_of(plan.members, plan.replica)
 
 
-def _known(part: wire.PlanShare) -> PlanCommon:
+def _decode_common(part: wire.PlanShare) -> PlanCommon:
     try:
         known: PlanCommon = wire.decoder(PlanCommon).decode(part.common)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

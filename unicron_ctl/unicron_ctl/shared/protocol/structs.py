@@ -1,4 +1,4 @@
-"""What messages are made of: a job's settings, a rank's status and steps, images of training state, other agents."""
+"""Parts of messages: a job's settings, a rank's status and steps, images of training state, other agents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SESSION, RESTART = "session", "restart"  # modes of healing
 
 
 class Settings(msgspec.Struct, kw_only=True):
-    """What the submission says of the job. min_stated: the owner, or the launcher in the command, has said min_nodes.
+    """The submission's settings of a job. min_stated: the owner, or the launcher in the command, has said min_nodes.
     mode: session (its ranks speak this protocol) or restart (their agent speaks it for them: plain programs, ended and
     started again as a whole), with the agent's reason. layouts: ways to split the model, the preferred first ("TP2
     PP2"), where there are several; model: its sizes, for the planner. copies: in how many other nodes' memory each part
@@ -50,7 +50,7 @@ class Settings(msgspec.Struct, kw_only=True):
 
 # ---------------------------------------------------------------- ranks
 class Exit(msgspec.Struct, kw_only=True, gc=False):
-    """How a rank's process ended: `code` is the exit status, negative for a signal (as in subprocess)."""
+    """The end of a rank's process: `code` is the exit status, negative for a signal (as in subprocess)."""
 
     code: ranges.ExitCode
     at: ranges.Time
@@ -76,8 +76,8 @@ class Fault(msgspec.Struct, kw_only=True, gc=False):
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a rank holds of the optimizer's state after `version` steps, which is sharded `count` ways over the replicas
-    of a generation, that is named by `base` (:func:`sharding.named`): the shards `held` of its place, its
+    """A rank's part of the optimizer's state after `version` steps, which is sharded `count` ways over the replicas
+    of a generation, that is named by `base` (:func:`sharding.state_base`): the shards `held` of its place, its
     own and copies of others'."""
 
     base: ranges.Count
@@ -154,7 +154,7 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
 
     @property
     def end(self) -> Exit | None:
-        """How the process ended, or is about to: what nothing catches ends it, though that may take a while."""
+        """The end of the process, or the one to come: an exception that nothing catches takes a while to end it."""
         if self.state == "exited":
             return self.exit
         if self.fault is not None and self.fault.fatal and self.state != "finished":
@@ -192,7 +192,7 @@ def with_status(period: float, progress: float) -> bool:
 
 
 def hold_seconds(period: float, progress: float) -> float:
-    """How long such an agent holds a step report back, at most."""
+    """Return the seconds for which such an agent holds a step report back, at most."""
     return MERGE_SECONDS + (period if with_status(period, progress) else 0.0)
 
 

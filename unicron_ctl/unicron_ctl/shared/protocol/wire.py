@@ -79,8 +79,8 @@ class Register(Message, tag="register"):
             raise ValueError(f"element {self.element} with {count} ranks must have the slots {first} to {last}")
 
 
-class Agreed(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the agents of generation `since` agreed on while the controller was away (docs/design/consensus.md).
+class Agreement(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The plan on which the agents of generation `since` agreed without the controller (docs/design/consensus.md).
 
     plan: generation, members, store and prefix are the same everywhere, the prefix is that of no other plan; the
     assignment is that of the agent's own slots, in the first agents' word of all. by: the agent that made the plan.
@@ -106,10 +106,10 @@ class Status(Message, tag="status"):
     number: ranges.Count = 0  # counts the agent's statuses: what comes late is known by it, whatever the clocks say
     store: ranges.NoName = ""  # host:port of the rendezvous store that this agent keeps, empty until it answers
     leaving: ranges.Text = ""  # why the agent is about to end by itself: "finished", or "stopped by Slurm (SIGTERM)"
-    noticed: bool = False  # its element is to end: its ranks leave at the next boundary, and then it is Released
+    noticed: bool = False  # its element is to end: its ranks leave at the next boundary, and then it is let go
     pinged: ranges.Count = 0  # the number of the last Ping that the agent has heard
     answer: bool = False  # say that you live (Pong): the agent has something that needs the controller
-    agreed: Agreed | None = None  # until a plan of the controller's with a higher number
+    agreed: Agreement | None = None  # until a plan of the controller's with a higher number
     over: ranges.Count = 0  # the agent votes no more on what follows generations up to this one
     cut: ranges.Count = 0  # the number of the last Cut that the agent has heard of
     moved: ranges.Count = 0  # bytes of images that it has sent and received; rises while one is on its way
@@ -137,7 +137,7 @@ class Envelope(msgspec.Struct):
 
 
 class StatusHead(Message, tag="status"):
-    """Who sends a :class:`Status`; what it says is passed over."""
+    """The sender of a :class:`Status`; what it says is passed over."""
 
     job: ranges.JobId
     element: ranges.Element
@@ -150,7 +150,7 @@ class StatusHead(Message, tag="status"):
 
 
 class Steps(Message, tag="steps"):
-    """What an agent's ranks have stepped, oldest first, where no :class:`Status` is about to take it along."""
+    """The steps of an agent's ranks, oldest first, where no :class:`Status` is about to take them along."""
 
     job: ranges.JobId
     element: ranges.Element
@@ -169,7 +169,7 @@ class Timing(Message, tag="timing"):
     seconds: ranges.Durations
 
 
-class Reached(Message, tag="reached"):
+class ReachAnswer(Message, tag="reached"):
     """The answer to :class:`Reach`: one word of :class:`reach.Reach` for each address, in their order."""
 
     job: ranges.JobId
@@ -179,7 +179,7 @@ class Reached(Message, tag="reached"):
     words: ranges.Words
 
 
-class Held(Message, tag="held"):
+class RecallAnswer(Message, tag="held"):
     """The answer to :class:`Recall`: the plan as the agent was told it."""
 
     job: ranges.JobId
@@ -209,7 +209,7 @@ class StackTrace(Message, tag="stack_trace"):
 
 
 class NodeEvent(Message, tag="node_event"):
-    """What the node itself says. source: kernel (a line of its log) | memory (kills counted by the cgroup) | link.
+    """An event of the node itself. source: kernel (a line of its log) | memory (kills counted by the cgroup) | link.
 
     code: "xid 79", the link's name, or the id of the rule that the agent found. number: counts the agent's events, so
     that one that comes twice is known. count: so many of the kind since the last one.
@@ -227,7 +227,7 @@ class NodeEvent(Message, tag="node_event"):
 
 
 class Metrics(Message, tag="metrics"):
-    """What an agent measured of its node and its ranks' processes, for the comparison with peers.
+    """An agent's measurements of its node and its ranks' processes, for the comparison with peers.
 
     host: the machine behind the node; nodes with the same one share their counters. node: metric -> value, rates per
     second, as in :mod:`unicron_detector.iterations.peer_metrics`. ranks: slot -> metric -> value.
@@ -288,7 +288,7 @@ class Recall(Message, tag="recall"):
     generation: ranges.Count
 
 
-class Refused(Message, tag="refused"):
+class Refusal(Message, tag="refused"):
     """The controller does not accept the last message. final: asking again is useless, the job goes on unprotected.
     replaced: another agent has taken its place, so it ends. alone: the command is to run in a world of its own node;
     where that is not final, whoever was taken in before knows that its step is over.
@@ -418,7 +418,7 @@ class End(Message, tag="end"):
     reason: ranges.Reason
 
 
-class Released(Message, tag="released"):
+class Release(Message, tag="released"):
     """An agent whose element is to end need not wait any more. out: its ranks have left the job, which goes on; else
     nobody goes on without them, and it saves their state. stay: Slurm preempts the element, and starts it again only if
     it has not ended by itself."""
@@ -459,14 +459,24 @@ class Answer(Message, tag="answer"):
 
 
 ToController = (
-    Register | Status | Steps | Timing | StackTrace | InjectRefused | Metrics | NodeEvent | Reached | Held | Ask
+    Register
+    | Status
+    | Steps
+    | Timing
+    | StackTrace
+    | InjectRefused
+    | Metrics
+    | NodeEvent
+    | ReachAnswer
+    | RecallAnswer
+    | Ask
 )
 # What only a registered agent says, beside its Status.
 OF_AGENTS = frozenset(("steps", "timing", "stack_trace", "inject_refused", "metrics", "node_event", "reached", "held"))
 _Orders = (
-    Break | Withdraw | PlanShare | StartRank | StopRank | Stacks | Inject | End | Released | Grace | Note | Cut | Fetch
+    Break | Withdraw | PlanShare | StartRank | StopRank | Stacks | Inject | End | Release | Grace | Note | Cut | Fetch
 )
-ToAgent = Welcome | Ping | Pong | Reach | Recall | Refused | _Orders
+ToAgent = Welcome | Ping | Pong | Reach | Recall | Refusal | _Orders
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -497,7 +507,7 @@ def decode(data: bytes, kind: Any = ToController, form: Format = PROTOCOL) -> An
     return message
 
 
-class _Numbered(msgspec.Struct):
+class _VersionOnly(msgspec.Struct):
     """Any message; all but its version is passed over."""
 
     v: ranges.Version
@@ -506,7 +516,7 @@ class _Numbered(msgspec.Struct):
 def _number(data: bytes, form: Format) -> int:
     """The version of a message that does not fit; this side's own where it has none."""
     try:
-        found: int = decoder(_Numbered).decode(data).v
+        found: int = decoder(_VersionOnly).decode(data).v
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return form.number
     return found

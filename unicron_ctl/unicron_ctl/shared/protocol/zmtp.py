@@ -12,10 +12,16 @@ from __future__ import annotations
 import os
 import struct
 
+from nacl.bindings import (
+    crypto_box_beforenm,
+    crypto_box_easy_afternm,
+    crypto_box_keypair,
+    crypto_box_open_easy_afternm,
+)
+from nacl.exceptions import CryptoError
 from zmq.utils import z85
 
-from unicron_ctl.shared.protocol.sodium import KEY_BYTES, MAC_BYTES, Box, key_pair
-
+KEY_BYTES, MAC_BYTES = 32, 16
 MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame
 _SEALED_COMMAND = 2  # the flag of a command within CURVE's message
 _GREETING_BYTES = 64
@@ -32,7 +38,7 @@ NOTHING = object()
 """A command was read, which is no message."""
 
 
-class Refused(Exception):
+class ProtocolError(Exception):
     """The peer breaks the protocol, or wants what is not served: its connection is to be closed."""
 
 
@@ -75,7 +81,7 @@ class Session:
         self._parts: list[bytearray] = []  # what belongs behind it; put together once it is worth it
         self._wanted = 0  # bytes that have to be here before there is more to understand
         self._step = Session._greeting  # of the class: no circle that only the collector would free
-        self._box: Box | None = None
+        self._box: bytes | None = None  # the key that both sides share
         self._theirs, self._nonce = 0, 0  # the last number of each side
         self._pair, self._cookie = (b"", b""), b""
         self.key, self.ready = "", False
@@ -108,7 +114,7 @@ class Session:
 
     def read(self) -> bytes | object | None:
         """The next message, NOTHING after something else that was understood, None when the rest has yet to come.
-        Raises Refused."""
+        Raises ProtocolError."""
         if not self.ready:
             return self._step(self)
         frame = self._frame(self._most + OVERHEAD_BYTES)
@@ -117,16 +123,16 @@ class Session:
         flags, body = frame
         if self._box is not None:
             if body[:8] != _MESSAGE or len(body) < OVERHEAD_BYTES:
-                raise Refused("a message is not encrypted")
+                raise ProtocolError("a message is not encrypted")
             number = _SIZE.unpack_from(body, 8)[0]
             if number <= self._theirs:
-                raise Refused("a message came twice")
+                raise ProtocolError("a message came twice")
             self._theirs = number
             body = self._open(self._box, body[16:], b"CurveZMQMESSAGEC" + body[8:16])
             flags = body[0] & MORE | (COMMAND if body[0] & _SEALED_COMMAND else 0)
             body = body[1:]
         if flags & MORE:
-            raise Refused("a message has more than one frame")
+            raise ProtocolError("a message has more than one frame")
         if flags & COMMAND:
             return self._command(body)
         return body
@@ -134,15 +140,16 @@ class Session:
     def pack(self, data: bytes, command: bool = False) -> bytes:
         """The message, or command, as it goes to the peer."""
         if self._box is None:
-            return _framed(COMMAND if command else 0, data)
+            return _frame_bytes(COMMAND if command else 0, data)
         self._nonce += 1
         number = _SIZE.pack(self._nonce)
         flags = bytes((_SEALED_COMMAND,)) if command else b"\0"
-        return _framed(0, _MESSAGE + number + self._box.seal(flags + data, b"CurveZMQMESSAGES" + number))
+        sealed = crypto_box_easy_afternm(flags + data, b"CurveZMQMESSAGES" + number, self._box)
+        return _frame_bytes(0, _MESSAGE + number + sealed)
 
     # ------------------------------------------------------------ frames
     def _frame(self, most: int) -> tuple[int, bytes] | None:
-        """Flags and content of the next one, if all of it is there. Raises Refused."""
+        """Flags and content of the next one, if all of it is there. Raises ProtocolError."""
         data, at = self._data, self._at
         left = len(data) - at
         if left < 2 or self._wanted > 0:
@@ -153,9 +160,9 @@ class Session:
                 return None
             size, head = _SIZE.unpack_from(data, at + 1)[0], 9
         if flags & MORE:
-            raise Refused("a message has more than one frame")
+            raise ProtocolError("a message has more than one frame")
         if size > most:
-            raise Refused(f"a message of {size} bytes")
+            raise ProtocolError(f"a message of {size} bytes")
         end = head + size
         if left < end:
             self._wanted = end - left
@@ -173,15 +180,15 @@ class Session:
     def _greeting(self) -> object | None:
         data = self._data[self._at : self._at + _GREETING_BYTES]
         if data[:1] not in (b"", b"\xff") or data[10:11] not in (b"", b"\x03"):
-            raise Refused("it does not speak ZeroMQ 3")
+            raise ProtocolError("it does not speak ZeroMQ 3")
         if len(data) < _GREETING_BYTES:
             return None
         name = b"NULL" if self._keys is None else b"CURVE"
         if data[9] != 0x7F or data[12:32].rstrip(b"\0") != name:
-            raise Refused(f"it does not speak {name.decode()}")
+            raise ProtocolError(f"it does not speak {name.decode()}")
         self._at += _GREETING_BYTES
         if self._keys is None:
-            self.reply += _framed(COMMAND, b"\x05READY" + _METADATA)
+            self.reply += _frame_bytes(COMMAND, b"\x05READY" + _METADATA)
             self._step = Session._null
         else:
             self._step = Session._hello
@@ -194,7 +201,7 @@ class Session:
             return None
         flags, body = frame
         if not flags & COMMAND or body[: len(name)] != name:
-            raise Refused("another command was due in the handshake")
+            raise ProtocolError("another command was due in the handshake")
         return body
 
     def _null(self) -> object | None:
@@ -209,15 +216,14 @@ class Session:
             return None
         assert self._keys is not None
         if len(body) != _HELLO_BYTES or body[6:8] != b"\x01\x00":
-            raise Refused("a HELLO that is none")
+            raise ProtocolError("a HELLO that is none")
         theirs = body[80:112]
         box = self._box_of(theirs, self._keys.secret)
         self._open(box, body[120:], b"CurveZMQHELLO---" + body[112:120])
-        self._pair, self._cookie = key_pair(), os.urandom(_COOKIE_BYTES)
+        self._pair, self._cookie = crypto_box_keypair(), os.urandom(_COOKIE_BYTES)
         nonce = os.urandom(16)
-        self.reply += _framed(
-            COMMAND, b"\x07WELCOME" + nonce + box.seal(self._pair[0] + self._cookie, b"WELCOME-" + nonce)
-        )
+        sealed = crypto_box_easy_afternm(self._pair[0] + self._cookie, b"WELCOME-" + nonce, box)
+        self.reply += _frame_bytes(COMMAND, b"\x07WELCOME" + nonce + sealed)
         self._cookie += theirs
         self._step = Session._initiate
         return NOTHING
@@ -229,35 +235,36 @@ class Session:
         assert self._keys is not None
         cookie, theirs = self._cookie[:_COOKIE_BYTES], self._cookie[_COOKIE_BYTES:]
         if len(body) < _INITIATE_BYTES or body[9:105] != cookie:
-            raise Refused("an INITIATE that is none")
+            raise ProtocolError("an INITIATE that is none")
         box = self._box_of(theirs, self._pair[1])
         found = self._open(box, body[113:], b"CurveZMQINITIATE" + body[105:113])
         key, vouch = found[:32], found[48 : 48 + _VOUCH_BYTES]
         told = self._open(self._box_of(key, self._pair[1]), vouch, b"VOUCH---" + found[32:48])
         if told != theirs + self._keys.public:
-            raise Refused("its key is not proven")
+            raise ProtocolError("its key is not proven")
         self._theirs, self._nonce = _SIZE.unpack_from(body, 105)[0], 1
         number = _SIZE.pack(self._nonce)
-        self.reply += _framed(COMMAND, b"\x05READY" + number + box.seal(_METADATA, b"CurveZMQREADY---" + number))
+        sealed = crypto_box_easy_afternm(_METADATA, b"CurveZMQREADY---" + number, box)
+        self.reply += _frame_bytes(COMMAND, b"\x05READY" + number + sealed)
         self._box, self._pair, self._cookie = box, (b"", b""), b""
         self.key, self.ready = z85.encode(key).decode(), True
         return NOTHING
 
     @staticmethod
-    def _box_of(public: bytes, secret: bytes) -> Box:
+    def _box_of(public: bytes, secret: bytes) -> bytes:
         try:
-            return Box(public, secret)
-        except ValueError as error:
-            raise Refused(str(error)) from None
+            return crypto_box_beforenm(public, secret)
+        except CryptoError:
+            raise ProtocolError("no public key") from None
 
     @staticmethod
-    def _open(box: Box, sealed: bytes, nonce: bytes) -> bytes:
+    def _open(box: bytes, sealed: bytes, nonce: bytes) -> bytes:
         try:
-            return box.open(sealed, nonce)
-        except ValueError as error:
-            raise Refused(str(error)) from None
+            return crypto_box_open_easy_afternm(sealed, nonce, box)
+        except CryptoError:
+            raise ProtocolError("not sealed with this key") from None
 
 
-def _framed(flags: int, body: bytes) -> bytes:
+def _frame_bytes(flags: int, body: bytes) -> bytes:
     size = len(body)
     return bytes((flags, size)) + body if size < 256 else bytes((flags | LONG,)) + _SIZE.pack(size) + body

@@ -183,7 +183,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """The section [planner]."""
 
     def rules(self, partition: str) -> Rules:
-        """What an admin allows in this Slurm partition."""
+        """Return what an admin allows in this Slurm partition."""
         return partitions.rules(self.partitions, partition)
 
     @property
@@ -229,7 +229,7 @@ class Config(msgspec.Struct, kw_only=True):
 
 
 def all_problems(config: Config, environment: Mapping[str, str] | None = None) -> list[str]:
-    """What is wrong with the sections, in one line each. environment: see :func:`problems`."""
+    """Return what is wrong with the sections, in one line each. environment: see :func:`problems`."""
     sections: dict[str, Section] = {
         "controller": config.controller,
         "planner": config.controller.planner,
@@ -241,7 +241,7 @@ def all_problems(config: Config, environment: Mapping[str, str] | None = None) -
 
 
 def problems(section: Section, environment: Mapping[str, str] | None = None) -> list[str]:
-    """What is out of range or contradicts something else, in one line each; empty when all is well.
+    """Return what is out of range or contradicts something else, in one line each; empty when all is well.
 
     environment: unicrond's, to check against the limits of agents, ranks and plugin as well.
     """
@@ -270,7 +270,8 @@ def _standby_problems(section: ControllerConfig) -> list[str]:
 
 
 def port_notes(section: ControllerConfig) -> list[str]:
-    """What `address` and `listen` say of ports, where these differ: it is no mistake where something stands between."""
+    """Return what `address` and `listen` say of ports, where these differ: it is no mistake where something stands
+    between."""
     at = section.listen.rpartition(":")[2]
     return [
         f'[controller] address = "{address}" and listen = "{section.listen}": agents connect to port '
@@ -292,7 +293,7 @@ def rule_values(section: ControllerConfig, environment: Mapping[str, str] | None
 
 
 def loopback_problems(section: ControllerConfig) -> list[str]:
-    """What is wrong with `auth`: without munge, everybody who reaches the port may do everything."""
+    """Return what is wrong with `auth`: without munge, everybody who reaches the port may do everything."""
     host = section.listen.removeprefix("tcp://").rpartition(":")[0]
     if section.auth != "none" and section.public_key == "none":
         return ['[controller] public_key = "none" with auth = "munge": nothing is unencrypted with munge, leave it out']
@@ -309,7 +310,7 @@ def fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ..
 
 
 def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) -> str:
-    """What is wrong with one field, or nothing."""
+    """Return what is wrong with one field, or nothing."""
     value, allowed = getattr(section, field.name), field.type
     if get_origin(allowed) is Literal:
         choices = get_args(allowed)
@@ -334,13 +335,13 @@ def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) ->
 
 
 def skip_problem(value: tuple[str, ...], programs: Collection[str] = ()) -> str:
-    """What is wrong with names of health checks, or nothing. programs: names of others' checks."""
+    """Return what is wrong with names of health checks, or nothing. programs: names of others' checks."""
     odd = next((name for name in value if name not in (*CHECKS, *programs, "all")), "")
     return f'skip = "{odd}": use some of {", ".join((*CHECKS, *programs))}, or all' if odd else ""
 
 
 def metrics_problem(value: str) -> str:
-    """What is wrong with an address for metrics, or nothing."""
+    """Return what is wrong with an address for metrics, or nothing."""
     try:
         split(value or ":0", listens=True)
     except ValueError:
@@ -349,14 +350,14 @@ def metrics_problem(value: str) -> str:
 
 
 def web_url_problem(value: str) -> str:
-    """What is wrong with the address of a page, or nothing."""
+    """Return what is wrong with the address of a page, or nothing."""
     return (
         "" if not value or WEB_URL.fullmatch(value) else f'web_url = "{value}": write https://HOST or http://HOST:PORT'
     )
 
 
 def listen_problem(value: str) -> str:
-    """What is wrong with an address to listen on, or nothing."""
+    """Return what is wrong with an address to listen on, or nothing."""
     host, _, port = value.removeprefix("tcp://").rpartition(":")
     if not (value.startswith("tcp://") and port.isascii() and port.isdecimal() and int(port) <= 65535):
         return f'listen = "{value}": write tcp://ADDRESS:PORT'
@@ -370,7 +371,7 @@ def listen_problem(value: str) -> str:
 
 
 def address_problem(value: str | list[str]) -> str:
-    """What is wrong with the addresses at which others are to reach the controller, or nothing."""
+    """Return what is wrong with the addresses at which others are to reach the controller, or nothing."""
     found = split_addresses(value) if isinstance(value, str) else value
     if len(found) > MOST_CONTROLLERS:
         return f"address: {len(found)} of them: one and a standby are enough, {MOST_CONTROLLERS} are the most"

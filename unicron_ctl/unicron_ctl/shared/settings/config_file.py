@@ -1,4 +1,4 @@
-"""Where `unicron.toml` is found, and how it is read: everything wrong with it is found at once."""
+"""Finds and reads `unicron.toml`: everything wrong with it is found at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unicron_ctl.shared.settings.config import (
     fields_of,
     loopback_problems,
 )
-from unicron_ctl.shared.settings.notify import Notified, NotifyConfig, notify_problems
+from unicron_ctl.shared.settings.notify import NoticeKind, NotifyConfig, notify_problems
 from unicron_ctl.shared.settings.partitions import DEFAULT, PERMISSIONS, Mode, PartitionConfig
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_detector.failures.classify import default_classifier
@@ -33,7 +33,7 @@ SECTIONS = ("controller", "agent", "planner", "partition", "health", "notify", "
 
 
 def search_path(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Where the file is looked for when nobody names it; the first that exists counts."""
+    """Return where the file is looked for when nobody names it; the first that exists counts."""
     named = environment.get("UNICRON_CONFIG")
     home = Path(environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME", "/")) / ".config")
     return ([Path(named)] if named else []) + [home / "unicron" / "unicron.toml", Path("/etc/unicron/unicron.toml")]
@@ -48,7 +48,9 @@ def load(path: str | Path | None = None, environment: Mapping[str, str] = os.env
     return config
 
 
-def understood(path: str | Path | None = None, environment: Mapping[str, str] = os.environ) -> tuple[Config, list[str]]:
+def load_valid_part(
+    path: str | Path | None = None, environment: Mapping[str, str] = os.environ
+) -> tuple[Config, list[str]]:
     """For a node's health checks: what of the file has a meaning, and what is wrong with it, in one line each: a
     mistake in one line must not switch the others off. Raises UserError for a file that cannot be read at all."""
     config, found = _read(path, environment)
@@ -183,11 +185,11 @@ def _table(kind: type[Section], title: str, given: Mapping[str, Any], found: lis
     return kind(**values)
 
 
-CHOICES: dict[str, Collection[str]] = {"mode": get_args(Mode), "actions": PERMISSIONS, "kinds": get_args(Notified)}
+CHOICES: dict[str, Collection[str]] = {"mode": get_args(Mode), "actions": PERMISSIONS, "kinds": get_args(NoticeKind)}
 
 
 def _reason(key: str, value: object, error: msgspec.ValidationError) -> str:
-    """What is wrong with a value, in words that name the choices where there are any."""
+    """Return what is wrong with a value, in words that name the choices where there are any."""
     if key not in CHOICES:
         return str(error).replace(" | null", "")
     given = value if isinstance(value, list) else [value]

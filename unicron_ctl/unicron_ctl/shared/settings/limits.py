@@ -1,7 +1,7 @@
 """Ranges of settings, and the rules that settings must keep among themselves and with fixed limits.
 
-`unicrond --check` tests all rules together, so that it can name every contradiction at once. The rules among limits
-that nobody can set are in tests/unit/unicron_ctl/shared/settings/test_limits.py.
+`unicrond --check` tests the rules of settings together, so that it can name every contradiction at once. Nobody can set
+what CONSTANT_RULES are about, in programs that do not import each other: a test asks those.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Range(NamedTuple):
         return f"{number(self.low)} to {number(self.high)}" + (", or 0 for none" if self.zero else "")
 
     def problem(self, name: str, value: float) -> str:
-        """What is wrong with the value, or nothing."""
+        """Return what is wrong with the value, or nothing."""
         if self.low <= value <= self.high or (self.zero and value == 0):
             return ""
         return f"{name} = {number(value)} must be {self}" + (f": {self.why}" if self.why else "")
@@ -48,7 +48,7 @@ class Rule(NamedTuple):
     slurm: bool = False
 
 
-FIXED = {"PLANNED_SECONDS": PLANNED_SECONDS, "ORPHAN_SECONDS": ORPHAN_SECONDS}
+FIXED_LIMITS = {"PLANNED_SECONDS": PLANNED_SECONDS, "ORPHAN_SECONDS": ORPHAN_SECONDS}
 # Variables of jobs and their defaults. A site that sets one for all its jobs sets it for unicrond as well.
 VARIABLES = {
     "UNICRON_PLAN_TIMEOUT": time_limits.PLAN_TIMEOUT,
@@ -89,15 +89,71 @@ RULES: tuple[Rule, ...] = (
     Rule("first_iteration_seconds", "UNICRON_COLLECTIVE_TIMEOUT", "the others wait in a collective for a late rank"),
 )
 
+OWNERS = {
+    "controller": "unicron_ctl.controller",
+    "log": "unicron_ctl.shared.log",
+    "agent": "unicron_ctl.agent",
+    "node": "unicron_ctl.nodes",
+    "consensus": "unicron_ctl.shared.consensus",
+    "settings": "unicron_ctl.shared.settings",
+    "protocol": "unicron_ctl.shared.protocol",
+    "process": "unicron_ctl.shared.system",
+    "rank": "unicron_transition",
+    "prolog": "slurm_plugin/prolog.d/50-unicron",
+    "health": "slurm_plugin/health/unicron-health",
+    "service": "slurm_plugin/systemd/unicrond.service",
+}
+"""The package or file in which the constants of CONSTANT_RULES stand, each beside its use."""
+SLURM_DEFAULTS = {"slurm.KillWait": 30.0, "slurm.BatchStartTimeout": 10.0, "slurm.HealthCheckProgram": 60.0}
+"""Seconds (slurm.conf(5))."""
+
+CONSTANT_RULES: tuple[Rule, ...] = (
+    Rule("agent.SILENT_SECONDS + agent.AGAIN_SECONDS", "controller.FETCH_SECONDS", "what failed is tried again"),
+    Rule("controller.FETCH_SECONDS", "agent.FAILING_SECONDS", "while a job waits, the agent that failed is asked last"),
+    Rule("controller.CUT_SECONDS", "controller.CUT_LIMIT_SECONDS", "copies take their time"),
+    Rule("agent.TOUCH_SECONDS", "agent.FORGOTTEN_SECONDS", "what is in use must not look forgotten"),
+    Rule("agent.REACH_SECONDS", "controller.ANSWER_SECONDS", "a witness has tried by then"),
+    Rule("agent.REACH_SECONDS", "controller.SURVEY_SECONDS", "all have tried by then"),
+    Rule("controller.ANSWER_SECONDS", "controller.ROUND_SECONDS", "answers come within their round"),
+    Rule("agent.REGISTER_SECONDS", "agent.REGISTER_TIMEOUT", "a lost registration is repeated"),
+    Rule("controller.CONFIRM_SECONDS", "agent.REGISTER_TIMEOUT", "a Slurm that hangs must not cost protection"),
+    Rule("protocol.TIME_LIMIT + protocol.TIME_LIMIT", "agent.REGISTER_TIMEOUT", "munge may be slow on both sides"),
+    Rule("protocol.LEAST_PROGRESS", "controller.PROGRESS_SECONDS", "agents refuse anything else"),
+    Rule("agent.ENDING_SECONDS", "slurm.KillWait", "the agent has to report the end before Slurm kills it"),
+    Rule(
+        "agent.OWN_END_SECONDS + agent.STOP_SECONDS",
+        "settings.PLANNED_SECONDS",
+        "a loss is answered faster than a plan",
+    ),
+    Rule("agent.ANSWER_SECONDS", "agent.HUNG_SECONDS", "a slow fork is not a dead template"),
+    Rule("consensus.TELL_SECONDS", "consensus.AWAY_SECONDS", "all ask the controller before they agree"),
+    Rule("controller.STALL_SECONDS", "consensus.AWAY_SECONDS", "a controller knows that it was away"),
+    Rule("consensus.RESEND_SECONDS", "consensus.BALLOT_SECONDS", "a lost message is repeated first"),
+    Rule("consensus.REST_SECONDS", "rank.PLAN_TIMEOUT", "stopped ranks wait for those that stop late"),
+    Rule("rank.CONNECT_SECONDS", "rank.ENTER_TIMEOUT", "several tries"),
+    Rule("rank.ENTER_TIMEOUT", "rank.COLLECTIVE_TIMEOUT", "quick to give up while connecting, patient in training"),
+    Rule("rank.COLLECTIVE_TIMEOUT", "rank.BOUNDARY_TIMEOUT", "a newcomer waits for a whole iteration"),
+    Rule("node.REPORT_SECONDS", "node.BUDGET_SECONDS", "the report is part of the checks' time"),
+    Rule("prolog.UNICRON_HEALTH_SECONDS", "slurm.BatchStartTimeout", "a batch job starts after its prolog"),
+    Rule("health.UNICRON_HEALTH_SECONDS", "slurm.HealthCheckProgram", "slurmd kills it then"),
+    Rule("log.BUSY_SECONDS", "service.WatchdogSec", "a locked event log is not a stalled loop"),
+    Rule(
+        "log.LOST_SECONDS + log.LEASE_SECONDS + log.RENEW_SECONDS",
+        "agent.OUTLIVED_SECONDS",
+        "who still speaks then was not taken over",
+    ),
+    Rule("process.CONNECTIONS", "service.LimitNOFILE", "each connection is an open file"),
+)
+
 
 def number(value: float) -> str:
-    """The number as people write it: no exponent, no trailing zeros."""
+    """Write the number as people do: no exponent, no trailing zeros."""
     return format(value, ".10g")
 
 
 def fixed_values(environment: Mapping[str, str]) -> tuple[dict[str, float], list[str]]:
-    """The values of FIXED and VARIABLES by name, and what is wrong with those that the environment sets."""
-    values, found = {**FIXED, **VARIABLES}, []
+    """Return the values of FIXED and VARIABLES by name, and what is wrong with those that the environment sets."""
+    values, found = {**FIXED_LIMITS, **VARIABLES}, []
     for name in VARIABLES:
         if text := environment.get(name):
             try:
@@ -110,10 +166,10 @@ def fixed_values(environment: Mapping[str, str]) -> tuple[dict[str, float], list
     return values, found
 
 
-def contradictions(values: Mapping[str, float], slurm: bool = True) -> list[str]:
-    """Every rule that is broken, in one line each. A rule with a name that has no value is left out."""
+def contradictions(values: Mapping[str, float], slurm: bool = True, rules: Iterable[Rule] = RULES) -> list[str]:
+    """Return every rule that is broken, in one line each. A rule with a name that has no value is left out."""
     found = []
-    for rule, low, high in _applicable(values, slurm):
+    for rule, low, high in _applicable(rules, values, slurm):
         if low < high or (rule.equal and low == high):
             continue
         # The reader wants to know first what to change: a setting, and of two settings the larger.
@@ -126,25 +182,25 @@ def contradictions(values: Mapping[str, float], slurm: bool = True) -> list[str]
 
 
 def rule_lines(values: Mapping[str, float], slurm: bool = True) -> list[str]:
-    """The rules with their values, in one line each."""
+    """Return the rules of settings with their values, in one line each."""
     return [
         f"{_text(rule.low, low)} {'<=' if rule.equal else '<'} {_text(rule.high, high)}: {rule.why}"
-        for rule, low, high in _applicable(values, slurm)
+        for rule, low, high in _applicable(RULES, values, slurm)
     ]
 
 
 def names(side: str) -> list[str]:
-    """The names in one side of a rule."""
+    """Return the names in one side of a rule."""
     return side.split(" + ")
 
 
 def label(side: str) -> str:
-    """One side of a rule as an admin knows it."""
+    """Return one side of a rule as an admin knows it."""
     return "heartbeat_period x lease_periods" if side == "lease" else side
 
 
-def _applicable(values: Mapping[str, float], slurm: bool) -> Iterable[tuple[Rule, float, float]]:
-    for rule in RULES:
+def _applicable(rules: Iterable[Rule], values: Mapping[str, float], slurm: bool) -> Iterable[tuple[Rule, float, float]]:
+    for rule in rules:
         wanted = (*names(rule.low), *names(rule.high))
         if all(name in values for name in wanted) and (slurm or not rule.slurm):
             low, high = (sum(values[name] for name in names(side)) for side in (rule.low, rule.high))
@@ -152,7 +208,7 @@ def _applicable(values: Mapping[str, float], slurm: bool) -> Iterable[tuple[Rule
 
 
 def _settable(side: str) -> bool:
-    return any(name not in FIXED and name not in VARIABLES for name in names(side))
+    return any(name not in FIXED_LIMITS and name not in VARIABLES for name in names(side))
 
 
 def _text(side: str, value: float) -> str:

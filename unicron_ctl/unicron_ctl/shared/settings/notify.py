@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tomllib
 import urllib.parse
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -18,7 +18,7 @@ from unicron_ctl.shared.system.errors import UserError
 from unicron_ctl.shared.system.plain_file import open_plain
 from unicron_detector.health.programs import untrusted
 
-Notified = Literal["admin", "healed", "left"]
+NoticeKind = Literal["admin", "healed", "left"]
 
 
 class NotifyConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +35,7 @@ class NotifyConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The mail server: HOST:PORT. With a user in `secrets`, or at port 587, the connection is encrypted (STARTTLS)."""
     secrets: str = ""
     """A TOML file of mode 0600: slack, webhook (URLs), webhook_token, smtp_user, smtp_password."""
-    kinds: tuple[Notified, ...] = ("admin", "healed", "left")
+    kinds: tuple[NoticeKind, ...] = ("admin", "healed", "left")
     """What is told: what needs an admin, jobs that were healed, nodes that were left."""
     digest_seconds: Annotated[float, Range(0.0, 86400.0)] = 30.0
     """That a notice waits for others, which go with it."""
@@ -46,7 +46,7 @@ class NotifyConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Secrets(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the file of `secrets` holds."""
+    """The contents of the file of `secrets`."""
 
     slack: str = ""
     webhook: str = ""
@@ -61,7 +61,7 @@ class Secrets(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def wrong_targets(config: NotifyConfig) -> dict[str, str]:
-    """What is wrong with the section by itself: by the key of each target, in one line each."""
+    """Return what is wrong with the section by itself: by the key of each target, in one line each."""
     found = {"mail": _mail_problem(config)}
     for key in ("hook", "secrets"):
         if (path := getattr(config, key)) and not os.path.isabs(path):
@@ -86,7 +86,7 @@ def _is_mail(text: str) -> bool:
 
 
 def notify_problems(config: NotifyConfig) -> list[str]:
-    """What is wrong with the hook and the secrets on this machine, in one line each; for unicrond."""
+    """Return what is wrong with the hook and the secrets on this machine, in one line each; for unicrond."""
     wrong = wrong_targets(config)
     found = [unfit(config.hook)] if config.hook and "hook" not in wrong else []
     try:
@@ -101,7 +101,7 @@ def usable(config: NotifyConfig) -> tuple[NotifyConfig, Secrets, bool]:
     """The section without what is wrong in it, the secrets, and whether those could be read. Without them only the hook
     is left: they may be what protects the mail on its way."""
     wrong = wrong_targets(config)
-    left_out: dict[str, Any] = {"hook": ""} if "hook" in wrong else {}
+    left_out: dict[str, object] = {"hook": ""} if "hook" in wrong else {}
     for field in msgspec.structs.fields(NotifyConfig):
         limits = [note for note in getattr(field.type, "__metadata__", ()) if isinstance(note, Range)]
         if any(limit.problem(field.name, getattr(config, field.name)) for limit in limits):

@@ -18,7 +18,7 @@ Mode = Literal["off", "observe", "act"]
 Permission = Literal["drain", "down", "requeue", "hold", "pin", "move", "cancel", "comment"]
 PERMISSIONS: tuple[str, ...] = get_args(Permission)
 # Calls of a SlurmClient and what allows them, any of it. Whoever may take a node may give it back, and so for holds.
-NEEDED: dict[str, tuple[str, ...]] = {
+PERMISSION_OF: dict[str, tuple[str, ...]] = {
     "drain": ("drain",),
     "down": ("down",),
     "resume": ("drain", "down"),
@@ -75,13 +75,13 @@ class Rules:
     is_paused: bool = False
     """An admin has nothing changed in Slurm for a while (`unicronctl pause`)."""
 
-    def paused(self) -> Rules:
+    def as_paused(self) -> Rules:
         """Gives the rules while that is so."""
         return replace(self, mode=OBSERVE, is_paused=True) if self.mode == ACT else self
 
     def may(self, call: str) -> bool:
         """Whether this call of a SlurmClient is allowed."""
-        return self.mode == ACT and not self.actions.isdisjoint(NEEDED[call])
+        return self.mode == ACT and not self.actions.isdisjoint(PERMISSION_OF[call])
 
     def refusal(self, call: str) -> str:
         """Why it is not, and what would change that; empty when it is."""
@@ -91,7 +91,7 @@ class Rules:
             return f"partition {self.partition} is paused, until `unicronctl resume`"
         if self.mode != ACT:
             return f'partition {self.partition} is in mode "{self.mode}"'
-        return f"the actions of partition {self.partition} do not include {' or '.join(NEEDED[call])}"
+        return f"the actions of partition {self.partition} do not include {' or '.join(PERMISSION_OF[call])}"
 
     def most_weight(self, account: str, qos: str) -> float:
         """The most that a job of this account and QOS may claim."""

@@ -1,4 +1,4 @@
-"""Where the controller keeps its state, and where others reach it."""
+"""Finds the places of programs, of the controller's state and of its address."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from unicron_ctl.shared.settings.config import ALL_ADDRESSES, Config
 from unicron_ctl.shared.settings.config_file import load
 
 # Where the packages put their parts (docs/install.md)
-PACKAGED = "/usr/lib/unicron"
-PACKAGED_PLUGIN = f"{PACKAGED}/unicron.so"
+PACKAGE_FOLDER = "/usr/lib/unicron"
+PACKAGED_PLUGIN = f"{PACKAGE_FOLDER}/unicron.so"
 PACKAGED_AGENT, PACKAGED_PYTHON = "/opt/unicron/bin/unicron-agent", "/opt/unicron/bin/python"
 PACKAGED_PROGRAMS = "/usr/bin"
 CHECKOUT = Path(unicron.__file__).resolve().parents[2]  # what lies there is looked for, since there may be none
@@ -36,7 +36,7 @@ def state_dir(config: Config, environment: Mapping[str, str] = os.environ) -> Pa
 def controller_address(
     explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Where clients reach the controller: the option, UNICRON_CONTROLLER, the configuration's `address`, what a
+    """Return where clients reach the controller: the option, UNICRON_CONTROLLER, the configuration's `address`, what a
     controller that runs here wrote, its `listen`; where that means all addresses, this host. Several addresses have
     commas between them.
     """
@@ -69,7 +69,7 @@ def is_guess(
 
 def is_packaged() -> bool:
     """Whether this is a program of the packages."""
-    return unicron.__file__.startswith(f"{PACKAGED}/")
+    return unicron.__file__.startswith(f"{PACKAGE_FOLDER}/")
 
 
 def nodes_python() -> str:

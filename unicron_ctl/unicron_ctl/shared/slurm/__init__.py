@@ -6,7 +6,7 @@ from unicron_ctl.shared.slurm.slurm_client import (
     ElementInfo,
     NodeInfo,
     PartitionInfo,
-    Reserved,
+    Reservation,
     SlurmClient,
     SlurmError,
 )
@@ -16,7 +16,7 @@ __all__ = [
     "ElementInfo",
     "NodeInfo",
     "PartitionInfo",
-    "Reserved",
+    "Reservation",
     "SlurmClient",
     "SlurmError",
     "choose_client",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from unicron_ctl.shared.slurm.squeue import CUT
 
 OURS = "unicron: "
-HELD = f"{OURS}held"  # how that part of an element begins that Unicron holds
+HOLD_PREFIX = f"{OURS}held"  # how that part of an element begins that Unicron holds
 BETWEEN = " | "
 JOBSTATS = "JS1:"
 OWN_MOST = 200  # characters of Unicron's part

@@ -1,4 +1,4 @@
-"""What a pending element asks of one node, read from squeue's columns. Pure.
+"""Reads what a pending element asks of one node from squeue's columns. Pure.
 
 Slurm tells requests per node, task, socket, GPU and job. An element is usually one node, so all of them are brought to
 that: what the node must have at least. Of an element of several nodes only what each of them must have is known.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-from unicron_ctl.shared.slurm.slurm_client import Asked
+from unicron_ctl.shared.slurm.slurm_client import Needs
 
 COLUMNS = (
     ("ReqNodes", 64),
@@ -55,14 +55,14 @@ def _number(text: str) -> int:
     return number if number < _NO_LIMIT else 0
 
 
-def parse(texts: Mapping[str, str]) -> tuple[Asked, str]:
-    """What is asked of one node: its size, and its GRES as "gpu:a100:8". texts: squeue's COLUMNS; one that was cut off
-    counts for nothing."""
+def parse(texts: Mapping[str, str]) -> tuple[Needs, str]:
+    """Return what is asked of one node: its size, and its GRES as "gpu:a100:8". texts: squeue's COLUMNS; one that was
+    cut off counts for nothing."""
     return _parse(tuple(texts.get(name, "") for name, _ in COLUMNS))
 
 
 @lru_cache(maxsize=4096)  # the elements of a job ask for the same
-def _parse(values: tuple[str, ...]) -> tuple[Asked, str]:
+def _parse(values: tuple[str, ...]) -> tuple[Needs, str]:
     texts = {name: text for (name, _), text in zip(COLUMNS, values, strict=True)}
 
     def number(name: str) -> int:
@@ -74,7 +74,7 @@ def _parse(values: tuple[str, ...]) -> tuple[Asked, str]:
     alone = nodes == 1
     if alone:
         tasks = max(tasks, number("NumTasks"))
-    gres = _combined(
+    gres = _combine(
         read_gres(texts.get("tres-per-node", "")),
         {key: count if alone else 1 for key, count in read_gres(texts.get("tres-per-job", "")).items()},
         {key: count * max(1, tasks) for key, count in read_gres(texts.get("tres-per-task", "")).items()},
@@ -84,7 +84,7 @@ def _parse(values: tuple[str, ...]) -> tuple[Asked, str]:
     for_gpus = [count * _of(gres, key) for key, count in read_gres(texts.get("cpus-per-tres", "")).items()]
     memory = megabytes(texts.get("MinMemory", ""))
     total, per_cpu = _memory(texts, memory, number("MinCpus"), nodes)
-    asked = Asked(
+    asked = Needs(
         nodes=nodes,
         cpus=max([cpus, *for_gpus]),
         cpus_in_all=number("NumCPUs"),
@@ -132,7 +132,7 @@ def read_gres(text: str) -> Gres:
     return found
 
 
-def _combined(*ways: Gres) -> Gres:
+def _combine(*ways: Gres) -> Gres:
     """The most that is asked for of each: the ways are about the same GPUs."""
     found: Gres = {}
     for way in ways:
@@ -144,5 +144,5 @@ def _combined(*ways: Gres) -> Gres:
 
 
 def _of(gres: Gres, key: tuple[str, str]) -> int:
-    """How many there are, of any type where none is named."""
+    """Return how many there are, of any type where none is named."""
     return sum(count for (name, kind), count in gres.items() if name == key[0] and key[1] in ("", kind))

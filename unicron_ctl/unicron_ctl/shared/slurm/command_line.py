@@ -15,18 +15,18 @@ from unicron_ctl.shared.slurm.admin_comment import MOST, own_part, with_own
 from unicron_ctl.shared.slurm.host_lists import hosts
 from unicron_ctl.shared.slurm.programs import Programs
 from unicron_ctl.shared.slurm.slurm_client import (
-    SAID,
+    MOST_CHARACTERS,
     ElementInfo,
     NodeInfo,
     PartitionInfo,
     Queue,
-    Reserved,
+    Reservation,
     SlurmError,
     current_reason,
 )
 from unicron_ctl.shared.slurm.slurm_settings import SlurmSettings, parse_settings
 from unicron_ctl.shared.slurm.states import LEAVES, element_state, parse_states
-from unicron_ctl.shared.system.errors import one_line, shortened
+from unicron_ctl.shared.system.errors import one_line, shorten
 
 log = logging.getLogger("unicron.slurm")
 
@@ -39,7 +39,7 @@ FEWEST_ALIKE = 256  # pending elements of an array that share a record and are r
 LARGE = 5000  # elements, of which a row each with all texts would be megabytes
 LONG = 2000  # rows of the queue; of a longer one, job by job is asked for, which costs slurmctld next to nothing
 MOST_REMEMBERED = 100_000  # elements, and jobs
-FINISHED = "already finished"
+ALREADY_OVER = "already finished"
 COMMENT_TRIES = 3  # where others write at the same time
 HEARD_SECONDS = 0.3  # after Slurm's answer every slurmd has heard of a requeue
 UNDER_WAY = LEAVES | {"PENDING"}  # an element in these is being requeued or waits
@@ -82,9 +82,9 @@ class CommandLineClient:
         for unread in [line for line, node in found.items() if node is None][:1]:
             self._warn(f"`scontrol show node` prints a line that cannot be read, and its node is unknown: {unread}")
         self._most_alike = max(FEWEST_ALIKE, 2 * len(nodes))
-        return self._completed(nodes, reserved) if nodes else []
+        return self._with_limits(nodes, reserved) if nodes else []
 
-    def _completed(self, nodes: list[NodeInfo], reserved: Mapping[str, Collection[Reserved]]) -> list[NodeInfo]:
+    def _with_limits(self, nodes: list[NodeInfo], reserved: Mapping[str, Collection[Reservation]]) -> list[NodeInfo]:
         """Nodes with their reservations and their partitions' limits. Their memory may be none that Slurm deals out."""
         if time.monotonic() - self._limits_at >= SETTINGS_SECONDS:
             self._limits = {one.name: one for one in self.partitions() if one.limited}
@@ -156,7 +156,7 @@ class CommandLineClient:
         """Says it once."""
         if text not in self._warned:
             self._warned.add(text)
-            log.warning("%s", shortened(one_line(text), SAID))
+            log.warning("%s", shorten(one_line(text), MOST_CHARACTERS))
 
     def _forget(self, listed: list[ElementInfo]) -> None:
         """Drops what was remembered of elements that are gone."""
@@ -186,7 +186,7 @@ class CommandLineClient:
             self._requeued[key] = max(info.submitted, self._requeued.get(key, 0.0))
 
     def private_data(self) -> frozenset[str]:
-        """What Slurm's PrivateData names, in lower case: of these, users see their own only (slurm.conf(5))."""
+        """Return what Slurm's PrivateData names, in lower case: of these, users see their own only (slurm.conf(5))."""
         return frozenset(word.lower() for word in self._recent().words("PrivateData"))
 
     def kill_wait(self) -> float:
@@ -236,7 +236,8 @@ class CommandLineClient:
         return self._settings
 
     def _common_texts(self, which: list[str]) -> dict[str, dict[str, str]]:
-        """What all elements of an array have in common, by job: squeue prints those that are pending in one row."""
+        """Return what all elements of an array have in common, by job: squeue prints those that are pending in one
+        row."""
         said = self._squeue(*which, "-O", squeue.columns_format(squeue.ALL_COLUMNS))
         own = {name for name, _ in squeue.OWN_COLUMNS}
         rows = squeue.parse_columns(said, squeue.ALL_COLUMNS) or {}
@@ -287,11 +288,11 @@ class CommandLineClient:
         # Slurm 22.05 takes a second requeue while the first is under way, and then may let the element end as FAILED.
         if self._state(job, element) in UNDER_WAY:
             return
-        with self._noted(job, element):
+        with self._note_requeue(job, element):
             self._change(["scontrol", "requeue", self._id(job, element)], harmless=("Job is pending execution",))
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
-        with self._noted(job, element):
+        with self._note_requeue(job, element):
             refused = self._change(
                 ["scontrol", "requeuehold", self._id(job, element)], harmless=("Job is pending execution",)
             )
@@ -327,7 +328,7 @@ class CommandLineClient:
         return f"now+{wait}" if wait > 0 else "now"
 
     @contextlib.contextmanager
-    def _noted(self, job: str, element: int) -> Iterator[None]:
+    def _note_requeue(self, job: str, element: int) -> Iterator[None]:
         """Notes when an element was requeued, whether Slurm has answered or not."""
         try:
             yield
@@ -349,7 +350,7 @@ class CommandLineClient:
             try:
                 self._set_admin_comment(job, element, wanted)
             except SlurmError as error:
-                if FINISHED in str(error):  # then Slurm changes nothing of it any more
+                if ALREADY_OVER in str(error):  # then Slurm changes nothing of it any more
                     return
                 raise
             after = self._admin_comment(job, element)
@@ -373,7 +374,7 @@ class CommandLineClient:
         said = self._squeue(*which)
         if not said or said[width - 1 : width] not in (b" ", b""):
             return None
-        return squeue.known(os.fsdecode(said[:width]).rstrip(" \n"))
+        return squeue.value_or_empty(os.fsdecode(said[:width]).rstrip(" \n"))
 
     def _set_admin_comment(self, job: str, element: int, text: str) -> None:
         self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"AdminComment={text}"])
@@ -436,7 +437,7 @@ def parse_node(line: str, slurmd_port: int = SLURMD_PORT) -> NodeInfo | None:
         return None
     reason = re.search(r"\sReason=(.*?)(?:\s\[[^\[\]@]*@[^\[\]]*\]|$)", line.rstrip())
     name = fields["NodeName"]
-    gres = squeue.known(fields.get("Gres", ""))
+    gres = squeue.value_or_empty(fields.get("Gres", ""))
     states = parse_states(fields["State"])
     return NodeInfo(
         name=name,
@@ -454,18 +455,18 @@ def parse_node(line: str, slurmd_port: int = SLURMD_PORT) -> NodeInfo | None:
 
 
 def _split(text: str) -> tuple[str, ...]:
-    return tuple(part for part in squeue.known(text).split(",") if part)
+    return tuple(part for part in squeue.value_or_empty(text).split(",") if part)
 
 
-def parse_reservations(text: str) -> dict[str, list[Reserved]]:
+def parse_reservations(text: str) -> dict[str, list[Reservation]]:
     """`scontrol -o show reservation`: node -> the reservations that name it."""
-    found: dict[str, list[Reserved]] = {}
+    found: dict[str, list[Reservation]] = {}
     for line in text.split("\n"):
         fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line))
         starts, ends = (squeue.parse_time(fields.get(name, "")) for name in ("StartTime", "EndTime"))
         if "ReservationName" in fields and starts is not None and ends is not None:
-            reserved = Reserved(fields["ReservationName"], starts, ends)
-            for node in hosts(squeue.known(fields.get("Nodes", ""))):
+            reserved = Reservation(fields["ReservationName"], starts, ends)
+            for node in hosts(squeue.value_or_empty(fields.get("Nodes", ""))):
                 found.setdefault(node, []).append(reserved)
     return found
 
@@ -477,7 +478,7 @@ def parse_topology(text: str) -> dict[str, str]:
     for line in text.split("\n"):
         fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line))
         name = fields.get("BlockName", "") or (fields.get("SwitchName", "") if fields.get("Level") == "0" else "")
-        for node in hosts(squeue.known(fields.get("Nodes", ""))) if name else ():
+        for node in hosts(squeue.value_or_empty(fields.get("Nodes", ""))) if name else ():
             found.setdefault(node, name)
     return found
 

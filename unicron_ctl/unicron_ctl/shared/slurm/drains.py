@@ -17,7 +17,7 @@ from unicron_detector.words import counted
 OURS = "unicron["  # how the reason of a node begins that Unicron or its checks took out of service
 HEALTH = f"{OURS}health]"  # its checks, or a pair test, prove it bad
 PAIR_TEST = "pair test "  # so it goes on after HEALTH where an admin asked for the drain; he ends it, too
-LOST = f"{OURS}node_problem]"  # it was lost
+LOST_NODE = f"{OURS}node_problem]"  # it was lost
 REASON_LENGTH = 200  # characters of a reason
 MOST_DRAINED = 10  # nodes that may be drained by their checks at a time, or a tenth of the cluster
 
@@ -46,7 +46,7 @@ def ours(node: NodeInfo) -> bool:
     return bool(node.states & TAKEN_OUT) and node.reason.startswith(OURS)
 
 
-def taken(node: NodeInfo) -> str:
+def why_out_of_service(node: NodeInfo) -> str:
     """Why the node is left as it is: it is out of service already. Slurm's own words for one that is down give way."""
     if node.states & DRAINED:
         return f"it is drained already ({node.reason or 'no reason given'})"
@@ -66,7 +66,7 @@ def drain_node(client: SlurmClient, name: str, said: str, most: int | None = Non
     nodes = {node.name: node for node in client.nodes()}
     if (node := nodes.get(name)) is None:
         raise SlurmError(f"Slurm does not know node {name}")
-    if why := taken(node):
+    if why := why_out_of_service(node):
         return f"{name} is left as it is: {why}"
     if most is not None and (why := _too_many(nodes, name, most)):
         raise TooMany(why)

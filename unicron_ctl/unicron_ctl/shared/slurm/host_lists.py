@@ -26,7 +26,7 @@ def hosts(text: str) -> list[str]:
     return names
 
 
-def folded(names: Iterable[str]) -> str:
+def fold(names: Iterable[str]) -> str:
     """["n1", "n2", "n07", "m"] -> "m,n[1-2,07]": the names once each, in their natural order. The last number of a name
     is folded."""
     groups: dict[tuple[str, str], list[str]] = {}
@@ -34,7 +34,7 @@ def folded(names: Iterable[str]) -> str:
         found = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
         before, number, after = found.groups() if found else (name, "", "")
         groups.setdefault((before, after), []).append(number)
-    return ",".join(_joined(*around, numbers) for around, numbers in sorted(groups.items()))
+    return ",".join(_join(*around, numbers) for around, numbers in sorted(groups.items()))
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -42,7 +42,7 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), part) if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _joined(before: str, after: str, numbers: list[str]) -> str:
+def _join(before: str, after: str, numbers: list[str]) -> str:
     """The names of one group. numbers: their digits; [""] for a name without."""
     spans: list[list[str]] = []
     for number in sorted(numbers, key=lambda text: (int(text or 0), len(text))):
@@ -56,7 +56,7 @@ def _joined(before: str, after: str, numbers: list[str]) -> str:
 
 
 def _choices(part: str, most: int) -> list[str]:
-    """What may stand in this part of a name; [] where that is nothing, more than `most` where it is too much."""
+    """Return what may stand in this part of a name; [] where that is nothing, more than `most` where it is too much."""
     if not part.startswith("["):
         return [part]
     found: list[str] = []

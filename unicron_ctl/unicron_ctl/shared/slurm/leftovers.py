@@ -1,4 +1,4 @@
-"""What Unicron has left in Slurm, and how it is taken back when Unicron is removed. It is judged from what Slurm shows
+"""Finds what Unicron has left in Slurm, and takes it back when Unicron is removed. It is judged from what Slurm shows
 alone: the event log may be gone already."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unicron_ctl.shared.slurm.admin_comment import HELD, own_part
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX, own_part
 from unicron_ctl.shared.slurm.drains import OURS
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo, SlurmClient, SlurmError
 from unicron_ctl.shared.slurm.states import OVER
@@ -23,7 +23,7 @@ class Leftover:
     element: int = -1
 
     def line(self) -> str:
-        """What is done about it, for people."""
+        """Say for people what is done about it."""
         if self.what == "node":
             return f"{self.node} returns to service; check it, if its reason still holds: {self.text}"
         name = f"{self.job}_{self.element}"
@@ -41,7 +41,7 @@ def leftovers(nodes: Sequence[NodeInfo], elements: Sequence[ElementInfo]) -> lis
         text = own_part(e.admin_comment)
         if text and e.state not in OVER:
             # A user's hold stays, whatever the comment says, and so does an admin's on an element that was healed.
-            ours = e.held and e.reason != "JobHeldUser" and text.startswith(HELD)
+            ours = e.held and e.reason != "JobHeldUser" and text.startswith(HOLD_PREFIX)
             found.append(Leftover("hold" if ours else "comment", text, job=e.job, element=e.element))
     return found
 

@@ -21,7 +21,7 @@ REQUEUE_WAIT = (
 
 
 class Bar(enum.Enum):
-    """What keeps an element from starting."""
+    """The obstacle that keeps an element from starting."""
 
     NOTHING = "nothing"  # nodes, its turn, or a moment
     LIMIT = "limit"  # ends by itself when others of the same limit end
@@ -31,7 +31,7 @@ class Bar(enum.Enum):
 
 @dataclass(frozen=True)
 class Reason:
-    """What a pending element waits for. words: one clause for people."""
+    """The reason why a pending element waits. words: one clause for people."""
 
     bar: Bar
     words: str
@@ -108,7 +108,7 @@ _PER = {"PerJob": "a job", "PerUser": "a user", "PerNode": "a job on one node"}
 
 @lru_cache(maxsize=4096)
 def understand(reason: str) -> Reason:
-    """What this reason of squeue or scontrol means."""
+    """Return what this reason of squeue or scontrol means."""
     text = with_blanks(reason)
     for pattern, bar, words in _TABLE:
         if re.match(pattern, text):
@@ -145,7 +145,7 @@ def is_told(element: ElementInfo, nodes: Collection[str]) -> bool:
 
 
 def bar_of(element: ElementInfo, now: float) -> Bar:
-    """What keeps a pending element from starting. now: seconds since the epoch."""
+    """Return what keeps a pending element from starting. now: seconds since the epoch."""
     return Bar.OTHER if _begins_later(element, now) else understand(element.reason).bar
 
 
@@ -154,7 +154,7 @@ def barred(element: ElementInfo, now: float) -> bool:
     return not element.held and bar_of(element, now) is not Bar.NOTHING
 
 
-def explained(element: ElementInfo, now: float) -> str:
+def explain_pending(element: ElementInfo, now: float) -> str:
     """Why a pending element has not started, in words."""
     if _begins_later(element, now):
         return "it is to begin later (--begin)"

@@ -21,7 +21,7 @@ log = logging.getLogger("unicron.slurm")
 KILL_SECONDS = 2.0  # for a process that was killed to end
 MOST_STUCK = 4  # processes that do not end, at once
 MOST_BYTES = 128 << 20  # of one program's output: a listing of 100,000 elements has 30 MB
-Done = subprocess.CompletedProcess[bytes]
+Completion = subprocess.CompletedProcess[bytes]
 
 
 class Programs:
@@ -31,7 +31,7 @@ class Programs:
         self._stuck: dict[threading.Thread, str] = {}
         self._changed = threading.Lock()
 
-    def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> Done:
+    def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> Completion:
         """The program's output and exit status. Raises SlurmTimeout when it takes longer than `timeout`,
         SlurmError when it prints without end, and OSError."""
         what = " ".join(command[:3])
@@ -41,7 +41,7 @@ class Programs:
                     f"{what}: not started, for {len(stuck)} of Slurm's programs hang and cannot be killed "
                     f"({', '.join(sorted(set(stuck)))}): see `ps -eo pid,stat,wchan,args`, and which file system hangs"
                 )
-        result: Future[Done] = Future()
+        result: Future[Completion] = Future()
         thread = threading.Thread(
             target=_serve, args=(result, command, env, timeout), name="unicron-program", daemon=True
         )
@@ -66,7 +66,7 @@ class Programs:
             return list(self._stuck.values())
 
 
-def _serve(result: Future[Done], command: Sequence[str], env: Mapping[str, str], timeout: float) -> None:
+def _serve(result: Future[Completion], command: Sequence[str], env: Mapping[str, str], timeout: float) -> None:
     try:
         done = run_program(command, timeout, MOST_BYTES, env)
     except BaseException as error:

@@ -19,7 +19,7 @@ from typing import Any
 from unicron_ctl.shared.slurm import squeue
 from unicron_ctl.shared.slurm.command_line import CommandLineClient
 from unicron_ctl.shared.slurm.host_lists import hosts
-from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo, Reserved, SlurmError, current_reason
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo, Reservation, SlurmError, current_reason
 from unicron_ctl.shared.slurm.states import element_state, on_hold, parse_states
 from unicron_ctl.shared.system.errors import one_line
 
@@ -76,15 +76,15 @@ class PyslurmClient(CommandLineClient):
     def requeue(self, job: str, element: int) -> None:
         if (record := self._record(job, element)) is None:
             return super().requeue(job, element)
-        with self._noted(job, element):
+        with self._note_requeue(job, element):
             self._call(f"requeue {job}_{element}", record.requeue, harmless="pending execution")
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
         if (record := self._record(job, element)) is None:
             return super().requeue_hold(job, element, comment)
         what = f"requeuehold {job}_{element}"
-        with self._noted(job, element):
-            refused = self._call(what, lambda: record.requeue(hold=True), harmless="pending execution") is _REFUSED
+        with self._note_requeue(job, element):
+            refused = self._call(what, lambda: record.requeue(hold=True), harmless="pending execution") is _REFUSAL
         if refused:
             self._call(what, record.hold)
         self._comment(job, element, comment)
@@ -143,23 +143,23 @@ class PyslurmClient(CommandLineClient):
             return function()
         except self._pyslurm.PyslurmError as error:
             if harmless is not None and harmless in str(error):
-                return _REFUSED
+                return _REFUSAL
             raise SlurmError(f"{what}: {error}") from None
 
 
-_REFUSED = object()
+_REFUSAL = object()
 
 
-def reserved_nodes(reservations: Iterable[Any]) -> dict[str, list[Reserved]]:
+def reserved_nodes(reservations: Iterable[Any]) -> dict[str, list[Reservation]]:
     """Node -> those of these pyslurm Reservations that name it."""
-    found: dict[str, list[Reserved]] = {}
+    found: dict[str, list[Reservation]] = {}
     for one in reservations:
         for node in hosts(one.nodes or ""):
-            found.setdefault(node, []).append(Reserved(one.name, float(one.start_time), float(one.end_time)))
+            found.setdefault(node, []).append(Reservation(one.name, float(one.start_time), float(one.end_time)))
     return found
 
 
-def node_info(node: Any, reservations: tuple[Reserved, ...], slurmd_port: int) -> NodeInfo:
+def node_info(node: Any, reservations: tuple[Reservation, ...], slurmd_port: int) -> NodeInfo:
     """A pyslurm Node as ours. slurmd_port: slurm.conf's, for a node that does not tell its own."""
     gpus = sum(count for name, count in (node.configured_gres or {}).items() if name.split(":")[0] == "gpu")
     started = node.slurmd_start_time
@@ -204,8 +204,12 @@ def expand_indices(text: str) -> list[int]:
 
 
 def element_info(record: Any, element: int) -> ElementInfo:
-    """One element of a pyslurm Job as ours."""
-    reason = record.state_reason or ""
+    """Return one element of a pyslurm Job as ours. pyslurm has None for a text that Slurm leaves empty."""
+
+    def text(name: str) -> str:
+        return getattr(record, name) or ""
+
+    reason = text("state_reason")
     return ElementInfo(
         job=str(record.array_id or record.id),
         element=element,
@@ -213,25 +217,25 @@ def element_info(record: Any, element: int) -> ElementInfo:
         state=element_state(record.state),
         node=record.allocated_nodes or None,
         reason="" if reason == "None" else reason,
-        name=record.name or "",
-        user=record.user_name or "",
-        comment=record.comment or "",
+        name=text("name"),
+        user=text("user_name"),
+        comment=text("comment"),
         restarts=record.requeue_count or 0,
         exit_code=_exit_code(record),
         uid=record.user_id,
         submitted=float(record.submit_time or 0),
-        account=record.account or "",
-        qos=record.qos or "",
-        partition=record.partition or "",
+        account=text("account"),
+        qos=text("qos"),
+        partition=text("partition"),
         features=",".join(record.constraints or ()),
         gres=_gres(record.gres_per_node),
-        reservation=record.reservation or "",
-        excluded_nodes=frozenset(hosts(record.excluded_nodes or "")),
+        reservation=text("reservation"),
+        excluded_nodes=frozenset(hosts(text("excluded_nodes"))),
         time_limit=_limit(record.time_limit),
         priority=record.priority or 0,
-        admin_comment=record.admin_comment or "",
+        admin_comment=text("admin_comment"),
         starts=float(record.start_time) if record.start_time else None,
-        planned_nodes=frozenset(hosts(record.scheduled_nodes or "")),
+        planned_nodes=frozenset(hosts(text("scheduled_nodes"))),
         array=bool(record.array_id),
         on_hold=on_hold(record.state, record.priority or 0),
     )
@@ -311,7 +315,7 @@ def _unfit(release: str, slurm_release: str) -> str:
 
 
 def _missing(module: ModuleType) -> list[str]:
-    """What NAMES has and the module has not."""
+    """Return what NAMES has and the module has not."""
     found = []
     for name, attributes in NAMES.items():
         one = getattr(module, name, None)

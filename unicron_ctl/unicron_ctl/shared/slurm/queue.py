@@ -34,9 +34,9 @@ _KIND: Columns = (
     ("HetJobID", 11),
     ("HetJobOffset", 5),  # so that components are told apart that ask for the same
 )
-_ASKED: Columns = (("Feature", 96), ("Reservation", 64), *asked.COLUMNS, ("ExcNodes", 96))
+_REQUEST: Columns = (("Feature", 96), ("Reservation", 64), *asked.COLUMNS, ("ExcNodes", 96))
 # Where what users ask for breaks the columns: without it. Such a job may then get any node of its partitions.
-COLUMNS: tuple[Columns, ...] = ((*_IDENTITY, *_KIND, *_ASKED), (*_IDENTITY, *_KIND))
+COLUMNS: tuple[Columns, ...] = ((*_IDENTITY, *_KIND, *_REQUEST), (*_IDENTITY, *_KIND))
 # Columns that older releases do not know. squeue leaves such a one out, with exit status 0.
 _SINCE = {"ExcNodes": (23, 2)}
 WAITS_FOR_NODES = ("Resources", "Priority")
@@ -46,7 +46,7 @@ _SEPARATOR = b"\x1f"
 
 
 def forms(release: str) -> tuple[Columns, ...]:
-    """What squeue of this release ("22.05.8") is asked for, in turn, until the answer can be read."""
+    """Return what squeue of this release ("22.05.8") is asked for, in turn, until the answer can be read."""
     number = tuple(int(part) for part in release.split(".")[:2] if part.isdecimal())
     known = tuple(one for one in COLUMNS[0] if not number or number >= _SINCE.get(one[0], (0,)))
     return known, *COLUMNS[1:]
@@ -112,7 +112,7 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
     for name, width in columns:
         cell = row[at[name] : at[name] + width]
         fits = cell[-1:] == b" " or name in ("ArrayTaskID", "UserName")
-        cells[name] = squeue.known(cell.decode(errors="ignore").rstrip(" ")) if fits else ""
+        cells[name] = squeue.value_or_empty(cell.decode(errors="ignore").rstrip(" ")) if fits else ""
     index, nodes = cells["ArrayTaskID"], cells["NodeList"]
     priority, reasons = cells["PriorityLong"], cells["Reason"].split(",")
     size, gres = asked.parse(cells)

@@ -1,4 +1,4 @@
-"""How large nodes are, and what partitions let a job have, from scontrol's fields. Pure."""
+"""Reads the sizes of nodes and the limits of partitions from scontrol's fields. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _partition(fields: Mapping[str, str]) -> PartitionInfo:
 
 
 def node_size(fields: Mapping[str, str]) -> Size:
-    """What a node has, as Slurm counts it: CPUEfctv (since 22.05) is without what is kept for the system."""
+    """Return what a node has, as Slurm counts it: CPUEfctv (since 22.05) is without what is kept for the system."""
 
     def number(name: str, least: int) -> int:
         return max(least, int(fields[name])) if fields.get(name, "").isdecimal() else least

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from unicron_ctl.shared.slurm.states import ASLEEP, REASON, UNUSABLE, unknown
-from unicron_ctl.shared.system.errors import UserError, one_line, shortened
+from unicron_ctl.shared.system.errors import UserError, one_line, shorten
 
 # The reasons of a pending element that somebody has to release. Where slurmctld has a text, squeue prints that in place
 # of the reason's name. Source: docs/behaviour/slurm-states.toml.
@@ -52,14 +52,14 @@ def current_reason(states: frozenset[str], reason: str) -> str:
     return reason if states & REASON or unknown(states) else ""
 
 
-SAID = 500  # characters of what went wrong: programs may say anything
+MOST_CHARACTERS = 500  # characters of what went wrong: programs may say anything
 
 
 class SlurmError(UserError):
     """Slurm refused a call or did not answer in time. The text is one line."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(shortened(one_line(message), SAID))
+        super().__init__(shorten(one_line(message), MOST_CHARACTERS))
 
 
 class SlurmTimeout(SlurmError):
@@ -71,20 +71,24 @@ NONE_SET = float("inf")  # where a partition has no limit
 
 @dataclass(frozen=True)
 class PartitionInfo:
-    """A partition: how many nodes it has, its state (UP, DOWN, DRAIN, INACTIVE), its GraceTime in seconds, its own
-    topology ("" for the cluster's), and what one job may have at most: seconds, nodes, and of one node memory in MB and
-    CPUs. min_nodes: that it must have."""
+    """A partition, and what one job there may have."""
 
     name: str
     nodes: int
+    """Nodes of the partition."""
     state: str
+    """UP, DOWN, DRAIN or INACTIVE."""
     grace: float = 0.0
+    """GraceTime, in seconds."""
     max_seconds: float = NONE_SET
     min_nodes: float = 0.0
     max_nodes: float = NONE_SET
     max_memory: float = NONE_SET
+    """MB of one node."""
     max_cpus: float = NONE_SET
+    """CPUs of one node."""
     topology: str = ""
+    """Its own topology, "" for the cluster's."""
 
     @property
     def limited(self) -> bool:
@@ -94,48 +98,55 @@ class PartitionInfo:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a pending element asks of one node at least (:mod:`unicron_ctl.shared.slurm.asked`); 0 where it asks for
-    nothing, or that is not known.
-
-    nodes: how many it is to have. cpus_in_all: on all of them together. memory: MB for a node, or for a CPU, as
-    Slurm stores it. in_all: MB for all that it is to have there. per_cpu: MB for each CPU, where memory is asked
-    for like that. tmp: MB of local disk. sockets, cores, threads: of a node, a socket and a core. cpus_per_task: CPUs
-    for each task. room: tasks that must find room, however many there are."""
+class Needs:
+    """A pending element's request of one node at least (:mod:`unicron_ctl.shared.slurm.asked`); 0 where it asks for
+    nothing, or that is not known."""
 
     nodes: int = 1
+    """Nodes of the element."""
     cpus: int = 0
     cpus_in_all: int = 0
+    """CPUs on all its nodes together."""
     tasks: int = 0
     memory: int = 0
+    """MB for a node, or for a CPU, as Slurm stores it."""
     in_all: int = 0
+    """MB for all that it is to have on the node."""
     per_cpu: int = 0
+    """MB for each CPU, where memory is asked for like that."""
     tmp: int = 0
+    """MB of local disk."""
     sockets: int = 0
     cores: int = 0
+    """Cores of a socket."""
     threads: int = 0
+    """Threads of a core."""
     tasks_per_socket: int = 0
     tasks_per_core: int = 0
     cpus_per_task: int = 1
     room: int = 0
+    """Tasks that must find room, however many there are."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a node has for jobs. cpus: 0 where it is not known. memory: MB. to_give: MB that Slurm deals out among jobs;
-    None where it does not (SelectTypeParameters). tmp: MB of local disk."""
+    """The size of a node."""
 
     cpus: int = 0
+    """0 where it is not known."""
     sockets: int = 1
     cores: int = 1
     threads: int = 1
     memory: int = 0
+    """MB."""
     to_give: int | None = None
+    """MB that Slurm deals out among jobs; None where it does not (SelectTypeParameters)."""
     tmp: int = 0
+    """MB of local disk."""
 
 
 @dataclass(frozen=True)
-class Reserved:
+class Reservation:
     """A reservation's name and time, in seconds since the epoch."""
 
     name: str
@@ -145,27 +156,27 @@ class Reserved:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """One node.
-
-    `states` is the base state and all flags in upper case, e.g. {"DOWN", "NOT_RESPONDING"}; `slurmd_start` is in
-    seconds since the epoch, None while slurmd has not registered; `reason` is why it is out of service, without its
-    author. `gres` is as in slurm.conf ("gpu:a100:8"), `reservations` are those that hold the node now or will, `limits`
-    those of its partitions that have any.
-    """
+    """One node."""
 
     name: str
     states: frozenset[str]
+    """The base state and all flags in upper case, such as {"DOWN", "NOT_RESPONDING"}."""
     reason: str
+    """Why it is out of service, without its author."""
     address: str
     port: int
     slurmd_start: float | None
+    """Seconds since the epoch; None while slurmd has not registered."""
     gpus: int
     partitions: tuple[str, ...] = ()
     features: frozenset[str] = frozenset()
     gres: str = ""
-    reservations: tuple[Reserved, ...] = ()
+    """As in slurm.conf: "gpu:a100:8"."""
+    reservations: tuple[Reservation, ...] = ()
+    """Those that hold the node now or will."""
     size: Size = Size()
     limits: tuple[PartitionInfo, ...] = ()
+    """Its partitions that limit what a job may have."""
 
     @property
     def healthy(self) -> bool:
@@ -233,7 +244,7 @@ class ElementInfo:
     starts: float | None = None
     planned_nodes: frozenset[str] = frozenset()
     required_nodes: frozenset[str] = frozenset()
-    asked: Asked = Asked()
+    asked: Needs = Needs()
     hetero: str = ""
     brief: bool = False
     array: bool = False
@@ -297,7 +308,7 @@ class SlurmClient(Protocol):
         """The whole queue but these jobs: who occupies nodes, and the most urgent of each kind that is pending."""
 
     def private_data(self) -> frozenset[str]:
-        """What Slurm's PrivateData names: of these kinds users see their own only (slurm.conf(5))."""
+        """Return what Slurm's PrivateData names: of these kinds users see their own only (slurm.conf(5))."""
 
     def kill_wait(self) -> float:
         """Slurm's KillWait, seconds: from SIGTERM to SIGKILL when an element is to end (slurm.conf(5))."""
@@ -306,8 +317,8 @@ class SlurmClient(Protocol):
         """partition -> its GraceTime, seconds: for which Slurm lets go on what it preempts (slurm.conf(5))."""
 
     def shrinks(self) -> int:
-        """How often Slurm takes nodes from a running job when it is asked to: never with disable_job_shrink, and only
-        once without slurmdbd."""
+        """Return how often Slurm takes nodes from a running job when it is asked to: never with disable_job_shrink, and
+        only once without slurmdbd."""
 
     def domains(self) -> dict[str, str]:
         """node -> what it fails with: its leaf switch, or its block. Empty where Slurm knows no topology."""

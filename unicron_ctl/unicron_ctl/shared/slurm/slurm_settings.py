@@ -14,8 +14,8 @@ _NOTHING = ("(null)", "(null type)", "n/a", "none")
 
 @dataclass(frozen=True)
 class SlurmSettings:
-    """What slurmctld goes by: name -> text, as Slurm prints it. A name that is printed several times (SlurmctldHost[0],
-    Prolog[1]) has its texts in their order, with commas between."""
+    """The settings of slurmctld: name -> text, as Slurm prints it. A name that is printed several times
+    (SlurmctldHost[0], Prolog[1]) has its texts in their order, with commas between."""
 
     texts: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""What squeue prints, in two listings, so that nothing that users write can pass for anything else.
+"""Reads what squeue prints, in two listings, so that nothing that users write can pass for anything else.
 
 Names, comments and, on clusters without accounting, accounts may hold line ends and any other byte; Slurm prints them
 as they are (seen with sbatch and `scontrol update` of 22.05.8). So the first listing has only numbers, times, states
@@ -129,13 +129,13 @@ def _fact(line: str) -> Fact | None:
         restarts=0,
         uid=int(uid),
         submitted=at,
-        partition=known(partition),
-        reservation=known(reservation),
-        excluded_nodes=_hosts(known(excluded)),
+        partition=value_or_empty(partition),
+        reservation=value_or_empty(reservation),
+        excluded_nodes=_hosts(value_or_empty(excluded)),
         time_limit=parse_limit(limit),
         priority=importance,
         starts=parse_time(starts),
-        planned_nodes=_hosts(known(planned)),
+        planned_nodes=_hosts(value_or_empty(planned)),
         array=index.isdecimal(),
         on_hold=on_hold(state, importance),
     )
@@ -182,26 +182,26 @@ def _cell(text: str, width: int) -> bytes:
 def complete(fact: Fact, texts: Mapping[str, str]) -> ElementInfo:
     """An element of the first listing with its row of the second one, as far as that has its columns."""
     reason, restarts = texts["Reason"], texts["RestartCnt"]
-    size, gres = asked.parse({name: known(texts.get(name, "")) for name, _ in asked.COLUMNS})
-    required = known(texts.get("ReqNodes", ""))
+    size, gres = asked.parse({name: value_or_empty(texts.get(name, "")) for name, _ in asked.COLUMNS})
+    required = value_or_empty(texts.get("ReqNodes", ""))
     return replace(
         fact.info,
         reason="" if reason == "None" else reason,
         restarts=int(restarts) if restarts.isdecimal() else 0,
         exit_code=code_and_signal(texts["exit_code"]),
-        account=known(texts.get("Account", "")),
-        qos=known(texts.get("QOS", "")),
-        features=known(texts.get("Feature", "")),
+        account=value_or_empty(texts.get("Account", "")),
+        qos=value_or_empty(texts.get("QOS", "")),
+        features=value_or_empty(texts.get("Feature", "")),
         gres=gres,
         required_nodes=_hosts("" if required.endswith(CUT) else required),
         asked=size,
         name=texts.get("Name", ""),
-        comment=known(texts.get("Comment", "")),
-        admin_comment=known(texts.get("admin_comment", "")),
+        comment=value_or_empty(texts.get("Comment", "")),
+        admin_comment=value_or_empty(texts.get("admin_comment", "")),
     )
 
 
-def known(text: str) -> str:
+def value_or_empty(text: str) -> str:
     """ "" for the words that Slurm has for nothing."""
     return "" if text in _NOTHING else text
 

@@ -15,7 +15,7 @@ UNKNOWN = "UNKNOWN"  # an element's state, where Slurm has a word for it that is
 
 
 class Job(enum.Flag):
-    """What a job's or an element's state means."""
+    """The meaning of a job's or an element's state."""
 
     PENDING = enum.auto()  # waits to be started
     HOLD = enum.auto()  # pending, and held until it is released; the word itself may stay after that
@@ -27,13 +27,13 @@ class Job(enum.Flag):
 
 
 _OVER, _FAILED = Job.OVER, Job.OVER | Job.FAILED
-_HELD = Job.PENDING | Job.HOLD
+_HOLDS = Job.PENDING | Job.HOLD
 JOB_WORDS = {
     "PENDING": Job.PENDING,
     "EXPEDITING": Job.PENDING,  # waits after an expedited requeue; its pin can be changed as that of any pending one
-    "REQUEUE_HOLD": _HELD,  # requeued too often, or by --requeue=expedite although no node has failed
-    "SPECIAL_EXIT": _HELD,  # `scontrol requeuehold State=SpecialExit`, or RequeueExitHold
-    "RESV_DEL_HOLD": _HELD,  # its reservation is over, was deleted or is invalid
+    "REQUEUE_HOLD": _HOLDS,  # requeued too often, or by --requeue=expedite although no node has failed
+    "SPECIAL_EXIT": _HOLDS,  # `scontrol requeuehold State=SpecialExit`, or RequeueExitHold
+    "RESV_DEL_HOLD": _HOLDS,  # its reservation is over, was deleted or is invalid
     "RUNNING": Job.OCCUPIES | Job.WORKS,
     "CONFIGURING": Job.OCCUPIES | Job.WORKS,
     "COMPLETING": Job.OCCUPIES | Job.LEAVES,
@@ -63,7 +63,8 @@ JOB_WORDS = {
 
 
 class Node(enum.Flag):
-    """What a word of a node's state means. A node has one or more of them; without any, its word says nothing here."""
+    """The meaning of a word of a node's state. A node has one or more of them; without any, its word says nothing
+    here."""
 
     UNUSABLE = enum.auto()  # gets no work
     DOWN = enum.auto()  # Slurm hears nothing of it, or has given it up
@@ -75,7 +76,7 @@ class Node(enum.Flag):
 
 
 _OUT = Node.UNUSABLE | Node.REASON
-_DRAINED = _OUT | Node.DRAINED
+_DRAIN = _OUT | Node.DRAINED
 NODE_WORDS = {
     "IDLE": Node.PLAIN,
     "ALLOCATED": Node.IN_USE,
@@ -89,11 +90,11 @@ NODE_WORDS = {
     "BLOCKED": _OUT,  # a job that has its whole topology for itself (--exclusive=topo) runs beside it
     "CLOUD": Node.PLAIN,
     "COMPLETING": Node.IN_USE,
-    "DRAIN": _DRAINED,
+    "DRAIN": _DRAIN,
     "DYNAMIC_FUTURE": Node.PLAIN,
     "DYNAMIC_NORM": Node.PLAIN,
     "EXTERNAL": _OUT,  # has no slurmd
-    "FAIL": _DRAINED,
+    "FAIL": _DRAIN,
     "INVALID_REG": _OUT,
     "MAINTENANCE": _OUT,
     "NOT_RESPONDING": Node.UNUSABLE | Node.DOWN,
@@ -111,9 +112,9 @@ NODE_WORDS = {
     "?": _OUT,  # a flag for which this release has no word
     # sinfo's, where scontrol has two words
     "CANCEL_REBOOT": Node.PLAIN,
-    "DRAINED": _DRAINED,
-    "DRAINING": _DRAINED,
-    "FAILING": _DRAINED,
+    "DRAINED": _DRAIN,
+    "DRAINING": _DRAIN,
+    "FAILING": _DRAIN,
     "INVAL": _OUT,
     "MAINT": _OUT,
     "REBOOT": Node.REASON,

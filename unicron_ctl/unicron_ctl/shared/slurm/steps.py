@@ -19,7 +19,7 @@ from unicron_detector.health.program_output import TooMuchOutput, run_program
 CANCEL_SECONDS = 10.0  # for scancel
 END_SECONDS = 5.0  # for an srun that is ended
 Item = TypeVar("Item")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class Steps:
@@ -37,7 +37,7 @@ class Steps:
         self._lock = threading.Lock()
         self._stopped = False
 
-    def side_by_side(self, work: Callable[[Item], Found], items: Sequence[Item], most: int) -> list[Found]:
+    def side_by_side(self, work: Callable[[Item], Result], items: Sequence[Item], most: int) -> list[Result]:
         """Does the work for all items, `most` at a time. Whatever ends this, an interrupt above all, ends the sruns."""
         with ThreadPoolExecutor(max(1, min(most, len(items)))) as pool:
             try:

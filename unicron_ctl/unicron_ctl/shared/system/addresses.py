@@ -121,8 +121,8 @@ def endpoints(text: str) -> list[tuple[str, int]]:
     return [endpoint(one) for one in split_addresses(text)] or [endpoint(text)]
 
 
-def named(text: str, target: Target) -> str:
-    """How such a text writes the address that leads to this target; the target's own where no name does now."""
+def name_of(text: str, target: Target) -> str:
+    """Return the address in such a text that leads to this target; the target's own where no name does now."""
     for one in split_addresses(text):
         with contextlib.suppress(OSError, UserError):
             if target in resolve(*endpoint(one)):
@@ -181,5 +181,5 @@ def resolve_all(hosts: Sequence[tuple[str, int]]) -> list[Target]:
 
 
 def reason_of(error: OSError) -> str:
-    """What went wrong, in words; never empty."""
+    """Return what went wrong, in words; never empty."""
     return error.strerror or str(error) or type(error).__name__

@@ -47,20 +47,20 @@ class Listing:
 
     def lines(self, width: int | None = None) -> list[str]:
         """Heading, rows and notes; none is longer than `width` characters, if that is given and at least 60."""
-        return [line.plain for line in self.styled(width)]
+        return [line.plain for line in self.styled_lines(width)]
 
-    def styled(self, width: int | None = None) -> list[Text]:
+    def styled_lines(self, width: int | None = None) -> list[Text]:
         """The lines with their styles."""
         table = [[Text(heading.upper(), "bold") for heading in self.headings]]
         table += [[_flat(cell) for cell in row] for row in self.rows]
         natural = [max(len(row[column]) for row in table) for column in range(len(self.headings))]
-        fit = _Fit(list(range(len(natural))), natural) if width is None else self._fitted(natural, width)
+        fit = _Fit(list(range(len(natural))), natural) if width is None else self._fit_into(natural, width)
         found = [line for row in table for line in self._lines_of(row, fit)]
         if left := [self.headings[column].upper() for column in range(len(natural)) if column not in fit.shown]:
             found.append(Text(f"(a wider terminal also shows {', '.join(left)})", "dim"))
-        return found + [line for note in self.notes for line in wrapped(_flat(note), width)]
+        return found + [line for note in self.notes for line in wrap(_flat(note), width)]
 
-    def _fitted(self, natural: list[int], width: int) -> _Fit:
+    def _fit_into(self, natural: list[int], width: int) -> _Fit:
         """The columns that are shown, and how wide each is."""
         last = len(natural) - 1
         shown, widths = list(range(len(natural))), natural[:]
@@ -89,7 +89,7 @@ class Listing:
             cell, width = row[column], fit.widths[column]
             if len(cell) > width and column in self._cut:
                 cell = Text(f"{cell.plain[: width - 1]}+", cell.style)
-            cells.append(broken(cell, width))
+            cells.append(break_text(cell, width))
         found = []
         for number in range(max(map(len, cells))):
             line = Text()
@@ -103,7 +103,7 @@ class Listing:
 
 
 class _Fit(NamedTuple):
-    """How a table is laid out. shown: its columns that are. widths: of all, in characters."""
+    """The layout of a table. shown: its columns that are. widths: of all, in characters."""
 
     shown: list[int]
     widths: list[int]
@@ -121,7 +121,7 @@ def plain(cell: Cell) -> str:
     return printable(" ".join(str(cell).split()))
 
 
-def broken(text: Text, width: int) -> list[Text]:
+def break_text(text: Text, width: int) -> list[Text]:
     """The text in pieces of at most `width` characters: it is broken at spaces and after commas, where there are none
     after underscores, or else anywhere."""
     rest, pieces = text.plain, []
@@ -133,17 +133,17 @@ def broken(text: Text, width: int) -> list[Text]:
     return [Text(piece, text.style) for piece in [*pieces, rest]]
 
 
-def wrapped(text: Text, width: int | None) -> list[Text]:
+def wrap(text: Text, width: int | None) -> list[Text]:
     """A line of text in lines of at most `width` characters, if that is given; further ones are indented."""
     if width is None or len(text) <= width:
         return [text]
-    first = broken(text, width)[0]
+    first = break_text(text, width)[0]
     rest = Text(text.plain[len(first) :].lstrip(), text.style)
-    return [first, *(Text(INDENT).append_text(piece) for piece in broken(rest, width - len(INDENT)))]
+    return [first, *(Text(INDENT).append_text(piece) for piece in break_text(rest, width - len(INDENT)))]
 
 
 def terminal_width() -> int | None:
-    """How wide standard output is, at least 60; None if it is no terminal."""
+    """Return how wide standard output is, at least 60; None if it is no terminal."""
     out: Any = sys.stdout
     return max(60, get_terminal_size((WIDTH, 24)).columns) if out.isatty() else None
 
@@ -154,11 +154,11 @@ def lines_of(parts: Iterable[Listing | Cell], width: int | None) -> list[Text]:
     for part in parts:
         if isinstance(part, Listing):
             found += [Text()] if found else []
-            found += part.styled(width)
+            found += part.styled_lines(width)
         else:
             text = part if isinstance(part, Text) else Text(part)
             text = Text(printable(text.plain, lines=True), text.style)
-            found += [piece for line in text.plain.splitlines() for piece in wrapped(Text(line, text.style), width)]
+            found += [piece for line in text.plain.splitlines() for piece in wrap(Text(line, text.style), width)]
     return found
 
 

@@ -24,13 +24,13 @@ def raise_limit() -> int:
 
 
 def open_files() -> int:
-    """How many files this process may have open now."""
+    """Return how many files this process may have open now."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return MOST if soft == resource.RLIM_INFINITY else soft
 
 
 def connections(granted: int) -> int:
-    """How many connections fit into so many open files."""
+    """Return how many connections fit into so many open files."""
     return max(granted - OWN, granted // 2)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FAILURE = 1
 WRONG_USE = 2
-FOUND = 3  # the command did what it is for, and found something that needs somebody
+PROBLEM_FOUND = 3  # the command did what it is for, and found something that needs somebody
 
 
 class UserError(Exception):
@@ -25,7 +25,7 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """The text, or the beginning and the end of a text that is longer than `most` characters."""
     if len(text) <= most:
         return text

@@ -10,12 +10,12 @@ import click
 
 LONG_TEXTS = ("text", "where", "input", "traceback")  # fields that may have several lines
 _OF_ONE, _OF_LINES = re.compile(r"[^ -~]"), re.compile(r"[^ -~\n\t]")  # characters that are looked at
-_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format (which turns the writing direction), line ends
+_INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format (which turns the writing direction), line ends
 
 
 def printable(text: str, lines: bool = False) -> str:
     """The text with its control characters written out ("\\\\x1b"); line ends are spaces, or kept with `lines`."""
-    return (_OF_LINES if lines else _OF_ONE).sub(_shown, text)
+    return (_OF_LINES if lines else _OF_ONE).sub(_visible, text)
 
 
 def print_text(text: object, *, lines: bool = False, err: bool = False, nl: bool = True) -> None:
@@ -24,9 +24,9 @@ def print_text(text: object, *, lines: bool = False, err: bool = False, nl: bool
     click.echo(printable(str(text), lines), err=err, nl=nl)  # noqa: TID251
 
 
-def _shown(match: re.Match[str]) -> str:
+def _visible(match: re.Match[str]) -> str:
     char = match[0]
-    if unicodedata.category(char) not in _HIDDEN:
+    if unicodedata.category(char) not in _INVISIBLE:
         return char
     return " " if char in "\n\t\r" else char.encode("unicode_escape", "replace").decode()
 

@@ -1,4 +1,4 @@
-"""How the three programs run a click command: every error is one line, and the exit status says what kind it is."""
+"""Runs a click command for the three programs: every error is one line, and the exit status says what kind it is."""
 
 from __future__ import annotations
 

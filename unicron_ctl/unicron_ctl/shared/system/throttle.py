@@ -18,25 +18,25 @@ class Throttle:
     buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)
     """name -> (what is left, when that was). The one that was used last is at the end."""
 
-    def left(self, name: str, now: float) -> float:
-        """How much is left for this name."""
+    def rest(self, name: str, now: float) -> float:
+        """Return how much is left for this name."""
         left, at = self.buckets.get(name, (self.burst, now))
         return min(self.burst, left + (now - at) * self.rate)
 
     def allows(self, name: str, now: float, cost: float = 1.0) -> bool:
         """Whether so much is left for this name; if so, it is taken."""
-        left = self.left(name, now)
+        left = self.rest(name, now)
         allowed = left >= cost
         self._set_left(name, left - cost if allowed else left, now)
         return allowed
 
     def allowed_at(self, name: str, now: float, cost: float = 1.0) -> float:
         """The time at which so much is left for this name."""
-        return now + max(0.0, cost - self.left(name, now)) / self.rate
+        return now + max(0.0, cost - self.rest(name, now)) / self.rate
 
     def charge(self, name: str, now: float, cost: float) -> None:
         """Takes so much, even where it is not there: what was done for this name cost more than its question."""
-        self._set_left(name, self.left(name, now) - cost, now)
+        self._set_left(name, self.rest(name, now) - cost, now)
 
     def _set_left(self, name: str, left: float, now: float) -> None:
         self.buckets[name] = left, now

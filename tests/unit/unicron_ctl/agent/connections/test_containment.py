@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from unicron_ctl.agent.connections.connections import Polling
 from unicron_ctl.agent.connections.containment import MOST_TOLD, Containment
-from unicron_ctl.agent.connections.polling import Polling
 
 
 def test_what_fails_is_said_once_and_the_rest_goes_on():

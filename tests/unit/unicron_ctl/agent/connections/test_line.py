@@ -63,7 +63,8 @@ def served(lines: Line) -> bool:
 
 
 def register(lines: Line, sent: list[wire.Message]) -> None:
-    lines.register(PLACE, "agent", "127.0.0.1:1", "", ("", ""), sent.append)
+    fields = {name: getattr(PLACE, name) for name in ("job", "element", "node", "address", "slots", "settings")}
+    lines.register(wire.Register(agent="agent", **fields), sent.append)
 
 
 def test_the_loop_goes_on_while_munge_makes_a_credential(lines: Line, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,12 +197,14 @@ def test_the_line_goes_to_whichever_controller_answers(monkeypatch: pytest.Monke
     answers = [controller_discovery.Answer(datagrams.Introduction(), line._hello.targets[1])]
     monkeypatch.setattr(line._hello, "read", lambda: answers)
     monkeypatch.setattr(
-        line._hello, "believed", lambda found: controller_discovery.Found(key, found[0].reached) if found else None
+        line._hello,
+        "believed",
+        lambda found: controller_discovery.ControllerKey(key, found[0].reached) if found else None,
     )
     line.learn(lambda: pytest.fail("the key is the same"))
     wait_for(lambda: served(line), "the answer is believed")
     assert line._endpoint.endswith(f":{ports[1]}")
-    monkeypatch.setattr(line._hello, "believed", lambda found: controller_discovery.Found(new_pair()[0], None))
+    monkeypatch.setattr(line._hello, "believed", lambda found: controller_discovery.ControllerKey(new_pair()[0], None))
     line._known, line._theirs = key, key
     line.learn(lambda: pytest.fail("only the pinned key counts"))
     wait_for(lambda: served(line), "the answer is not believed")

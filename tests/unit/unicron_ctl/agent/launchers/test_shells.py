@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.support.processes import ROOT
-from unicron_ctl.agent.launchers.commands import NotTaken
-from unicron_ctl.agent.launchers.readers import take_over
+from unicron_ctl.agent.launchers.commands import LauncherStays
+from unicron_ctl.agent.launchers.readers import read_launcher
 from unicron_ctl.agent.launchers.shells import (
     FOLDER,
     kept_in_container,
@@ -79,7 +79,7 @@ def test_a_script_that_runs_its_arguments(tmp_path: Path) -> None:
 def test_a_launcher_that_is_all_that_the_shell_runs_may_have_a_path() -> None:
     command = ["bash", "-c", "/opt/bin/torchrun --nproc-per-node 2 train.py"]
     assert not launches(command)
-    taken = take_over(command)
+    taken = read_launcher(command)
     assert taken is not None and taken.ranks == "2" and taken.command[-1] == "train.py"
 
 
@@ -102,7 +102,7 @@ def test_other_commands(command: str) -> None:
     ],
 )
 def test_a_launcher_that_would_not_be_found_is_refused(command: list[str], why: str) -> None:
-    with pytest.raises(NotTaken, match=why):
+    with pytest.raises(LauncherStays, match=why):
         launches(command)
 
 
@@ -202,7 +202,7 @@ def test_a_launcher_inside_a_container_stays_and_a_line_says_so(line, told, tmp_
     monkeypatch.chdir(tmp_path)
     Path("inside.sh").write_text("cd /x\naccelerate launch train.py\n")
     command = shlex.split(line)
-    assert not launches(command) and take_over(command) is None
+    assert not launches(command) and read_launcher(command) is None
     said = kept_in_container(command)
     assert (told in said and "so Unicron restarts whole nodes" in said) if told else not said, said
 
@@ -235,7 +235,7 @@ def test_what_starts_its_own_ranks_gets_its_line(program: dict[str, Any]) -> Non
         ):
             told = starts_own_ranks(command)
             assert f"{words} starts the ranks of a node by itself, so Unicron restarts whole nodes" in told, command
-            assert take_over(command) is None
+            assert read_launcher(command) is None
     for start, words in itertools.product(ways_to_start(program), program["alone"]):
         assert starts_own_ranks([*start, *words.split(), "x"]) == "", words
     for name in filter(None, [program.get("name"), *program.get("modules", [])]):
@@ -270,3 +270,24 @@ def test_a_launcher_of_another_environment_in_a_shell_gets_its_line(text: str, t
 def test_a_module_that_trains_in_its_own_process_gets_no_line() -> None:
     for module in ("axolotl.cli.train", "verl.trainer.sft_trainer", "openrlhf.cli.train_sft", "mypackage.train"):
         assert starts_own_ranks(["python", "-m", module, "x.yaml"]) == ""
+
+
+@pytest.mark.parametrize("shell", ["csh", "tcsh", "fish"])
+def test_a_launcher_in_a_shell_that_sets_path_itself_stays_and_a_line_says_so(shell: str, tmp_path: Path) -> None:
+    """Defect: the agent did not read these shells' scripts, and nobody was told (docs/behaviour/shells.md)."""
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/{shell}\n# deepspeed no\ncd work; torchrun --nproc-per-node 8 train.py\n")
+    script.chmod(0o700)
+    for command in (
+        [shell, str(script)],
+        ["nice", shell, "-f", str(script)],
+        [str(script)],
+        [shell, "-c", "torchrun t.py"],
+    ):
+        assert not launches(command) and read_launcher(command) is None
+        assert starts_own_ranks(command).startswith("torchrun starts the ranks of a node by itself"), command
+    assert starts_own_ranks([shell, "-c", "python train.py"]) == ""
+
+
+def test_mksh_is_a_shell_like_sh() -> None:
+    assert launches(["mksh", "-c", "cd x; torchrun train.py"])

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from unicron_ctl.agent.connections.job_environment import read_place
-from unicron_ctl.agent.loop.plain_ranks import FreePort, PlainRank, world_of
-from unicron_ctl.agent.ranks.counted import Counted, Folder
+from unicron_ctl.agent.loop.plain_ranks import AWAY_SECONDS, Absence, FreePort, PlainRank, world_of
+from unicron_ctl.agent.ranks.counted import Folder, Progress
 from unicron_ctl.agent.ranks.ranks import last_words
 from unicron_ctl.agent.ranks.static_world import World
 from unicron_ctl.agent.start.agent_main import import_folders
-from unicron_ctl.agent.start.command_mode import Mode, asked_mode, choose_mode, launched
-from unicron_ctl.shared.protocol import wire
+from unicron_ctl.agent.start.command_mode import Mode, add_launcher, asked_mode, choose_mode
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_ctl.shared.settings.limits import ORPHAN_SECONDS
 from unicron_ctl.shared.system.errors import UserError
 
 
@@ -104,7 +106,7 @@ def test_a_program_of_megatron_lms_is_launched_in_session_mode(tmp_path):
     )
     assert chosen("auto", "python", "-m", "unicron.transition.megatron_lm", "pretrain_gpt.py").name == "session"
     words = "python -u -m unicron.transition.megatron_lm pretrain_gpt.py --lr 1".split()
-    assert launched(["python", "-u", "pretrain_gpt.py", "--lr", "1"]) == words
+    assert add_launcher(["python", "-u", "pretrain_gpt.py", "--lr", "1"]) == words
 
 
 def test_the_refused_package_may_be_the_users_own_in_restart_mode(tmp_path, monkeypatch):
@@ -163,7 +165,7 @@ def pages(tmp_path):
 
 
 def plain_rank(pages: Folder, slot: int, *command: str) -> PlainRank:
-    return PlainRank(slot, 0, command, Counted(pages, slot))
+    return PlainRank(slot, 0, command, Progress(pages, slot))
 
 
 def test_a_slot_waits_runs_and_waits_again(pages):
@@ -235,3 +237,34 @@ def test_the_line_that_tells_why():
         "CUDA"
     )
     assert last_words("killed by somebody") == "killed by somebody" and last_words("") == ""
+
+
+# ---------------------------------------------------------------- the controller is away
+PEER = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:12525"
+
+
+def ended(code: int, last_line: str = "", ago: float = AWAY_SECONDS + 1.0) -> list[structs.RankStatus]:
+    end = structs.Exit(code=code, at=time.time() - ago, lived=60.0, last_line=last_line)
+    return [structs.RankStatus(state="running"), structs.RankStatus(state="exited", exit=end)]
+
+
+def test_a_dead_rank_without_a_controller_is_said_once_with_the_time_limit_and_so_is_the_return():
+    """Defect: all ranks stood, and the log was silent."""
+    absence = Absence(speaks=False)
+    assert not absence.news(True, 100.0, ended(-9), 101.0), "the controller knows"
+    assert not absence.news(False, 100.0, ended(-9, ago=0.5), 101.0), "a controller that is only restarted"
+    assert not absence.news(False, 100.0, [structs.RankStatus(state="running")], 109.0), "nobody waits"
+    until = time.time() + ORPHAN_SECONDS - 10.0
+    told = absence.news(False, 100.0, ended(-9), 110.0)
+    assert "does not answer: no rank trains until it is back" in told
+    assert any(time.strftime("From %H:%M:%S on", time.localtime(until + later)) in told for later in range(3))
+    assert not absence.news(False, 100.0, ended(-9), 111.0)
+    assert not absence.news(True, 100.0, ended(-9), 112.0), "connected, and has said nothing yet"
+    assert "is back" in absence.news(True, 112.5, ended(-9), 113.0)
+    assert not absence.news(True, 113.5, ended(-9), 114.0)
+
+
+def test_nodes_whose_ranks_end_only_because_of_others_leave_it_to_the_first_node():
+    assert not Absence(speaks=False).news(False, 1.0, ended(1, PEER), 9.0)
+    assert Absence(speaks=True).news(False, 1.0, ended(1, PEER), 9.0)
+    assert Absence(speaks=False).news(False, 1.0, ended(1, "ValueError: bad data"), 9.0)

@@ -47,7 +47,10 @@ def test_a_shard_is_written_where_its_rank_trains() -> None:
 
 
 def test_without_a_plan_every_node_has_its_say() -> None:
-    assert Plans([4, 5]).writers_before(Key(STATE, slot=4, iteration=0)) == ()
+    node, key = Plans([4, 5]), Key(STATE, slot=4, iteration=0)
+    node.add_plan(share(1, [0, 1, 4, 5]), 1)
+    assert node.writers_before(key) == (0,), "the first node of the plan writes first"
+    assert Plans([4, 5]).writers_before(key) == ()
 
 
 def test_where_nobody_trains_who_has_a_copy_comes_after_all_who_trained_the_place() -> None:

@@ -15,8 +15,8 @@ import pytest
 from tests.support.processes import wait_for
 from unicron_ctl.agent.connections.job_environment import read_place
 from unicron_ctl.agent.loop.reports import Reports
-from unicron_ctl.agent.snapshots import image_server, image_stream
-from unicron_ctl.agent.snapshots.peer_copies import AGAIN_SECONDS, FAILING_SECONDS, Copies
+from unicron_ctl.agent.snapshots import image_server, image_stream, peer_copies
+from unicron_ctl.agent.snapshots.peer_copies import AGAIN_SECONDS, FAILING_SECONDS, Copies, collectives_address
 from unicron_ctl.shared.protocol import ranges, structs, wire
 from unicron_detector.health.memory_limit import Left
 from unicron_transition.snapshot import shared_memory
@@ -410,3 +410,41 @@ def test_what_is_not_wanted_any_more_is_not_sent_on_and_who_takes_it_far_too_slo
     assert one.copies.moved < 48 << 20 and not other.names()
     assert list(one.copies.refusing(2.0)) == ([other.copies.address] if slow else [])
     assert one.copies.failed == slow and 0 < one.copies.rates[1] < 1e8, "it is measured all the same"
+
+
+# ---------------------------------------------------------------- the network that the collectives use
+ADDRESSES = {"lo": "127.0.0.1", "eth0": "198.18.0.5", "eth01": "198.18.0.6", "ib0": "", "ib1": "198.18.4.7"}
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node with several interfaces; one has no IPv4 address."""
+    monkeypatch.setattr(peer_copies.socket, "if_nameindex", lambda: list(enumerate(ADDRESSES)))
+    monkeypatch.setattr(peer_copies, "_address", ADDRESSES.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("told", "address"),
+    [
+        ({}, ""),
+        ({"NCCL_SOCKET_IFNAME": "eth"}, "198.18.0.5"),
+        ({"NCCL_SOCKET_IFNAME": "=eth01"}, "198.18.0.6"),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, ""),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, "198.18.4.7"),
+        ({"NCCL_SOCKET_IFNAME": "ib0,eth0"}, "198.18.0.5"),
+        ({"NCCL_SOCKET_IFNAME": "^lo", "GLOO_SOCKET_IFNAME": "ib1"}, "198.18.4.7"),
+        ({"GLOO_SOCKET_IFNAME": "none"}, ""),
+    ],
+)
+def test_the_interface_that_the_job_names_has_the_address(node, told: dict[str, str], address: str) -> None:
+    assert collectives_address(told) == address
+
+
+def test_copies_go_over_it_and_not_over_the_networks_of_the_nodes_name(tmp_path: Path) -> None:
+    environment = HERE | {"UNICRON_NODE_ADDRESS": "192.0.2.1", "GLOO_SOCKET_IFNAME": "lo"}
+    place = read_place(environment).in_mode(structs.SESSION, "")
+    copies = Copies(lambda: tmp_path, place, environment, lambda order: None, print)
+    try:
+        assert place.address == "192.0.2.1" and copies.address.startswith("127.0.0.1:")
+    finally:
+        copies.close()

@@ -164,7 +164,7 @@ def test_who_cannot_take_what_it_asked_for_says_that_of_itself(
 def test_a_peer_whose_kernel_is_silent_is_given_up_while_he_makes_room(there) -> None:
     """Not before the time that is given to any silence."""
     _, server, _ = there
-    with image_client._connected(server.address, server.token, image_stream.Request()) as connection:
+    with image_client._connect(server.address, server.token, image_stream.Request()) as connection:
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle, again, times = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in image_stream.KEEPALIVE)
     assert idle + again * times == image_stream.SILENT_SECONDS

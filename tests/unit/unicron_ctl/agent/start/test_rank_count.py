@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from unicron_ctl.agent.connections.job_environment import read_place
+from unicron_ctl.agent.start.agent_main import describe_ranks, why_one_rank
 from unicron_ctl.agent.start.command_mode import scripts_of
-from unicron_ctl.agent.start.rank_count import describe_ranks, why_one_rank
 
 DDP = "import torch.distributed as dist\ndist.init_process_group()\n"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from unicron_ctl.agent.launchers import readers, shells
-from unicron_ctl.agent.start import command_mode, rank_count
+from unicron_ctl.agent.start import agent_main, command_mode
 
 HALF = 1 << 19  # bytes: what takes time by their square takes hours
 LONG = {
@@ -44,7 +44,7 @@ def test_a_long_text_of_any_kind_is_read_once(tmp_path: Path, text: str) -> None
     assert not shells.read_names(text).by_path
     command_mode.scripts_of(text, tmp_path)
     command_mode.is_python(["./solver"], text)
-    rank_count.why_one_rank({}, True, text)
+    agent_main.why_one_rank({}, True, text)
     readers.USES_MPI.search(text)
     for name in ("train.py", "run.sh"):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}")
@@ -96,7 +96,7 @@ def test_what_is_no_plain_file_is_not_read(tmp_path: Path, monkeypatch: pytest.M
     assert not shells.kept_in_container(["apptainer", "exec", "i.sif", "bash", "run.sh"])
     assert command_mode.choose_mode("auto", "", ["python", "train.py"], tmp_path, []).name == "restart"
     assert command_mode.scripts_of("python train.py", tmp_path) == "python train.py"
-    assert readers.take_over(["mpirun", "-n", "2", "python", "train.py"]) is not None
+    assert readers.read_launcher(["mpirun", "-n", "2", "python", "train.py"]) is not None
 
 
 def test_a_name_that_is_too_long_for_a_file_is_none(tmp_path: Path) -> None:
@@ -111,5 +111,5 @@ def test_many_words_of_a_command(tmp_path: Path) -> None:
     script.write_text('#!/bin/sh\nexec "$@"\n')
     assert not shells.launches(["bash", str(script), *["python"] * 200_000])
     assert shells.shell_text([*["nice"] * 200_000, "bash", str(script)]) is not None
-    taken = readers.take_over(["mpirun", "-genv", "B", "2", *["-genv", "A", "1"] * 60_000, "train.py"])
+    taken = readers.read_launcher(["mpirun", "-genv", "B", "2", *["-genv", "A", "1"] * 60_000, "train.py"])
     assert taken is not None and (taken.environment["A"], taken.environment["B"]) == ("1", "2")

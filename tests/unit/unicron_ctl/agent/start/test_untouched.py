@@ -8,7 +8,7 @@ import pytest
 
 from unicron_ctl.agent.connections.job_environment import read_place
 from unicron_ctl.agent.connections.step_tasks import StepTask
-from unicron_ctl.agent.launchers.readers import take_over
+from unicron_ctl.agent.launchers.readers import read_launcher
 from unicron_ctl.agent.start.command_mode import Mode
 from unicron_ctl.agent.start.untouched import (
     describe_array,
@@ -106,7 +106,7 @@ def test_a_launcher_of_one_node_in_an_array_is_one_run_of_a_sweep(
     environment: dict[str, str], line: str, says: str
 ) -> None:
     """Defect: two runs, each with a torchrun --standalone of its own, became one world."""
-    taken = take_over(shlex.split(line))
+    taken = read_launcher(shlex.split(line))
     assert taken is not None
     why = why_alone(environment, taken)
     assert says in why and bool(why) is bool(says)

@@ -68,7 +68,7 @@ def test_a_wrong_name_is_compared_with_few_however_many_there_are(monkeypatch: p
     monkeypatch.setattr(filters.difflib, "get_close_matches", lambda word, names, most: looked.append(len(names)) or [])
     for word in ("", "gpu-99999", "gpu-08000", "zzz", "x" * 5000):
         filters.near(word, known, "nodes")
-    assert max(looked) <= filters.COMPARED
+    assert max(looked) <= filters.MOST_COMPARED
     filters.near("b", {"a", "c"}, "nodes")
     assert looked[-1] == 2
 
@@ -199,14 +199,14 @@ def test_which_records_name_a_node() -> None:
     assert naming.nodes_of(records.Hang(iteration=1, seconds=2.0, culprits=[culprit])) == ["n2"]
     assert naming.nodes_of(records.NodeLost(node="n1", element=0)) == ["n1"]
     assert naming.nodes_of(records.NoCopies(nodes=["n1", "n2"], places=[0])) == ["n1", "n2"]
-    assert naming.nodes_of(records.Observed(would="drain", nodes=3)) == [], "there it is a number"
+    assert naming.nodes_of(records.ActionObserved(would="drain", nodes=3)) == [], "there it is a number"
     assert "step" not in naming.KINDS_WITH_NODES and "most_silent" not in naming.KINDS_WITH_NODES
 
 
 def test_since_is_found_by_halving(tmp_path: Path) -> None:
     store = Store(tmp_path / "events.sqlite")
     assert store._first_since(5.0) == 0
-    store.append([Event(n, 10.0 * n, "1", 0, records.Steady()) for n in range(1, 2000, 3)])
+    store.append([Event(n, 10.0 * n, "1", 0, records.WorldProved()) for n in range(1, 2000, 3)])
     for at in (1.0, 10.0, 11.0, 5000.0, 19970.0, 19990.0, 1e9):
         expected = next((n for n in range(1, 2000, 3) if 10.0 * n >= at), None)
         found = store._first_since(at)

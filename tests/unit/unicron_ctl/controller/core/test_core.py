@@ -13,7 +13,7 @@ from unicron_ctl.controller.job import transitions
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.model.state_machine import ACTIONS, PHASES, Action, Event
-from unicron_ctl.controller.plan.reconcile import EARLY, HURRY_SECONDS
+from unicron_ctl.controller.plan.slurm_actions import EARLY, HURRY_SECONDS
 from unicron_ctl.shared.log.thinning import redundant
 from unicron_ctl.shared.protocol import datagrams, structs, wire
 
@@ -386,7 +386,7 @@ def test_an_element_that_starts_elsewhere_replaces_its_old_agent_for_good():
     fresh.ready()
     assert world.job().phase == "running" or world.job().plan.members == [0]
     agents[1].status()
-    assert [m for r, m in world.sent if r == agents[1].agent and isinstance(m, wire.Refused)][-1].final
+    assert [m for r, m in world.sent if r == agents[1].agent and isinstance(m, wire.Refusal)][-1].final
     agents[0].take_offer()
     world.run(0.5)
     agents[0].take_offer()

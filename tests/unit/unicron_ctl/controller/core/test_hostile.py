@@ -202,7 +202,7 @@ def test_a_record_costs_what_is_written_of_it():
 
 def test_a_large_job_that_fails_every_few_minutes_is_not_set_aside():
     """16,384 ranks on 2,048 nodes write 0.8 MB at every failure; a small one that trains some kB."""
-    written = quotas.Written()
+    written = quotas.LogQuota()
     for failure in range(10_000):
         now = 180.0 * failure
         for job, elements, size in (("1", 2048, 800_000), ("2", 1, 15_000)):
@@ -218,14 +218,14 @@ def test_of_steps_count_those_that_stay():
     )
 
     def cost(*told: records.Record) -> float:
-        before = world.core.written._jobs.left(OWN, world.now)
+        before = world.core.written._jobs.rest(OWN, world.now)
         for record in told:
             world.core.append(OWN, 1, record)
-        return before - world.core.written._jobs.left(OWN, world.now)
+        return before - world.core.written._jobs.rest(OWN, world.now)
 
-    alone, first = cost(records.Steady()), cost(step)
-    assert cost(records.Steady(), *[step] * 1000) == alone + 12 * first and cost(*[step] * 1000) == 0.0
-    assert cost(*[records.Steady(), *[step] * 12] * 50) == 50 * (alone + 12 * first)
+    alone, first = cost(records.WorldProved()), cost(step)
+    assert cost(records.WorldProved(), *[step] * 1000) == alone + 12 * first and cost(*[step] * 1000) == 0.0
+    assert cost(*[records.WorldProved(), *[step] * 12] * 50) == 50 * (alone + 12 * first)
 
 
 def test_what_is_written_of_all_jobs_of_a_user_is_bounded(monkeypatch):
@@ -250,15 +250,15 @@ def test_what_is_written_of_all_jobs_of_a_user_is_bounded(monkeypatch):
     for number in range(3, 6):
         begin(str(number))
         for _ in range(20):
-            world.core.append(str(number), 1, records.Steady(reason="x" * 3_000))
+            world.core.append(str(number), 1, records.WorldProved(reason="x" * 3_000))
     assert not [job.set_aside for job in world.core.state.jobs.values() if job.set_aside]
     last = begin("6")
     for _ in range(10):
-        world.core.append("6", 1, records.Steady(reason="x" * 3_000))
+        world.core.append("6", 1, records.WorldProved(reason="x" * 3_000))
     last.status()
     assert "1 GB for all jobs of ann" in world.job("6").set_aside
     refused = begin("7")
-    assert "others of its user" in next(m.reason for m in refused.heard if isinstance(m, wire.Refused) and not m.final)
+    assert "others of its user" in next(m.reason for m in refused.heard if isinstance(m, wire.Refusal) and not m.final)
     assert "7" not in world.core.state.jobs
     victim.status()
     assert not world.job(VICTIM).set_aside and world.job(VICTIM).phase == "running"

@@ -223,11 +223,11 @@ def test_a_node_is_silent_from_when_its_agents_are_late_to_the_longest_wait(comp
 
 
 def test_a_node_is_silent_when_all_its_agents_are_and_since_the_last_word_of_any(company: Company):
-    company.view.live.add(replace(company.last_heard(NOW - 10.0), job="4", last_heard=NOW - 5.0))
+    company.view.live.add(replace(company.last_heard(NOW - 10.0), job="3", element=1, last_heard=NOW - 5.0))
     company.last_heard(NOW - 10.0)
     assert silent_nodes(company)[0] == {"n1": NOW - 5.0}
     fall_silent(company, 5)
-    company.last_heard(NOW, 0, "4")
+    company.last_heard(NOW, 1, "3")
     assert counted(company) == [] and len(silent_nodes(company)[0]) == 4
 
 

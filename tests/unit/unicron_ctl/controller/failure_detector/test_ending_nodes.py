@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.plain_agent import PlainAgent
-from tests.support.world import FakeAgent, FakeSlurm, World
-from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
+from tests.support.scenarios import follow, trained
+from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.api import answers
-from unicron_ctl.controller.failure_detector import ending_nodes
 from unicron_ctl.controller.failure_detector.ending_nodes import AT_ONCE, UNREACHED_SECONDS
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.requests import Probe
@@ -21,15 +22,9 @@ from unicron_ctl.shared.settings.partitions import PartitionConfig
 MINUTE = 60.0
 
 
-def on_slurm(nodes: int = 5, count: int = 4, kind: type[FakeAgent] = FakeAgent, **settings) -> World:
-    world = World(FakeSlurm(nodes), **settings)
-    world.slurm.submit("1", count)
-    for element in range(count):
-        agent = kind(world, "1", element, f"n{element + 1}", nodes=count)
-        agent.register()
-        agent.ready()
-    world.run(world.config.restart_grace + 2.0)  # what a controller asks again after its start has been asked
-    assert world.job().phase == "running" and len(world.job().members) == count
+def on_slurm(nodes: int = 5, count: int = 4, kind: type[FakeAgent] = FakeAgent, **config: Any) -> World:
+    """A job trains, and what a controller asks again after its start has been asked."""
+    world, _ = trained(count, nodes - count, kind=kind, config=config, seconds=7.0)
     return world
 
 
@@ -192,34 +187,6 @@ def test_who_says_that_it_is_reached_is_believed_as_long_as_he_says_so():
     assert taken(world) == [("down", "n2")]
 
 
-def test_a_kernel_that_refuses_at_the_door_while_slurmds_port_is_silent_keeps_its_node():
-    """Something drops what comes for slurmd, and only an agent was killed."""
-    world = on_slurm()
-    answer = world.answer
-    world.answer = lambda witness, target: Reach.SILENT if target.endswith(":slurmd") else answer(witness, target)
-    lost = world.agents[1]
-    lost.silent = True
-    died(world, lost)
-    assert asked(world) == {"n2"}
-    world.run(MINUTE)
-    assert not taken(world)
-
-
-@pytest.mark.parametrize("seconds", [2.5, UNREACHED_SECONDS - 0.5])
-def test_two_rounds_without_an_answer_are_too_few(seconds: float):
-    world = on_slurm()
-    lost = world.agents[1]
-    refuse(world, lost)
-    died(world, lost)
-    off(world, lost)
-    world.run(seconds)
-    world.refusing.discard("n2")
-    world.dead_nodes.discard("n2")
-    world.slurm.unheard.discard("n2")
-    world.run(MINUTE)
-    assert not taken(world) and not asked(world)
-
-
 def test_a_stall_of_the_controller_is_nobodys_word():
     world = on_slurm(8, 4)
     shared, *_ = more(world, "2", "n2", "n6", "n7")
@@ -234,13 +201,6 @@ def test_a_stall_of_the_controller_is_nobodys_word():
         agent.status()
     world.run(1.0)
     assert asked(world) == {"n2"}
-
-
-def test_where_the_node_answers_the_log_says_so_and_nobody_asks_on():
-    world = on_slurm()
-    world.agents[1].silent = True  # its door refuses, its slurmd is reached
-    died(world, world.agents[1])
-    assert "its node answers" in world.job().failures[0].record.reason and not asked(world)
 
 
 @pytest.mark.parametrize("how", ["its agent", "a new agent", "an agent of another job"])
@@ -286,71 +246,6 @@ def test_it_ends_quietly(how: str):
     assert not asked(world)
     world.run(MINUTE / 2)
     assert not taken(world) and not [event for event in world.log if event.kind == "node_lost"]
-
-
-def test_one_kind_of_evidence_takes_no_node_and_it_is_not_asked_for_ever():
-    """This controller cannot try it; or nobody else is there to ask, and Slurm still hears the node."""
-    world = on_slurm(state_wait_seconds=30.0)
-    refuse(world, world.agents[1])
-    died(world, world.agents[1])
-    answer = world.answer
-    world.answer = lambda witness, target: answer(witness, target) if witness else Reach.UNKNOWN
-    world.run(25.0)
-    assert not taken(world) and asked(world) == {"n2"}
-    world.run(10.0)
-    assert not taken(world) and not asked(world)
-
-
-def test_without_witnesses_slurm_has_to_say_it():
-    world = on_slurm(3, 2)
-    lost, other = world.agents
-    refuse(world, lost)
-    died(world, lost)
-    other.silent = True  # its node answers, and nobody is left to be asked
-    world.run(20.0)
-    assert not taken(world) and asked(world) == {"n1"}
-    world.slurm.node_states["n1"] = {"IDLE", "NOT_RESPONDING"}
-    world.run(10.0)
-    assert taken(world) == [("down", "n1")]
-    assert "own sockets and Slurm (NOT_RESPONDING)" in world.job().failures[0].record.reason
-
-
-def strangers_alone(world: World) -> None:
-    """n1 refuses; the job's other agent dies on a node that answers, so that only another user's can be asked."""
-    lost, other = world.agents
-    more(world, "2", "n3", "n4")
-    refuse(world, lost)
-    died(world, lost)
-    other.silent = True
-    died(world, lost, other)
-
-
-def test_a_stranger_who_says_that_the_node_is_reached_delays_its_loss_only():
-    world = on_slurm(5, 2)
-    strangers_alone(world)
-    answer = world.answer
-    world.answer = lambda witness, target: (
-        Reach.REACHED if (witness, target) == ("n3", "n1:slurmd") else answer(witness, target)
-    )
-    world.run(20.0)
-    assert not taken(world) and asked(world) == {"n1"}, "in doubt for the node"
-    world.answer = answer
-    world.run(UNREACHED_SECONDS - 1.0)
-    assert not taken(world)
-    world.run(5.0)
-    assert taken(world) == [("down", "n1")]
-
-
-def test_strangers_alone_take_no_node():
-    world = on_slurm(5, 2)
-    strangers_alone(world)
-    world.refusing.clear()
-    answer = world.answer
-    world.answer = lambda witness, target: (
-        Reach.REFUSED if witness and target == "n1:slurmd" else answer(witness, target)
-    )
-    world.run(MINUTE / 2)
-    assert not taken(world) and not asked(world)
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -491,7 +386,7 @@ def test_a_firewall_that_refuses_one_group_after_the_other_takes_no_node():
     ("settings", "kind"),
     [
         ({"max_isolated_nodes": 0, "max_isolated_share": 0.0}, records.IsolationWithheld),
-        ({"partitions": {"default": PartitionConfig(mode="observe", max_weight=100.0)}}, records.Observed),
+        ({"partitions": {"default": PartitionConfig(mode="observe", max_weight=100.0)}}, records.ActionObserved),
     ],
 )
 def test_limits_and_permissions_hold(settings: dict, kind: type):
@@ -504,16 +399,6 @@ def test_limits_and_permissions_hold(settings: dict, kind: type):
     said = [event.record for event in world.log if isinstance(event.record, kind)]
     assert any(getattr(record, "node", "") == "n2" or "n2" in record.reason for record in said)
     assert any("is not set down" in text for text in world.job().failures[0].actions)
-
-
-def test_without_slurm_nobody_is_asked_about_a_node():
-    world = World()
-    agents = world.start_job(nodes=4)
-    agents[1].silent = agents[1].killed = True
-    died(world, agents[1])
-    assert not asked(world) and not world.core.view.suspicions.given_up
-    world.run(10.0)
-    assert len(world.job().failures) == 1
 
 
 def test_a_racks_shutdown_asks_about_a_few_nodes_at_a_time(monkeypatch: pytest.MonkeyPatch):
@@ -538,23 +423,6 @@ def test_a_racks_shutdown_asks_about_a_few_nodes_at_a_time(monkeypatch: pytest.M
     assert {node for _, node in taken(world)} == {agent.node for agent in rack} and not asked(world)
 
 
-def test_those_that_wait_for_their_turn_have_all_their_time_then(monkeypatch: pytest.MonkeyPatch):
-    """Defect: it ran while they waited behind the first ones, and they were given up without a question."""
-    monkeypatch.setattr(ending_nodes, "AT_ONCE", 1)
-    world = on_slurm(6, 4, state_wait_seconds=20.0)
-    first, second = world.agents[:2]
-    refuse(world, first, second)
-    died(world, first, second)
-    off(world, first, second)
-    _, other = world.core.view.suspicions.ending_nodes
-    monkeypatch.setattr(ending_nodes, "UNREACHED_SECONDS", 1e9)  # the first one is never judged
-    world.run(21.0)
-    assert asked(world) == {other} and not taken(world)
-    monkeypatch.undo()
-    world.run(12.0)
-    assert taken(world) == [("down", other)]
-
-
 def test_nodes_under_question_are_shown_in_the_status():
     world = on_slurm()
     lost = world.agents[1]
@@ -571,31 +439,14 @@ def test_nodes_under_question_are_shown_in_the_status():
 
 
 # ---------------------------------------------------------------- a port that is not slurmd's
-def unanswering(world: World, nodes: set[str] | None = None) -> None:
-    """At slurmd's port of these nodes (all, if none are named) a connection is refused: slurmd listens elsewhere, or
-    something on the way refuses."""
-    usual = world.answer
-
-    def answer(witness: str, target: str) -> Reach:
-        node, _, port = target.partition(":")
-        return Reach.REFUSED if port == "slurmd" and (nodes is None or node in nodes) else usual(witness, target)
-
-    world.answer = answer
-
-
-@pytest.mark.parametrize("nodes", [None, {"n2"}])
 @pytest.mark.parametrize("again", [False, True])
-def test_a_refusal_at_a_port_that_never_answered_takes_no_node(nodes: set[str] | None, again: bool):
+def test_a_refusal_at_a_port_that_never_answered_takes_no_node(again: bool):
     """Defect: with SlurmdPort other than 6818 a healthy node was set down when its agent died and its element took over
     6 s to end."""
-    world = World(FakeSlurm(5))
-    unanswering(world, nodes)
-    world.slurm.submit("1", 4)
-    for element in range(4):
-        agent = FakeAgent(world, "1", element, f"n{element + 1}", nodes=4)
-        agent.register()
-        agent.ready()
-    world.run(world.config.restart_grace + 2.0)
+    world = on_slurm()
+    world.core.view.live.slurmds.clear()
+    usual = world.answer
+    world.answer = lambda who, target: Reach.REFUSED if target.endswith(":slurmd") else usual(who, target)
     victim = world.agents[1]
     victim.silent = victim.killed = True
     world.slurm.unheard.add("n2")
@@ -603,19 +454,8 @@ def test_a_refusal_at_a_port_that_never_answered_takes_no_node(nodes: set[str] |
     if again:
         world.restart()
     world.run(MINUTE)
-    assert world.job().agents[1].gone == "agent died" and not taken(world)
+    assert world.job().agents[1].gone == "agent died" and asked(world) and not taken(world)
     world.check_replay()
-
-
-def test_a_refusal_at_all_ports_at_once_takes_no_node():
-    """A firewall's rules were loaded: the ports had answered before."""
-    world = on_slurm()
-    unanswering(world)
-    victim = world.agents[1]
-    victim.silent = victim.killed = True
-    world.slurm.unheard.add("n2")
-    world.run(MINUTE)
-    assert world.job().agents[1].gone == "agent died" and not taken(world)
 
 
 def test_that_a_slurmd_was_reached_is_put_on_record_when_it_matters():

@@ -44,7 +44,7 @@ def ending(company: Company, number: int = 7, refused: bool = False) -> EndingNo
 def asked(company: Company, suspicion: Suspicion) -> tuple[list[Probe], int]:
     """What is asked now: own tries, and the number of witnesses."""
     out = Outcome()
-    send_probes(company.view, company.tick(), suspicion, out)
+    send_probes(company.tick(), suspicion, out)
     assert all(isinstance(send.message, wire.Reach) for send in out.sends)
     return out.requests, len(out.sends)
 
@@ -83,6 +83,13 @@ def test_the_controllers_own_sockets_try_once_in_a_round(company: Company):
     ((probe,), _) = asked(company, suspicion)
     assert probe.targets == (*suspicion.targets, "") and probe.number == suspicion.number and suspicion.probing == 2
     assert asked(company, suspicion)[0] == [], "that one has not ended"
+    company.view.suspicions.begin_round(suspicion, NOW)
+    assert asked(company, suspicion)[0] == [], "nor has it in the next round"
+    on_probe(company.view.suspicions, probe, 0, Reach.SILENT)
+    on_probe(company.view.suspicions, probe, 1, Reach.SILENT)
+    assert suspicion.answers[OWN].unreachable, "the answers came late, and count all the same"
+    company.view.suspicions.begin_round(suspicion, NOW)
+    assert len(asked(company, suspicion)[0]) == 1
     assert asked(company, company.suspect(answers="own=SS"))[0] == [], "it has answered"
     suspicion = company.suspect()
     suspicion.targets = ("", "")
@@ -121,7 +128,7 @@ def test_its_own_job_is_asked_first_and_of_the_others_those_that_are_heard(compa
     company.agent(0, "1").expired = True
 
     def witnesses() -> list[tuple[str, int]]:
-        return [(one.job, one.element) for one in probes.witnesses(company.view, company.tick(), suspicion)]
+        return [(one.job, one.element) for one in probes.witnesses(company.tick(), suspicion)]
 
     assert witnesses() == [("1", 3), ("1", 1), ("2", 0), ("2", 1)]
     suspicion.asked = {("1", 1): NOW, ("2", 0): NOW}
@@ -137,7 +144,7 @@ def test_as_many_witnesses_must_agree_as_there_are_up_to_two(company: Company, a
     keys = [key for key in company.view.live.leases if key not in suspicion.asked and key != suspicion.key]
     for job, element in keys[others:]:
         company.view.live.remove(job, element)
-    assert needed_witnesses(company.view, company.tick(), suspicion) == needed and WITNESSES == 2
+    assert needed_witnesses(company.tick(), suspicion) == needed and WITNESSES == 2
 
 
 def test_where_an_agent_and_its_nodes_slurmd_are_tried(company: Company):
@@ -145,9 +152,10 @@ def test_where_an_agent_and_its_nodes_slurmd_are_tried(company: Company):
     assert probes.targets(company.view, "n1", "elsewhere:9") == ("elsewhere:9", "n1:slurmd")
     assert probes.targets(company.view, "n77", "elsewhere:9") == ("elsewhere:9", "")
     assert probes.slurmd_address(company.view, "n77") == ""
-    company.slurm.node_facts["n1"] = {"address": "10.0.0.1"}
-    company.list_slurm()
-    assert probes.targets(company.view, "n1", "elsewhere:9") == ("10.0.0.1:9", "10.0.0.1:slurmd")
+    for address in ("10.0.0.1", "fd00::2"):
+        company.slurm.node_facts["n1"] = {"address": address}
+        company.list_slurm()
+        assert probes.targets(company.view, "n1", "elsewhere:9") == (f"{address}:9", f"{address}:slurmd")
 
 
 # ---------------------------------------------------------------- answers
@@ -159,7 +167,7 @@ def test_a_witness_is_heard_that_was_asked_in_this_round(company: Company):
     def hear(*words: str, number: int = suspicion.number, element: int = 2) -> Answer | None:
         suspicion.answers.clear()
         who = company.agent(element)
-        message = wire.Reached(job="1", element=element, agent=agent.agent, number=number, words=list(words))
+        message = wire.ReachAnswer(job="1", element=element, agent=agent.agent, number=number, words=list(words))
         on_reached(view.suspicions, who, f"1_{who.element}", message)
         return suspicion.answers.get(("1", element))
 
@@ -255,5 +263,5 @@ def test_slurms_word_on_a_node_counts_while_it_hears_another_and_nobody_here_has
         view.state.out_of_service = {"n1"} if out_of_service else set()
         view.state.nodes["n1"] = NodeState(drained=drained)
         company.list_slurm(**{**dict.fromkeys(every, others), "n1": states})
-        assert slurm_calls_dead(view, company.tick(), "n1") == word, (states, others, out_of_service, drained)
-    assert slurm_calls_dead(view, company.tick(), "n77") == ""
+        assert slurm_calls_dead(company.tick(), "n1") == word, (states, others, out_of_service, drained)
+    assert slurm_calls_dead(company.tick(), "n77") == ""

@@ -30,7 +30,7 @@ from unicron_ctl.controller.model.requests import Knock
 from unicron_ctl.controller.model.suspicion import EndingNode, Suspicions
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.shared.protocol.reach import Reach
-from unicron_ctl.shared.slurm.drains import LOST
+from unicron_ctl.shared.slurm.drains import LOST_NODE
 
 GRACE = 5.0  # the default restart_grace
 SILENT = "own=SS 2=SS 3=SS"
@@ -60,7 +60,7 @@ def question(company: Company, answers: str = SILENT, asked: float = 1.0, **chan
 
 def checked(company: Company) -> list[Finding]:
     out = Outcome()
-    check_ending_nodes(company.view, company.tick(), out)
+    check_ending_nodes(company.tick(), out)
     return out.findings
 
 
@@ -103,7 +103,7 @@ def test_the_log_tells_the_next_controller_where_the_slurmd_of_a_node_under_ques
     def recorded() -> list[str]:
         question(company)
         out = Outcome()
-        check_ending_nodes(company.view, company.tick(), out)
+        check_ending_nodes(company.tick(), out)
         return [record.address for _, _, record in out.records if record.kind == "slurmd_reached"]
 
     assert recorded() == ["n1:slurmd"]
@@ -245,7 +245,7 @@ def test_a_question_ends_in_doubt_for_the_node(company: Company):
 
 def test_a_node_that_is_out_of_service_is_not_asked_about_unless_it_was_drained_as_lost(company: Company):
     """One that was drained because it was lost while others ran there is set down when they are gone."""
-    lost = f"{LOST}: lost heartbeat of 2_0"
+    lost = f"{LOST_NODE}: lost heartbeat of 2_0"
     for states, known, out in (
         ("IDLE", NodeState(), False),
         ("IDLE,DRAIN", NodeState(), True),
@@ -298,7 +298,7 @@ def test_the_first_round_without_an_answer_begins_the_time_and_an_answer_ends_it
     found = question(company, unreached=0, unreached_since=NOW - 60.0)
     checked(company)
     assert (found.unreached, found.unreached_since) == (1, NOW - 1.0)
-    for answers in ("own=SS 2=RS 3=SS", "own=SS 2=SR 3=SS"):
+    for answers in ("own=SS 2=RS 3=SS", "own=SS 2=SR 3=SS", "own=SS b0=SR b1=SS"):
         found = question(company, answers)
         assert not checked(company) and (found.unreached, found.counted) == (0, True), answers
 
@@ -321,6 +321,8 @@ def test_what_shows_in_a_round_that_nobody_answers(company: Company):
         ("own=XX 2=XX 3=XX", 1.0, "IDLE", False, Reach.REACHED, False),
         ("own=XS 2=SS 3=SS", 1.0, "IDLE", True, None, False),
         ("own=SS 2=XS 3=SS", 1.0, "IDLE", True, None, False),
+        ("own=SS b0=SS b1=SS", 1.0, "IDLE", True, None, True),
+        ("own=UU b0=XX b1=XX", 1.0, "IDLE", True, Reach.REACHED, False),
     ):
         view.live.slurmds = {"n1": "n1:slurmd"} if known else {}
         company.list_slurm(n1=states)

@@ -35,6 +35,17 @@ def job(company: Company) -> JobState:
     return company.view.state.jobs["1"]
 
 
+OF_SLURM = (  # reasons of its own, one of them behind an admin's
+    "Low RealMemory (reported:1 < 100.00% of configured:2)",
+    "gres/gpu count reported lower than configured (0 < 8)",
+    "Node unexpectedly rebooted",
+    "Kill task failed",
+    "Prolog error",
+    "Reboot timed out",
+    "fan 2, seen to : Not responding",
+)
+
+
 def plan_of(*members: int, generation: int = 9) -> wire.Plan:
     return wire.Plan(generation=generation, members=list(members), store="n1:4000", prefix=f"1.g{generation}.1.0")
 
@@ -189,7 +200,7 @@ def test_an_agent_that_has_accepted_a_plan_of_the_silent_ones_has_voted_for_them
 
     def told(since: int, *members: int) -> bool:
         plan = plan_of(*members)
-        company.agent(2).status.agreed = wire.Agreed(
+        company.agent(2).status.agreed = wire.Agreement(
             generation=plan.generation, since=since, plan=plan, lost=[], reason="", by="", chosen=False
         )
         return not no_majority_missing(company.view, job)
@@ -280,6 +291,7 @@ def test_what_shows_that_nothing_of_an_element_lives(company: Company, job: JobS
         ("DOWN", "fan 2 : rack 3 has burnt", {}, "n1 was set DOWN: fan 2 : rack 3 has burnt"),
         ("DOWN", "fan 2 : Not responding", {}, ""),
         ("DOWN", "unicron[node_problem]: lost heartbeat of 1_0", {}, ""),
+        *(("DOWN,NOT_RESPONDING", reason, {}, "") for reason in OF_SLURM),
         ("DOWN,DRAIN", "rack 3 has burnt", {}, ""),
         ("DOWN,POWERED_DOWN", "", {}, "n1 is POWERED_DOWN"),
         ("IDLE,POWERED_DOWN", "", {}, "n1 is POWERED_DOWN"),
@@ -289,6 +301,9 @@ def test_what_shows_that_nothing_of_an_element_lives(company: Company, job: JobS
         slurm.queue["1", 0].update({"state": "RUNNING", "node": "n1", **element})
         company.list_slurm(n1=states)
         assert shown_dead(company.view, job, 0) == shown, (states, reason, element)
+    slurm.reasons["n1"], company.view.state.out_of_service = "rack 3 has burnt", {"n1"}
+    company.list_slurm(n1="DOWN")
+    assert shown_dead(company.view, job, 0), "a person's reason has replaced that of this controller"
 
 
 def test_an_elements_end_is_shown_by_what_slurm_said_since_and_of_its_own_node(company: Company, job: JobState):

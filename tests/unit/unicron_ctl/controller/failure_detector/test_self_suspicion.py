@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.scenarios import calls, cut_off, follow, heal, power_off
 from tests.support.world import FakeAgent, FakeSlurm, World
-from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.failure_detector import self_suspicion
 from unicron_ctl.controller.model.asker import EVERYBODY
@@ -32,30 +32,15 @@ def many(nodes: int = 16, jobs: int = JOBS, **settings) -> World:
     return world
 
 
-def cut(world: World, agents: list[FakeAgent]) -> None:
-    """Nobody on the controller's side reaches them; they live, and reach each other."""
-    apart = {agent.node for agent in agents}
-    others = {"", *(agent.node for agent in world.agents)} - apart
-    for agent in agents:
-        agent.silent = agent.cut = True
-        world.cuts |= {frozenset((agent.node, other)) for other in others}
-
-
 def cut_off_with_a_rack(world: World) -> list[FakeAgent]:
     """The controller hears two elements of job 1 only; returns all others."""
     far = [agent for agent in world.agents if agent.job != "1" or not agent.element]
-    cut(world, far)
+    cut_off(world, far)
     return far
 
 
-def heal(world: World) -> None:
-    world.cuts.clear()
-    for agent in world.agents:
-        agent.silent = agent.cut = False
-
-
-def stopped(world: World) -> list[tuple]:
-    return [call for call in world.slurm.calls if call[0] in ("down", "drain", "requeue", "requeue_hold")]
+def stopped(world: World) -> list[tuple[str, str, int, str]]:
+    return calls(world, "down", "drain", "requeue", "requeue_hold")
 
 
 def kinds(world: World) -> list[str]:
@@ -154,26 +139,12 @@ def test_nodes_that_die_one_after_the_other_are_no_crowd():
     assert not kinds(world) and len({call[3] for call in stopped(world)}) >= 8
 
 
-def test_three_nodes_are_no_crowd():
-    world = many(4, 1)
-    lost = world.agents[0]
-    others = many(5, 1)
-    for one, agents in ((world, [lost]), (others, others.agents[:2])):
-        for agent in agents:
-            agent.silent = True
-            one.dead_nodes.add(agent.node)
-            one.slurm.node_states[agent.node] = {"IDLE", "NOT_RESPONDING"}
-        one.run(8.0)
-        assert not kinds(one)
-    assert [call[3] for call in stopped(world)] == [lost.node]
-
-
 @pytest.mark.parametrize("ends", ["a person says it", "the jobs end", "time"])
 def test_it_does_not_last_for_ever(ends: str):
     world = many(state_wait_seconds=60.0)
     here = [agent for agent in world.agents if agent.job == "1"]
     far = [agent for agent in world.agents if agent not in here]
-    cut(world, far)
+    cut_off(world, far)
     world.run(20.0)
     assert kinds(world) == ["most_silent"]
     if ends == "a person says it":
@@ -195,7 +166,7 @@ def test_nothing_is_taken_before_it_is_known_whether_others_fell_silent_too():
     first.silent = True
     world.dead_nodes.add(first.node)
     world.run(0.75)
-    cut(world, [agent for agent in world.agents if not (agent.job == "1" and agent.element)])
+    cut_off(world, [agent for agent in world.agents if not (agent.job == "1" and agent.element)])
     world.run(20.0)
     assert not stopped(world) and kinds(world) == ["most_silent"]
     world.check_replay()
@@ -232,12 +203,21 @@ def test_after_a_restart_the_deferred_wait_until_all_had_the_time_to_come_back()
     world.check_replay()
 
 
-def test_where_only_observing_is_allowed_nothing_is_said_of_what_would_not_be_done():
+def test_where_only_observing_is_allowed_it_is_not_said_what_the_doubt_forbids():
+    """Nothing is taken there in any case; once silence is to be believed, the log says what would be."""
     world = many(partitions={"default": PartitionConfig(mode="observe", max_weight=100.0)})
     cut_off_with_a_rack(world)
     world.run(20.0)
-    observed = [e.record for e in world.log if isinstance(e.record, records.Observed)]
-    assert not [record for record in observed if record.action in ("down", "drain", "requeue")]
+
+    def would() -> set[str]:
+        return {e.record.action for e in world.log if isinstance(e.record, records.ActionObserved)}
+
+    assert kinds(world) == ["most_silent"] and sorted(world.job("1").members) == [1, 2]
+    assert not would() & {"down", "drain", "requeue"} and not stopped(world)
+    heal(world)
+    power_off(world, world.agents[0].node)
+    world.run(10.0)
+    assert "down" in would() and not stopped(world)
 
 
 def test_a_tick_looks_at_few_while_nobody_is_silent(monkeypatch: pytest.MonkeyPatch):
@@ -278,17 +258,6 @@ def test_agents_that_their_user_has_stopped_keep_nobody_from_a_dead_node(again_a
     world.check_replay()
 
 
-def test_nodes_are_counted_and_not_agents():
-    """An array of small elements on a few nodes is no majority of the cluster."""
-    world, dead, crowd = one_and_a_crowd(8, ["n4", "n5"] * 4)
-    cut(world, crowd)
-    world.run(6.0)
-    world.dead_nodes.add(dead.node)
-    dead.silent = True
-    world.run(6.0)
-    assert ("down", dead.node) in [call[:1] + call[3:] for call in stopped(world)]
-
-
 def small_jobs_without_their_nodes(jobs: int) -> tuple[World, list[FakeAgent]]:
     """Jobs of one node each, the 13th on that of the first; ten of twelve nodes are cut off, for Slurm, too. There is a
     node for each job."""
@@ -302,7 +271,7 @@ def small_jobs_without_their_nodes(jobs: int) -> tuple[World, list[FakeAgent]]:
             agent.ready()
     world.run(4.0)
     far = [agent for agent in world.agents if agent.node not in ("n11", "n12")]
-    cut(world, far)
+    cut_off(world, far)
     for agent in far:
         world.slurm.node_states[agent.node].add("NOT_RESPONDING")
     world.run(20.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.support.world import FakeSlurm, World
-from tests.unit.unicron_ctl.controller.failure_detector.test_leases import head_cut
 from unicron_ctl.controller.failure_detector import ending_nodes
 from unicron_ctl.controller.model.requests import Knock
 from unicron_ctl.shared.protocol.reach import Reach
@@ -55,7 +54,8 @@ def test_a_try_of_a_node_in_service_says_nothing_about_a_later_return():
 def test_nothing_is_tried_while_nobody_is_heard():
     world, under_way = holding(3)
     rounds(world, under_way, Reach.SILENT)
-    head_cut(world)
+    for agent in world.agents:
+        agent.silent = agent.cut = True
     world.run(ending_nodes.GREET_AGAIN_SECONDS + 20.0)
     assert world.core.view.alone and not under_way
 

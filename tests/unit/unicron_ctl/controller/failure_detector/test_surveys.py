@@ -76,7 +76,7 @@ def test_answers_are_waited_for_as_long_as_some_are_missing_and_a_moment_at_most
 def test_a_job_that_does_not_get_into_a_generation_is_asked_in_as_many_rounds_as_it_takes(
     company: Company, job: JobView
 ):
-    job.live.stalled, state = 0.0, job.state
+    job.stalled, state = 0.0, job.state
     for phase, awaited, waited, generation, left, ago, begins in (
         (Phase.ENTERING, {0}, ENTER_SECONDS + 0.25, 3, 0, 9.0, True),
         (Phase.ENTERING, {0}, ENTER_SECONDS, 3, 0, 9.0, False),
@@ -87,7 +87,7 @@ def test_a_job_that_does_not_get_into_a_generation_is_asked_in_as_many_rounds_as
         (Phase.ENTERING, {0}, ENTER_SECONDS + 0.25, 4, 2, SURVEY_SECONDS, False),
         (Phase.ENTERING, {0}, ENTER_SECONDS + 0.25, 4, 2, SURVEY_SECONDS + 0.25, True),
     ):
-        state.phase, state.since, state.generation, job.live.awaited = phase, NOW - waited, 4, awaited
+        state.phase, state.since, state.generation, job.awaited = phase, NOW - waited, 4, awaited
         survey = Survey(generation=generation, rounds_left=left, begun=NOW - ago)
         check_partitions(company.view, job, survey)
         assert survey.open == begins, (phase, awaited, waited, generation, left, ago)
@@ -172,13 +172,13 @@ def test_only_silence_is_a_cut_and_only_an_answer_to_the_present_round_counts(co
         (7, None, words, set()),
     ):
         survey = Survey(number=7, asked={} if asked is None else {0: asked})
-        on_reached(survey, company.agent(), wire.Reached(job="1", element=0, agent="a", number=number, words=said))
+        on_reached(survey, company.agent(), wire.ReachAnswer(job="1", element=0, agent="a", number=number, words=said))
         assert survey.unreachable == cut and (0 in survey.asked) == (asked is not None and not cut), (number, asked)
     survey = Survey(number=0, asked={0: [1, 2, 3]})
-    on_reached(survey, company.agent(), wire.Reached(job="1", element=0, agent="a", number=0, words=words))
+    on_reached(survey, company.agent(), wire.ReachAnswer(job="1", element=0, agent="a", number=0, words=words))
     assert not survey.unreachable, "no round is out"
     survey = Survey(number=7, asked={0: [1, 2, 3]}, left_out_answers=set())
-    on_reached(survey, company.agent(), wire.Reached(job="1", element=0, agent="a", number=7, words=words))
+    on_reached(survey, company.agent(), wire.ReachAnswer(job="1", element=0, agent="a", number=7, words=words))
     assert survey.left_out_answers == {0}
 
 

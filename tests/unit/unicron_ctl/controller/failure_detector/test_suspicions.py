@@ -51,7 +51,7 @@ def test_an_agent_is_suspected_once_its_word_is_late(company: Company):
 
 def test_iterations_that_end_are_a_sign_of_life_of_all_their_members(company: Company):
     job, agent = job_of(company), company.last_heard(NOW - 5.0)
-    stepped = company.view.job(job).live.stepped
+    stepped = company.view.job(job).stepped
     stepped.before = NOW - LATE
     assert suspected(company) == []
     stepped.before = NOW - LATE - 0.25

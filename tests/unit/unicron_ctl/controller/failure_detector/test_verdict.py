@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.suspects import LEASE, NOW, STATE_WAIT, Company
+from unicron_ctl.controller.failure_detector.leases import Evidence
 from unicron_ctl.controller.failure_detector.probes import ANSWER_SECONDS
-from unicron_ctl.controller.failure_detector.verdict import Evidence, judge_silence
 from unicron_ctl.controller.model.suspicion import Suspicion
 
 
@@ -17,7 +17,7 @@ def company() -> Company:
 
 def judged(company: Company, suspicion: Suspicion) -> str:
     """What is found and who says so, with what else the finding states; empty while nothing is known."""
-    found = judge_silence(Evidence(company.view, company.tick(), suspicion))
+    found = Evidence(company.tick(), suspicion).judge()
     if found is None:
         return ""
     more = [name for name in ("dead", "answers", "spare") if getattr(found, name)]
@@ -68,7 +68,7 @@ def test_what_the_answers_come_to(company: Company):
 
 
 def test_the_failures_reason_names_all_who_were_asked(company: Company):
-    found = judge_silence(Evidence(company.view, company.tick(), company.suspect(answers="own=SS 2=SS 3=SS")))
+    found = Evidence(company.tick(), company.suspect(answers="own=SS 2=SS 3=SS")).judge()
     assert found is not None and found.by == "lease and witnesses"
     for who in ("2", "3", "own"):
         assert f"{who}: agent silent, slurmd silent" in found.evidence
@@ -103,8 +103,12 @@ def test_one_refusal_is_enough_where_nobody_else_can_be_asked():
     assert judged(company, company.suspect(answers="own=XU 1=UU 2=UU 3=UU 4=UU")) == "", "others were asked"
 
 
-def test_with_slurm_one_refusal_is_never_enough(company: Company):
-    assert judged(company, company.suspect(answers="own=XX", job="3")) == ""
+def test_with_slurm_a_jobs_only_node_is_lost_by_slurms_word_and_not_before(company: Company):
+    """One refusal is never enough, nor is the controller's own word, nor that of strangers."""
+    for states, verdict in (("IDLE", ""), ("IDLE,NOT_RESPONDING", "node lost, slurm")):
+        company.list_slurm(n9=states)
+        for answers in ("own=XX", "own=SS", "own=SS b0=XX b1=XX b2=XX"):
+            assert judged(company, company.suspect(answers=answers, job="3")) == verdict, (states, answers)
 
 
 def test_slurm_takes_a_node_that_it_alone_does_not_hear(company: Company):
@@ -139,7 +143,7 @@ def test_slurms_word_counts_as_two_against_strangers_who_reach_the_door(company:
     assert judged(company, company.suspect(answers="b0=RU b1=RU own=XU")) == "node lost, slurm"
     company.list_slurm(n1="IDLE")
     suspicion = company.suspect(answers="b0=RU")
-    assert Evidence(company.view, company.tick(), suspicion).reached, "nobody contradicts it"
+    assert Evidence(company.tick(), suspicion).reached, "nobody contradicts it"
 
 
 def test_what_shows_the_elements_end_needs_no_witness(company: Company):

@@ -18,12 +18,12 @@ def job(mode: str = "restart") -> JobState:
 def step(state: JobState, at: float, iteration: int, generation: int, seconds: float = 1.0, ago: float = 0.0) -> None:
     counts = {"ranks": 2, "nodes": 0, "train_iterations": 0, "micro_batches": 0, "computed": 0, "unreported": []}
     record = records.Step(iteration=iteration, loss=None, nan_since=-1, seconds=seconds, flops=0.0, ago=ago, **counts)
-    job_rules.step(state, Event(iteration, at, "1", generation, record), record)
+    job_rules.on_step(state, Event(iteration, at, "1", generation, record), record)
 
 
 def broken(state: JobState, at: float, repeated: int) -> None:
     record = records.Break(1, [], repeated=repeated)
-    job_rules.break_(state, Event(99, at, "1", 1, record), record)
+    job_rules.on_break(state, Event(99, at, "1", 1, record), record)
 
 
 def test_all_time_between_steps_is_trained_and_between_generations_one_iteration_is():
@@ -66,7 +66,7 @@ def test_what_failures_cost_before_the_first_step_is_lost():
     state = job()
     words = {"cause": "lost_connection", "action": "isolate", "detected_by": "lease", "source": "controller"}
     record = records.FailureDetected(kind_of_failure="node", slots=[1], severity=1, **words)
-    job_rules.failure_detected(state, Event(1, 100.0, "1", 1, record), record)
+    job_rules.on_failure_detected(state, Event(1, 100.0, "1", 1, record), record)
     step(state, 223.0, 0, 2)
     assert (state.trained_seconds, state.lost_seconds) == (1.0, 122.0)
 

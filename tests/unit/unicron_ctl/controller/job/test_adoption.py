@@ -284,7 +284,7 @@ def agree(world: World, agents: list[FakeAgent], lost: int, chosen: tuple[bool, 
         knows = chosen[place] if chosen else True
         part = wire.Plan(**{name: getattr(plan, name) for name in plan.__struct_fields__ if name != "v"})
         part.assignment = {agent.slots[0]: [place]}
-        agent.agreed = wire.Agreed(
+        agent.agreed = wire.Agreement(
             generation=2, since=1, plan=part, lost=gone, reason="agreed", by=agents[0].agent, chosen=knows
         )
         if knows:
@@ -437,7 +437,7 @@ def test_a_number_is_not_used_up_while_the_members_of_its_plan_are_silent(count:
         others = {other.node for other in agents[2:]}
         world.cuts |= {frozenset((agent.node, other)) for other in {"", *others}}
     plan = wire.Plan(generation=2, members=[0, 1], store="n1:9000", prefix="1.g2.0.1", iteration=2, reason="agreed")
-    voter.agreed = wire.Agreed(
+    voter.agreed = wire.Agreement(
         generation=2, since=1, plan=plan, lost=[], reason="agreed", by=far[0].agent, chosen=False
     )
     voter.die(2)
@@ -493,7 +493,7 @@ def test_a_newcomer_that_is_heard_before_those_who_agreed_on_its_offers_number_i
         plan.assignment = {place: [place]}
         lost = [structs.LostRank(3, agents[3].agent, 0)]
         by = {"by": agents[0].agent, "chosen": True}
-        agent.agreed = wire.Agreed(generation=3, since=2, plan=plan, lost=lost, reason="agreed", **by)
+        agent.agreed = wire.Agreement(generation=3, since=2, plan=plan, lost=lost, reason="agreed", **by)
         agent.set(place, state="running", generation=3, broken=2)
     agents[4].set(4, state="waiting")
     for coming, then in ((agents[4:], later), (agents[:4], 5.0)):

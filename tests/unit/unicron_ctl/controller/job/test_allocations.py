@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.scenarios import allocation_comes, allocation_job, allocation_row, trains
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.job import job_events
 from unicron_ctl.controller.job.job_events import START_SECONDS
@@ -27,39 +28,13 @@ def by_node(info: ElementInfo, world: World | None = None) -> dict[int, str | No
     return {each.element: each.node for each in allocation.by_node([info], jobs)}
 
 
-def cluster(nodes: int = 3, there: int = 4, mode: str = "restart", **settings) -> tuple[World, list[FakeAgent]]:
-    """Job 1 has n1, n2, ... as one allocation, with an agent on each."""
-    world = World(FakeSlurm(there))
-    world.slurm.queue["1", 0] = entry(f"n[1-{nodes}]")
-    return world, [newcomer(world, element, f"n{element + 1}", nodes, **settings) for element in range(nodes)]
-
-
-def newcomer(world: World, element: int, node: str, nodes: int = 3, stated: bool = False, **settings) -> FakeAgent:
-    agent = FakeAgent(world, "1", element, node, nodes=nodes, **settings)
-    agent.settings.allocation, agent.settings.min_stated = True, stated
-    agent.register()
-    return agent
-
-
-def entry(node: str | None, state: str = "RUNNING", restarts: int = 0) -> dict:
-    facts = {"reason": "", "admin_comment": "", "pin": None, "array": False}
-    return {"state": state, "node": node, "restarts": restarts, **facts}
-
-
-def trains(world: World, agents: list[FakeAgent]) -> None:
-    for agent in agents:
-        agent.ready()
-    world.run(2.0)
-    assert world.job().phase == "running" and len(world.job().members) == len(agents)
-
-
 def test_each_node_is_an_element_in_the_order_in_which_slurm_gave_it():
     assert by_node(listed("n[1-2],m3")) == {0: "n1", 1: "n2", 2: "m3"}
     assert by_node(listed("n1")) == {0: "n1"} and by_node(listed(None, "PENDING")) == {0: None}
 
 
 def test_the_job_has_as_many_elements_as_nodes_and_all_of_them_train():
-    world, agents = cluster()
+    world, agents = allocation_job()
     world.run(1.5)
     trains(world, agents)
     job = world.job()
@@ -73,7 +48,7 @@ def test_the_first_world_waits_for_the_slowest_node(stated, seconds, monkeypatch
     """A script that assumes all of its nodes fails in a smaller world: so the owner's 1 is not the default."""
     monkeypatch.setattr(job_events, "BEGIN_SECONDS", 100.0)
     for comes in (True, False):
-        world, agents = cluster(stated=stated)
+        world, agents = allocation_job(stated=stated)
         world.run(1.5)
         for agent in agents[:2]:
             agent.ready()
@@ -86,7 +61,7 @@ def test_the_first_world_waits_for_the_slowest_node(stated, seconds, monkeypatch
 
 
 def test_the_first_world_waits_for_no_node_that_is_lost():
-    world, agents = cluster()
+    world, agents = allocation_job()
     world.run(1.5)
     for agent in agents[:2]:
         agent.ready()
@@ -98,7 +73,7 @@ def test_the_first_world_waits_for_no_node_that_is_lost():
 
 
 def test_a_lost_node_is_drained_and_never_set_down_and_the_others_go_on():
-    world, agents = cluster()
+    world, agents = allocation_job()
     world.run(1.5)
     trains(world, agents)
     agents[2].silent = True
@@ -117,7 +92,7 @@ def test_a_lost_node_is_drained_and_never_set_down_and_the_others_go_on():
 
 
 def test_the_first_node_that_is_lost_leaves_the_others_their_numbers():
-    world, agents = cluster()
+    world, agents = allocation_job()
     world.run(1.5)
     trains(world, agents)
     agents[0].silent = True
@@ -129,7 +104,7 @@ def test_the_first_node_that_is_lost_leaves_the_others_their_numbers():
 
 
 def test_an_agent_that_dies_does_not_come_back_and_nothing_waits_for_it():
-    world, agents = cluster()
+    world, agents = allocation_job()
     world.run(1.5)
     trains(world, agents)
     agents[1].silent = agents[1].killed = True
@@ -156,7 +131,7 @@ def fail(world: World, agents: list[FakeAgent], code: int, text: str = "", times
 
 def test_a_program_that_crashes_again_and_again_ends_the_job_and_takes_no_node_out_of_it():
     """Defect: the second crash took its node out, and the job went on with half of its world."""
-    world, agents = cluster(nodes=2)
+    world, agents = allocation_job(nodes=2, free=2)
     world.run(1.5)
     trains(world, agents)
     fail(world, agents, -6)
@@ -168,7 +143,7 @@ def test_a_program_that_crashes_again_and_again_ends_the_job_and_takes_no_node_o
 
 
 def test_a_node_with_a_fault_of_its_hardware_is_left_out():
-    world, agents = cluster(nodes=4)
+    world, agents = allocation_job(nodes=4, free=0)
     world.run(1.5)
     trains(world, agents)
     world.iterate("1", 0)
@@ -180,7 +155,7 @@ def test_a_node_with_a_fault_of_its_hardware_is_left_out():
 def test_a_plain_job_on_one_node_is_requeued_for_a_fault_of_its_node_only(text, asked):
     """Defect: a second crash requeued it, and its batch script ran from the start."""
     world = World(FakeSlurm(4))
-    world.slurm.queue["1", 0] = entry("n1")
+    world.slurm.queue["1", 0] = allocation_row("n1")
     agent = FakeAgent(world, "1", 0, "n1", nodes=1)
     agent.register()
     world.run(1.5)
@@ -191,16 +166,16 @@ def test_a_plain_job_on_one_node_is_requeued_for_a_fault_of_its_node_only(text, 
 
 
 def test_a_job_that_slurm_requeues_begins_on_its_new_nodes_under_the_same_id():
-    world, agents = cluster()
+    world, agents = allocation_job()
     world.run(1.5)
     trains(world, agents)
     for agent in agents:
         agent.silent = agent.killed = True
-    world.slurm.queue["1", 0] = entry(None, "PENDING", restarts=1)
+    world.slurm.queue["1", 0] = allocation_row(None, "PENDING", restarts=1)
     world.run(3.0)
-    world.slurm.queue["1", 0] = entry("n[1,3-4]", restarts=1)
+    world.slurm.queue["1", 0] = allocation_row("n[1,3-4]", restarts=1)
     world.run(1.5)
-    again = [newcomer(world, element, node) for element, node in enumerate(("n1", "n3", "n4"))]
+    again = [allocation_comes(world, element, node) for element, node in enumerate(("n1", "n3", "n4"))]
     world.run(1.5)
     assert world.job().nodes == ["n1", "n3", "n4"] and world.job().nodes_of_restart == 1
     trains(world, again)
@@ -210,7 +185,7 @@ def test_a_job_that_slurm_requeues_begins_on_its_new_nodes_under_the_same_id():
 def test_the_steps_of_a_job_that_slurm_requeues_are_counted_anew():
     """Defect: the steps of its script were over for the job, and ran unprotected."""
     world = World(FakeSlurm(4))
-    world.slurm.queue["1", 0] = entry("n1")
+    world.slurm.queue["1", 0] = allocation_row("n1")
 
     def begin(step: int, requeues: int) -> FakeAgent:
         world.agents.clear()
@@ -246,14 +221,14 @@ def test_the_steps_of_a_job_that_slurm_requeues_are_counted_anew():
 
 
 def test_a_job_that_slurm_requeues_with_fewer_nodes_counts_them_anew():
-    world, agents = cluster()
+    world, agents = allocation_job()
     world.run(1.5)
     trains(world, agents)
     for agent in agents:
         agent.silent = agent.killed = True
-    world.slurm.queue["1", 0] = entry("n[1,3]", restarts=1)
+    world.slurm.queue["1", 0] = allocation_row("n[1,3]", restarts=1)
     world.run(8.0)
-    again = [newcomer(world, element, node, nodes=2) for element, node in enumerate(("n1", "n3"))]
+    again = [allocation_comes(world, element, node, nodes=2) for element, node in enumerate(("n1", "n3"))]
     world.run(1.5)
     trains(world, again)
     assert world.job().settings.max_nodes == 2
@@ -271,7 +246,7 @@ def test_the_script_of_an_allocation_without_its_batch_host_runs_again_once_the_
     left, refused, asked
 ):
     """Defect: the job was cancelled, and what its script has behind the training never ran."""
-    world, agents = cluster()
+    world, agents = allocation_job()
     world.run(1.5)
     trains(world, agents)
     world.slurm.queue["1", 0]["node"], world.slurm.refuse_requeue = left, refused
@@ -287,7 +262,7 @@ def test_the_script_of_an_allocation_without_its_batch_host_runs_again_once_the_
 
 
 def test_other_jobs_do_not_get_the_nodes_of_an_allocation():
-    world, agents = cluster(nodes=3, there=4)
+    world, agents = allocation_job()
     world.run(1.5)
     trains(world, agents)
     world.slurm.submit("2", 4, state="PENDING", reason="JobHeldUser")
@@ -300,14 +275,14 @@ def test_other_jobs_do_not_get_the_nodes_of_an_allocation():
 
 def test_another_job_of_the_same_id_is_not_ended_for_the_one_before():
     """Defect: a new cluster counted its jobs from 1 again, and the second of them was cancelled at once."""
-    world, agents = cluster()
+    world, agents = allocation_job()
     world.run(1.5)
     trains(world, agents)
     for agent in agents:
         for slot in agent.slots:
             agent.set(slot, state="finished")
     world.run(3.0)
-    world.slurm.queue["1", 0] = entry("n[2-4]") | {"submitted": world.now + 60.0}
+    world.slurm.queue["1", 0] = allocation_row("n[2-4]") | {"submitted": world.now + 60.0}
     world.run(5.0)
     assert not [call for call in world.slurm.calls if call[0] == "cancel"]
 
@@ -315,7 +290,7 @@ def test_another_job_of_the_same_id_is_not_ended_for_the_one_before():
 @pytest.mark.parametrize("over", [False, True])
 def test_a_step_that_comes_after_a_later_one_has_begun_goes_on_unprotected(over):
     """Defect: it was said to be over, and where the later one had ended it never ran."""
-    world, agents = cluster()
+    world, agents = allocation_job()
     for agent in agents:
         world.to_core(agent, agent.registration(step=LAUNCHES))
     world.run(1.5)
@@ -328,15 +303,15 @@ def test_a_step_that_comes_after_a_later_one_has_begun_goes_on_unprotected(over)
     late = FakeAgent(world, "1", 0, "n1", name="late", nodes=3)
     late.settings.allocation, late.obedient = True, False
     world.to_core(late, late.registration(step=0))
-    answers = [message for message in late.heard if isinstance(message, wire.Refused | wire.End | wire.Welcome)]
-    assert [type(message) for message in answers] == [wire.Refused] and answers[0].alone
+    answers = [message for message in late.heard if isinstance(message, wire.Refusal | wire.End | wire.Welcome)]
+    assert [type(message) for message in answers] == [wire.Refusal] and answers[0].alone
     assert "step 0 of job 1 came after step 1 had begun" in answers[0].reason
 
 
 @pytest.mark.parametrize("lives", [False, True])
 def test_a_step_that_was_killed_holds_the_job_no_longer_than_its_agents(lives):
     """Defect: after `timeout 8h srun ...` the next srun of the script ran unprotected, "while step 0 runs"."""
-    world, agents = cluster()
+    world, agents = allocation_job()
     world.run(1.5)
     trains(world, agents)
     for agent in agents[lives:]:
@@ -353,7 +328,7 @@ def test_a_step_that_was_killed_holds_the_job_no_longer_than_its_agents(lives):
     world.run(1.5)
     if lives:
         answers = [message for agent in later for message in agent.heard]
-        assert all(isinstance(answer, wire.Refused) and not answer.final for answer in answers) and answers
+        assert all(isinstance(answer, wire.Refusal) and not answer.final for answer in answers) and answers
         assert world.job().step == 0
         return
     assert world.job().step == LAUNCHES and [agent.agent for agent in world.job().agents.values()] == [
@@ -365,12 +340,12 @@ def test_a_step_that_was_killed_holds_the_job_no_longer_than_its_agents(lives):
 @pytest.mark.parametrize("state", ["COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL"])
 def test_a_job_that_ended_while_the_controller_was_away_is_over(state):
     """Defect: it was forming until Slurm had forgotten it, for its end might have been that of an array's element."""
-    world, agents = cluster(nodes=2)
+    world, agents = allocation_job(nodes=2, free=2)
     world.run(1.5)
     trains(world, agents)
     for agent in agents:
         agent.silent = agent.killed = True
-    world.slurm.queue["1", 0] = entry("n[1-2]", state)
+    world.slurm.queue["1", 0] = allocation_row("n[1-2]", state)
     world.restart()
     world.run(60.0)
     job = world.job()

@@ -5,36 +5,16 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.scenarios import block_comes, blocks, boundary, calls, failures, power_off
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.model import allocation
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import datagrams
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
-from unicron_ctl.shared.slurm.squeue import names_of
 
 
 def row(element: int, node: str | None, state: str = "RUNNING") -> ElementInfo:
     return ElementInfo("1", element, f"1{element}", state, node, "", "job1", "ann", "", 0, array=True)
-
-
-def cluster(there: int = 7, elements: int = 3, block: int = 2, **settings) -> tuple[World, dict[int, FakeAgent]]:
-    """Job 1 has elements of two nodes, with an agent on each."""
-    world = World(FakeSlurm(there))
-    world.slurm.submit("1", elements, block)
-    agents: dict[int, FakeAgent] = {}
-    for element in range(elements):
-        come(world, agents, element, elements * block, **settings)
-    return world, agents
-
-
-def come(world: World, agents: dict[int, FakeAgent], element: int, nodes: int = 6, **settings) -> None:
-    """The agents of an element that Slurm runs."""
-    names = names_of(world.slurm.queue["1", element]["node"])
-    for place, name in enumerate(names):
-        number = len(names) * element + place
-        agent = agents[number] = FakeAgent(world, "1", number, name, nodes=nodes, **settings)
-        agent.settings.block, agent.settings.min_nodes = len(names), max(len(names), agent.settings.min_nodes)
-        agent.register()
 
 
 def trains(world: World, agents: dict[int, FakeAgent]) -> None:
@@ -43,11 +23,6 @@ def trains(world: World, agents: dict[int, FakeAgent]) -> None:
         agent.ready()
     world.run(2.0)
     assert world.job().phase == "running" and len(world.job().members) == len(agents)
-
-
-def lose(world: World, agent: FakeAgent) -> None:
-    agent.silent = True
-    world.dead_nodes.add(agent.node)
 
 
 def end(world: World, agents: dict[int, FakeAgent], *numbers: int) -> None:
@@ -59,24 +34,8 @@ def end(world: World, agents: dict[int, FakeAgent], *numbers: int) -> None:
 
 def joined(world: World) -> None:
     """All six nodes train, two of them from the next boundary on."""
-    boundary(world)
+    boundary(world, 2.0, before=8.0)
     assert set(world.job().members) == set(range(6))
-
-
-def boundary(world: World) -> None:
-    world.run(8.0)
-    for agent in world.agents:
-        if not agent.silent:
-            agent.take_offer()
-    world.run(2.0)
-
-
-def asked(world: World, *actions: str) -> list[tuple]:
-    return [call for call in world.slurm.calls if call[0] in actions]
-
-
-def failures(world: World) -> list[tuple[str, str]]:
-    return [(one.record.kind_of_failure, one.record.node) for one in world.job().failures]
 
 
 def test_each_node_of_an_element_has_a_number():
@@ -90,7 +49,7 @@ def test_each_node_of_an_element_has_a_number():
 
 
 def test_all_nodes_train_and_the_plan_counts_nodes():
-    world, agents = cluster()
+    world, agents = blocks()
     trains(world, agents)
     job = world.job()
     assert (job.settings.block, job.settings.max_nodes, job.allotted) == (2, 6, list(range(6)))
@@ -101,108 +60,108 @@ def test_all_nodes_train_and_the_plan_counts_nodes():
 
 @pytest.mark.parametrize(("lost", "replica"), [(2, 1), (3, 1), (2, 2)])
 def test_an_element_leaves_with_its_lost_node_and_comes_back_whole(lost, replica):
-    world, agents = cluster(replica=replica)
+    world, agents = blocks(replica=replica)
     trains(world, agents)
-    lose(world, agents[lost])
+    power_off(world, agents[lost].node)
     world.run(8.0)
     assert set(world.job().members) == {0, 1, 4, 5} and world.job().phase == "running"
-    down = [call[3] for call in asked(world, "down")]
+    down = [call[3] for call in calls(world, "down")]
     assert down == [agents[lost].node]
     mate = 5 - lost
     end(world, agents, mate)
     world.run(3.0)
     assert failures(world) == [("node", agents[lost].node)], "its mate's end is a part of that"
-    pins = asked(world, "pin")
+    pins = calls(world, "pin")
     assert pins[-1] == ("pin", "1", 1, ",".join(sorted({agents[mate].node, "n7"}))), (
         "where its mate was, and a free one"
     )
-    come(world, agents, 1, replica=replica)
+    block_comes(world, agents, 1, replica=replica)
     agents[2].ready()
     world.run(2.0)
     assert set(world.job().members) == {0, 1, 4, 5}, "one of its nodes alone does not come in"
     agents[3].ready()
     joined(world)
-    assert not asked(world, "requeue", "requeue_hold") and not world.job().requeued
+    assert not calls(world, "requeue", "requeue_hold") and not world.job().requeued
     world.check_replay()
 
 
 def test_an_element_whose_agent_died_is_requeued_as_a_whole_and_once():
-    world, agents = cluster()
+    world, agents = blocks()
     trains(world, agents)
     agents[4].silent = agents[4].killed = True
     world.run(8.0)
     assert set(world.job().members) == {0, 1, 2, 3}
-    assert [call[:3] for call in asked(world, "requeue")] == [("requeue", "1", 2)]
+    assert [call[:3] for call in calls(world, "requeue")] == [("requeue", "1", 2)]
     end(world, agents, 5)
     world.run(3.0)
-    come(world, agents, 2)
+    block_comes(world, agents, 2)
     world.run(5.0)
     agents[4].ready()
     agents[5].ready()
     joined(world)
     assert failures(world) == [("agent", "n5")]
-    assert len(asked(world, "requeue")) == 1
+    assert len(calls(world, "requeue")) == 1
     world.check_replay()
 
 
 def test_a_spare_element_takes_the_place_of_one_that_lost_a_node():
-    world, agents = cluster(there=6, spares=1)
+    world, agents = blocks(free=0, spares=1)
     world.run(1.5)
     for agent in agents.values():
         agent.ready()
     world.run(2.0)
     assert set(world.job().members) == {0, 1, 2, 3}, "one spare was asked for, and they come two at a time"
-    lose(world, agents[0])
-    boundary(world)
+    power_off(world, agents[0].node)
+    boundary(world, 2.0, before=8.0)
     assert set(world.job().members) == {2, 3, 4, 5}
     world.check_replay()
 
 
 def test_an_agent_that_leaves_alone_has_its_element_started_again():
     """Slurm lets the element run on as long as one of its agents does."""
-    world, agents = cluster()
+    world, agents = blocks()
     trains(world, agents)
     end(world, agents, 4)
     world.run(20.0)
-    assert set(world.job().members) == {0, 1, 2, 3} and not asked(world, "requeue")
+    assert set(world.job().members) == {0, 1, 2, 3} and not calls(world, "requeue")
     world.run(15.0)
-    assert [call[:3] for call in asked(world, "requeue")] == [("requeue", "1", 2)]
+    assert [call[:3] for call in calls(world, "requeue")] == [("requeue", "1", 2)]
 
 
 def test_an_element_that_slurm_ends_with_one_of_its_agents_is_started_again():
     """srun --kill-on-bad-exit: Slurm ends the other agent before anybody has missed the first."""
-    world, agents = cluster()
+    world, agents = blocks()
     trains(world, agents)
     agents[4].silent = agents[4].killed = True
     end(world, agents, 5)
     world.slurm.queue["1", 2] |= {"state": "FAILED"}
     world.run(8.0)
     assert set(world.job().members) == {0, 1, 2, 3} and len(failures(world)) == 1
-    assert [call[:3] for call in asked(world, "requeue")] == [("requeue", "1", 2)]
+    assert [call[:3] for call in calls(world, "requeue")] == [("requeue", "1", 2)]
 
 
 def test_both_nodes_of_an_element_that_are_lost_are_set_down():
-    world, agents = cluster()
+    world, agents = blocks()
     trains(world, agents)
-    lose(world, agents[0])
-    lose(world, agents[1])
+    power_off(world, agents[0].node)
+    power_off(world, agents[1].node)
     world.run(10.0)
     assert set(world.job().members) == {2, 3, 4, 5}
-    assert {call[3] for call in asked(world, "down")} == {"n1", "n2"}
+    assert {call[3] for call in calls(world, "down")} == {"n1", "n2"}
     assert {node for _, node in failures(world)} == {"n1", "n2"}
 
 
 def test_an_element_that_has_too_few_nodes_is_started_again():
     """With --no-kill Slurm lets it run on without the node."""
-    world, agents = cluster()
+    world, agents = blocks()
     trains(world, agents)
     world.slurm.queue["1", 1]["node"] = "n3"
     world.run(3.0)
-    assert [call[:3] for call in asked(world, "requeue")] == [("requeue", "1", 1)]
+    assert [call[:3] for call in calls(world, "requeue")] == [("requeue", "1", 1)]
 
 
 def test_a_job_that_must_shrink_gives_up_a_whole_element():
-    world, agents = cluster()
+    world, agents = blocks()
     trains(world, agents)
     world.slurm.submit("2", 3)
     world.run(1.5)
@@ -213,16 +172,16 @@ def test_a_job_that_must_shrink_gives_up_a_whole_element():
     world.run(3.0)
     assert world.core.state.assignment == {"1": 4, "2": 3}
     assert world.job().leaving == [4, 5]
-    boundary(world)
+    boundary(world, 2.0, before=8.0)
     assert set(world.job().members) == {0, 1, 2, 3}
-    assert asked(world, "requeue_hold")[0] == ("requeue_hold", "1", 2, "n5,n6")
-    assert {call[3] for call in asked(world, "pin") if call[1] == "2"} == {"n5", "n6"}
+    assert calls(world, "requeue_hold")[0] == ("requeue_hold", "1", 2, "n5,n6")
+    assert {call[3] for call in calls(world, "pin") if call[1] == "2"} == {"n5", "n6"}
     assert not any(isinstance(event.record, records.FailureDetected) for event in world.log)
     world.check_replay()
 
 
 def test_an_element_of_another_size_is_refused_in_one_line():
-    world, agents = cluster()
+    world, agents = blocks()
     trains(world, agents)
     world.slurm.submit("1", 4, 2)
     odd = FakeAgent(world, "1", 6, "n7", nodes=6)
@@ -235,7 +194,7 @@ def test_an_element_of_another_size_is_refused_in_one_line():
 
 
 def test_a_datagram_is_of_the_agent_on_its_node():
-    world, agents = cluster()
+    world, agents = blocks()
     trains(world, agents)
     hint = datagrams.Hint(v=1, kind="task_exit", job="1", element=1, node="n4", status=9)
     world.core.intake.on_hint(hint)

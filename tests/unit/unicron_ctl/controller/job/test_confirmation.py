@@ -6,12 +6,11 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.core import intake
-from unicron_ctl.controller.job import confirmation, registration
-from unicron_ctl.controller.job.confirmation import CONFIRM_SECONDS
-from unicron_ctl.controller.job.registration import OF_A_USER
+from unicron_ctl.controller.core import registrations
+from unicron_ctl.controller.job import registration
+from unicron_ctl.controller.job.registration import CONFIRM_SECONDS, OF_A_USER
 from unicron_ctl.controller.model.asker import Asker
-from unicron_ctl.controller.model.submission import AFTER_END_SECONDS
+from unicron_ctl.controller.model.job_state import AFTER_END_SECONDS
 from unicron_ctl.controller.plan.reconcile import GONE_SECONDS
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
@@ -62,7 +61,7 @@ def test_another_owner_or_node_is_refused_finally_and_nothing_happens(node, uid,
     agent = obstinate(world, "1", 0, node)
     register(world, agent, uid)
     world.run(1.0, heartbeats=False)
-    (refused,) = told(agent, wire.Refused)
+    (refused,) = told(agent, wire.Refusal)
     assert refused.final and says in refused.reason
     assert "1" not in world.core.state.jobs and not world.slurm.calls
 
@@ -76,7 +75,7 @@ def test_of_a_job_that_is_managed_nobody_else_takes_an_element():
     thief = obstinate(world, "1", 1, "n2", name="thief")
     register(world, thief, BOB)
     world.run(0.3, heartbeats=False)
-    assert told(thief, wire.Refused)[0].final
+    assert told(thief, wire.Refusal)[0].final
     assert world.job().agents[1].agent == owners[1].agent and not world.slurm.calls
 
 
@@ -86,7 +85,7 @@ def test_what_slurm_does_not_show_at_work_is_refused_for_now_only():
     for agent in (early, unknown):
         register(world, agent)
     world.run(0.5, heartbeats=False)
-    (first,), (second,) = told(early, wire.Refused), told(unknown, wire.Refused)
+    (first,), (second,) = told(early, wire.Refusal), told(unknown, wire.Refusal)
     assert not first.final and "PENDING" in first.reason and not second.final and "shows no element" in second.reason
     assert not world.core.state.jobs
 
@@ -98,9 +97,9 @@ def test_no_earlier_listing_refuses_anybody():
     world.slurm.queue["1", 0].update(node="n4")
     agent = obstinate(world, "1", 0, "n4")
     register(world, agent)
-    assert not told(agent, wire.Refused)
+    assert not told(agent, wire.Refusal)
     world.run(0.3, heartbeats=False)
-    assert told(agent, wire.Welcome) and not told(agent, wire.Refused)
+    assert told(agent, wire.Welcome) and not told(agent, wire.Refusal)
 
 
 def test_without_slurms_word_a_job_is_healed_within_itself_and_touches_nothing():
@@ -173,7 +172,7 @@ def test_while_slurm_is_silent_a_job_with_the_number_of_one_that_ended_waits():
     second = obstinate(world, "1", 0, "n1", name="second")
     register(world, second)
     world.run(CONFIRM_SECONDS + 1.0, heartbeats=False)
-    (refused,) = told(second, wire.Refused)
+    (refused,) = told(second, wire.Refusal)
     assert "Slurm has not said yet" in refused.reason and not refused.final and not told(second, wire.End)
     register(world, first)
     world.run(CONFIRM_SECONDS + 1.0, heartbeats=False)
@@ -226,7 +225,7 @@ def test_nothing_is_final_against_a_job_that_slurm_has_not_confirmed(owner, ende
     mine.register()
     world.run(CONFIRM_SECONDS + 0.5, heartbeats=False)
     assert not told(mine, wire.End) and not told(mine, wire.Welcome)
-    assert told(mine, wire.Refused) and not any(refused.final for refused in told(mine, wire.Refused))
+    assert told(mine, wire.Refusal) and not any(refused.final for refused in told(mine, wire.Refusal))
     world.slurm.refuse = ""
     world.run(2.0, heartbeats=False)
     mine.register()
@@ -245,8 +244,8 @@ def test_a_job_that_slurm_does_not_show_when_it_is_back_is_let_go():
     job = world.job("77")
     assert job.ended and "Slurm does not show" in job.ended.reason
     for agent in agents:
-        assert not told(agent, wire.End) and told(agent, wire.Refused)
-        assert not any(refused.final for refused in told(agent, wire.Refused))
+        assert not told(agent, wire.End) and told(agent, wire.Refusal)
+        assert not any(refused.final for refused in told(agent, wire.Refusal))
     world.slurm.submit("77", 2, uid=ANN, user="ann", state="RUNNING")
     for element in range(2):
         world.slurm.queue["77", element].update(state="RUNNING", node=f"n{element + 1}")
@@ -261,7 +260,7 @@ def test_the_command_of_whoever_took_another_s_job_id_goes_on_unmanaged():
     outage(world, thief, uid=BOB)
     world.slurm.refuse = ""
     world.run(3.0)
-    assert world.job().ended and told(thief, wire.Refused) and not told(thief, wire.End)
+    assert world.job().ended and told(thief, wire.Refusal) and not told(thief, wire.End)
 
 
 def test_what_slurm_has_not_confirmed_is_bounded(monkeypatch):
@@ -270,9 +269,9 @@ def test_what_slurm_has_not_confirmed_is_bounded(monkeypatch):
     agents = [obstinate(world, str(100 + number), 0, "n1") for number in range(OF_A_USER[0] + 5)]
     outage(world, *agents, uid=BOB)
     taken = [agent for agent in agents if told(agent, wire.Welcome)]
-    left = [agent for agent in agents if told(agent, wire.Refused)]
+    left = [agent for agent in agents if told(agent, wire.Refusal)]
     assert len(taken) == OF_A_USER[0] and len(left) == 5
-    assert "not confirmed" in told(left[0], wire.Refused)[0].reason and not told(left[0], wire.Refused)[0].final
+    assert "not confirmed" in told(left[0], wire.Refusal)[0].reason and not told(left[0], wire.Refusal)[0].final
     owner = obstinate(world, "1", 0, "n1")
     outage(world, owner)
     assert told(owner, wire.Welcome), "others are taken in"
@@ -303,17 +302,17 @@ def test_a_list_of_nodes_is_read_once_however_many_agents_wait(monkeypatch):
 
 
 def test_who_has_many_agents_waiting_keeps_nobody_else_out(monkeypatch):
-    monkeypatch.setattr(intake, "WAITING_KEPT", 10)
+    monkeypatch.setattr(registrations, "WAITING_KEPT", 10)
     world = cluster()
     world.slurm.refuse = "Slurm is away"
     mine = [obstinate(world, "9", element, "n4") for element in range(12)]
     for agent in mine:
         register(world, agent, BOB)
-    assert [len(told(agent, wire.Refused)) for agent in mine] == [0] * 10 + [1] * 2
-    assert not told(mine[-1], wire.Refused)[-1].final
+    assert [len(told(agent, wire.Refusal)) for agent in mine] == [0] * 10 + [1] * 2
+    assert not told(mine[-1], wire.Refusal)[-1].final
     ann = obstinate(world, "1", 0, "n1")
     register(world, ann)
-    assert not told(ann, wire.Refused)
+    assert not told(ann, wire.Refusal)
     world.slurm.refuse = ""
     world.run(0.3, heartbeats=False)
     assert told(ann, wire.Welcome)
@@ -321,8 +320,8 @@ def test_who_has_many_agents_waiting_keeps_nobody_else_out(monkeypatch):
 
 def test_those_that_wait_are_compared_once_a_listing(monkeypatch):
     looked = []
-    compare = confirmation.compare
-    monkeypatch.setattr(confirmation, "compare", lambda *of: looked.append(of) or compare(*of))
+    compare = registrations.compare
+    monkeypatch.setattr(registrations, "compare", lambda *of: looked.append(of) or compare(*of))
     world = cluster()
     world.slurm.refuse = "Slurm is away"
     agents = [obstinate(world, "1", element, f"n{element + 1}") for element in range(2)]

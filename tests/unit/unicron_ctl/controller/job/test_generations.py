@@ -160,6 +160,21 @@ class Generations(RuleBasedStateMachine):
                 assert plan.boundary or dealt == list(range(8))
 
     @invariant()
+    def numbers_and_members_fit_the_phase(self) -> None:
+        """The head of `job/transitions` has it in words."""
+        job = self.training.world.job()
+        plan, offer = (one.generation if one is not None else 0 for one in (job.plan, job.offer))
+        members, joining = job.members.keys(), job.joining.keys()
+        assert {
+            "forming": not (plan or offer or members or joining or job.lost),
+            "entering": plan == job.generation > job.broken and not (offer or joining),
+            "running": job.generation >= plan > job.broken and not (offer or joining or job.lost),
+            "offering": offer == job.generation > plan > job.broken and members.isdisjoint(joining),
+            "breaking": job.generation == job.broken >= plan and job.lost.keys() <= members and not (offer or joining),
+        }[job.phase], self.shown()
+        assert job.plan is None or job.phase == "breaking" or members == set(job.plan.members)
+
+    @invariant()
     def no_standby_is_banished(self) -> None:
         job = self.training.world.job()
         for slot in self.training.slots:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.scenarios import recorded
 from tests.support.world import World
-from unicron_ctl.controller.job.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger, OpenIteration
+from unicron_ctl.controller.model.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger, OpenIteration
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.structs import RankStep, StepReport
 from unicron_ctl.shared.protocol.wire import Status, Steps
@@ -220,6 +221,8 @@ def test_an_agent_that_is_silent_for_long_leaves_no_violation_behind():
         agents[0].step(0, iteration, [0, 2, 4, 6])
     agents[1].steps += 10
     agents[1].step(1, 11, [1, 3, 5, 7])
+    counted = [(step.iteration, step.unreported) for step in recorded(world, records.Step)]
+    assert counted[1:11] == [(iteration, [1, 3, 5, 7]) for iteration in range(1, 11)] and counted[11] == (11, [])
     assert world.job().ledger_violations == 0
 
 
@@ -250,4 +253,4 @@ def test_the_controller_reckons_with_reports_held_for_as_long_as_agents_hold_the
     heard = world.now
     world.run(2.0)
     agents[0].step(0, 1, [0, 2, 4, 6])
-    assert world.core.view.job(world.job("1")).live.stepped.before == pytest.approx(heard - held)
+    assert world.core.view.job(world.job("1")).stepped.before == pytest.approx(heard - held)

@@ -16,8 +16,8 @@ def other_mode(agent: FakeAgent) -> FakeAgent:
     return agent
 
 
-def refusals(agent: FakeAgent) -> list[wire.Refused]:
-    return [message for message in agent.heard if isinstance(message, wire.Refused) and message.final]
+def refusals(agent: FakeAgent) -> list[wire.Refusal]:
+    return [message for message in agent.heard if isinstance(message, wire.Refusal) and message.final]
 
 
 def comes(world: World, element: int, mode: str = "session") -> FakeAgent:

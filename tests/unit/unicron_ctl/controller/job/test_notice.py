@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.plain_agent import PlainAgent
+from tests.support.scenarios import boundary
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.model.cluster_state import Take
 from unicron_ctl.controller.model.requests import Action
@@ -32,15 +33,9 @@ def notice(*agents: FakeAgent) -> None:
         agent.status()
 
 
-def boundary(world: World) -> None:
-    for agent in world.agents:
-        agent.take_offer()
-    world.run(0.5)
-
-
 def released(agent: FakeAgent) -> list[tuple[bool, bool]]:
     """(out, stay) of each word that the agent need not wait any more."""
-    return [(message.out, message.stay) for message in agent.heard if isinstance(message, wire.Released)]
+    return [(message.out, message.stay) for message in agent.heard if isinstance(message, wire.Release)]
 
 
 def ends(world: World, *elements: int) -> None:
@@ -55,7 +50,7 @@ def test_the_ranks_leave_at_the_next_boundary_and_their_agent_is_released_then()
     notice(agents[1])
     world.run(0.3)
     assert world.job().phase == "offering" and set(world.job().members) == {0, 1, 2} and not released(agents[1])
-    boundary(world)
+    boundary(world, 0.5)
     assert set(world.job().members) == {0, 2} and not world.job().failures
     world.run(1.5)
     assert released(agents[1])[:1] == [(True, False)] and not world.slurm.calls
@@ -71,7 +66,7 @@ def test_what_slurm_preempts_is_requeued_once_it_has_left_and_stays_until_then()
     notice(agents[1])
     world.run(0.3)
     assert not world.slurm.calls
-    boundary(world)
+    boundary(world, 0.5)
     world.run(1.5)
     assert released(agents[1])[:1] == [(True, True)], "it would not be requeued if it ended by itself"
     assert [call[:3] for call in world.slurm.calls][:1] == [("requeue", "1", 1)]
@@ -83,7 +78,7 @@ def test_a_preemption_leaves_the_jobs_share_of_requeues_to_its_failures():
     assert Bounds(world.core.view).refuse(Action("requeue", "1", 1, "", "")), "of an element that nobody preempts"
     notice(agents[1])
     world.run(0.3)
-    boundary(world)
+    boundary(world, 0.5)
     world.run(1.5)
     assert [call[:3] for call in world.slurm.calls][:1] == [("requeue", "1", 1)]
     assert [take.preempted for take in world.core.state.taken][19:21] == [False, True]
@@ -103,7 +98,7 @@ def test_it_comes_back_with_another_agent():
     world, agents = started()
     notice(agents[1])
     world.run(0.3)
-    boundary(world)
+    boundary(world, 0.5)
     agents[1].status("left by SIGTERM")
     agents[1].silent = True
     world.run(2.0)
@@ -112,7 +107,7 @@ def test_it_comes_back_with_another_agent():
     again.register()
     again.ready()
     world.run(4.0)
-    boundary(world)
+    boundary(world, 0.5)
     assert set(world.job().members) == {0, 1, 2}
 
 
@@ -182,7 +177,7 @@ def test_a_loss_before_the_boundary_is_healed_as_ever(dies):
     assert victim.slots[0] not in world.job().members
     assert len(world.job().failures) == (dies == "other"), "SIGTERM ends a plain program, and that is no failure"
     if dies == "other":
-        boundary(world)
+        boundary(world, 0.5)
         world.run(1.5)
         assert 1 not in world.job().members and (True, True) in released(agents[1])
     world.check_replay()

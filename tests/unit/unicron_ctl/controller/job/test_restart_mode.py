@@ -322,7 +322,7 @@ def test_all_agents_of_a_job_are_in_the_same_mode():
     start(world, nodes=3)
     other = PlainAgent(world, "1", 2, "n3", mode="session", nodes=3)
     other.register()
-    refused = next(m for m in other.heard if isinstance(m, wire.Refused))
+    refused = next(m for m in other.heard if isinstance(m, wire.Refusal))
     assert refused.final and "job 1 is healed in restart mode, this agent would be in session mode" in refused.reason
     assert "--unicron-mode=restart" in refused.reason
 
@@ -364,7 +364,7 @@ def test_the_next_srun_of_a_batch_script_is_a_training_of_its_own():
 
     early = register(0, 1)
     world.agents.remove(early)
-    refused = [m for m in early.heard if isinstance(m, wire.Refused)]
+    refused = [m for m in early.heard if isinstance(m, wire.Refusal)]
     assert [m.final for m in refused] == [False] and "write `UNICRON=0 srun ...` for it" in refused[0].reason
     for agent in agents:
         agent.set(agent.element, state="finished")
@@ -377,7 +377,7 @@ def test_the_next_srun_of_a_batch_script_is_a_training_of_its_own():
     world.run(1)
     assert world.job().phase == "running" and world.job().step == LAUNCHES and world.job().settings.mode == "session"
     requeued = register(1, 0)
-    (refused,) = [m for m in requeued.heard if isinstance(m, wire.Refused)]
+    (refused,) = [m for m in requeued.heard if isinstance(m, wire.Refusal)]
     assert refused.alone and "over for the other elements, which are at step 1" in refused.reason
     assert world.job().phase == "running" and world.job().agents[1].agent == second[1].agent
     world.check_replay()

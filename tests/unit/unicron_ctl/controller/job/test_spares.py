@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.questions import told
-from tests.support.world import FakeAgent, FakeSlurm, World
-from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow, power_off
+from tests.support.scenarios import boundary, follow, on_slurm, power_off, ready
+from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.model.asker import EVERYBODY
@@ -24,12 +24,6 @@ def started(nodes: int = 4, wanted: int = 1, **settings) -> tuple[World, list[Fa
     return world, agents
 
 
-def lose(world: World, agents: list[FakeAgent], element: int) -> None:
-    """The node of the element is gone, without a word."""
-    agents[element].silent = True
-    world.dead_nodes.add(agents[element].node)
-
-
 def standing(world: World) -> dict[int, str]:
     return spares.standing(world.core.view.job(world.job()))
 
@@ -40,14 +34,6 @@ def until_offered(world: World, limit: float = 30.0) -> wire.Plan:
             return world.job().offer
         world.run(0.05)
     raise AssertionError(f"no offer within {limit} s: {world.kinds()}")
-
-
-def boundary(world: World, agents: list[FakeAgent]) -> None:
-    """The iteration ends: all who train take what they are offered."""
-    for agent in agents:
-        if not agent.silent:
-            agent.take_offer()
-    world.run(0.3)
 
 
 def test_a_job_begins_with_its_members_and_the_spare_waits_ready():
@@ -81,14 +67,14 @@ def test_it_does_not_wait_for_the_spare_to_begin():
 
 
 def test_a_lost_node_is_replaced_by_the_offer_that_follows_its_loss_at_once():
-    world, agents = started()
-    lose(world, agents, 1)
+    world, _agents = started()
+    power_off(world, "n2")
     offer = until_offered(world)
     assert (offer.members, offer.joiners, offer.boundary) == ([0, 2, 3], [3], True)
     entered = [e.time for e in world.log if e.kind == "entered"][-1]
     assert [e.time for e in world.log if e.kind == "offer"] == [entered], "nothing is waited for"
     assert "spare element 3 on n4" in offer.reason and "takes the place of element 1 on n2" in offer.reason
-    boundary(world, agents)
+    boundary(world)
     failure = world.job().failures[0]
     assert sorted(world.job().members) == [0, 2, 3] and failure.whole_at is not None and failure.restored_at is None
     assert any("spare element 3 on n4" in text for text in failure.actions)
@@ -97,16 +83,16 @@ def test_a_lost_node_is_replaced_by_the_offer_that_follows_its_loss_at_once():
 
 
 def test_the_lost_element_comes_back_as_the_spare():
-    world, agents = started()
-    lose(world, agents, 1)
+    world, _agents = started()
+    power_off(world, "n2")
     until_offered(world)
-    boundary(world, agents)
+    boundary(world)
     back = FakeAgent(world, "1", 1, "n9", nodes=4, spares=1, name="back")
     back.register()
     back.ready()
     world.run(5.0)
     assert sorted(world.job().members) == [0, 2, 3] and standing(world) == {1: "ready"} and world.job().offer is None
-    lose(world, agents, 3)
+    power_off(world, "n4")
     assert until_offered(world).members == [0, 1, 2]
     world.check_replay()
 
@@ -118,37 +104,37 @@ def test_a_spare_that_dies_costs_the_members_nothing():
     assert world.job().generation == 1 and standing(world) == {3: "starting"}
     agents[3].set(3, state="waiting")
     world.run(2.0)
-    lose(world, agents, 3)
+    power_off(world, "n4")
     world.run(10.0)
     assert world.job().generation == 1 and "break" not in world.kinds() and standing(world) == {}
     world.check_replay()
 
 
 def test_two_lost_at_once_take_both_spares():
-    world, agents = started(nodes=6, wanted=2)
+    world, _agents = started(nodes=6, wanted=2)
     assert sorted(world.job().members) == [0, 1, 2, 3] and standing(world) == {4: "ready", 5: "ready"}
-    lose(world, agents, 0)
-    lose(world, agents, 1)
+    power_off(world, "n1")
+    power_off(world, "n2")
     while sorted(world.job().members) != [2, 3, 4, 5]:
         until_offered(world)
-        boundary(world, agents)
+        boundary(world)
     assert all(failure.whole_at is not None for failure in world.job().failures)
     world.check_replay()
 
 
 def test_more_are_lost_than_there_are_spares():
-    world, agents = started(nodes=5)
-    lose(world, agents, 0)
-    lose(world, agents, 1)
+    world, _agents = started(nodes=5)
+    power_off(world, "n1")
+    power_off(world, "n2")
     until_offered(world)
-    boundary(world, agents)
+    boundary(world)
     assert sorted(world.job().members) == [2, 3, 4]
     assert [failure.whole_at for failure in world.job().failures] == [None, None]
     back = FakeAgent(world, "1", 0, "n9", nodes=5, spares=1, name="back")
     back.register()
     back.ready()
     until_offered(world)
-    boundary(world, [*agents, back])
+    boundary(world)
     assert sorted(world.job().members) == [0, 2, 3, 4] and world.job().failures[0].whole_at is not None
 
 
@@ -180,7 +166,7 @@ def test_a_process_that_is_soon_there_again_keeps_its_place():
     agents[1].set(1, state="waiting")
     world.run(0.3)
     assert world.job().offer.joiners == [1]
-    boundary(world, agents)
+    boundary(world)
     assert sorted(world.job().members) == [0, 1, 2] and standing(world) == {3: "ready"}
     world.check_replay()
 
@@ -190,7 +176,7 @@ def test_a_process_that_is_not_soon_there_again_loses_its_place_and_becomes_the_
     agents[1].die(1)
     offer = until_offered(world)
     assert offer.joiners == [3] and "its process is not there again after 1.0 s" in offer.reason
-    boundary(world, agents)
+    boundary(world)
     assert sorted(world.job().members) == [0, 2, 3] and standing(world) == {1: "starting"}
     agents[1].set(1, state="waiting")
     world.run(700.0)
@@ -203,13 +189,13 @@ def test_a_node_whose_processes_start_slowly_is_not_waited_for_again():
     world, agents = started()
     agents[1].die(1)
     until_offered(world)
-    boundary(world, agents)
+    boundary(world)
     world.run(7.0)
     agents[1].set(1, state="waiting")  # after 8 s
     world.run(600.0)
-    lose(world, agents, 0)
+    power_off(world, "n1")
     until_offered(world)
-    boundary(world, agents)
+    boundary(world)
     spare = FakeAgent(world, "1", 0, "n9", nodes=4, spares=1, name="back")
     spare.register()
     spare.ready()
@@ -236,12 +222,12 @@ def test_a_number_of_spares_that_does_not_fit_is_said_once_and_ends_nothing(node
 
 
 def test_several_ranks_a_node_come_in_together():
-    world, agents = started(nodes=3, ranks=8, replica=8)
+    world, _agents = started(nodes=3, ranks=8, replica=8)
     assert world.job().elements(world.job().members) == [0, 1] and standing(world) == {2: "ready"}
-    lose(world, agents, 1)
+    power_off(world, "n2")
     offer = until_offered(world)
     assert offer.joiners == list(range(16, 24))
-    boundary(world, agents)
+    boundary(world)
     assert world.job().elements(world.job().members) == [0, 2] and world.job().failures[0].whole_at is not None
 
 
@@ -252,7 +238,7 @@ def test_one_rank_of_several_that_train_by_themselves_comes_back_in_its_own_plac
     assert world.job().offer is None and len(world.job().members) == 7, "a spare is a whole element"
     agents[0].set(2, state="waiting")
     assert until_offered(world).joiners == [2]
-    boundary(world, agents)
+    boundary(world)
     assert world.job().elements(world.job().members) == [0, 1] and len(world.job().members) == 8
     world.check_replay()
 
@@ -262,22 +248,22 @@ def test_a_replica_that_one_death_breaks_is_replaced_by_the_spare_as_a_whole():
     agents[0].die(1)
     offer = until_offered(world)
     assert offer.joiners == [4, 5] and sorted(offer.members) == [2, 3, 4, 5]
-    boundary(world, agents)
+    boundary(world)
     assert standing(world) == {0: "starting"} and agents[0].ranks[0].state == "standby"
     agents[0].set(1, state="waiting")
     world.run(5.0)
     assert standing(world) == {0: "ready"} and sorted(world.job().members) == [2, 3, 4, 5]
-    lose(world, agents, 1)
+    power_off(world, "n2")
     assert until_offered(world).joiners == [0, 1], "with the state of those who train"
     world.check_replay()
 
 
 def test_where_a_replica_spans_nodes_the_spares_make_a_whole_one():
-    world, agents = started(nodes=6, wanted=2, replica=2)
+    world, _agents = started(nodes=6, wanted=2, replica=2)
     assert sorted(world.job().members) == [0, 1, 2, 3] and standing(world) == {4: "ready", 5: "ready"}
-    lose(world, agents, 3)
+    power_off(world, "n4")
     until_offered(world)
-    boundary(world, agents)
+    boundary(world)
     assert len(world.job().members) == 4 and world.job().failures[0].whole_at is not None
     assert len(standing(world)) == 1
     world.check_replay()
@@ -299,7 +285,7 @@ def test_in_restart_mode_the_new_world_takes_the_spare_in_at_once():
         agent.ready()
     world.run(1.0)
     assert sorted(world.job().members) == [0, 1, 2] and "newcomers_wait" not in world.kinds()
-    lose(world, agents, 1)
+    power_off(world, "n2")
     while world.job().generation == 1 or world.job().phase != "running":
         world.run(0.5)
         for agent, slot in ((agents[0], 0), (agents[2], 2)):
@@ -321,36 +307,17 @@ def test_in_restart_mode_the_new_world_takes_the_spare_in_at_once():
 
 
 def test_a_restarted_controller_goes_on_with_the_spare():
-    world, agents = started()
+    world, _agents = started()
     world.restart()
     world.run(8.0)
     assert sorted(world.job().members) == [0, 1, 2] and standing(world) == {3: "ready"}
-    lose(world, agents, 1)
+    power_off(world, "n2")
     assert until_offered(world).joiners == [3]
 
 
 # ---------------------------------------------------------------- with a Slurm
-def on_slurm(nodes: int, elements: int = 4, **settings) -> tuple[World, FakeSlurm]:
-    """A job of so many elements, one of them a spare, on a cluster of so many nodes."""
-    slurm = FakeSlurm(nodes)
-    world = World(slurm, **settings)
-    slurm.submit("1", elements)
-    come(world, elements)
-    world.run(3.0)
-    assert world.job().phase == "running"
-    return world, slurm
-
-
-def come(world: World, elements: int = 4) -> None:
-    """Agents start where Slurm runs elements, and their ranks get ready."""
-    fresh = follow(world, "1", elements, spares=1)
-    world.run(0.6)
-    for agent in fresh:
-        agent.ready()
-
-
 def test_slurm_refills_the_spare_after_the_swap():
-    world, slurm = on_slurm(5)
+    world, slurm = on_slurm(5, 4, spares=1)
     (spare,) = standing(world)
     assert world.core.state.assignment == {"1": 4} and len(world.job().members) == 3
     lost = sorted(world.job().members)[1]
@@ -360,11 +327,11 @@ def test_slurm_refills_the_spare_after_the_swap():
     assert offer.joiners == [spare]
     asked = [e.time for e in world.log if e.kind == "slurm_action" and e.record.action in ("pin", "requeue")]
     assert not asked or world.job().since <= asked[0], "the swap waits for no call of Slurm"
-    boundary(world, world.agents)
+    boundary(world)
     assert world.job().failures[0].whole_at is not None
     world.run(3.0)
     assert slurm.queue["1", lost]["state"] == "RUNNING" and slurm.queue["1", lost]["node"] != node
-    come(world)
+    ready(world, follow(world, "1", 4, spares=1), 0.6, 0.0)
     world.run(5.0)
     assert standing(world) == {lost: "ready"} and lost not in world.job().members
     assert any(text.startswith("start element") for text in world.job().failures[0].actions)
@@ -372,7 +339,7 @@ def test_slurm_refills_the_spare_after_the_swap():
 
 
 def test_the_spare_goes_to_a_job_that_gains_more_from_its_node_and_nobody_stops_for_it():
-    world, slurm = on_slurm(6)
+    world, slurm = on_slurm(6, 4, spares=1)
     (spare,) = standing(world)
     members, generation = sorted(world.job().members), world.job().generation
     slurm.submit("2", 2)
@@ -396,14 +363,14 @@ def test_the_spare_goes_to_a_job_that_gains_more_from_its_node_and_nobody_stops_
 
 def test_a_hot_spare_is_among_the_nodes_that_the_partition_keeps_free():
     keeps = {"default": PartitionConfig(max_weight=100.0, spare_nodes=1)}
-    world, _ = on_slurm(4, partitions=keeps)
+    world, _ = on_slurm(4, 4, spares=1, partitions=keeps)
     world.run(3.0)
     assert world.core.state.assignment == {"1": 4} and len(standing(world)) == 1
     assert "of the nodes that are kept free waits ready as its hot spare" in world.core.state.plan_report.reasons["1"]
 
 
 def test_status_jobs_nodes_and_explain_tell_the_spare():
-    world, _ = on_slurm(4)
+    world, _ = on_slurm(4, 4, spares=1)
     (spare,) = standing(world)
     node = world.job().agents[spare].node
     (job,) = answers.answer(world.core, None, "jobs", {}, EVERYBODY)

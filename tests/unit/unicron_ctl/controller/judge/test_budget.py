@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tests.support.rank_texts import Counting, different, watchdog
 from tests.support.world import World
-from tests.unit.detector.failures.test_budget import Counting, different, watchdog
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import structs
 from unicron_detector.failures.text_budget import NOT_JUDGED, OF_A_JOB

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.training import events
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.api import answers
-from unicron_ctl.controller.job.registration import COLD_REASONS
+from unicron_ctl.controller.job.runtime import COLD_REASONS
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.protocol import wire

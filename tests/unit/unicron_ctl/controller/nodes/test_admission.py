@@ -17,7 +17,8 @@ from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.answer_schema import Node
 from unicron_ctl.shared.system.columns import show
-from unicron_detector.failures.fault_history import Decision, Fault
+from unicron_detector.failures.escalation_table import State
+from unicron_detector.failures.fault_history import Fault
 from unicron_detector.failures.severity import Severity
 
 
@@ -178,10 +179,9 @@ def test_what_is_set_down_is_a_suspect_until_a_paired_test_clears_it() -> None:
 def test_two_moments_of_hardware_faults_make_a_suspect() -> None:
     world = World(FakeSlurm(2))
     world.run(1.5)
-    decision = Decision(Severity.SEV2, "restart", "why")
     for ago, shown in ((100.0, False), (50.0, True)):
         fault = Fault(world.now - ago, "1", 0, "n1", "gpu_lost", "hardware", Severity.SEV2)
-        world.core.state.history.record(fault, decision)
+        world.core.state.history.record(fault, State.RESTARTING)
         assert bool(listed(world, "n1")["suspect"]) == shown
     tell(world, "n1", "good", source="pair-test")
     assert not listed(world, "n1")["suspect"] and listed(world, "n1")["health"] is None

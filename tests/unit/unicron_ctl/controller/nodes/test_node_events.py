@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.questions import told
+from tests.support.scenarios import follow
 from tests.support.world import FakeAgent, FakeSlurm, World
-from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
 from unicron_ctl.controller.judge import node_failures as node_events
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.view import Outcome

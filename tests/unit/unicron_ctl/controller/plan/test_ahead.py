@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.processes import wait_for
 from unicron_ctl.controller.plan import planning
-from unicron_ctl.controller.plan.ahead import Ahead, event_between
-from unicron_ctl.controller.plan.planning import JobInput
+from unicron_ctl.controller.plan.planning import Ahead, JobInput, event_between
 
 RECKONING = (1000.0, 5.0)
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from tests.support.depth import cases
+from tests.support.scenarios import element_row as element
+from tests.support.scenarios import labels as said
+from tests.support.scenarios import node_row as node
 from tests.unit.planner.strategies import brute_force
-from tests.unit.unicron_ctl.controller.plan.test_placement import element, node, said
 from unicron_ctl.controller.plan import pools
 from unicron_ctl.controller.plan.placement import Need, Placement, place
 from unicron_ctl.controller.plan.planning import JobInput, plan, scenario

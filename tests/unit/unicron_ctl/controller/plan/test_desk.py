@@ -12,19 +12,16 @@ from unicron_ctl.controller.model.job_state import Ending
 from unicron_ctl.controller.model.requests import Action, Poll, Run
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.plan import reconcile
-from unicron_ctl.controller.plan.reconcile import (
+from unicron_ctl.controller.plan.reconcile import GONE_SECONDS, before_planning, placing, watching
+from unicron_ctl.controller.plan.slurm_actions import (
     ASKED_SECONDS,
-    GONE_SECONDS,
     HURRY_SECONDS,
     LATELY_SECONDS,
     LONGEST_PAUSE,
     MOST_FAILURES,
     Desk,
-    before_planning,
-    placing,
-    watching,
 )
-from unicron_ctl.shared.slurm.admin_comment import HELD
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX
 
 USUAL = 10.0  # seconds between two listings
 
@@ -54,24 +51,24 @@ def test_an_early_listing_is_paid_only_where_it_comes_earlier():
     desk = Desk()
     assert hurried(desk, busy=True) == 30.0 and hurried(desk, busy=False, next_poll=NOW) == 0.0
     assert hurried(desk, next_poll=NOW + HURRY_SECONDS) == NOW + HURRY_SECONDS - NOW
-    assert desk.early.left("", NOW) == 3.0
+    assert desk.early.rest("", NOW) == 3.0
 
 
 def test_slurm_is_asked_as_usual_and_more_seldom_where_it_takes_long_or_fails():
     for took, pause in ((0.5, USUAL), (2.0, 20.0), (30.0, LONGEST_PAUSE)):
         desk = Desk(busy=True)
-        desk.listed(NOW, USUAL, took)
+        desk.on_listing(NOW, USUAL, took)
         assert (desk.next_poll, desk.busy) == (NOW + pause, False), took
     desk = Desk()
     pauses = []
     for _ in range(MOST_FAILURES + 1):
-        desk.listed(NOW, USUAL, 0.5, failed=True)
+        desk.on_listing(NOW, USUAL, 0.5, failed=True)
         pauses.append(desk.next_poll - NOW)
     assert pauses == [USUAL, 2 * USUAL, 2 * USUAL]
-    desk.listed(NOW, USUAL, 0.5)
-    desk.listed(NOW, USUAL, 0.5, failed=True)
+    desk.on_listing(NOW, USUAL, 0.5)
+    desk.on_listing(NOW, USUAL, 0.5, failed=True)
     assert desk.next_poll == NOW + USUAL, "it had answered in between"
-    desk.listed(NOW, USUAL, 30.0, failed=True)
+    desk.on_listing(NOW, USUAL, 30.0, failed=True)
     assert desk.next_poll == NOW + 30.0
 
 
@@ -82,7 +79,7 @@ def test_what_became_of_actions_is_looked_at_at_once_unless_a_listing_is_under_w
         (False, True, False, NOW),
     ):
         desk = Desk(busy=busy, next_poll=NOW + 30.0)
-        desk.acted(NOW, urgent)
+        desk.on_actions_done(NOW, urgent)
         assert (desk.busy, desk.next_poll) == (still_busy, next_poll), (busy, urgent)
 
 
@@ -205,7 +202,7 @@ def test_pending_elements_of_an_ended_job_are_cancelled_if_they_are_ours(company
 
 def test_a_hold_of_ours_that_the_log_does_not_know_is_known_again(company: Company):
     """An admin's hold, and a user's, is left alone; so is one that is being asked for."""
-    view, entry, comment = company.view, company.slurm.queue["3", 0], f"{HELD}: there is no node for it"
+    view, entry, comment = company.view, company.slurm.queue["3", 0], f"{HOLD_PREFIX}: there is no node for it"
     for reason, said, held, busy, at, known in (
         ("JobHeldAdmin", comment, False, False, NOW - 2.0, True),
         ("JobHeldAdmin", comment, False, False, NOW - 1.0, False),

@@ -12,8 +12,9 @@ from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.requests import Action, Poll, Run
+from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.nodes.isolation import attention
-from unicron_ctl.controller.plan import reconcile
+from unicron_ctl.controller.plan import slurm_actions
 from unicron_ctl.controller.plan.placement import MOST_HOLDS, Need, place
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo, SlurmError
 
@@ -196,10 +197,10 @@ def test_early_listings_are_few_whatever_the_cause() -> None:
     for turn in range(600):
         world.core.slurm.hurry(world.now)
         if turn % 2:
-            world.core.carry_out(reconcile.Outcome(requests=[Run((action,), urgent=turn % 4 == 1)]))
+            world.core.carry_out(Outcome(requests=[Run((action,), urgent=turn % 4 == 1)]))
         world.deliver()
         world.run(0.1)
-    rate, burst = reconcile.EARLY
+    rate, burst = slurm_actions.EARLY
     assert 55 <= len(world.polls) <= 60 * rate + burst + 3
 
 
@@ -207,15 +208,15 @@ def test_listings_that_take_long_are_few() -> None:
     """A tenth of the time, and as much for early ones."""
     world = Watched(FakeSlurm(2))
     desk = world.core.slurm
-    desk.listed(world.now + 3.0, 2.0, 3.0)
+    desk.on_listing(world.now + 3.0, 2.0, 3.0)
     assert desk.next_poll == pytest.approx(world.now + 33.0)
     desk.hurry(world.now + 3.0)
     first = desk.next_poll
-    desk.listed(first + 3.0, 2.0, 3.0)
+    desk.on_listing(first + 3.0, 2.0, 3.0)
     desk.hurry(first + 3.0)
     assert desk.next_poll > first + 5.0
-    desk.listed(first + 3600.0, 2.0, 3597.0)
-    assert desk.next_poll == first + 3600.0 + reconcile.LONGEST_PAUSE
+    desk.on_listing(first + 3600.0, 2.0, 3597.0)
+    assert desk.next_poll == first + 3600.0 + slurm_actions.LONGEST_PAUSE
 
 
 def test_a_large_array_costs_little_and_leads_to_few_calls() -> None:

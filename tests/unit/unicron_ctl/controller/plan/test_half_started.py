@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.scenarios import follow
 from tests.support.world import FakeSlurm, World
-from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
 
 NODES, LEAST = 6, 4
 

@@ -7,7 +7,7 @@ import pytest
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.settings.partitions import PartitionConfig
-from unicron_ctl.shared.slurm.admin_comment import HELD
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX
 
 GONE = "billed to lab 7"
 
@@ -58,7 +58,7 @@ def test_the_first_element_says_what_was_healed_beside_what_others_wrote() -> No
 
 
 def test_what_says_whose_hold_it_is_stays_on_an_element_that_runs() -> None:
-    late = f"{HELD}, the plan has no node for it"
+    late = f"{HOLD_PREFIX}, the plan has no node for it"
     _, slurm = healed("act", first=late)
     assert slurm.queue["1", 0]["admin_comment"] == late, "Slurm applies the hold at the next requeue"
     assert comments(slurm) == [("1", 1)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from tests.support.questions import told
+from tests.support.scenarios import start, submit
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY
@@ -22,24 +22,6 @@ def world_of(nodes: int, **partitions: PartitionConfig) -> tuple[World, FakeSlur
     return World(slurm, observe=None, partitions=partitions), slurm
 
 
-def run(world: World, slurm: FakeSlurm, job: str, count: int, weight: float = 1.0, **facts: Any) -> list[FakeAgent]:
-    """The job's elements are submitted, and agents come where Slurm runs them."""
-    slurm.submit(job, count, **facts)
-    return follow(world, slurm, job, count, weight)
-
-
-def follow(world: World, slurm: FakeSlurm, job: str, count: int, weight: float = 1.0) -> list[FakeAgent]:
-    found = []
-    for (owner, element), entry in slurm.queue.items():
-        known = any(a.job == job and a.element == element and a.node == entry["node"] for a in world.agents)
-        if owner == job and entry["state"] == "RUNNING" and not known:
-            agent = FakeAgent(world, job, element, entry["node"], nodes=count, weight=weight)
-            agent.register()
-            agent.ready()
-            found.append(agent)
-    return found
-
-
 def would(world: World) -> list[str]:
     return [event.record.would for event in world.log if event.kind == "observed" and event.record.action != "plan"]
 
@@ -50,7 +32,7 @@ def plan_of(world: World) -> dict[str, int]:
 
 def test_nothing_is_asked_of_slurm_unless_the_admin_says_so() -> None:
     world, slurm = world_of(2)
-    run(world, slurm, "1", 3)
+    submit(world, "1", 3)
     world.run(4.0)
     assert world.job().phase == "running" and slurm.calls == [] and would(world) == ["hold 1_2"]
 
@@ -59,14 +41,14 @@ def test_one_partition_acts_and_another_is_only_watched() -> None:
     world, slurm = world_of(4, gpu=PartitionConfig(mode="act", max_weight=9.0))
     for node, name in (("n1", "gpu"), ("n2", "gpu"), ("n3", "cpu"), ("n4", "cpu")):
         slurm.node_facts[node] = {"partitions": (name, "all")}
-    run(world, slurm, "1", 3, weight=9.0, partition="gpu")
-    run(world, slurm, "2", 2, partition="cpu")
+    submit(world, "1", 3, weight=9.0, partition="gpu")
+    submit(world, "2", 2, partition="cpu")
     slurm.queue["1", 2].update(state="PENDING", node=None, reason="Resources")
     slurm.queue["2", 0].update(state="RUNNING", node="n3")
     slurm.queue["2", 1].update(state="RUNNING", node="n4")
     world.agents.clear()
-    follow(world, slurm, "1", 3, 9.0)
-    follow(world, slurm, "2", 2)
+    start(world, "1", 3, 9.0)
+    start(world, "2", 2)
     world.run(5.0)
     assert plan_of(world) == {"1": 2}, "the other job is not planned for"
     assert slurm.calls == [("hold", "1", 2, "")]
@@ -80,14 +62,14 @@ def test_one_partition_acts_and_another_is_only_watched() -> None:
 
 def test_a_job_in_several_partitions_may_what_all_of_them_allow() -> None:
     world, slurm = world_of(2, gpu=PartitionConfig(mode="act"), slow=PartitionConfig(mode="observe"))
-    run(world, slurm, "1", 3, partition="gpu,slow")
+    submit(world, "1", 3, partition="gpu,slow")
     world.run(4.0)
     assert slurm.calls == [] and would(world) == ["hold 1_2"]
 
 
 def test_what_is_not_among_the_actions_is_only_said() -> None:
     world, slurm = world_of(3, default=PartitionConfig(mode="act", actions=["hold", "pin"]))
-    run(world, slurm, "1", 4)
+    submit(world, "1", 4)
     world.run(4.0)
     assert ("hold", "1", 3, "") in slurm.calls
     world.dead_nodes.add("n2")
@@ -102,7 +84,7 @@ def test_a_pause_changes_nothing_in_slurm_until_it_is_over() -> None:
     world, slurm = world_of(2, main=PartitionConfig(mode="act"))
     answer = told(world.core, "pause", seconds=30)
     assert answer["until"] == {"": world.core.now + 30} and answer["modes"] == {"default": "observe", "main": "observe"}
-    run(world, slurm, "1", 3)
+    submit(world, "1", 3)
     world.run(4.0)
     assert slurm.calls == [] and would(world) == ["hold 1_2"] and world.job().phase == "running"
     said = next(event.record.reason for event in world.log if event.kind == "observed")
@@ -142,7 +124,7 @@ def test_in_a_partition_that_is_off_agents_are_told_to_train_unprotected() -> No
     agent.register()
     assert not agent.heard, "Slurm has not shown yet whose partition it is"
     world.run(1.5)
-    (told,) = [message for message in agent.heard if isinstance(message, wire.Refused) and message.final]
+    (told,) = [message for message in agent.heard if isinstance(message, wire.Refusal) and message.final]
     assert not told.replaced
     assert told.reason == 'partition main is "off" in the configuration of unicrond' and not world.core.state.jobs
 
@@ -152,7 +134,7 @@ def test_without_slurm_the_default_says_whether_jobs_are_protected() -> None:
     agent = FakeAgent(world, "1", 0, "n1")
     agent.obedient = False  # a real one asks again after a while, not at once
     agent.register()
-    assert [m.final for m in agent.heard if isinstance(m, wire.Refused)] == [True]
+    assert [m.final for m in agent.heard if isinstance(m, wire.Refusal)] == [True]
 
 
 def test_a_weight_counts_for_no_more_than_its_account_or_qos_may_claim() -> None:
@@ -160,8 +142,8 @@ def test_a_weight_counts_for_no_more_than_its_account_or_qos_may_claim() -> None
         mode="act", account={"lab": Claim(max_weight=4.0)}, qos={"high": Claim(max_weight=8.0)}, max_weight=2.0
     )
     for facts, counts in (({}, 2.0), ({"account": "lab"}, 4.0), ({"account": "lab", "qos": "high"}, 8.0)):
-        world, slurm = world_of(2, main=main)
-        run(world, slurm, "1", 2, weight=1e6, **facts)
+        world, _slurm = world_of(2, main=main)
+        submit(world, "1", 2, weight=1e6, **facts)
         world.run(3.0)
         assert f"w{counts:g} " in world.core.state.plan_inputs
         said = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY).bounds  # type: ignore[arg-type]
@@ -169,18 +151,18 @@ def test_a_weight_counts_for_no_more_than_its_account_or_qos_may_claim() -> None
 
 
 def test_a_huge_weight_takes_no_nodes_of_others() -> None:
-    world, slurm = world_of(6, default=PartitionConfig(mode="act"))
-    run(world, slurm, "1", 3)
-    run(world, slurm, "2", 6, weight=1e6)
+    world, _slurm = world_of(6, default=PartitionConfig(mode="act"))
+    submit(world, "1", 3)
+    submit(world, "2", 6, weight=1e6)
     world.run(6.0)
     assert plan_of(world) == {"1": 3, "2": 3}
 
 
 def test_flops_are_compared_among_the_jobs_of_one_user_unless_the_admin_says_otherwise() -> None:
     for compare, owner in (("user", "ann"), ("account", "account lab"), ("flops", "all users")):
-        world, slurm = world_of(2, default=PartitionConfig(mode="act"))
+        world, _slurm = world_of(2, default=PartitionConfig(mode="act"))
         world.core.config.planner = PlannerConfig(compare=compare)
-        run(world, slurm, "1", 2, account="lab")
+        submit(world, "1", 2, account="lab")
         world.run(3.0)
         assert world.core.state.plan_inputs.endswith(f"of {owner}")
 
@@ -190,7 +172,7 @@ def test_an_element_is_not_sent_where_slurm_would_not_start_it() -> None:
     world, slurm = world_of(4, default=PartitionConfig(mode="act"))
     slurm.node_facts["n4"] = {"gres": "", "partitions": ("main", "cpu")}
     slurm.node_facts["n3"] = {"gres": "gpu:1"}
-    run(world, slurm, "1", 2, gres="gpu:1")
+    submit(world, "1", 2, gres="gpu:1")
     world.run(3.0)
     world.dead_nodes |= {"n1", "n2"}
     slurm.queue["9", 0] = slurm.queue["1", 0] | {"state": "RUNNING", "node": "n3"}  # somebody else's
@@ -205,7 +187,7 @@ def test_an_element_is_not_sent_where_slurm_would_not_start_it() -> None:
 def test_a_node_that_is_about_to_go_to_a_pending_job_of_higher_priority_is_left_to_it() -> None:
     for priority, planned, taken in ((5, frozenset({"n3"}), False), (5, frozenset(), False), (0, frozenset(), True)):
         world, slurm = world_of(3, default=PartitionConfig(mode="act"))
-        run(world, slurm, "1", 3, priority=1)
+        submit(world, "1", 3, priority=1)
         world.run(1.5)
         rival = {"planned_nodes": planned, "priority": priority, "partition": "main", "reason": "Resources"}
         slurm.queue["1", 2].update(state="PENDING", node=None, reason="BeginTime")
@@ -220,7 +202,7 @@ def test_a_node_that_is_about_to_go_to_a_pending_job_of_higher_priority_is_left_
 def test_growth_leaves_the_spare_nodes_and_a_lost_node_may_be_replaced_by_one() -> None:
     world, slurm = world_of(4, default=PartitionConfig(mode="act", spare_nodes=1))
     slurm.node_states["n4"] = {"DOWN"}
-    run(world, slurm, "1", 4)
+    submit(world, "1", 4)
     world.run(3.0)
     slurm.node_states["n4"] = {"IDLE"}
     world.run(3.0)
@@ -239,14 +221,14 @@ def test_only_what_the_log_says_was_held_here_is_released(comment: str) -> None:
     slurm.queue["1", 2].update(
         state="PENDING", node=None, reason="JobHeldAdmin", comment=comment or "unicron", admin_comment=comment
     )
-    follow(world, slurm, "1", 3)
+    start(world, "1", 3)
     world.run(6.0)
     assert "release" not in {call[0] for call in slurm.calls} and slurm.queue["1", 2]["reason"] == "JobHeldAdmin"
 
 
 def test_what_was_held_here_is_released_here_also_after_a_restart_and_the_comment_stays() -> None:
     world, slurm = world_of(2, default=PartitionConfig(mode="act"))
-    run(world, slurm, "1", 3, comment="mine")
+    submit(world, "1", 3, comment="mine")
     world.run(4.0)
     assert slurm.queue["1", 2]["reason"] == "JobHeldAdmin" and slurm.queue["1", 2]["comment"] == "mine"
     assert world.core.state.held == {("1", 2)}
@@ -268,7 +250,7 @@ def test_what_was_held_here_is_released_here_also_after_a_restart_and_the_commen
 def _held_and_released() -> tuple[World, FakeSlurm]:
     """A job of two on two nodes; its third element was held here, and is to start on the node that comes back."""
     world, slurm = world_of(2, default=PartitionConfig(mode="act"))
-    run(world, slurm, "1", 3)
+    submit(world, "1", 3)
     world.run(4.0)
     assert world.core.state.held == {("1", 2)} and slurm.queue["1", 2]["reason"] == "JobHeldAdmin"
     return world, slurm
@@ -332,7 +314,7 @@ def test_flops_are_bounded_by_what_the_nodes_gpus_can_do() -> None:
     world, slurm = world_of(4, default=PartitionConfig(mode="act"))
     for node in slurm.node_states:
         slurm.node_facts[node] = {"gres": "gpu:t4:2"}
-    agents = run(world, slurm, "1", 2, gres="gpu:2")
+    agents = submit(world, "1", 2, gres="gpu:2")
     world.run(3.0)
     job = world.job()
     job.measured[2] = 1e30

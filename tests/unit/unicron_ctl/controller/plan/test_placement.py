@@ -6,30 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.scenarios import element_row as element
+from tests.support.scenarios import labels as said
+from tests.support.scenarios import node_row as node
 from unicron_ctl.controller.model.cluster_state import Pin
 from unicron_ctl.controller.plan.placement import Need, Placement, place, usable
-from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo
-
-
-def node(name: str, *states: str) -> NodeInfo:
-    return NodeInfo(name, frozenset(states or {"IDLE"}), "", "127.0.0.1", 1, 1.0, 1)
-
-
-def element(
-    job: str,
-    number: int,
-    state: str = "RUNNING",
-    where: str | None = None,
-    reason: str = "",
-    comment: str = "",
-    restarts: int = 0,
-):
-    ours = {"admin_comment": comment}
-    return ElementInfo(job, number, f"{job}{number}", state, where, reason, f"job{job}", "ann", "", restarts, **ours)
-
-
-def said(placement) -> list[str]:
-    return [action.label for action in placement.actions]
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 
 
 def test_nothing_to_do_means_no_action():

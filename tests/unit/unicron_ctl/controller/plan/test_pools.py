@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.depth import cases
 from unicron_ctl.controller.plan import planning
 from unicron_ctl.controller.plan.planning import JobInput
-from unicron_ctl.controller.plan.pools import crowd, joined, plan, pools
+from unicron_ctl.controller.plan.pools import crowd, join_plans, plan, pools
 from unicron_planner.solver.solve import Plan
 
 
@@ -24,7 +24,7 @@ def _solve(jobs: Sequence[JobInput], nodes: int, elsewhere: Mapping[str, int]) -
 
 def _plan(*jobs: JobInput) -> dict[str, int]:
     found = pools(jobs)
-    return joined([plan(pool, _solve) for pool in found], 0).assignment
+    return join_plans([plan(pool, _solve) for pool in found], 0).assignment
 
 
 def _matched(jobs: Sequence[JobInput], wanted: dict[str, int]) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from unicron_ctl.controller.model.view import Listing
 from unicron_ctl.controller.plan import eligible_nodes
 from unicron_ctl.controller.plan.eligible_nodes import RIVALS, Ground, has_features, has_gres, misfit, one_for_all
-from unicron_ctl.shared.slurm.slurm_client import Asked, ElementInfo, NodeInfo, PartitionInfo, Reserved, Size
+from unicron_ctl.shared.slurm.slurm_client import ElementInfo, Needs, NodeInfo, PartitionInfo, Reservation, Size
 
 NODE = NodeInfo("n1", frozenset({"IDLE"}), "", "", 1, 1.0, 8, ("gpu", "all"), frozenset({"a100", "ib"}), "gpu:a100:8")
 ASK = ElementInfo(
@@ -37,7 +37,7 @@ def test_what_slurm_looks_at(changes: dict[str, str], why: str) -> None:
 
 
 def test_a_reserved_node_is_out_of_reach_unless_the_element_ends_before_or_has_the_reservation() -> None:
-    later = replace(NODE, reservations=(Reserved("night", 5000.0, 9000.0),))
+    later = replace(NODE, reservations=(Reservation("night", 5000.0, 9000.0),))
     assert misfit(ASK, later, 1000.0) == ""
     assert misfit(ASK, later, 2000.0) == "reserved (night)"
     assert misfit(replace(ASK, time_limit=None), later, 1000.0) == "reserved (night)"
@@ -104,10 +104,10 @@ def test_features(constraint: str, fits: bool) -> None:
     ],
 )
 def test_counts_of_features_are_of_different_nodes(constraint: str, nodes: int, fits: bool) -> None:
-    ask = replace(ASK, features=constraint, asked=Asked(nodes=nodes, cpus_in_all=nodes))
+    ask = replace(ASK, features=constraint, asked=Needs(nodes=nodes, cpus_in_all=nodes))
     node = replace(NODE, features=frozenset({"a", "b"}))
     assert (misfit(ask, node, 0.0) == "") is fits
-    assert misfit(replace(ask, asked=Asked()), node, 0.0) == "", "how many nodes it is to have was not said"
+    assert misfit(replace(ask, asked=Needs()), node, 0.0) == "", "how many nodes it is to have was not said"
 
 
 @given(st.text("ab()[]&|*2, …", max_size=12))
@@ -205,36 +205,42 @@ SIZED = replace(NODE, size=Size(cpus=8, sockets=2, cores=2, threads=2, memory=40
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        (Asked(cpus=8, memory=3500, in_all=3500, tmp=100, sockets=2, cores=2, threads=2), ""),
-        (Asked(cpus=9), "with fewer than 9 CPUs"),
-        (Asked(cpus=5, threads=1), "with fewer than 5 CPUs"),  # --hint=nomultithread: four cores
-        (Asked(cpus=4, threads=1), ""),
-        (Asked(tasks=5, tasks_per_core=1), "with fewer than 5 cores"),
-        (Asked(tasks=5, tasks_per_socket=2), "with fewer than 3 sockets"),
-        (Asked(tasks=1, tasks_per_socket=5), "with fewer than 5 CPUs a socket"),  # seen in all releases
-        (Asked(tasks=1, tasks_per_core=4, room=4), ""),
-        (Asked(tasks=2, tasks_per_core=8, room=8), ""),  # seen: of the node, and not of a socket
-        (Asked(tasks=1, tasks_per_core=9, room=9), "with fewer than 9 CPUs"),
-        (Asked(tasks=1, tasks_per_socket=3, room=3, cpus_per_task=3), "with fewer than 9 CPUs"),
-        (Asked(tasks=3, cpus=3, tasks_per_socket=1), ""),  # 22.05 starts it: a core of each socket has two threads
-        (Asked(tasks=5, cpus=5, tasks_per_socket=1), "with fewer than 3 sockets"),
-        (Asked(tasks=3, cpus=6, tasks_per_socket=1, cpus_per_task=2), "with fewer than 3 sockets"),
-        (Asked(sockets=3), "with fewer than 3 sockets"),
-        (Asked(cores=3), "with fewer than 3 cores a socket"),
-        (Asked(threads=4), "with fewer than 4 threads a core"),
-        (Asked(memory=3501), "with fewer than 3501 MB of memory"),
-        (Asked(cpus=3, memory=900, in_all=2700, per_cpu=900), "with fewer than 3600 MB of memory"),  # of whole cores
-        (Asked(cpus=3, memory=900, in_all=2700, per_cpu=900, threads=1), ""),
+        (Needs(cpus=8, memory=3500, in_all=3500, tmp=100, sockets=2, cores=2, threads=2), ""),
+        (Needs(cpus=9), "with fewer than 9 CPUs"),
+        (Needs(cpus=5, threads=1), "with fewer than 5 CPUs"),  # --hint=nomultithread: four cores
+        (Needs(cpus=4, threads=1), ""),
+        (Needs(tasks=5, tasks_per_core=1), "with fewer than 5 cores"),
+        (Needs(tasks=5, tasks_per_socket=2), "with fewer than 3 sockets"),
+        (Needs(tasks=1, tasks_per_socket=5), "with fewer than 5 CPUs a socket"),  # seen in all releases
+        (Needs(tasks=1, tasks_per_core=4, room=4), ""),
+        (Needs(tasks=2, tasks_per_core=8, room=8), ""),  # seen: of the node, and not of a socket
+        (Needs(tasks=1, tasks_per_core=9, room=9), "with fewer than 9 CPUs"),
+        (Needs(tasks=1, tasks_per_socket=3, room=3, cpus_per_task=3), "with fewer than 9 CPUs"),
         (
-            Asked(cpus=2, tasks=2, memory=900, in_all=1800, per_cpu=900, tasks_per_core=1),
+            Needs(tasks=3, cpus=3, tasks_per_socket=1),
+            "",
+        ),  # 22.05 starts it: a core of each socket has two threads
+        (Needs(tasks=5, cpus=5, tasks_per_socket=1), "with fewer than 3 sockets"),
+        (Needs(tasks=3, cpus=6, tasks_per_socket=1, cpus_per_task=2), "with fewer than 3 sockets"),
+        (Needs(sockets=3), "with fewer than 3 sockets"),
+        (Needs(cores=3), "with fewer than 3 cores a socket"),
+        (Needs(threads=4), "with fewer than 4 threads a core"),
+        (Needs(memory=3501), "with fewer than 3501 MB of memory"),
+        (
+            Needs(cpus=3, memory=900, in_all=2700, per_cpu=900),
+            "with fewer than 3600 MB of memory",
+        ),  # of whole cores
+        (Needs(cpus=3, memory=900, in_all=2700, per_cpu=900, threads=1), ""),
+        (
+            Needs(cpus=2, tasks=2, memory=900, in_all=1800, per_cpu=900, tasks_per_core=1),
             "with fewer than 3600 MB of memory",
         ),
-        (Asked(cpus=2, memory=900, in_all=1800, per_cpu=900, tasks_per_core=1, cpus_per_task=2), ""),
-        (Asked(cpus=2, memory=900, in_all=1800, per_cpu=900, tasks_per_core=2), ""),
-        (Asked(tmp=101), "with fewer than 101 MB of local disk"),
+        (Needs(cpus=2, memory=900, in_all=1800, per_cpu=900, tasks_per_core=1, cpus_per_task=2), ""),
+        (Needs(cpus=2, memory=900, in_all=1800, per_cpu=900, tasks_per_core=2), ""),
+        (Needs(tmp=101), "with fewer than 101 MB of local disk"),
     ],
 )
-def test_a_node_is_large_enough(asked: Asked, why: str) -> None:
+def test_a_node_is_large_enough(asked: Needs, why: str) -> None:
     assert misfit(replace(ASK, asked=asked), SIZED, 1000.0) == why
     assert misfit(replace(ASK, asked=asked), NODE, 1000.0) == "", "a size that Slurm did not say bars nothing"
 
@@ -242,8 +248,8 @@ def test_a_node_is_large_enough(asked: Asked, why: str) -> None:
 def test_where_slurm_deals_out_no_memory_only_the_nodes_own_counts() -> None:
     """Seen in all releases with CR_Core: 4 CPUs of 300 MB each start on a node of 1000 MB, 1500 MB for it do not."""
     node = replace(SIZED, size=replace(SIZED.size, memory=1000, to_give=None))
-    assert misfit(replace(ASK, asked=Asked(cpus=4, memory=300, in_all=1200, per_cpu=300)), node, 0.0) == ""
-    assert misfit(replace(ASK, asked=Asked(memory=1500, in_all=1500)), node, 0.0) == "with fewer than 1500 MB of memory"
+    assert misfit(replace(ASK, asked=Needs(cpus=4, memory=300, in_all=1200, per_cpu=300)), node, 0.0) == ""
+    assert misfit(replace(ASK, asked=Needs(memory=1500, in_all=1500)), node, 0.0) == "with fewer than 1500 MB of memory"
 
 
 @pytest.mark.parametrize(
@@ -261,24 +267,24 @@ def test_where_slurm_deals_out_no_memory_only_the_nodes_own_counts() -> None:
 )
 def test_a_partition_allows_it(partition: str, limits: dict[str, float], why: str) -> None:
     node = replace(NODE, limits=(PartitionInfo("gpu", 9, "UP", **limits),))
-    ask = replace(ASK, partition=partition, asked=Asked(nodes=2, cpus=4, memory=1000, in_all=1000))
+    ask = replace(ASK, partition=partition, asked=Needs(nodes=2, cpus=4, memory=1000, in_all=1000))
     assert misfit(ask, node, 0.0) == why
 
 
 def test_of_too_many_cpus_for_a_partition_slurm_gives_no_reason_of_its_own() -> None:
     node = replace(NODE, limits=(PartitionInfo("gpu", 9, "UP", max_cpus=3.0),))
-    assert misfit(replace(ASK, asked=Asked(cpus=4, cpus_in_all=4)), node, 0.0) == "beyond the limits of partition gpu"
-    assert misfit(replace(ASK, asked=Asked(cpus=4, cpus_in_all=1)), node, 0.0) == "", "--mincpus does not count"
+    assert misfit(replace(ASK, asked=Needs(cpus=4, cpus_in_all=4)), node, 0.0) == "beyond the limits of partition gpu"
+    assert misfit(replace(ASK, asked=Needs(cpus=4, cpus_in_all=1)), node, 0.0) == "", "--mincpus does not count"
 
 
 def test_a_pending_job_that_must_have_nodes_gets_no_others() -> None:
     assert _reach(_ground(replace(RIVAL, required_nodes=frozenset({"n3"})))) == ["n1", "n2"]
-    two = replace(RIVAL, required_nodes=frozenset({"n3"}), asked=Asked(nodes=2))
+    two = replace(RIVAL, required_nodes=frozenset({"n3"}), asked=Needs(nodes=2))
     assert _reach(_ground(two), "n1") == ["n1"], "one more, and that may be any"
 
 
 def _component(slurm_id: int, nodes: int, **more: object) -> ElementInfo:
-    return replace(RIVAL, job=str(slurm_id), hetero="9", asked=Asked(nodes=nodes), **more)
+    return replace(RIVAL, job=str(slurm_id), hetero="9", asked=Needs(nodes=nodes), **more)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +304,7 @@ def test_a_heterogeneous_job_wants_nodes_as_a_whole(components: list[ElementInfo
 
 
 def _choice(features: str, nodes: int, **more: object) -> ElementInfo:
-    return replace(RIVAL, features=features, asked=Asked(nodes=nodes, cpus_in_all=nodes), **more)
+    return replace(RIVAL, features=features, asked=Needs(nodes=nodes, cpus_in_all=nodes), **more)
 
 
 def _by_features(ask: ElementInfo) -> Ground:

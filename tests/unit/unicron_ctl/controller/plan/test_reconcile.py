@@ -6,58 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.scenarios import arrays, follow, power_off
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.plan import inputs
 from unicron_ctl.controller.plan.eligible_nodes import Ground
 from unicron_ctl.controller.plan.slurm_actions import RETRY_SECONDS, RetryState
 from unicron_ctl.shared.log import records
-from unicron_ctl.shared.slurm.slurm_client import SAID, SlurmError
-
-
-def on_slurm(nodes: int, *jobs: tuple[str, int, float]) -> tuple[World, FakeSlurm]:
-    slurm = FakeSlurm(nodes)
-    world = World(slurm)
-    for job, count, _ in jobs:
-        slurm.submit(job, count)
-    for job, count, weight in jobs:
-        follow(world, job, count, weight)
-    world.run(0.6)
-    for agent in world.agents:
-        agent.ready()
-    world.run(3.0)
-    return world, slurm
-
-
-def follow(world: World, job: str, count: int, weight: float = 1.0, **settings) -> list[FakeAgent]:
-    """Agents start where Slurm runs elements and end where it does not. settings: of a FakeAgent."""
-    fresh = []
-    for agent in world.agents:
-        entry = world.slurm.queue[agent.job, agent.element]
-        if agent.job == job and (entry["state"] != "RUNNING" or entry["node"] != agent.node):
-            agent.silent = True
-    for (owner, element), entry in world.slurm.queue.items():
-        here = [
-            a
-            for a in world.agents
-            if a.job == job and a.element == element and a.node == entry["node"] and not a.silent
-        ]
-        if owner == job and entry["state"] == "RUNNING" and not here and entry["node"] not in world.dead_nodes:
-            agent = FakeAgent(world, job, element, entry["node"], nodes=count, weight=weight, **settings)
-            agent.register()
-            fresh.append(agent)
-    return fresh
-
-
-def power_off(world: World, node: str) -> None:
-    world.dead_nodes.add(node)
-    for agent in world.agents:
-        if agent.node == node:
-            agent.silent = True
+from unicron_ctl.shared.slurm.slurm_client import MOST_CHARACTERS, SlurmError
 
 
 def test_a_lost_node_is_set_down_and_its_element_goes_to_the_spare():
-    world, slurm = on_slurm(4, ("1", 3, 1.0))
+    world, slurm = arrays(4, ("1", 3, 1.0))
     assert world.job().phase == "running" and len(world.job().members) == 3
     power_off(world, "n2")
     world.run(3.0)
@@ -77,7 +37,7 @@ def test_a_lost_node_is_set_down_and_its_element_goes_to_the_spare():
 
 
 def test_without_a_spare_the_plan_moves_a_node_from_the_lighter_job():
-    world, slurm = on_slurm(4, ("1", 2, 2.0), ("2", 2, 1.0))
+    world, slurm = arrays(4, ("1", 2, 2.0), ("2", 2, 1.0))
     for _ in range(3):
         world.iterate("1", world.job("1").iteration + 1)
         world.iterate("2", world.job("2").iteration + 1)
@@ -102,7 +62,7 @@ def test_without_a_spare_the_plan_moves_a_node_from_the_lighter_job():
 
 
 def test_a_repaired_node_is_resumed_and_given_to_the_job_that_is_short():
-    world, slurm = on_slurm(3, ("1", 3, 1.0))
+    world, slurm = arrays(3, ("1", 3, 1.0))
     power_off(world, "n2")
     world.run(3.0)
     assert slurm.queue["1", 1]["state"] == "PENDING"
@@ -114,7 +74,7 @@ def test_a_repaired_node_is_resumed_and_given_to_the_job_that_is_short():
 
 
 def test_a_node_that_others_drained_is_left_alone():
-    world, slurm = on_slurm(3, ("1", 3, 1.0))
+    world, slurm = arrays(3, ("1", 3, 1.0))
     slurm.node_states["n2"], slurm.reasons["n2"] = {"IDLE", "DRAIN"}, "bad fan"
     world.run(2.0)
     power_off(world, "n2")
@@ -124,7 +84,7 @@ def test_a_node_that_others_drained_is_left_alone():
 
 
 def test_an_agent_that_died_alone_has_its_element_started_again_in_place():
-    world, slurm = on_slurm(3, ("1", 3, 1.0))
+    world, slurm = arrays(3, ("1", 3, 1.0))
     agent = next(a for a in world.agents if a.element == 1)
     agent.silent = True
     world.run(4.0)
@@ -134,7 +94,7 @@ def test_an_agent_that_died_alone_has_its_element_started_again_in_place():
 
 
 def test_no_answer_of_slurm_is_never_read_as_clean():
-    world, slurm = on_slurm(3, ("1", 3, 1.0))
+    world, slurm = arrays(3, ("1", 3, 1.0))
     slurm.refuse = "squeue: no answer"
     before = len(slurm.calls)
     world.run(6.0)
@@ -149,7 +109,7 @@ def test_no_answer_of_slurm_is_never_read_as_clean():
 
 
 def test_elements_that_the_plan_has_no_node_for_are_held_and_those_of_an_ended_job_cancelled():
-    world, slurm = on_slurm(3, ("1", 5, 1.0))
+    world, slurm = arrays(3, ("1", 5, 1.0))
     assert slurm.queue["1", 4]["reason"] == "JobHeldAdmin"
     for agent in world.agents:
         agent.set(agent.slots[0], state="finished", iteration=99, phase="stepped")
@@ -226,7 +186,7 @@ def test_what_slurm_refused_and_jobs_that_are_over_are_forgotten() -> None:
 
 def test_what_comes_before_a_refused_action_is_not_done_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect: a release was refused, and the pin before it was asked for in every turn: 20 calls of Slurm a second."""
-    world, slurm = on_slurm(4, ("1", 3, 1.0))
+    world, slurm = arrays(4, ("1", 3, 1.0))
     monkeypatch.setattr(slurm, "release", refuse)
     slurm.requeue_hold("1", 1, "unicron: held")
     world.core.append("1", 1, records.SlurmAction(action="requeue_hold", element=1, node="n2", restarts=0, reason=""))
@@ -249,7 +209,7 @@ def refuse(*words: object) -> None:
 
 
 def test_what_others_want_is_worked_out_once_a_listing_for_all_jobs(monkeypatch: pytest.MonkeyPatch):
-    world, _ = on_slurm(6, ("1", 2, 1.0), ("2", 2, 1.0), ("3", 1, 1.0))
+    world, _ = arrays(6, ("1", 2, 1.0), ("2", 2, 1.0), ("3", 1, 1.0))
     made = []
     monkeypatch.setattr(inputs, "Ground", lambda listing, *of: made.append(listing) or Ground(listing, *of))
     world.run(10.0)
@@ -276,7 +236,7 @@ def test_a_job_that_registers_while_slurm_is_asked_keeps_its_node() -> None:
 
 def test_ever_other_texts_of_a_slurm_that_fails_are_told_once_a_minute():
     """Defect: each text that differed from the last went into the log, in full, at every poll."""
-    world, slurm = on_slurm(3, ("1", 3, 1.0))
+    world, slurm = arrays(3, ("1", 3, 1.0))
 
     def told() -> list[str]:
         return [event.record.reason for event in world.log if event.kind == "slurm_error"]
@@ -298,7 +258,7 @@ def test_ever_other_texts_of_a_slurm_that_fails_are_told_once_a_minute():
 
 def test_no_text_of_a_record_is_longer_than_it_may_be():
     """Defect: what Slurm's programs said went into the log as it was, 200 kB at a time."""
-    world, _ = on_slurm(3, ("1", 3, 1.0))
+    world, _ = arrays(3, ("1", 3, 1.0))
     core, long = world.core, "x" * 200_000
     core.on_slurm_error(f"squeue: {long}")
     core.append("", 0, records.JobSetAside(reason=f"{long} end", input=long, where="short"))
@@ -307,4 +267,4 @@ def test_no_text_of_a_record_is_longer_than_it_may_be():
     assert len(aside.input) == 20_000 and aside.where == "short"
     with pytest.raises(SlurmError) as told:
         raise SlurmError(f"squeue: {long}")
-    assert len(str(told.value)) == SAID
+    assert len(str(told.value)) == MOST_CHARACTERS

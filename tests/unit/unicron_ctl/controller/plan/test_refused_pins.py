@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.scenarios import boundary, start, submit
+from tests.support.scenarios import element_row as element
+from tests.support.scenarios import labels as said
+from tests.support.scenarios import node_row as node
 from tests.support.world import FakeAgent, FakeSlurm, World
-from tests.unit.unicron_ctl.controller.plan.test_partitions import follow, run, world_of
-from tests.unit.unicron_ctl.controller.plan.test_placement import element, node, said
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.cluster_state import Pin
@@ -19,9 +21,10 @@ from unicron_ctl.shared.slurm import pending_reasons
 
 def _lost(nodes: int, unfit: str, **facts: str) -> tuple[World, FakeSlurm, FakeAgent]:
     """A job of two elements of which one has lost its node, where Slurm starts nothing of it on the nodes `unfit`."""
-    world, slurm = world_of(nodes, default=PartitionConfig(mode="act"))
+    slurm = FakeSlurm(nodes)
+    world = World(slurm, observe=None, partitions={"default": PartitionConfig(mode="act")})
     slurm.unfit = set(unfit.split())
-    first, _ = run(world, slurm, "1", 2, **facts)
+    first, _ = submit(world, "1", 2, **facts)
     world.run(2.0)
     world.dead_nodes.add("n1")
     first.silent = True
@@ -54,7 +57,7 @@ def test_what_slurm_says_of_the_node_before_is_no_word_on_the_next_one() -> None
     own, late = slurm.pin, list[tuple[str, int, str | None]]()
     slurm.pin = lambda *call: late.append(call) if call[2] == "n4" else own(*call)  # type: ignore[method-assign]
     world.run(8.0)
-    assert late and world.core.view.refused(world.job()) == {"n3": "BadConstraints"}
+    assert late and world.core.view.refused_nodes(world.job()) == {"n3": "BadConstraints"}
     own(*late[0])
     slurm.schedule()
     world.run(4.0)
@@ -73,15 +76,18 @@ def test_without_another_node_the_pin_is_taken_back(restarted: bool) -> None:
                 agent.status()
         world.run(4.0)
     assert _pins(slurm) == ["n3", ""] and slurm.queue["1", 0]["pin"] is None
-    assert ("1", 0) not in world.core.state.pins and world.core.view.refused(world.job()) == {"n3": "BadConstraints"}
+    assert ("1", 0) not in world.core.state.pins and world.core.view.refused_nodes(world.job()) == {
+        "n3": "BadConstraints"
+    }
     slurm.node_states["n1"], slurm.starts["n1"] = {"IDLE"}, 9e9
     world.dead_nodes.clear()
     before = len(slurm.calls)
     world.run(30.0)
     assert slurm.queue["1", 0]["node"] == "n1", (slurm.calls[before:], slurm.queue["1", 0])
-    follow(world, slurm, "1", 2)
+    start(world, "1", 2)
     world.run(4.0)
-    assert world.job().phase == "running"
+    boundary(world)
+    assert world.job().phase == "running" and set(world.job().members) == {0, 1}
     world.check_replay()
 
 
@@ -98,7 +104,7 @@ def test_of_several_partitions_slurm_gives_no_reason_and_another_node_is_tried_a
     world, slurm, _ = _lost(4, "n3", partition="main,other")
     slurm.refusal = ""
     world.run(45.0)
-    assert slurm.queue["1", 0]["node"] == "n4" and world.core.view.refused(world.job()) == {"n3": "no reason"}
+    assert slurm.queue["1", 0]["node"] == "n4" and world.core.view.refused_nodes(world.job()) == {"n3": "no reason"}
 
 
 def test_a_node_that_is_idle_does_not_lack_resources_for_ever() -> None:
@@ -108,14 +114,14 @@ def test_a_node_that_is_idle_does_not_lack_resources_for_ever() -> None:
     world.run(20.0)
     assert _pins(slurm) == ["n3"], "it may be busy for a moment"
     world.run(25.0)
-    assert slurm.queue["1", 0]["node"] == "n4" and world.core.view.refused(world.job()) == {"n3": "Resources"}
+    assert slurm.queue["1", 0]["node"] == "n4" and world.core.view.refused_nodes(world.job()) == {"n3": "Resources"}
 
 
 def test_a_node_that_is_not_idle_may_lack_resources() -> None:
     world, slurm, _ = _lost(4, "n3")
     slurm.refusal, slurm.node_states["n3"] = "Resources", {"MIXED"}
     world.run(45.0)
-    assert not world.core.view.refused(world.job())
+    assert not world.core.view.refused_nodes(world.job())
 
 
 def test_beyond_its_partitions_limit_the_pin_is_taken_back_and_no_node_is_blamed() -> None:
@@ -123,7 +129,7 @@ def test_beyond_its_partitions_limit_the_pin_is_taken_back_and_no_node_is_blamed
     world, slurm, _ = _lost(4, "n3 n4")
     slurm.refusal = "PartitionTimeLimit"
     world.run(8.0)
-    assert _pins(slurm) == ["n3", ""] and not world.core.view.refused(world.job())
+    assert _pins(slurm) == ["n3", ""] and not world.core.view.refused_nodes(world.job())
 
 
 @pytest.mark.parametrize(
@@ -145,9 +151,9 @@ def test_how_long_slurms_answer_counts(reason: str, seconds: float) -> None:
 def test_of_an_element_that_must_start_somewhere_slurms_answer_is_about_that_node() -> None:
     """Defect: "no node is what it asks for" was said of a pin of ours."""
     one = element("1", 0, "PENDING", reason="BadConstraints")
-    assert pending_reasons.explained(one, 0.0) == "no node is what it asks for"
+    assert pending_reasons.explain_pending(one, 0.0) == "no node is what it asks for"
     pinned = replace(one, required_nodes=frozenset({"n3"}))
-    assert pending_reasons.explained(pinned, 0.0) == "it must start on n3 (ReqNodeList), which Slurm refuses it"
+    assert pending_reasons.explain_pending(pinned, 0.0) == "it must start on n3 (ReqNodeList), which Slurm refuses it"
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def test_nonsense_from_the_wire_is_refused(settings, says):
     for name, value in settings.items():
         setattr(agent.settings, name, value)
     agent.register()
-    (refused,) = [message for message in agent.heard if isinstance(message, wire.Refused)]
+    (refused,) = [message for message in agent.heard if isinstance(message, wire.Refusal)]
     assert refused.reason.startswith(says) and refused.final and "1" not in world.core.state.jobs
 
 
@@ -290,7 +290,7 @@ def test_agents_with_other_layouts_are_refused():
     stage = Stage(nodes=3, elements=3)
     late = FakeAgent(stage.world, "1", 2, "n3", nodes=3, layouts=("TP2",), name="late")
     late.register()
-    (refused,) = [message for message in late.heard if isinstance(message, wire.Refused)]
+    (refused,) = [message for message in late.heard if isinstance(message, wire.Refusal)]
     assert refused.reason == ("job 1 has the layouts TP2, TP1, this agent TP2: UNICRON_LAYOUTS must be the same")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.plan.inputs import fixed, inputs
+from unicron_ctl.controller.plan.inputs import inputs, why_fixed
 from unicron_ctl.controller.plan.reconcile import ENDS_SECONDS
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import datagrams, wire
@@ -197,7 +197,7 @@ def test_a_job_is_left_as_it_is_where_its_owner_srun_slurm_or_the_admin_does_not
     world, agents = start(**said)
     compete(world)
     boundary(world, agents)
-    assert why in fixed(world.core.view, world.job())
+    assert why in why_fixed(world.core.view, world.job())
     assert world.core.state.assignment == {"2": 1} and not world.job().leaving and not asked(world)
     bounds = told(world.core, "explain", job="1")["bounds"]
     assert bounds.startswith("it is one allocation, of 3 nodes, which the plan leaves as it is: ") and why in bounds

@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 
 from tests.support.questions import told
+from tests.support.scenarios import allocation_row, calls, trains
 from tests.support.world import FakeAgent, FakeSlurm, World
-from tests.unit.unicron_ctl.controller.job.test_allocations import entry, trains
-from unicron_ctl.controller.plan.stranded import QUIET_SECONDS, REFUSED_SECONDS
+from unicron_ctl.controller.plan.reconcile import QUIET_SECONDS, REFUSED_SECONDS
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.settings.partitions import PartitionConfig
 
 REASON = "it needs 3 nodes, has 2, and an allocation gets no other"
 AGAIN = ("requeue", "1", 0)
 DISABLED = "scontrol requeue 1: Requested operation is presently disabled"
+
+
+def asked(world: World) -> list[tuple]:
+    return [call[:3] for call in calls(world, "requeue", "cancel")]
 
 
 def plain_agents(world: World, nodes: tuple[str, ...], least: int) -> list[FakeAgent]:
@@ -30,16 +34,12 @@ def plain_agents(world: World, nodes: tuple[str, ...], least: int) -> list[FakeA
 def lose_node(least: int = 3) -> tuple[World, list[FakeAgent]]:
     """Job 1 trains on three nodes, and the last one falls silent."""
     world = World(FakeSlurm(4))
-    world.slurm.queue["1", 0] = entry("n[1-3]")
+    world.slurm.queue["1", 0] = allocation_row("n[1-3]")
     agents = plain_agents(world, ("n1", "n2", "n3"), least)
     trains(world, agents)
     agents[2].silent = True
     world.dead_nodes.add("n3")
     return world, agents
-
-
-def asked(world: World) -> list[tuple]:
-    return [call[:3] for call in world.slurm.calls if call[0] in ("requeue", "cancel")]
 
 
 def stop(agents: list[FakeAgent]) -> None:
@@ -58,13 +58,15 @@ def test_a_job_below_its_minimum_is_requeued_once_slurm_has_taken_the_node_and_t
     world.run(8.0)
     stop(agents)
     world.run(60.0)
-    assert told(world.core, "explain", job="1")["waits"] == REASON and not asked(world), "the node may come back"
+    assert told(world.core, "explain", job="1")["waits"] == REASON and not [
+        call[:3] for call in calls(world, "requeue", "cancel")
+    ], "the node may come back"
     world.slurm.queue["1", 0]["node"] = "n[1-2]"
     world.run(5.0)
     assert asked(world)[:1] == [AGAIN] and f"{REASON}: Slurm is asked to requeue the job" in notes(agents)
     for agent in agents:
         agent.silent = agent.killed = True
-    world.slurm.queue["1", 0] = entry("n[1-2,4]", restarts=1)
+    world.slurm.queue["1", 0] = allocation_row("n[1-2,4]", restarts=1)
     world.run(1.5)
     trains(world, plain_agents(world, ("n1", "n2", "n4"), 3))
     assert asked(world) == [AGAIN] and not told(world.core, "explain", job="1")["waits"]

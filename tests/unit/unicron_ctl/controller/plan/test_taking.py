@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.scenarios import asked, follow, kill_agent, on_slurm, power_off
 from tests.support.world import FakeSlurm, World
 from tests.unit.unicron_ctl.controller.nodes.test_admission import tell
-from tests.unit.unicron_ctl.controller.plan.test_reconcile import follow
-from tests.unit.unicron_ctl.controller.sense.test_overdue import asked, on_slurm, power_off
 from unicron_ctl.controller.model.requests import Action, Run
 from unicron_ctl.controller.nodes.isolation import attention
 from unicron_ctl.shared.log import records
@@ -378,15 +377,10 @@ def test_a_node_that_is_back_has_to_pass_its_checks_where_nodes_report_them():
 
 
 # ---------------------------------------------------------------- limits
-def die_alone(world: World, element: int) -> None:
-    """The element's agent dies, its node lives."""
-    next(a for a in world.agents if a.element == element and not a.silent).silent = True
-
-
 def test_requeues_of_a_job_are_bounded_and_another_job_is_not_held_up():
     world, slurm = on_slurm(6, 3, max_requeues_per_job=3, isolation_window_seconds=300.0)
     for _ in range(4):
-        die_alone(world, 1)
+        kill_agent(world, 1)
         before = len(asked(slurm, "requeue"))
         world.run(6)
         if len(asked(slurm, "requeue")) == before:
@@ -418,7 +412,7 @@ def test_holds_and_requeues_of_all_jobs_are_bounded_by_the_minute():
     world.run(60)
     assert len(asked(slurm, "hold")) == 8
     for element in (0, 1):
-        die_alone(world, element)
+        kill_agent(world, element)
     world.run(10)
     assert len(asked(slurm, "requeue")) == 1
     world.run(60)
@@ -429,7 +423,7 @@ def test_holds_and_requeues_of_all_jobs_are_bounded_by_the_minute():
 def test_an_element_that_is_starting_is_not_requeued_again():
     """Defect: a starting element was requeued four times in four seconds."""
     world, slurm = on_slurm(4, 3)
-    die_alone(world, 1)
+    kill_agent(world, 1)
     world.run(4)
     assert asked(slurm, "requeue") == ["n2"] and slurm.queue["1", 1]["state"] == "RUNNING"
     world.run(20)
@@ -465,7 +459,7 @@ def test_an_element_that_is_no_member_and_ends_is_started_again():
     """Defect: Slurm showed its end before that was judged, so the plan went on without it and it counted as taken away:
     nobody started it again. The same where agents had gone on without it while the controller was away."""
     world, slurm = on_slurm(4, 3)
-    die_alone(world, 1)
+    kill_agent(world, 1)
     world.run(4)
     (again,) = follow(world, "1", 3)
     world.run(30)
@@ -503,7 +497,7 @@ def test_a_lost_element_that_slurm_may_not_start_again_is_let_go():
 def test_an_element_that_slurm_has_moved_itself_is_not_requeued_for_its_dead_agent():
     world, slurm = on_slurm(4, 3)
     slurm.queue["1", 1].update(node="n4", restarts=1)
-    die_alone(world, 1)
+    kill_agent(world, 1)
     world.run(10)
     assert not asked(slurm, "requeue")
 
@@ -572,7 +566,7 @@ def test_what_is_not_allowed_any_more_is_given_up(action):
     world, slurm = on_slurm(4, 3)
     where = ("", -1, "n4") if action in ("down", "drain") else ("1", 1, "n2")
     if not where[0]:
-        world.core.append("", 0, records.Isolated(node="n4", reason="a test"))
+        world.core.append("", 0, records.NodeIsolated(node="n4", reason="a test"))
     job, element, node = where
     intent = records.SlurmAction(action=action, element=element, node=node, restarts=0, reason="a test")
     world.core.append(job, 0, intent)
@@ -635,7 +629,7 @@ def test_an_answer_from_before_a_node_was_taken_out_gives_it_to_nobody():
 
 def test_every_action_has_its_outcome_on_record():
     world, slurm = on_slurm(4, 3)
-    die_alone(world, 1)
+    kill_agent(world, 1)
     world.run(5)
     actions = [e.record.action for e in world.log if e.kind == "slurm_action"]
     outcomes = [e.record.action for e in world.log if e.kind == "slurm_done"]

@@ -97,7 +97,7 @@ def test_a_place_that_one_node_trains_gets_a_copy_in_the_next_one():
 def test_replicas_are_copies_of_each_other():
     world, agents = started(nodes=4, replica=2)
     world.run(10.0)
-    assert not any(agent.orders(wire.Cut) for agent in agents)
+    assert world.job().plan.members == [0, 1, 2, 3] and not any(agent.orders(wire.Cut) for agent in agents)
 
 
 def test_several_replicas_in_one_node_are_one_copy():
@@ -371,7 +371,7 @@ def test_images_of_two_trainings_are_no_whole_together():
         agent.has(cut, 0, mark="one")
         agent.has(cut, 1, mark="other")
     job = world.core.view.job(world.job())
-    assert cuts.newest_good(job, WHOLE_STATES.stored(job)) == -1
+    assert cuts.newest_good(job, WHOLE_STATES.stored_states(job)) == -1
 
 
 # ---------------------------------------------------------------- who takes nothing
@@ -644,7 +644,7 @@ def test_a_second_loss_has_its_own_time_for_its_images():
     other.ready((40, "m"), (0, ""))
     world.run(0.2)
     assert world.job().plan.iteration == 40
-    live = world.core.view.job(world.job()).live
+    live = world.core.view.job(world.job())
     assert live.fetching.began is None and not live.fetching.words
 
 
@@ -669,7 +669,8 @@ def test_a_cut_that_only_some_ranks_kept_is_named_anew_but_not_before_the_slow_o
     world.run(cuts.PART_SECONDS - 1.0)
     assert len(agents[0].orders(wire.Cut)) == 1
     world.run(cuts.CUT_SECONDS + 2.0)
-    now, second = WHOLE_STATES.reached(world.core.view.job(world.job())), agents[0].orders(wire.Cut)[1].iteration
+    now = WHOLE_STATES.first_iteration(world.core.view.job(world.job()))
+    second = agents[0].orders(wire.Cut)[1].iteration
     assert second - now == first, "nobody heard of it too late by the look of it: no further ahead"
 
 
@@ -679,7 +680,8 @@ def test_a_cut_of_which_ranks_heard_too_late_is_named_anew_soon_and_further_ahea
     for iteration in range(first + cuts.AHEAD + 1):
         world.iterate("1", iteration)
     world.run(cuts.CUT_SECONDS + 2.0)
-    now, second = WHOLE_STATES.reached(world.core.view.job(world.job())), agents[0].orders(wire.Cut)[1].iteration
+    now = WHOLE_STATES.first_iteration(world.core.view.job(world.job()))
+    second = agents[0].orders(wire.Cut)[1].iteration
     assert second - now == 2 * first, "the first one was named in iteration 0"
 
 
@@ -688,8 +690,14 @@ def test_where_the_ranks_have_all_of_the_newest_state_no_older_one_is_got():
     agents[0].has(40, 0, 1)
     agents[0].has(30, 0, 1)
     job = world.core.view.job(world.job())
-    reports = {slot: structs.RankStatus(state="waiting", kept=[(40, "m")]) for slot in (0, 1)}
-    assert fetching.wanted_state(world.core.view, job, reports, None) is None
+
+    def wanted(*iterations: int) -> fetching.FetchableState | None:
+        """Of two ranks that could go on with these."""
+        reports = {slot: structs.RankStatus(state="waiting", kept=[(at, "m")]) for slot, at in enumerate(iterations)}
+        return fetching.wanted_state(world.core.view, job, reports, None)
+
+    assert (behind := wanted(30, 40)) is not None and behind.state == (40, "m")
+    assert wanted(40, 40) is None
 
 
 @pytest.mark.parametrize("fourth", [Node, Bare])

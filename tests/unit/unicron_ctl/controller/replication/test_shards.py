@@ -8,10 +8,10 @@ from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.replication.cuts import newest_good, newest_whole
 from unicron_ctl.controller.replication.strategies import SHARDS
 from unicron_ctl.shared.protocol import structs, wire
-from unicron_transition.generations.sharding import named
+from unicron_transition.generations.sharding import state_base
 
 MARK, BASE = "0000a", 1
-NAME = named(BASE, int(MARK, 16))
+NAME = state_base(BASE, int(MARK, 16))
 
 
 class Node(FakeAgent):
@@ -210,7 +210,7 @@ def test_a_state_of_which_nobody_has_what_goes_with_the_shards_is_passed_over_fo
         agent.has(30, (1, 0))
     world.run(1.0)
     job = world.core.view.job(world.job())
-    stored = SHARDS.stored(job)
+    stored = SHARDS.stored_states(job)
     assert newest_good(job, stored) == newest_whole(stored) == 20
     new = lose_the_second(world, agents)
     fetched = [*agents[0].orders(wire.Fetch), *new.orders(wire.Fetch)]

@@ -68,14 +68,6 @@ def test_a_hanging_rank_is_named_dumped_stopped_and_replaced(trained):
     world.check_replay()
 
 
-def test_stacks_that_do_not_come_are_not_waited_for_long(trained):
-    hang(trained, [2])
-    trained.run(3 * USUAL + 0.4)
-    assert events(trained, "hang") and not sent(trained, ORDERS)
-    trained.run(1.2)
-    assert sent(trained, wire.Break)[0].lost == [2]
-
-
 def test_a_rank_that_goes_on_while_its_stacks_are_taken_is_left_alone(trained):
     hang(trained, [1])
     trained.run(3 * USUAL + 0.4)
@@ -106,31 +98,6 @@ def test_a_second_hang_right_after_the_recovery_is_found_too(trained):
     assert events(trained, "hang")[1].time - began <= 3 * 0.5 + 0.3, "3 iterations, of the floor at least"
 
 
-def rejoin(world: World, slot: int, code: int = -9) -> None:
-    """The rank dies, its new process comes back and is taken in."""
-    agent = world.agents[slot]
-    agent.die(slot, code)
-    agent.ready()
-    world.run(0.5)
-    for other in world.agents:
-        other.take_offer()
-    world.run(0.2)
-    assert world.job("1").phase == "running" and slot in world.job("1").members
-
-
-def test_a_hang_right_after_a_long_first_iteration_and_a_recovery_is_found_by_the_usual_time(world):
-    """Its ranks compiled for 13 s in their first iteration: that says nothing of those who train on."""
-    train(world, 1, seconds=13.0)
-    train(world, 20)
-    world.agents[2].die(2)
-    world.run(0.5)
-    assert sorted(world.job("1").members) == [0, 1] and world.job("1").phase == "running"
-    began = world.now
-    hang(world, [1])
-    world.run(5.0)
-    assert events(world, "hang")[0].record.culprits[0].slot == 1 and events(world, "hang")[0].time - began < 3.0
-
-
 def test_iterations_that_are_made_again_are_no_hang(trained):
     """Defect: a job that had begun anew from an older state stood still for as long as it made up for that."""
     world = trained
@@ -152,39 +119,140 @@ def test_iterations_that_are_made_again_are_no_hang(trained):
     assert events(world, "hang")[0].time - began < 3.0
 
 
-def test_a_newcomer_may_compile_as_long_as_the_first_ones_did(world):
+def rejoin(world: World, slot: int, code: int = -9) -> None:
+    """The rank dies, its new process comes back and is taken in."""
+    agent = world.agents[slot]
+    agent.die(slot, code)
+    agent.ready()
+    world.run(0.5)
+    for other in world.agents:
+        other.take_offer()
+    world.run(0.2)
+    assert world.job("1").phase == "running" and slot in world.job("1").members
+
+
+def outside(world: World, slot: int, seconds: float, step: float = 0.5, **process) -> None:
+    """A rank does not come back from the script's own code while the others wait; `idle` grows with the time."""
+    last = world.job("1").iteration
+    for other in (0, 1, 2):
+        if other != slot:
+            world.agents[other].set(other, iteration=last + 1, phase="reducing")
+    for turn in range(round(seconds / step)):
+        idle = {"idle": process["idle"] + turn * step} if "idle" in process else {}
+        world.agents[slot].set(slot, iteration=last, phase="stepped", **{**process, **idle})
+        world.run(step)
+
+
+# ---------------------------------------------------------------- the time that a rank has
+def compiled(world: World) -> None:
+    """The job's ranks compiled for 13 s in their first iteration."""
     train(world, 1, seconds=13.0)
     train(world, 20)
+
+
+def after_a_recovery(world: World) -> None:
+    """That says nothing of those who train on."""
+    compiled(world)
+    world.agents[2].die(2)
+    world.run(0.5)
+    assert sorted(world.job("1").members) == [0, 1] and world.job("1").phase == "running"
+
+
+def with_a_newcomer(world: World) -> None:
+    compiled(world)
     rejoin(world, 1)
-    hang(world, [1])
-    world.run(30)
-    assert not events(world, "hang"), "3x 13 s"
-    world.run(12)
-    assert events(world, "hang")[0].record.culprits[0].slot == 1
 
 
-def test_the_others_hang_as_soon_as_ever_beside_a_newcomer(world):
-    train(world, 1, seconds=13.0)
+def with_a_newcomer_after_a_restart(world: World) -> None:
     train(world, 20)
+    for _ in range(2):
+        world.restart()
+        for agent in world.agents:
+            agent.status()
+        world.run(1)
+        train(world, 12)
     rejoin(world, 1)
-    hang(world, [0])
-    world.run(3.0)
-    assert events(world, "hang")[0].record.culprits[0].slot == 0
 
 
-def test_a_newcomer_under_a_restarted_controller_has_the_time_of_a_first_iteration(trained):
-    trained.restart()
-    for agent in trained.agents:
-        agent.status()
-    trained.run(1)
-    train(trained, 12)
-    trained.restart()
-    for agent in trained.agents:
-        agent.status()
-    rejoin(trained, 1)
+def after_a_long_first_iteration(world: World) -> None:
+    train(world, 1, seconds=20.0)
+    train(world, 3)
+
+
+@pytest.mark.parametrize(
+    ("before", "slot", "quiet", "then"),
+    [
+        pytest.param(lambda world: None, 1, 39.0, 3.0, id="the first iteration has its own limit, 40 s"),
+        pytest.param(lambda world: train(world, 4), 1, 4.5, 1.5, id="not learned: 10x the floor of 0.5 s"),
+        pytest.param(after_a_long_first_iteration, 1, 55.0, 10.0, id="3x the longest"),
+        pytest.param(after_a_recovery, 1, 0.5, 2.5, id="the usual time after a recovery"),
+        pytest.param(with_a_newcomer, 1, 30.0, 12.0, id="a newcomer may compile as long as the first ones"),
+        pytest.param(with_a_newcomer, 0, 0.5, 2.5, id="the others beside it have the usual time"),
+        pytest.param(with_a_newcomer_after_a_restart, 1, 35.0, 8.0, id="a newcomer that nobody has seen compile"),
+    ],
+)
+def test_a_rank_that_hangs_is_found_after_its_time_and_not_before(world, before, slot: int, quiet: float, then: float):
+    world.core.config.first_iteration_seconds = 40.0
+    before(world)
+    hang(world, [slot])
+    world.run(quiet)
+    assert not events(world, "hang") and not events(world, "overdue")
+    world.run(then)
+    assert [culprit.slot for culprit in events(world, "hang")[0].record.culprits] == [slot]
+
+
+BUSY, IDLE = {"process": "D"}, {"process": "S"}
+
+
+@pytest.mark.parametrize(
+    ("longest", "process", "quiet", "then"),
+    [
+        pytest.param({0: 2.0}, IDLE, 19.0, 4.0, id="it never took long, and does nothing"),
+        pytest.param({1: 30.0}, IDLE, 85.0, 10.0, id="3x the longest of any rank, who may write the next checkpoint"),
+        pytest.param({}, BUSY, 590.0, 20.0, id="it computes or writes: a first checkpoint"),
+        pytest.param(None, IDLE, 590.0, 20.0, id="it has not been there often"),
+    ],
+)
+def test_a_rank_outside_an_iteration_has_its_time(world, longest, process: dict, quiet: float, then: float):
+    world.core.config.hang_idle_seconds = 20.0
+    train(world, 12 if longest is None else 40, outside=longest)
+    step = 0.5 if quiet < 100 else 2.0
+    for seconds, idle, hangs in ((quiet, 0.0, False), (then, quiet, True)):
+        outside(world, 0, seconds, step, **(process if process is BUSY else {**process, "idle": idle}))
+        assert bool(events(world, "hang")) == hangs, seconds
+    last = world.job("1").iteration
+    assert f"slot 0 is in the script's own code after iteration {last}" in events(world, "hang")[0].record.reason
+
+
+def test_stacks_that_do_not_come_are_not_waited_for_long(trained):
+    hang(trained, [2])
+    trained.run(3 * USUAL + 0.4)
+    assert events(trained, "hang") and not sent(trained, ORDERS)
+    trained.run(1.2)
+    assert sent(trained, wire.Break)[0].lost == [2]
+
+
+@pytest.mark.parametrize("why", ["switched off", "a late tick", "unread messages"])
+def test_no_hang_is_seen_while_the_controller_does_not_look_or_is_behind(trained, why: str):
+    """Defect: a controller that was seconds behind judged ranks by what they had said before, and called a job that
+    trained a hanging one."""
     hang(trained, [1])
-    trained.run(100)
+    if why == "switched off":
+        trained.core.config.monitor_iterations = False
+        trained.run(10)
+    elif why == "a late tick":
+        trained.run(0.5)
+        trained.now += 30.0
+        trained.core.tick(trained.now)
+        trained.deliver()
+        trained.run(0.3)
+    else:
+        trained.core.view.unread = lambda route: route == trained.agents[2].route
+        trained.run(20)
     assert not events(trained, "hang")
+    trained.core.config.monitor_iterations, trained.core.view.unread = True, lambda route: False
+    trained.run(USUAL * 3 + 0.5)
+    assert len(events(trained, "hang")) == 1
 
 
 # ---------------------------------------------------------------- a network that loses packets
@@ -252,29 +320,6 @@ def test_most_ranks_behind_get_more_time(trained):
     assert sent(trained, wire.Break)[0].lost == [0, 1]
 
 
-def test_the_script_may_take_its_time_between_iterations(trained):
-    """A checkpoint by slot 0, while the others wait in the next reduce."""
-    trained.agents[0].set(0, iteration=19, phase="stepped")
-    for slot in (1, 2):
-        trained.agents[slot].set(slot, iteration=20, phase="reducing")
-    trained.run(590)
-    assert not events(trained, "hang") and not events(trained, "overdue")
-    trained.run(20)
-    assert "slot 0 is in the script's own code after iteration 19" in events(trained, "hang")[0].record.reason
-
-
-def outside(world: World, slot: int, seconds: float, step: float = 0.5, **process) -> None:
-    """A rank does not come back from the script's own code while the others wait; `idle` grows with the time."""
-    last = world.job("1").iteration
-    for other in (0, 1, 2):
-        if other != slot:
-            world.agents[other].set(other, iteration=last + 1, phase="reducing")
-    for turn in range(round(seconds / step)):
-        idle = {"idle": process["idle"] + turn * step} if "idle" in process else {}
-        world.agents[slot].set(slot, iteration=last, phase="stepped", **{**process, **idle})
-        world.run(step)
-
-
 def test_a_process_stopped_by_a_signal_outside_an_iteration_hangs_at_once(trained):
     outside(trained, 0, 3 * USUAL + 0.6, process="T")
     hung = events(trained, "hang")
@@ -283,45 +328,11 @@ def test_a_process_stopped_by_a_signal_outside_an_iteration_hangs_at_once(traine
     assert "stopped by a signal" in events(trained, "failure_detected")[0].record.reason
 
 
-def test_an_idle_process_outside_hangs_when_it_never_took_long_before(trained):
-    trained.core.config.hang_idle_seconds = 20.0
-    train(trained, 20, outside={0: 2.0})
-    outside(trained, 0, 19, idle=0.0)
-    assert not events(trained, "hang")
-    outside(trained, 0, 4, idle=19.0)
-    assert "it does nothing there, and no rank was outside for more than 2.00 s" in (
-        events(trained, "hang")[0].record.reason
-    )
-
-
-def test_a_longer_checkpoint_is_allowed_three_times_that(trained):
-    trained.core.config.hang_idle_seconds = 20.0
-    train(trained, 20, outside={1: 30.0})
-    outside(trained, 0, 85, idle=0.0)
-    assert not events(trained, "hang"), "another rank may write the next one"
-    outside(trained, 0, 10, idle=85.0)
-    assert events(trained, "hang")
-
-
 def test_an_idle_rank_that_was_stopped_wrongly_has_more_time_the_next_time(trained):
     trained.core.config.hang_idle_seconds = 20.0
     train(trained, 20, outside={0: 0.0})
     outside(trained, 0, 22, idle=0.0)
     assert events(trained, "hang") and trained.core.runtimes["1"].sensors.times.patience.longest_outside > 20
-
-
-def test_a_first_checkpoint_computes_or_writes_and_has_the_full_time(trained):
-    trained.core.config.hang_idle_seconds = 20.0
-    train(trained, 20)
-    outside(trained, 0, 300, step=2.0, process="D")
-    assert not events(trained, "hang")
-
-
-def test_nobody_is_idle_too_long_before_it_has_been_outside_often(world):
-    world.core.config.hang_idle_seconds = 20.0
-    train(world, 12)
-    outside(world, 0, 100, step=2.0, idle=0.0)
-    assert not events(world, "hang")
 
 
 def test_a_process_stopped_in_the_same_collective_is_named(trained):
@@ -411,35 +422,6 @@ def test_ranks_that_all_say_that_a_collective_timed_out_are_one_fault_of_the_job
     trained.check_replay()
 
 
-def test_the_first_iteration_has_its_own_limit(world):
-    """Ranks compile and open their data."""
-    world.core.config.first_iteration_seconds = 40.0
-    hang(world, [1])
-    world.run(39)
-    assert not events(world, "hang") and not events(world, "overdue")
-    world.run(3)
-    assert events(world, "failure_detected")[0].record.slots == [1]
-
-
-def test_before_its_speed_is_learned_a_job_has_a_generous_limit_from_what_was_seen(world):
-    train(world, 4)
-    hang(world, [1])
-    world.run(4.5)
-    assert not events(world, "hang"), "10x the floor of 0.5 s"
-    world.run(1.5)
-    assert events(world, "hang")[0].record.culprits[0].slot == 1
-
-
-def test_a_long_first_iteration_makes_the_next_ones_limits_longer(world):
-    train(world, 1, seconds=20.0)
-    train(world, 3)
-    hang(world, [1])
-    world.run(55)
-    assert not events(world, "hang"), "3x the longest"
-    world.run(10)
-    assert events(world, "hang")
-
-
 def test_a_silent_node_is_the_leases_matter(trained):
     """Its rank is behind, too, and 3x the average comes before the lease."""
     trained.core.config.lease_periods = 5.0
@@ -449,31 +431,6 @@ def test_a_silent_node_is_the_leases_matter(trained):
     assert not events(trained, "hang")
     trained.run(3.5)
     assert [e.record.kind_of_failure for e in events(trained, "failure_detected")] == ["node"]
-
-
-def test_a_late_tick_of_the_controller_is_no_hang(trained):
-    hang(trained, [1])
-    trained.run(0.5)
-    trained.now += 30.0
-    trained.core.tick(trained.now)
-    trained.deliver()
-    trained.run(0.3)
-    assert not events(trained, "hang")
-    trained.run(0.8)
-    assert events(trained, "hang")
-
-
-def test_no_hang_is_seen_while_what_ranks_have_said_waits_to_be_read(trained):
-    """Defect: a controller that was seconds behind judged ranks by what they had said before, and called a job that
-    trained a hanging one."""
-    world = trained
-    hang(world, [1])
-    world.core.view.unread = lambda route: route == world.agents[2].route
-    world.run(20.0)
-    assert not events(world, "hang")
-    world.core.view.unread = lambda route: False
-    world.run(USUAL * 3 + 0.5)
-    assert len(events(world, "hang")) == 1, "once all is read, it is"
 
 
 def test_a_job_that_recovers_or_grows_is_not_judged(trained):
@@ -503,13 +460,6 @@ def test_a_hang_is_healed_also_where_the_admin_only_observes(trained):
     hang(trained, [1])
     trained.run(10)
     assert sent(trained, wire.Break)[0].lost == [1] and not trained.job("1").ended
-
-
-def test_the_switch_turns_it_off(trained):
-    trained.core.config.monitor_iterations = False
-    hang(trained, [1])
-    trained.run(10)
-    assert not events(trained, "hang")
 
 
 def test_a_straggler_is_named_with_its_slowdown_and_nothing_is_broken(world):

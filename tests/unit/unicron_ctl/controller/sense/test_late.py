@@ -8,7 +8,7 @@ import pytest
 from tests.support.training import events, sent, train
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.api.job_answers import job_answer
-from unicron_ctl.controller.job.job_events import Happening, next_event
+from unicron_ctl.controller.job.job_events import Trigger, next_event
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.state_machine import Event
 from unicron_ctl.controller.sense.overdue import lacking
@@ -432,7 +432,7 @@ def test_a_withdrawn_offer_is_no_break_in_the_table_either(offering):
     view = offering.core.view
     offering.job().condemned = {3: "is gone"}
     found = next_event(view, view.job(offering.job()))
-    assert found == Happening(Event.WITHDRAW, "slot 3 is gone")
+    assert found == Trigger(Event.WITHDRAW, "slot 3 is gone")
 
 
 def never_starts(world: World, *slots: int, every: float = 1.0, seconds: int = 90) -> None:

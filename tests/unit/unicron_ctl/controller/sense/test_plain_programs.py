@@ -8,7 +8,7 @@ from tests.support.depth import cases
 from tests.support.habits import STEP, gaps
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import World
-from unicron_ctl.controller.job.job_ledger import PlainSteps
+from unicron_ctl.controller.model.job_ledger import PlainSteps
 from unicron_ctl.controller.sense.patience import IDLE_SECONDS, Patience
 from unicron_ctl.shared.protocol.structs import RankStatus, RankStep, StepReport
 from unicron_ctl.shared.settings.config import ControllerConfig

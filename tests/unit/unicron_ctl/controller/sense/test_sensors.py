@@ -13,15 +13,12 @@ import numpy as np
 import pytest
 
 from tests.support.training import hang, train
-from tests.support.world import World
-from tests.unit.unicron_ctl.controller.failure_detector import test_leases, test_network_partitions
-from tests.unit.unicron_ctl.controller.job import test_replicas
-from tests.unit.unicron_ctl.controller.nodes import test_node_events
-from tests.unit.unicron_ctl.controller.sense import test_late, test_overdue, test_peers
+from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.core import turn
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense.sensors import SENSORS, Sensor, SensorMemory
+from unicron_ctl.shared.protocol import wire
 
 CHECKED = 1  # calls with findings of a scenario's own sensors that are checked, beside the first and the middle one
 CACHES = {"counted", "planned"}  # fields that follow from others, and are computed when they are needed
@@ -118,10 +115,24 @@ def run(
     return watched
 
 
-def hanging_rank() -> None:
-    world = World(hang_floor_seconds=0.5)
-    world.start_job()
+# ---------------------------------------------------------------- a scenario for each sensor
+def training(nodes: int = 3, **settings: float) -> World:
+    world = World(hang_floor_seconds=0.5, **settings)
+    world.start_job(nodes=nodes)
     train(world, 20)
+    return world
+
+
+def on_slurm(count: int) -> World:
+    world = World(FakeSlurm(count + 1))
+    world.slurm.submit("1", count)
+    world.start_job(nodes=count)
+    world.run(3.0)
+    return world
+
+
+def hanging_rank() -> None:
+    world = training()
     hang(world, [1])
     world.run(6.0)
     assert any(event.kind == "hang" for event in world.log)
@@ -141,23 +152,132 @@ def stopped_rank() -> None:
 def odd_node() -> None:
     world = World(hang_floor_seconds=1000.0, first_iteration_seconds=1e6, metrics_seconds=2.0)
     world.start_job(nodes=6)
-    test_peers.rounds(world, 1)
-    test_peers.test_a_node_that_stands_out_is_said_shown_and_over_again_and_nothing_is_done(world)
+    for number in range(18):
+        for agent in world.agents:
+            odd = agent.node == "n3" and 9 <= number < 14
+            node = {"file_latency": 4.0 if odd else 0.01 + 1e-4 * agent.element, "gpu_temperature": 62.0}
+            sample = {"host": f"boot-{agent.node}", "node": node, "ranks": {}}
+            world.to_core(agent, wire.Metrics(job="1", element=agent.element, agent=agent.agent, **sample))
+        world.run(2.0)
+    kinds = [event.kind for event in world.log]
+    assert kinds.count("anomaly") == kinds.count("anomaly_over") == 1
+
+
+def last_copies() -> None:
+    world = training(report_timeout=5.0)
+    for slot in (0, 1):
+        world.agents[slot].obedient = False
+    world.agents[2].die(2)
+    world.run(60)
+    assert any(event.kind == "last_copy" for event in world.log)
+
+
+def never_entered() -> None:
+    world = training(enter_timeout=10.0)
+    world.agents[0].set(0, state="stopped", broken=world.job().generation)
+    agent = world.agents[1]
+    agent.obedient = False
+    world.run(0.5)
+    agent.set(1, state="stopped", broken=world.job().broken)
+    agent.set(1, state="entering", entering=world.job().generation)
+    world.run(12)
+    assert [event.kind for event in world.log].count("break") == 2
+
+
+def blocked_replica() -> None:
+    world = World(report_timeout=2.0)
+    agents = world.start_job(nodes=4, ranks=1, replica=2)
+    for agent in agents[2:]:
+        agent.prompt = False
+    agents[1].die(1)
+    agents[3].set(3, state="stopped", broken=1)
+    world.run(0.5)
+    assert [m.lost for m in agents[2].heard if isinstance(m, wire.Break)] == [[1], [1, 3]]
+
+
+def voter_without_rank() -> None:
+    """Two of four are cut off, and the rank of the third has died."""
+    world = on_slurm(4)
+    for agent in world.agents[:2]:
+        agent.silent = agent.cut = True
+        world.cuts |= {frozenset((agent.node, other)) for other in ("", "n3", "n4")}
+    world.agents[2].gives_up = False
+    world.agents[2].die(2)
+    world.run(20.0)
+    world.agents[2].gives_up = True
+    world.run(3.0)
+    assert world.agents[2].over == 1
+
+
+def slow_start() -> None:
+    world = World(restart_seconds=60.0, isolate_seconds=40.0)
+    world.start_job()[1].die(1)
+    world.run(62)
+    assert any(event.kind == "action_failed" for event in world.log)
+
+
+def cut_link() -> None:
+    """Elements 0 and 1 do not reach each other, so that a collective that builds a generation never ends."""
+    world = on_slurm(4)
+    world.cuts.add(frozenset(("n1", "n2")))
+    for agent in world.agents:
+        agent.obedient = False
+    world.agents[3].die(3)
+    world.run(0.5)
+    for state, number in (("stopped", "broken"), ("entering", "generation")):
+        for agent in world.agents[:3]:
+            field = "broken" if state == "stopped" else "entering"
+            agent.set(agent.element, state=state, **{field: getattr(world.job(), number)})
+        world.run(0.3)
+    world.run(6.0)
+    assert list(world.job().parted) == [1]
+    world.cuts.clear()
+    world.run(7.0)
+    assert not world.job().parted
+
+
+def timed_out_element() -> None:
+    world = on_slurm(4)
+    world.agents[1].silent = True
+    world.slurm.queue["1", 1].update(state="TIMEOUT", node=None)
+    world.run(4)
+    assert world.job().failures[0].slurm == "TIMEOUT"
+
+
+def leaving_agent() -> None:
+    world = on_slurm(4)
+    world.agents[1].status(leaving="stopped by SIGTERM")
+    world.agents[1].silent = True
+    world.run(1)
+    assert world.job().agents[1].gone == "stopped by SIGTERM"
+
+
+def missed_member() -> None:
+    """Others have gone on without slot 1, whose agent was to tell why; another agent comes in its place."""
+    world = on_slurm(4)
+    lost = world.agents[1]
+    lost.silent = lost.cut = True
+    world.core.view.live.jobs["1"].missed = {1: (lost.agent, world.now)}
+    fresh = FakeAgent(world, "1", 1, "n2", nodes=4)
+    fresh.register()
+    world.run(0.3)
+    assert [f.record.slots for f in world.job().failures if f.record.detected_by == "agreement"] == [[1]]
+    assert not world.core.view.live.jobs["1"].missed
 
 
 SCENARIOS: dict[Callable[[], None], tuple[str, ...]] = {
     hanging_rank: ("members", "iterations"),
     stopped_rank: ("stopped", "unheard agents"),
     odd_node: ("peers",),
-    test_late.test_who_holds_the_last_copy_is_never_banished_by_time: ("late to stop",),
-    test_late.test_one_that_stands_still_is_tried_again_and_in_the_end_who_never_got_in_is_left_out: ("late to enter",),
-    test_replicas.test_a_rank_that_stopped_half_way_releases_those_of_its_replica_who_wait_for_it: ("blocked",),
-    test_leases.test_an_agent_without_a_rank_gives_its_vote_up_before_the_others_go_on: ("free votes",),
-    test_overdue.test_a_started_process_that_never_gets_ready_is_killed_and_the_next_severity_follows: ("actions",),
-    test_network_partitions.test_a_node_that_was_left_out_comes_back_when_it_is_reached: ("network partitions",),
-    lambda: test_node_events.test_a_lost_agents_failure_tells_what_slurm_says_of_its_element(
-        "TIMEOUT", "killed_from_outside"
-    ): ("Slurm's states",),
+    last_copies: ("late to stop",),
+    never_entered: ("late to enter",),
+    blocked_replica: ("blocked",),
+    voter_without_rank: ("free votes",),
+    slow_start: ("actions",),
+    cut_link: ("network partitions",),
+    timed_out_element: ("Slurm's states", "ended elements"),
+    leaving_agent: ("leaving agents",),
+    missed_member: ("missed members",),
 }
 
 

@@ -169,11 +169,11 @@ def test_a_credential_that_munge_could_not_read_may_be_good_yet(monkeypatch: pyt
 
 
 def test_the_memory_of_spent_credentials_is_bounded() -> None:
-    spent = credentials.Spent()
-    for number in range(credentials.SPENT + 100):
+    spent = credentials.SpentCredentials()
+    for number in range(credentials.MOST_SPENT + 100):
         spent.note(f"{number}", credentials.USED)
-    assert spent.get("0") is None and spent.get(f"{credentials.SPENT + 99}") is not None
-    assert len(spent._known) == credentials.SPENT
+    assert spent.get("0") is None and spent.get(f"{credentials.MOST_SPENT + 99}") is not None
+    assert len(spent._known) == credentials.MOST_SPENT
 
 
 def test_one_credential_tells_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_a_refusal_while_names_are_away_is_not_final() -> None:
     for asker, final in ((BOB, True), (Asker(1001, ""), False), (NOBODY, False)):
         world.core.receive((b"s",), register(1, "b"), world.now, "key2", asker)
         (refused,) = told(world)
-        assert isinstance(refused, wire.Refused) and refused.final == final and not refused.replaced
+        assert isinstance(refused, wire.Refusal) and refused.final == final and not refused.replaced
     world.core.receive((b"s",), register(1, "b"), world.now, "key2", Asker(1000, ""))
     assert isinstance(told(world)[0], wire.Welcome), "the owner is known by number"
     world.check_replay()
@@ -262,14 +262,14 @@ def test_an_agent_is_its_key() -> None:
     for key in ("key2", ""):
         status(b"thief", key, 2**60, "thief:1")
         (refused,) = told(world)
-        assert isinstance(refused, wire.Refused) and not refused.final
+        assert isinstance(refused, wire.Refusal) and not refused.final
     agent = world.core.view.live.agent("1", 0)
     assert agent is not None and (agent.route, agent.number, agent.status.store) == ((b"r",), 1, "n1:1")
     status(b"new", "key1", 2, "n1:2")
     assert (agent.route, agent.status.store) == ((b"new",), "n1:2")
     world.core.receive((b"t",), register(), world.now, "key2", ANN)
     (refused,) = told(world)
-    assert isinstance(refused, wire.Refused) and "another key" in refused.reason, "not even its owner takes it over"
+    assert isinstance(refused, wire.Refusal) and "another key" in refused.reason, "not even its owner takes it over"
     world.check_replay()
 
 
@@ -282,7 +282,7 @@ def test_the_end_of_a_job_is_told_to_its_agents_only() -> None:
     world.core.receive((b"r",), message, world.now, "key1")
     assert [type(one) for one in told(world)][-1] is wire.End
     world.core.receive((b"s",), message, world.now, "key2")
-    assert [type(one) for one in told(world)] == [wire.Refused]
+    assert [type(one) for one in told(world)] == [wire.Refusal]
 
 
 def ended(world: World) -> Any:

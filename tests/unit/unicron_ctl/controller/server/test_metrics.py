@@ -1,8 +1,10 @@
-"""Metrics: what is counted from records, what is told of the present, and that Prometheus can read it."""
+"""Metrics: counts of records, the present state, and that Prometheus can read both; and that the alert rules, the
+dashboard and the document speak of metrics that there are, by labels and values that they have."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import re
 import socket
@@ -10,29 +12,38 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from tests.support.processes import wait_for
+from tests.support.processes import ROOT, wait_for
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.model.requests import OF_ELEMENTS, ON_NODES
-from unicron_ctl.controller.server import metric_counts, metric_gauges, metrics
-from unicron_ctl.controller.server.metric_counts import Recorded
-from unicron_ctl.controller.server.metric_gauges import Kept, present
-from unicron_ctl.controller.server.metrics import Exporter
+from unicron_ctl.controller.server import exporter as exporters
+from unicron_ctl.controller.server import metrics
+from unicron_ctl.controller.server.exporter import Exporter
+from unicron_ctl.controller.server.metrics import Counts, gauges
 from unicron_ctl.controller.server.worker import perform
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.system.errors import UserError
 from unicron_detector.failures.severity import default_table
+
+FOLDER = ROOT / "slurm_plugin" / "monitoring"
+RULES = (FOLDER / "unicron-rules.yml").read_text()
+BOARD = json.loads((FOLDER / "unicron-dashboard.json").read_text())
+TARGET = {"job", "instance"}  # labels that Prometheus itself gives each series
+OWN = {"up": TARGET}  # its own metrics
+FREE = {"job", "instance", "name", "user", "jobid", "partition"}  # whose values are the site's
+FUNCTIONS = "sum max min rate increase changes histogram_quantile by and or on label_values".split()
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:
@@ -57,7 +68,7 @@ def step(iteration: int, ranks: int) -> records.Step:
 
 def recorded(*told: tuple[float, records.Record]) -> dict[str, float]:
     registry = CollectorRegistry()
-    counted = Recorded(registry)
+    counted = Counts(registry)
     for number, (at, record) in enumerate(told):
         counted.note(Event(number + 1, at, "7", 1, record))
     return samples(registry)
@@ -92,7 +103,7 @@ def test_what_is_asked_of_slurm_is_counted_by_what_became_of_it() -> None:
     found = recorded(
         (1.0, records.SlurmAction(action="drain", element=-1, node="n1")),
         (2.0, records.SlurmDone(action="drain", node="n1")),
-        (3.0, records.Observed(would="down n2", action="down", node="n2", element=-1)),
+        (3.0, records.ActionObserved(would="down n2", action="down", node="n2", element=-1)),
         (4.0, records.TakeWithheld(action="requeue", element=1)),
         (5.0, records.IsolationWithheld(node="n1", slots=[])),
         (6.0, records.SlurmFailed(action="pin")),
@@ -118,7 +129,7 @@ def test_a_failure_of_each_cause_begins_at_zero_for_prometheus_sees_no_increase_
             of = f"[('cause', '{cause}'), ('severity', '{severity}')]"
             assert found[f"unicron_failures_total{of}"] == found[f"unicron_failure_verdicts_total{of}"] == 0.0
     registry = CollectorRegistry()
-    Recorded(registry).expect(["coffee"])
+    Counts(registry).expect(["coffee"])
     assert samples(registry)["unicron_failures_total[('cause', 'coffee'), ('severity', '1')]"] == 0.0
 
 
@@ -135,12 +146,12 @@ def test_a_failure_of_which_more_is_known_counts_as_that_too_and_once() -> None:
 
 
 def test_labels_and_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_counts, "MOST_CAUSES", len(default_table().causes) + 2)
-    monkeypatch.setattr(metric_counts, "MOST_JUDGED", 2)
+    monkeypatch.setattr(metrics, "MOST_CAUSES", len(default_table().causes) + 2)
+    monkeypatch.setattr(metrics, "MOST_JUDGED", 2)
     found = recorded(*((1.0, failure(f"cause{n}")) for n in range(5)), (2.0, failure("cause1")))
     assert found["unicron_failures_total[('cause', 'other'), ('severity', '2')]"] == 3.0
     assert found["unicron_failures_total[('cause', 'cause1'), ('severity', '2')]"] == 2.0
-    counted = Recorded(CollectorRegistry())
+    counted = Counts(CollectorRegistry())
     for number in range(5):
         counted.note(Event(number, 1.0, f"job{number}", 1, failure()))
         counted.note(Event(number, 1.0, f"job{number}", 1, records.JobEnded(code=0)))
@@ -149,7 +160,7 @@ def test_labels_and_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_slurm_and_the_loop_are_timed() -> None:
     registry = CollectorRegistry()
-    counted = Recorded(registry)
+    counted = Counts(registry)
     counted.slurm_took("list", 0.2)
     counted.slurm_took("drain", 3.0)
     counted.loop_late(-0.1)
@@ -160,10 +171,12 @@ def test_slurm_and_the_loop_are_timed() -> None:
     assert found["unicron_loop_late_seconds_sum"] == 2.0 and found["unicron_loop_late_seconds_count"] == 2.0
 
 
-def told(world: World, **kept: Any) -> dict[str, float]:
+def told(
+    world: World, failed: Mapping[str, int] = {}, dropped: Mapping[str, int] = {}, log_bytes: int = 0
+) -> dict[str, float]:
     return {
         f"{one.name}{sorted(one.labels.items()) if one.labels else ''}": one.value
-        for family in present(world.core, Kept(**kept))
+        for family in gauges(world.core, failed, dropped, log_bytes)
         for one in family.samples
     }
 
@@ -197,14 +210,14 @@ def test_what_is_now_has_jobs_nodes_and_limits(monkeypatch: pytest.MonkeyPatch) 
     assert found[f"unicron_job_nodes{job}"] == 2 and found[f"unicron_job_failures_total{job}"] == 3
     measured = world.job().measured[2]
     assert measured > 0 and found["unicron_waf_flops"] == found[f"unicron_job_waf_flops{job}"] == measured
-    monkeypatch.setattr(metric_gauges, "MOST_JOBS", 0)
+    monkeypatch.setattr(metrics, "MOST_JOBS", 0)
     assert not [name for name in told(world) if name.startswith("unicron_job_")]
 
 
 def test_what_was_taken_stands_beside_its_limit() -> None:
     world = training()
     world.core.append("1", 1, records.SlurmAction(action="requeue", element=0, node="n1"))
-    world.core.append("", 0, records.Isolated(node="n3"))
+    world.core.append("", 0, records.NodeIsolated(node="n3"))
     found = told(world)
     assert found["unicron_bound_used[('bound', 'max_requeues_per_minute')]"] == 1
     assert found["unicron_bound_used[('bound', 'max_isolated_nodes')]"] == 1
@@ -219,7 +232,7 @@ def answering(exporter: Exporter, world: World) -> Iterator[SimpleNamespace]:
 
     def make() -> Any:
         loop.made += 1
-        return present(world.core, Kept(log_bytes=1))
+        return gauges(world.core, {}, {}, 1)
 
     def run() -> None:
         while not loop.ended.wait(0.01):
@@ -257,7 +270,7 @@ def test_a_loop_that_does_not_answer_is_said_in_a_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     exporter = Exporter("127.0.0.1:0")
-    monkeypatch.setattr(metrics, "SCRAPE_SECONDS", 0.1)
+    monkeypatch.setattr(exporters, "SCRAPE_SECONDS", 0.1)
     monkeypatch.setattr(logging.getLogger("unicron"), "propagate", True)
     try:
         with pytest.raises(urllib.error.HTTPError) as raised:
@@ -269,7 +282,7 @@ def test_a_loop_that_does_not_answer_is_said_in_a_line(
 
 
 def test_who_sends_a_byte_now_and_then_is_cut_off_like_who_sends_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics._Server, "whole_seconds", 0.5)
+    monkeypatch.setattr(exporters._Server, "whole_seconds", 0.5)
     exporter = Exporter(":0")
     try:
         with socket.create_connection(("127.0.0.1", exporter.port)) as slow:
@@ -283,7 +296,7 @@ def test_who_sends_a_byte_now_and_then_is_cut_off_like_who_sends_none(monkeypatc
 
 
 def test_idle_connections_are_few_and_give_way_to_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics._Server, "most_open", 2)
+    monkeypatch.setattr(exporters._Server, "most_open", 2)
     exporter = Exporter(":0")
     before = threading.active_count()
     idle = [socket.create_connection(("127.0.0.1", exporter.port)) for _ in range(6)]
@@ -320,3 +333,97 @@ def test_who_calls_this_host_by_another_name_is_told_nothing(host: str, status: 
         assert answer.startswith(f"HTTP/1.0 {status}".encode()) and (b"unicron_log_bytes" in answer) is (status == 200)
     finally:
         exporter.close()
+
+
+# ---------------------------------------------------------------- alert rules, dashboard, document
+def families() -> list[Metric]:
+    """All that a controller with a job, a failure and a pause exports."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    counted = Counts(registry)
+    counted.slurm_took("list", 0.1)
+    world = training()
+    for record in (step(1, 2), failure(), records.ActionsPaused(partition="main"), planned()):
+        world.core.append("1", 1, record)
+    counted.note(Event(1, 1.0, "1", 1, failure()))
+    counted.note(Event(2, 1.0, "1", 1, records.FailureVerdict(failure=1, cause="gpu_lost")))
+    return [*registry.collect(), *gauges(world.core, {}, {}, 0)]
+
+
+def planned() -> records.ClusterReplanned:
+    return records.ClusterReplanned(
+        assignment={}, reasons={}, objective=1.0, waf=1.0, inputs="", trigger="", spares=0, looked_up=False
+    )
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, dict[str, set[str]]]:
+    """The values of each label of each series."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for family in families():
+        for one in family.samples:
+            labels = found.setdefault(one.name, {})
+            for name, value in one.labels.items():
+                labels.setdefault(name, set()).add(value)
+    return found
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """(what it is of, the expression)."""
+    alerts = re.findall(r"- alert: (\w+)\n +expr: (.+)\n", RULES)
+    assert len(alerts) == RULES.count("alert:") and alerts, "each on a line of its own"
+    yield from alerts
+    for panel in BOARD["panels"]:
+        for target in panel.get("targets", []):
+            yield panel["title"], target["expr"]
+    for variable in BOARD["templating"]["list"]:
+        if variable["type"] == "query":
+            yield variable["name"], variable["query"]["query"]
+    yield from ((note["name"], note["expr"]) for note in BOARD["annotations"]["list"])
+
+
+@pytest.mark.parametrize(("of", "expression"), list(expressions()), ids=lambda text: text[:40])
+def test_every_expression_is_of_metrics_that_there_are(of: str, expression: str, known: dict[str, Any]) -> None:
+    bare = re.sub(r"\{[^}]*\}|\[[^]]*\]|\bby \([^)]*\)|\d[\d.e]*", " ", expression)
+    names = set(re.findall(r"[a-z_]+", bare)) - set(FUNCTIONS) - TARGET
+    assert names and names <= known.keys() | OWN.keys(), names - known.keys()
+    labels = TARGET.union(*(known.get(name, {}) for name in names), *(OWN.get(name, set()) for name in names))
+    for group in re.findall(r"\bby \(([^)]*)\)", expression):
+        assert set(group.split(", ")) <= labels, group
+    for name, matchers in re.findall(r"(\w+)\{([^}]*)\}", expression):
+        for label, value in re.findall(r'(\w+)=~?"([^"]*)"', matchers):
+            assert label in labels, f"{of}: {name} has no label {label}"
+            if label not in FREE:
+                assert set(value.split("|")) <= known[name][label], f"{of}: {name} never has {label}={value}"
+
+
+def test_legends_and_texts_name_labels_that_are_left(known: dict[str, Any]) -> None:
+    for panel in BOARD["panels"]:
+        for target in panel.get("targets", []):
+            groups = re.findall(r"\bby \(([^)]*)\)", target["expr"])
+            names = re.findall(r"\b(?:unicron|process)_\w+", target["expr"])
+            left = set(groups[0].split(", ")) if groups else set().union(*(known[name] for name in names))
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= left, panel["title"]
+
+
+def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:
+    panels = BOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken and at["x"] + at["w"] <= 24, panel["title"]
+        taken |= cells
+        for target in panel.get("targets", []):
+            assert target["datasource"]["uid"] == "${datasource}", "the reader's choice"
+
+
+def test_the_document_names_every_metric_and_every_alert(known: dict[str, Any]) -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    of_ours = {name for name in known if name.startswith("unicron_") and not name.endswith(("_created", "_sum"))}
+    shown = {name.removesuffix("_bucket") for name in of_ours if not name.endswith("_count")}
+    assert set(re.findall(r"\bunicron_[a-z_]+", text)) == shown
+    assert set(re.findall(r"`(Unicron\w+)`", text)) == set(re.findall(r"alert: (\w+)", RULES))
+    code = inspect.getsource(metrics)
+    assert not [name for name in shown if not re.search(rf"\b{name}\b", code)], "a search finds the line"

@@ -21,11 +21,11 @@ from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.model.asker import NOBODY, Asker
 from unicron_ctl.controller.model.quotas import OF_A_USER, SECONDS_OF_ONE
 from unicron_ctl.controller.model.view import Send
+from unicron_ctl.controller.server.fair_queue import OF_ALL, OF_ONE, AnswerCache, Question, QuestionQueue
 from unicron_ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS
-from unicron_ctl.controller.server.question_queue import OF_ALL, OF_ONE, Answered, Asked, Question
 from unicron_ctl.controller.server.server import Server
 from unicron_ctl.controller.server.sockets import bind
-from unicron_ctl.shared.log.store import Fenced, Store
+from unicron_ctl.shared.log.store import LogTakenOver, Store
 from unicron_ctl.shared.notices.notify_targets import Hooks
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_ctl.shared.settings.config import Config, ControllerConfig
@@ -145,16 +145,16 @@ def test_an_answer_that_takes_long_is_made_once_for_all_who_may_hear_the_same(
     server._answer(Question((b"route",), wire.Ask(what="inject"), bob, "10.0.0.1"))
     server._answer(Question((b"route",), wire.Ask(what="status"), ann, "10.0.0.1"))
     assert made == [ann, bob, bob, ann], "after an order nothing old is told"
-    server.started()
+    server.record_start()
     server._answer(Question((b"route",), wire.Ask(what="status"), ann, "10.0.0.1"))
     assert made[4:] == [ann], "nor after a record"
-    clock[0] += Answered.KEPT_SECONDS
+    clock[0] += AnswerCache.KEPT_SECONDS
     server._answer(Question((b"route",), wire.Ask(what="status"), ann, "10.0.0.1"))
     assert made[5:] == [ann]
 
 
 def test_who_asks_much_waits_for_himself() -> None:
-    asked, ann, bob = Asked(), Asker(1000, "ann"), Asker(1001, "bob")
+    asked, ann, bob = QuestionQueue(), Asker(1000, "ann"), Asker(1001, "bob")
     added = [asked.add(Question((bytes([n]),), wire.Ask(what="ping"), ann, f"10.0.0.{n}")) for n in range(30)]
     assert added.count(True) == OF_ONE and asked.add(Question((b"b",), wire.Ask(what="ping"), bob, "10.0.0.1"))
     order = [asked.next().asker.uid for _ in range(len(asked))]
@@ -335,7 +335,7 @@ class Lost:
     valid, lease = False, 2.5
 
     def assure(self) -> None:
-        raise Fenced("n2 has taken it over")
+        raise LogTakenOver("n2 has taken it over")
 
 
 def test_whoever_was_taken_over_sends_nothing_and_asks_nothing_of_slurm(
@@ -349,9 +349,9 @@ def test_whoever_was_taken_over_sends_nothing_and_asks_nothing_of_slurm(
     server.core.outbox.append(Send((b"route",), wire.Note(text="after")))
     server.core.requests.append(object())  # type: ignore[arg-type]
     monkeypatch.setattr(server, "_tenure", Lost())
-    with pytest.raises(Fenced):
+    with pytest.raises(LogTakenOver):
         server.flush()
-    with pytest.raises(Fenced):
+    with pytest.raises(LogTakenOver):
         server.run()
     assert [wire.decode(data, wire.ToAgent).text for data in sent] == ["before"]
     hellos = list[bytes]()

@@ -88,11 +88,15 @@ def test_no_watchdog_waits_for_this_process(manager: socket.socket, variables: d
     assert heard(manager) == [] and notifier.watchdog_seconds == 0.0
 
 
-def test_without_systemd_nothing_happens() -> None:
-    notifier = SystemdNotifier({"WATCHDOG_USEC": "1000000"})
-    notifier.ready()
-    notifier.watchdog(1.0)
-    notifier.stopping()
+def test_without_systemd_nothing_happens(manager: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", address(manager))  # of another process
+    here = {"NOTIFY_SOCKET": address(manager)}
+    for where, messages in ((here, ["READY=1", "WATCHDOG=1", "STOPPING=1"]), ({}, [])):
+        notifier = SystemdNotifier({"WATCHDOG_USEC": "1000000", **where})
+        notifier.ready()
+        notifier.watchdog(1.0)
+        notifier.stopping()
+        assert heard(manager) == messages
 
 
 def test_a_manager_that_is_gone_is_complained_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,12 +42,18 @@ def hook(folder: Path, text: str) -> str:
 
 
 class Desk:
-    """A Telling with one target, which a test plays, and the records that it appends."""
+    """A Telling with one target, and the records that it appends. fails: what the target says instead of taking a
+    message; deliver: takes messages in place of `heard`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, deliver: Callable[[Message], None], **config: object) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, deliver: Callable[[Message], None] | None = None, **config: object
+    ) -> None:
+        self.heard: list[list[int]] = []
+        self.fails = ""
+        deliver = deliver or self._deliver
         self.results: Mailbox[Callable[[], None]] = Mailbox()
         self.told: dict[str, int] = {}
-        self.records: list[records.Told] = []
+        self.records: list[records.NoticesSent] = []
         monkeypatch.setattr("unicron_ctl.controller.server.telling.targets", lambda *_: {"hook": deliver})
         self.config = NotifyConfig(**{"digest_seconds": 0.0} | config)  # type: ignore[arg-type]
         self.telling = self.begin([])
@@ -59,8 +65,13 @@ class Desk:
         self.telling.configure(self.config, self.told, last)
         return self.telling
 
+    def _deliver(self, message: Message) -> None:
+        if self.fails:
+            raise NotTold(self.fails)
+        self.heard.append([one["id"] for one in message.data["notices"]])
+
     def _record(self, record: Record) -> None:
-        assert isinstance(record, records.Told)
+        assert isinstance(record, records.NoticesSent)
         self.records.append(record)
         self.told[record.target] = record.upto
 
@@ -79,44 +90,36 @@ def lost(number: int, at: float, node: str) -> Event:
 
 
 def test_each_notice_is_told_once_also_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[list[int]] = []
-    desk = Desk(monkeypatch, lambda message: heard.append([one["id"] for one in message.data["notices"]]))
+    desk = Desk(monkeypatch)
     log = [lost(11, 100.0, "n1"), lost(12, 101.0, "n2")]
     for event in log:
         desk.telling.note(event)
     desk.work(102.0)
     desk.work(103.0)
-    assert heard == [[11, 12]] and desk.told == {"hook": 12}
+    assert desk.heard == [[11, 12]] and desk.told == {"hook": 12}
     log.append(lost(13, 104.0, "n3"))  # the controller dies before it is told
     desk.begin(log, last=13)
     desk.work(105.0)
-    assert heard == [[11, 12], [13]]
+    assert desk.heard == [[11, 12], [13]]
     desk.begin(log, last=13)
     desk.work(106.0)
-    assert heard == [[11, 12], [13]]
+    assert desk.heard == [[11, 12], [13]]
 
 
 def test_a_new_target_hears_of_nothing_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[int] = []
-    desk = Desk(monkeypatch, lambda message: heard.append(1))
+    desk = Desk(monkeypatch)
     desk.told.clear()
     desk.begin([lost(11, 100.0, "n1")], last=11)
     desk.work(200.0)
-    assert not heard and desk.told == {"hook": 11}
+    assert desk.told == {"hook": 11} and not desk.heard
+    desk.telling.note(lost(12, 201.0, "n2"))
+    desk.work(202.0)
+    assert desk.heard == [[12]]
 
 
-def test_a_target_that_fails_is_tried_again_later_and_later_and_misses_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    heard: list[list[int]] = []
-    fails = [True]
-
-    def deliver(message: Message) -> None:
-        if fails[0]:
-            raise NotTold("the server answered with status 503")
-        heard.append([one["id"] for one in message.data["notices"]])
-
-    desk = Desk(monkeypatch, deliver)
+def test_a_target_that_fails_is_tried_again_later_and_later_and_misses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(monkeypatch)
+    desk.fails = "the server answered with status 503"
     desk.telling.note(lost(11, 100.0, "n1"))
     desk.work(100.0)
     desk.work(100.0 + FIRST_RETRY - 1)
@@ -124,77 +127,62 @@ def test_a_target_that_fails_is_tried_again_later_and_later_and_misses_nothing(
     assert target.tries == 1
     desk.work(100.0 + FIRST_RETRY)
     assert target.tries == 2 and target.retry_from + target.retry_after == 100.0 + 3 * FIRST_RETRY
-    fails[0] = False
+    desk.fails = ""
     desk.telling.note(lost(12, 140.0, "n2"))
     desk.work(100.0 + 3 * FIRST_RETRY)
-    assert heard == [[11, 12]]
+    assert desk.heard == [[11, 12]]
 
 
 def test_notices_that_come_together_are_one_message_and_messages_are_bounded_by_the_hour(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    heard: list[int] = []
-    desk = Desk(
-        monkeypatch, lambda message: heard.append(len(message.data["notices"])), digest_seconds=10.0, most_per_hour=2
-    )
+    desk = Desk(monkeypatch, digest_seconds=10.0, most_per_hour=2)
     for number in range(40):
         desk.telling.note(lost(11 + number, 100.0 + number, f"n{number}"))
         desk.work(100.0 + number)
-    assert heard == [11, 11]
+    assert list(map(len, desk.heard)) == [11, 11]
     desk.work(3700.0 + 9)
-    assert heard == [11, 11]
+    assert list(map(len, desk.heard)) == [11, 11]
     desk.work(3700.0 + 10)
-    assert heard == [11, 11, 18]
-
-
-def heard_of(message: Message) -> list[int]:
-    return [one["id"] for one in message.data["notices"]]
+    assert list(map(len, desk.heard)) == [11, 11, 18]
 
 
 def test_what_needs_an_admin_waits_behind_no_healed_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[list[int]] = []
-    desk = Desk(monkeypatch, lambda message: heard.append(heard_of(message)), most_per_hour=2)
+    desk = Desk(monkeypatch, most_per_hour=2)
     for number in range(5):
         desk.telling.note(lost(11 + number, 100.0 + number, f"n{number}"))
         desk.work(100.0 + number)
-    assert heard == [[11], [12]], "the hour's messages are used up"
+    assert desk.heard == [[11], [12]], "the hour's messages are used up"
     desk.telling.note(Event(20, 110.0, "", 0, records.NeedsAdmin(key="slurm", reason="")))
     desk.work(110.0)
-    assert heard[2:] == [[13, 14, 15, 20]]
+    assert desk.heard[2:] == [[13, 14, 15, 20]]
     for number in range(2):
         desk.telling.note(Event(21 + number, 120.0, "", 0, records.NeedsAdmin(key=f"take {number}", reason="")))
         desk.work(121.0 + number)
-    assert len(heard) == 4, "this is bounded, too"
+    assert len(desk.heard) == 4, "this is bounded, too"
 
 
 def test_among_thousands_what_needs_an_admin_is_kept_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[list[int]] = []
-    desk = Desk(monkeypatch, lambda message: heard.append(heard_of(message)), digest_seconds=10.0)
+    desk = Desk(monkeypatch, digest_seconds=10.0)
     desk.telling.note(Event(1, 100.0, "", 0, records.NeedsAdmin(key="slurm", reason="")))
     for number in range(MOST_WAITING + 10):
         desk.telling.note(lost(2 + number, 100.0, f"n{number}"))
     desk.work(110.0)
-    assert len(heard) == 1 and 1 in heard[0] and len(heard[0]) < MOST_WAITING
+    (heard,) = desk.heard
+    assert 1 in heard and len(heard) < MOST_WAITING
 
 
 @pytest.mark.parametrize("back", [30.0, 6 * 3600.0])
 def test_a_clock_that_steps_back_silences_nobody(monkeypatch: pytest.MonkeyPatch, back: float) -> None:
-    heard: list[list[int]] = []
-    fails = [True]
-
-    def deliver(message: Message) -> None:
-        if fails.pop():
-            raise NotTold("it is away")
-        heard.append(heard_of(message))
-
-    desk = Desk(monkeypatch, deliver, digest_seconds=10.0, most_per_hour=1)
+    desk = Desk(monkeypatch, digest_seconds=10.0, most_per_hour=1)
+    desk.fails = "it is away"
     start = 100_000.0
     desk.telling.note(Event(1, start, "", 0, records.NeedsAdmin(key="slurm", reason="")))
     desk.work(start + 10.0)
-    fails.append(False)
+    desk.fails = ""
     desk.telling.note(Event(2, start - back, "", 0, records.NeedsAdmin(key="slurm", reason="")))
     desk.work(start + 10.0 - back)
-    assert heard == [[1, 2]]
+    assert desk.heard == [[1, 2]]
 
 
 def test_a_server_that_drips_is_given_up_and_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +230,14 @@ def test_a_server_that_drips_is_given_up_and_told_again(monkeypatch: pytest.Monk
 
 
 def test_what_is_a_day_old_is_not_told_and_kinds_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[int] = []
-    desk = Desk(monkeypatch, lambda message: heard.append(1), kinds=("admin",))
+    desk = Desk(monkeypatch, kinds=("admin",))
     desk.telling.note(lost(11, 100.0, "n1"))
-    desk.work(200.0)
     desk.telling.note(Event(12, 100.0, "", 0, records.NeedsAdmin(key="slurm", reason="Slurm does not answer")))
-    desk.work(100.0 + DAY)
-    assert not heard
+    desk.work(100.0 + DAY - 1)
+    assert desk.heard == [[12]], "no node is told of"
+    desk.telling.note(Event(13, 200.0, "", 0, records.NeedsAdmin(key="n3", reason="n3 is suspect")))
+    desk.work(200.0 + DAY)
+    assert desk.heard == [[12]] and desk.telling.targets["hook"].left_out == 1
 
 
 def test_a_hanging_hook_delays_no_turn_of_the_loop(tmp_path: Path) -> None:

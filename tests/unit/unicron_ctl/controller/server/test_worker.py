@@ -313,7 +313,7 @@ def test_who_may_not_act_changes_nothing_in_slurm() -> None:
     bench = Bench()
     bench.slurm, bench.core = slurm, core
     bench.worker = Worker(slurm, 0.5, tenure)  # type: ignore[arg-type]
-    tenure.renewed(clock[0])
+    tenure.note_renewal(clock[0])
     bench.submit(act("hold", 1))
     assert bench.heard(2)[0][1] == ""
     clock[0] += 2.6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,12 @@ import msgspec
 import pytest
 from rich.text import Text
 
+from tests.support.listings import fits, on_a_terminal, printed
 from unicron_ctl.cli import top
 from unicron_ctl.shared.commands import status_tables, trouble
 from unicron_ctl.shared.protocol.answer_schema import Attention, Explanation, Failure, Job, JobBase, Node, Status
 from unicron_ctl.shared.slurm.host_lists import hosts
-from unicron_ctl.shared.system import columns
-from unicron_ctl.shared.system.columns import WIDTH, Listing, lines_of, show
+from unicron_ctl.shared.system.columns import Listing, lines_of, show
 
 FAILURE: dict[str, Any] = dict.fromkeys(Failure.__struct_fields__) | {
     "id": 1,
@@ -130,15 +129,6 @@ DATA: dict[str, Any] = {
 STATUS = msgspec.convert(DATA, Status)
 
 
-def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return capsys.readouterr().out.splitlines()
-
-
-def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns_: int = WIDTH) -> None:
-    monkeypatch.setattr(columns.sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", str(columns_))
-
-
 def large() -> Status:
     """2,048 nodes, four out of service, two of them suspects; sixty jobs with long names."""
     names = [f"gpu-a-{n:04d}" for n in range(2048)]
@@ -191,16 +181,6 @@ TABLES: dict[str, Callable[[], list[Listing | Text]]] = {
 }
 
 
-def read_back(listing: Listing, lines: list[str]) -> dict[str, str]:
-    """Column -> all that is in it, without spaces, as it stands below its heading."""
-    shown = lines[0].split()
-    at = [re.search(rf"(?<!\S){re.escape(word)}(?!\S)", lines[0]).start() for word in shown]  # type: ignore[union-attr]
-    body = lines[1 : len(lines) - sum(len(columns.wrapped(Text(str(note)), WIDTH)) for note in listing.notes)]
-    body = [line for line in body if not line.startswith("(a wider terminal")]
-    spans = dict(zip(shown, zip(at, [*at[1:], None], strict=True), strict=True))
-    return {word: "".join("".join(line[slice(*span)].split()) for line in body) for word, span in spans.items()}
-
-
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_fits_80_columns_and_nothing_that_matters_is_cut(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -209,27 +189,6 @@ def test_every_table_fits_80_columns_and_nothing_that_matters_is_cut(
     parts = TABLES[name]()
     show(parts)
     fits(parts, printed(capsys))
-
-
-def fits(parts: list[Listing | Text], lines: list[str]) -> None:
-    """A terminal of 80 columns shows all of these parts in these lines."""
-    assert max(map(len, lines)) <= WIDTH == 80
-    said = "".join("".join(lines).split())
-    for part in parts:
-        if not isinstance(part, Listing):
-            assert "".join(str(part).split()) in said
-            continue
-        for note in part.notes:
-            assert "".join(str(note).split()) in said
-        seen = read_back(part, part.lines(WIDTH))
-        for place, heading in enumerate(part.headings):
-            whole = "".join("".join(columns.plain(row[place]).split()) for row in part.rows)
-            if heading.upper() in seen and heading != "name":
-                assert seen[heading.upper()] == whole, heading
-            else:
-                assert heading in ("name", "loss", "weight", "WAF", "gen", "s/iter", "by", "kept", "twice", "us"), (
-                    heading
-                )
 
 
 def test_what_needs_an_admin_is_first_and_always_there(
@@ -323,7 +282,7 @@ def test_how_much_is_wrong_with_a_node(change: dict[str, Any], trouble_of: int) 
 
 def test_a_name_is_not_taken_for_a_part_of_another() -> None:
     said = "n1 hears n12, x-n1, n1-ib and n1.site no more: test n1,n12 (n1)"
-    assert trouble.named(trouble.nameless(said, "n1"), ["n1", "n2"]) == (
+    assert trouble.with_names(trouble.nameless(said, "n1"), ["n1", "n2"]) == (
         "n[1-2] hears n12, x-n1, n1-ib and n[1-2].site no more: test n[1-2],n12 (n[1-2])"
     )
 

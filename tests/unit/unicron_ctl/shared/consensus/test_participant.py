@@ -7,15 +7,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.unit.unicron_ctl.shared.consensus.test_tables import ME, company, plan, promise, share
+from tests.support.consensus import ME, company, plan, promise, share
 from unicron_ctl.shared.consensus.acceptor import AcceptorState
-from unicron_ctl.shared.consensus.controller_silence import ASK_SECONDS, AWAY_SECONDS, TELL_SECONDS
-from unicron_ctl.shared.consensus.participant import REPEAT_SECONDS, TICK_SECONDS, Participant
+from unicron_ctl.shared.consensus.participant import (
+    ASK_SECONDS,
+    AWAY_SECONDS,
+    REPEAT_SECONDS,
+    TELL_SECONDS,
+    TICK_SECONDS,
+    Participant,
+)
 from unicron_ctl.shared.consensus.proposals import make_proposal, proposal_for
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 from unicron_ctl.shared.protocol.peer_messages import (
     Accept,
-    Accepted,
+    Acceptance,
     Ballot,
     Halt,
     Learn,
@@ -171,7 +177,7 @@ def test_a_vote_that_was_given_up_answers_nobody_until_a_plan_is_learned():
         one = participant()
         one.cede_votes(ceded)
         assert [type(answer) for answer in heard(one, prepare())] == answers and one.over == ceded
-        assert [type(answer) for answer in heard(one, accept(proposed()))] == (answers and [Accepted])
+        assert [type(answer) for answer in heard(one, accept(proposed()))] == (answers and [Acceptance])
     heard(one, learn(proposed()))
     assert [type(answer) for answer in heard(one, prepare((2, 2)))] == [Learn]
 
@@ -180,7 +186,7 @@ def test_what_it_accepts_it_tells_the_controller_as_not_chosen_yet():
     one = promising()
     assert not one.status_due
     (answer,) = heard(one, accept(proposed()))
-    assert isinstance(answer, Accepted) and answer.ballot == BALLOT and one.status_due
+    assert isinstance(answer, Acceptance) and answer.ballot == BALLOT and one.status_due
     assert one.agreed is not None and not one.agreed.chosen
     one.status_due = False
     (answer,) = heard(one, accept(proposed(ballot=(0, 2))))
@@ -202,17 +208,17 @@ def test_a_plan_that_is_learned_is_followed_once():
     one = promising()
     (answer,) = heard(one, learn(proposed()))
     over, following = one.orders
-    assert isinstance(answer, Accepted) and answer.ballot == BALLOT and one.status_due
+    assert isinstance(answer, Acceptance) and answer.ballot == BALLOT and one.status_due
     assert isinstance(over, wire.Break) and over.generation == 1 and over.lost == [2]
     assert isinstance(following, wire.Plan) and following.generation == 2
     assert one.agreed is not None and one.agreed.chosen and one.agreed.lost[0].slot == 2
-    assert [type(sent) for sent in heard(one, learn(proposed()))] == [Accepted] and len(one.orders) == 2
+    assert [type(sent) for sent in heard(one, learn(proposed()))] == [Acceptance] and len(one.orders) == 2
 
 
 def test_a_plan_is_not_followed_where_the_controller_has_sent_the_ranks_elsewhere():
     one = promising()
     one.on_break(wire.Break(generation=2, lost=[], reason="r"))
-    assert [type(sent) for sent in heard(one, learn(proposed()))] == [Accepted] and not one.orders and not one.agreed
+    assert [type(sent) for sent in heard(one, learn(proposed()))] == [Acceptance] and not one.orders and not one.agreed
     heard(one, learn(proposed(number=3)))
     assert len(one.orders) == 2
     one = promising()
@@ -230,7 +236,7 @@ def test_an_agent_that_is_behind_is_told_what_was_chosen():
     for learned, message, answers in (
         (whole, prepare((2, 2)), [Learn]),
         (part, prepare((2, 2)), [Promise]),
-        (part, accept(whole), [Accepted]),
+        (part, accept(whole), [Acceptance]),
         (part, accept(other), [Nack]),
         (part, Halt(generation=1, element=1, ballot=BALLOT, broken=1, reason="r"), []),
     ):
@@ -316,7 +322,7 @@ def test_an_agent_that_is_no_proposer_answers_no_request():
     assert all(instance.proposer is None for instance in one._instances.values())
     for message in (
         promise(0),
-        Accepted(generation=1, element=0, ballot=(1, 0)),
+        Acceptance(generation=1, element=0, ballot=(1, 0)),
         Nack(generation=1, element=0, ballot=(9, 0)),
     ):
         one.on_message(message, 1.0)

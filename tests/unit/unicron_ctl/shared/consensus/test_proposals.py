@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tests.unit.unicron_ctl.shared.consensus.test_tables import company, plan, promise
+from tests.support.consensus import company, plan, promise
 from unicron_ctl.shared.consensus.proposals import (
     PROPOSERS,
     Membership,

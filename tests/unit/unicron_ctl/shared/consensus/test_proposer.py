@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tests.unit.unicron_ctl.shared.consensus.test_tables import ME, company, pairs, promise
+from tests.support.consensus import ME, company, pairs, promise
 from unicron_ctl.shared.consensus.proposals import Membership, make_proposal, proposal_for
 from unicron_ctl.shared.consensus.proposer import (
     BALLOT_SECONDS,
@@ -270,7 +270,7 @@ def test_a_new_ballot_knows_nothing_of_the_lost_of_the_one_before():
 # ---------------------------------------------------------------- accepting and teaching
 def accepted(one: Proposer, *elements: int, at: float = 1.0, ballot: tuple[int, int] | None = None) -> None:
     for element in elements:
-        one.on_accepted(peer_messages.Accepted(generation=1, element=element, ballot=ballot or one._ballot), at)
+        one.on_accepted(peer_messages.Acceptance(generation=1, element=element, ballot=ballot or one._ballot), at)
 
 
 def test_what_a_quorum_accepts_is_chosen_and_taught_until_all_know_it():

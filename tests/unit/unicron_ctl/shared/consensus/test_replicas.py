@@ -109,7 +109,7 @@ def broken_generations(draw):
     size = draw(st.sampled_from([1, 2, 3, 4]))
     count = draw(st.integers(1, 4))
     places = [draw(st.permutations(range(count))) for _ in range(size)]
-    former = layout.arranged([[places[p][d] * size + p for p in range(size)] for d in range(count)])
+    former = layout.arrange([[places[p][d] * size + p for p in range(size)] for d in range(count)])
     top, stepped = draw(st.integers(1, 9)), draw(st.booleans())
     reports = {}
     for number, replica in enumerate(layout.replicas(former, size)):

@@ -5,46 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tests.support.consensus import ME, company, pairs, plan, promise, share
 from unicron_ctl.shared.consensus import acceptor, proposer
-from unicron_ctl.shared.consensus.controller_silence import ASK_SECONDS, ControllerSilence
-from unicron_ctl.shared.consensus.participant import Participant
+from unicron_ctl.shared.consensus.participant import ASK_SECONDS, ControllerSilence, Participant
 from unicron_ctl.shared.consensus.proposals import (
     PROPOSERS,
-    Membership,
     has_stopped,
     is_whole,
     make_proposal,
     proposal_for,
-    proposers_of,
 )
-from unicron_ctl.shared.protocol import peer_messages, shared_plans, structs, wire
-
-ME = structs.Peer(0, "agent0", "n0:1", "key0")
-
-
-def plan(generation: int, members: list[int], prefix: str = "", **more) -> wire.Plan:
-    name = prefix or f"7.g{generation}"
-    return wire.Plan(generation=generation, members=members, store="n0:4000", prefix=name, **more)
-
-
-def share(made: wire.Plan, count: int = 3) -> wire.PlanShare:
-    """As the agent of element 0 is sent it, one of its leaders."""
-    everybody = [structs.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)]
-    encoded = shared_plans.share(made, shared_plans.common(made, everybody), [0], everybody)
-    return wire.decode(wire.encode(encoded), wire.ToAgent)
-
-
-def promise(element: int, **ranks) -> peer_messages.Promise:
-    status = structs.RankStatus(**{"state": "stopped", "broken": 1, "micro_batches": 6} | ranks)
-    return peer_messages.Promise(
-        generation=1, element=element, ballot=(1, 0), store=f"n{element}:4000", ranks={element: status}
-    )
-
-
-def company(count: int) -> Membership:
-    everybody = {e: structs.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)}
-    made = plan(1, list(range(count)))
-    return Membership(made, everybody, proposers_of(made, everybody.get, 1), 1)
+from unicron_ctl.shared.protocol import peer_messages, shared_plans, structs
 
 
 def test_the_acceptor_knows_what_to_do_in_every_state():
@@ -189,13 +160,6 @@ def test_a_leader_halts_all_again_when_it_hears_of_a_later_generation():
     one.on_promise(msgspec.structs.replace(promise(3), seen=2), 1.2)
     assert [(element, message.broken) for element, message in one.outbox] == [(0, 2), (1, 2), (2, 2), (3, 2)]
     assert one.state is proposer.ProposerState.HALTING, "who has stopped for the first one only is waited for"
-
-
-def pairs(count: int) -> Membership:
-    """A job with one rank a node and two a replica."""
-    everybody = {e: structs.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)}
-    made = plan(1, list(range(count)), replica=2)
-    return Membership(made, everybody, proposers_of(made, everybody.get, 1), 1)
 
 
 def test_agents_go_on_by_replicas_and_leave_the_rest_as_standbys():

@@ -31,11 +31,11 @@ KNOWN: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("FailureDetected", "severity"): st.integers(1, 3),
     ("ActionFailed", "severity"): st.integers(1, 3),
     ("ActionFailed", "state"): st.sampled_from([state.value for state in escalation_table.State]),
-    ("Escalated", "severity"): st.integers(1, 3),
-    ("Escalated", "state"): st.sampled_from([state.value for state in escalation_table.State]),
-    ("Escalated", "event"): st.sampled_from([event.value for event in escalation_table.Event]),
+    ("EscalationFacts", "severity"): st.integers(1, 3),
+    ("EscalationFacts", "state"): st.sampled_from([state.value for state in escalation_table.State]),
+    ("EscalationFacts", "event"): st.sampled_from([event.value for event in escalation_table.Event]),
     ("FailureDetected", "slots"): st.lists(SLOTS, min_size=1, max_size=3),
-    ("Lost", "slot"): SLOTS,
+    ("LostProcess", "slot"): SLOTS,
 }
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 

@@ -1,4 +1,4 @@
-"""What acting would have saved, by the log."""
+"""The savings that acting would have brought, by the log."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.world import FakeSlurm, World
-from unicron_ctl.controller.api import observed_savings
+from unicron_ctl.controller.api import answers
 from unicron_ctl.shared.log import records, savings
 from unicron_ctl.shared.log.records import Event
-from unicron_ctl.shared.log.savings import saved
+from unicron_ctl.shared.log.savings import observed_week
 from unicron_ctl.shared.log.store import Store
 
 HOUR = 3600.0
@@ -22,22 +22,22 @@ def _events(*told: tuple[float, str, records.Record]) -> list[Event]:
     return [Event(number, hour * HOUR, job, 1, record) for number, (hour, job, record) in enumerate(told, start=1)]
 
 
-def _plan(nodes: int) -> records.Observed:
-    return records.Observed(would=f"give it {nodes}", action="plan", nodes=nodes)
+def _plan(nodes: int) -> records.ActionObserved:
+    return records.ActionObserved(would=f"give it {nodes}", action="plan", nodes=nodes)
 
 
 STORY = (
     (0.0, "1", _plan(4)),
-    (1.0, "1", records.Entered(members=[0, 1, 2, 3, 4, 5, 6, 7])),  # four nodes
-    (3.0, "1", records.Observed(would="down n2", action="down", node="n2")),
-    (3.0, "1", records.Entered(members=[0, 1, 4, 5, 6, 7])),  # one is lost
-    (4.0, "1", records.Observed(would="pin 1_1 to n5", action="pin", node="n5", element=1)),
+    (1.0, "1", records.GenerationEntered(members=[0, 1, 2, 3, 4, 5, 6, 7])),  # four nodes
+    (3.0, "1", records.ActionObserved(would="down n2", action="down", node="n2")),
+    (3.0, "1", records.GenerationEntered(members=[0, 1, 4, 5, 6, 7])),  # one is lost
+    (4.0, "1", records.ActionObserved(would="pin 1_1 to n5", action="pin", node="n5", element=1)),
     (13.0, "1", records.JobEnded(code=0)),
 )
 
 
 def test_the_nodes_that_a_job_lacked_are_summed_up() -> None:
-    week = saved(_events(*STORY), 0.0, 20 * HOUR, {"1": 2})
+    week = observed_week(_events(*STORY), 0.0, 20 * HOUR, {"1": 2})
     assert week.node_hours == pytest.approx(10.0) and week.calls == {"down": 1, "pin": 1}
     assert week.reason == (
         "in 0.8 days of observing, acting would have given jobs up to 10.0 more node-hours "
@@ -46,16 +46,16 @@ def test_the_nodes_that_a_job_lacked_are_summed_up() -> None:
 
 
 def test_nothing_is_lacking_where_nothing_was_planned() -> None:
-    week = saved(_events((0.0, "1", records.Entered(members=[0]))), 0.0, HOUR, {})
+    week = observed_week(_events((0.0, "1", records.GenerationEntered(members=[0]))), 0.0, HOUR, {})
     assert week.node_hours == 0.0 and "not made: none" in week.reason
 
 
 @given(st.floats(0.0, 20.0))
 def test_two_sums_one_after_the_other_are_as_much_as_one(cut: float) -> None:
     events = _events(*STORY)
-    whole = saved(events, 0.0, 20 * HOUR, {"1": 2})
-    first = saved([e for e in events if e.time <= cut * HOUR], 0.0, cut * HOUR, {"1": 2})
-    rest = saved([e for e in events if e.time > cut * HOUR], cut * HOUR, 20 * HOUR, {"1": 2}, first)
+    whole = observed_week(events, 0.0, 20 * HOUR, {"1": 2})
+    first = observed_week([e for e in events if e.time <= cut * HOUR], 0.0, cut * HOUR, {"1": 2})
+    rest = observed_week([e for e in events if e.time > cut * HOUR], cut * HOUR, 20 * HOUR, {"1": 2}, first)
     assert first.node_hours + rest.node_hours == pytest.approx(whole.node_hours)
 
 
@@ -72,9 +72,9 @@ def test_a_job_that_is_only_observed_is_summed_up_in_status(tmp_path: Path) -> N
     store = Store(tmp_path / "events.sqlite")
     store.append(world.log)
     world.core.now = world.now + 2 * HOUR
-    (line,) = observed_savings.observed_lines(world.core, store)
+    (line,) = answers.observed_lines(world.core, store)
     assert "up to 2.0 more node-hours" in line and "1 down" in line
-    week = observed_savings.observed_since(world.core, store)
+    week = answers.observed_since(world.core, store)
     assert week is not None
     world.core.append("", 0, week)
     assert world.core.state.observed_week == week and world.core.state.observed_since == world.core.now
@@ -85,14 +85,14 @@ def test_a_job_that_is_only_observed_is_summed_up_in_status(tmp_path: Path) -> N
 def test_a_short_pause_in_which_nothing_was_left_undone_is_no_line(tmp_path: Path) -> None:
     world = World()
     world.core.append(
-        "1", 0, records.Observed(would="give 2 nodes to job 1", action=savings.PLAN, nodes=2, reason="a test")
+        "1", 0, records.ActionObserved(would="give 2 nodes to job 1", action=savings.PLAN, nodes=2, reason="a test")
     )
     store = Store(tmp_path / "events.sqlite")
     store.append(world.core.events)
     world.core.now = world.core.state.observed_since + 10.0
-    assert observed_savings.observed_lines(world.core, store) == []
+    assert answers.observed_lines(world.core, store) == []
     world.core.now += 2 * HOUR
-    assert len(observed_savings.observed_lines(world.core, store)) == 1
+    assert len(answers.observed_lines(world.core, store)) == 1
     store.close()
 
 
@@ -101,16 +101,16 @@ def test_a_weekly_sum_that_fails_ends_nothing_and_is_tried_again_later(
 ) -> None:
     """Defect: whatever it raised ended the controller, at the next start as well."""
     world = World()
-    world.core.append("1", 0, records.Observed(would="down n1", action="down", reason="a test"))
+    world.core.append("1", 0, records.ActionObserved(would="down n1", action="down", reason="a test"))
     store = Store(tmp_path / "events.sqlite")
     store.append(world.core.events)
-    monkeypatch.setattr(savings, "saved", lambda *given: 1 / 0)
-    weekly, then = observed_savings.WeeklySum(world.core, store), world.now + savings.WEEK_SECONDS
+    monkeypatch.setattr(savings, "observed_week", lambda *given: 1 / 0)
+    weekly, then = answers.WeeklySum(world.core, store), world.now + savings.WEEK_SECONDS
     assert not weekly.is_due(world.now + 1.0) and weekly.is_due(then)
     weekly.record_sum(then)
     assert not weekly.is_due(then + 1.0) and world.core.state.observed_since
     monkeypatch.undo()
-    assert weekly.is_due(then + observed_savings.SUM_AGAIN)
-    weekly.record_sum(then + observed_savings.SUM_AGAIN)
+    assert weekly.is_due(then + answers.SUM_AGAIN)
+    weekly.record_sum(then + answers.SUM_AGAIN)
     assert isinstance(world.core.events[-1].record, records.ObservedWeek) and not world.core.state.observed_since
     store.close()

@@ -23,7 +23,7 @@ from unicron_ctl.controller.model.fold import fold, replay
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.log.state_copies import BESIDE, MOST_DAMAGED, backup, replace_damaged, restore
-from unicron_ctl.shared.log.store import Damaged, Holder, Store
+from unicron_ctl.shared.log.store import Holder, LogDamaged, Store
 from unicron_ctl.shared.log.term import LOG_FILE, RESTORING, claim
 from unicron_ctl.shared.protocol.encryption import SECRET_FILE, make_key
 from unicron_ctl.shared.system.errors import UserError
@@ -32,7 +32,7 @@ OTHER = 65534  # a user who is not root
 
 
 def events(first: int, last: int) -> list[Event]:
-    return [Event(number, 1000.0 + number, "1", 0, records.Steady(reason="")) for number in range(first, last + 1)]
+    return [Event(number, 1000.0 + number, "1", 0, records.WorldProved(reason="")) for number in range(first, last + 1)]
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_what_was_under_way_at_the_backup_is_asked_of_nobody(tmp_path: Path) -> 
     ]
     for number, (job, _, record) in enumerate(asked, 1):
         fold(state, Event(number, 1000.0, job, 0, record))
-    fold(state, Event(9, 2000.0, "", 0, records.Restored(taken=1000.0)))
+    fold(state, Event(9, 2000.0, "", 0, records.LogRestored(taken=1000.0)))
     assert not state.intents and state.paused == {"": 0.0}
     assert state.out_of_service == {"n2"} and not state.node("n1").downed and state.node("n2").downed
 
@@ -331,18 +331,18 @@ def harm(log: Path, what: str) -> bytes:
 def test_a_damaged_log_is_kept_and_a_new_one_begins(tmp_path: Path, what: str) -> None:
     store = Store(tmp_path / LOG_FILE, shared=True)
     store.begin_term(Holder(7_000_000_000, "before"), Holder())
-    store.append([Event(n, 1e9 + n, "1", 1, records.Steady(reason="x" * 200)) for n in range(1, 400)])
+    store.append([Event(n, 1e9 + n, "1", 1, records.WorldProved(reason="x" * 200)) for n in range(1, 400)])
     store.close()
     (tmp_path / SECRET_FILE).write_text("the key")
     damaged = harm(tmp_path / LOG_FILE, what)
-    with pytest.raises(Damaged) as found:
+    with pytest.raises(LogDamaged) as found:
         broken = Store(tmp_path / LOG_FILE)
         list(broken.replay())
     kept = replace_damaged(tmp_path, found.value.why)
     assert (kept / LOG_FILE).read_bytes()[200:] == damaged[200:] and (tmp_path / SECRET_FILE).read_text() == "the key"
     fresh = claim(tmp_path, False)
     (told,) = fresh.store.replay()
-    assert told.id >= 400 and isinstance(told.record, records.Restored) and kept.name in told.record.reason
+    assert told.id >= 400 and isinstance(told.record, records.LogRestored) and kept.name in told.record.reason
     assert what != "a page" or fresh.store.term > 7_000_000_000, "where it can be read"
     with pytest.raises(UserError, match="runs on this state folder"):
         replace_damaged(tmp_path, "x")

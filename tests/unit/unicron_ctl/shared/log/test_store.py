@@ -12,7 +12,7 @@ import pytest
 from unicron_ctl.controller.core.state_snapshot import read_state
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event, Record
-from unicron_ctl.shared.log.store import TAIL_BYTES, TAIL_ROWS, Store, StoreError, Wanted
+from unicron_ctl.shared.log.store import TAIL_BYTES, TAIL_ROWS, EventFilter, Store, StoreError
 from unicron_ctl.shared.log.thinning import KEPT_FIRST, KEPT_LAST
 
 STEP = records.Step(
@@ -21,17 +21,17 @@ STEP = records.Step(
 
 
 def event(number: int, record: Record | None = None, job: str = "1") -> Event:
-    return Event(number, 1000.0 + number, job, 0, record or records.Steady(reason="ü"))
+    return Event(number, 1000.0 + number, job, 0, record or records.WorldProved(reason="ü"))
 
 
 def test_what_was_appended_is_there_after_a_crash(tmp_path: Path) -> None:
     store = Store(tmp_path / "events.sqlite")
-    written = [event(1, records.Allotted(elements=[0, 2], leaving=[], reason="ü")), event(2, job="2")]
+    written = [event(1, records.ElementsAllotted(elements=[0, 2], leaving=[], reason="ü")), event(2, job="2")]
     store.append(written)
     again = Store(tmp_path / "events.sqlite")  # the first one is not closed: its process was killed
     assert list(again.replay()) == written
     assert [e.id for e in again.tail(after=1).events] == [2] and [
-        e.id for e in again.tail(wanted=Wanted(jobs=["1"])).events
+        e.id for e in again.tail(wanted=EventFilter(jobs=["1"])).events
     ] == [1]
 
 
@@ -55,7 +55,7 @@ def test_events_of_a_kind_are_found_without_reading_the_others(tmp_path: Path) -
     store, work = Store(tmp_path / "events.sqlite"), list[int]()
     store.append([event(n) for n in range(1, 20_001)] + [event(20_001, records.JobEnded(code=0))])
     store._db.set_progress_handler(lambda: work.append(1), 100)  # called once for so many steps of SQLite's machine
-    assert [e.id for e in store.of_kinds((records.JobEnded, records.Observed))] == [20_001]
+    assert [e.id for e in store.of_kinds((records.JobEnded, records.ActionObserved))] == [20_001]
     assert len(work) < 10
 
 
@@ -94,7 +94,7 @@ def test_the_log_of_another_release_is_refused_with_what_to_do(tmp_path: Path, v
 
 def test_the_log_does_without_the_steps_of_an_undisturbed_run(tmp_path: Path) -> None:
     store = Store(tmp_path / "events.sqlite")
-    broken, entered = records.Break(number=1, lost=[]), records.Entered(members=2)
+    broken, entered = records.Break(number=1, lost=[]), records.GenerationEntered(members=2)
     story = [entered, *[STEP] * 100, broken, *[STEP] * 5, None, *[STEP] * 5]
     store.append([event(number, record, "1" if record else "2") for number, record in enumerate(story, 1)])
     assert store.thin() == 100 - KEPT_FIRST - KEPT_LAST
@@ -141,15 +141,15 @@ def test_a_state_that_others_may_have_written_is_not_run_and_said(tmp_path: Path
 def test_what_one_answer_loads_is_bounded(tmp_path: Path) -> None:
     """Defect: 5,000 plans of a large job are some GB."""
     store = Store(tmp_path / "events.sqlite")
-    large = records.Steady(reason="x" * (TAIL_BYTES // 4))
+    large = records.WorldProved(reason="x" * (TAIL_BYTES // 4))
     store.append([event(n, large, str(n % 3)) for n in range(1, 41)])
     found = store.tail(limit=5000)
     assert [e.id for e in found.events] == [38, 39, 40] and found.cut
-    later = store.tail(after=10, limit=5000, wanted=Wanted(jobs=["0", "1"]))
+    later = store.tail(after=10, limit=5000, wanted=EventFilter(jobs=["0", "1"]))
     assert [e.id for e in later.events] == [12, 13, 15] and later.cut
     assert store.tail(after=38) == ([event(39, large, "0"), event(40, large, "1")], None)
-    assert store.tail(wanted=Wanted(jobs=[])) == ([], None)
-    store.append([event(41, records.Steady(reason="x" * TAIL_BYTES))])
+    assert store.tail(wanted=EventFilter(jobs=[])) == ([], None)
+    store.append([event(41, records.WorldProved(reason="x" * TAIL_BYTES))])
     (huge,) = store.tail(limit=1).events
     assert isinstance(huge.record, records.Unreadable) and "2.1 MB is too large" in huge.record.reason
 
@@ -165,11 +165,11 @@ def test_what_one_answer_looks_at_is_bounded(
     last = 3 * rows
     store.append([event(1), *(event(n, STEP) for n in range(2, last)), event(last)])
     store._db.set_progress_handler(lambda: work.append(1), rows)  # called once for so many steps of SQLite
-    newest = store.tail(wanted=Wanted(jobs=jobs, without=["step"]))
+    newest = store.tail(wanted=EventFilter(jobs=jobs, without=["step"]))
     assert [e.id for e in newest.events] == [last] and newest.cut == (last - rows + 1, 1000.0 + newest.cut[0])
     assert len(work) < 20
     after = 1
-    while (piece := store.tail(after, wanted=Wanted(jobs=jobs, without=["step"]))).cut:
+    while (piece := store.tail(after, wanted=EventFilter(jobs=jobs, without=["step"]))).cut:
         assert not piece.events and piece.cut[0] == after + rows
         after = piece.cut[0]
     assert [e.id for e in piece.events] == [last]

@@ -13,8 +13,8 @@ import pytest
 
 from unicron_ctl.shared.log import records, term
 from unicron_ctl.shared.log.records import Event
-from unicron_ctl.shared.log.store import Fenced, Holder, Store, peek
-from unicron_ctl.shared.log.term import LEASE_SECONDS, STANDS_STILL, Claim, Held, Renewal, Tenure, Watch, claim
+from unicron_ctl.shared.log.store import Holder, LogTakenOver, Store, peek
+from unicron_ctl.shared.log.term import LEASE_SECONDS, STANDS_STILL, Claim, FolderHeld, Renewal, Tenure, Watch, claim
 from unicron_ctl.shared.system.errors import UserError
 
 
@@ -27,15 +27,15 @@ class Clock:
 
 
 def event(number: int) -> Event:
-    return Event(number, 1000.0 + number, "1", 0, records.Steady(reason=""))
+    return Event(number, 1000.0 + number, "1", 0, records.WorldProved(reason=""))
 
 
 def frozen(first: Claim, watch: Watch, clock: Clock, folder: Path) -> Claim:
     """The claim of a standby after the holder of `first` has done nothing for a lease and a fifth."""
-    with pytest.raises(Held):
+    with pytest.raises(FolderHeld):
         claim(folder, True, watch)
     clock.now += LEASE_SECONDS * STANDS_STILL - 0.1
-    with pytest.raises(Held):
+    with pytest.raises(FolderHeld):
         claim(folder, True, watch)
     clock.now += 0.2
     return claim(folder, True, watch)
@@ -44,7 +44,7 @@ def frozen(first: Claim, watch: Watch, clock: Clock, folder: Path) -> Claim:
 def test_two_on_one_state_folder(tmp_path: Path) -> None:
     first = claim(tmp_path / "state", False)
     for leased in (False, True):
-        with pytest.raises(Held, match="another unicrond runs on this state folder"):
+        with pytest.raises(FolderHeld, match="another unicrond runs on this state folder"):
             claim(tmp_path / "state", leased)
     first.close()
     second = claim(tmp_path / "state", False)
@@ -75,7 +75,7 @@ def test_a_controller_without_a_lease_is_never_taken_over_while_it_lives(tmp_pat
     watch, first = Watch(clock), claim(tmp_path, False)
     for _ in range(3):
         clock.now += 1000.0
-        with pytest.raises(Held):
+        with pytest.raises(FolderHeld):
             claim(tmp_path, True, watch)
     first.close()
     claim(tmp_path, True, watch).close()
@@ -93,7 +93,7 @@ def test_a_frozen_controller_is_taken_over_and_can_write_nothing_more(tmp_path: 
         lambda: first.store.renew(),
         lambda: first.store.begin_term(Holder(first.store.term + 1), Holder(first.store.term)),
     ):
-        with pytest.raises(Fenced):
+        with pytest.raises(LogTakenOver):
             write()
     second.store.append([event(2)])
     assert [e.id for e in second.store.replay()] == [1, 2] and second.store.states() == []
@@ -107,7 +107,7 @@ def test_a_lease_that_is_renewed_is_not_over(tmp_path: Path) -> None:
     for _ in range(5):
         clock.now += LEASE_SECONDS
         first.store.renew()
-        with pytest.raises(Held):
+        with pytest.raises(FolderHeld):
             claim(tmp_path, True, watch)
     first.close()
 
@@ -118,7 +118,7 @@ def test_the_end_of_a_frozen_controller_frees_nothing_of_the_next_ones(tmp_path:
     first = claim(tmp_path, True)
     second = frozen(first, Watch(clock), clock, tmp_path)
     first.close()
-    with pytest.raises(Held):
+    with pytest.raises(FolderHeld):
         claim(tmp_path, True)
     second.store.append([event(1)])
     second.close()
@@ -129,7 +129,7 @@ def test_a_log_that_was_exchanged_under_a_living_controller_is_not_begun(tmp_pat
     for file in tmp_path.glob("events.sqlite*"):
         file.rename(tmp_path / f"old-{file.name}")
     for leased in (False, True):
-        with pytest.raises(Held):
+        with pytest.raises(FolderHeld):
             claim(tmp_path, leased)
     first.close()
     claim(tmp_path, False).close()
@@ -144,7 +144,7 @@ def test_a_controller_with_a_higher_term_than_its_log_says_is_not_disturbed(tmp_
     (tmp_path / "old").write_bytes(older)
     (tmp_path / "old").rename(tmp_path / term.LOG_FILE)
     for _ in range(2):
-        with pytest.raises(Held):
+        with pytest.raises(FolderHeld):
             claim(tmp_path, leased)
     first.close()
     found = claim(tmp_path, leased)
@@ -165,7 +165,7 @@ def test_of_two_that_claim_at_once_one_gets_it(tmp_path: Path, monkeypatch: pyte
         return found
 
     monkeypatch.setattr(term, "held_terms", looked)
-    with pytest.raises(Held):
+    with pytest.raises(FolderHeld):
         claim(tmp_path, True)
     others[0].store.append([event(1)])
     others[0].close()
@@ -189,15 +189,15 @@ def test_the_right_to_act_ends_with_the_lease_and_comes_back_with_a_renewal() ->
     clock = Clock()
     tenure = Tenure(2.5, clock)
     assert not tenure.valid, "before the first renewal"
-    tenure.renewed(clock.now)
+    tenure.note_renewal(clock.now)
     clock.now += 2.4
     assert tenure.valid
     clock.now += 0.2
     assert not tenure.valid
-    tenure.renewed(clock.now)
+    tenure.note_renewal(clock.now)
     tenure.assure()
     tenure.end("taken over by n2")
-    with pytest.raises(Fenced, match="n2"):
+    with pytest.raises(LogTakenOver, match="n2"):
         tenure.assure()
     assert Tenure().valid
 
@@ -205,7 +205,7 @@ def test_the_right_to_act_ends_with_the_lease_and_comes_back_with_a_renewal() ->
 def test_who_cannot_renew_for_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(time, "sleep", lambda seconds: setattr(clock, "now", clock.now + 1.0))
-    with pytest.raises(Fenced, match="could not be written"):
+    with pytest.raises(LogTakenOver, match="could not be written"):
         Tenure(2.5, clock).assure()
 
 
@@ -224,7 +224,7 @@ def test_a_renewal_ends_the_right_to_act_when_another_has_the_log(
         other.execute("UPDATE term SET number = number + 1, holder = 'n2'")
     while tenure.valid and time.monotonic() < until:
         time.sleep(0.01)
-    with pytest.raises(Fenced, match="n2 has taken it over"):
+    with pytest.raises(LogTakenOver, match="n2 has taken it over"):
         tenure.assure()
     renewal.close()
     mine.close()

@@ -18,7 +18,7 @@ from unicron_ctl.shared.log.thinning import DAY, POLICIES
 from unicron_ctl.shared.protocol import wire
 
 LINE = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4242, name=python, Ch 00000010, intr 00000000. MMU Fault"
-STEADY = records.Steady(reason="it trains")
+STEADY = records.WorldProved(reason="it trains")
 
 
 def live(world: World, job: str) -> None:
@@ -102,7 +102,7 @@ def test_beyond_its_largest_size_the_oldest_go_and_the_disk_gets_the_room(
     monkeypatch.setattr(store, "LARGEST_BYTES", 4 << 20)
     monkeypatch.setattr(store, "FREE_BYTES", 1 << 20)
     log = Store(tmp_path / "events.sqlite")
-    large = records.Steady(reason="x" * 10_000)
+    large = records.WorldProved(reason="x" * 10_000)
     for first in range(1, 2001, 100):
         log.append([Event(n, 1e9, "1", 1, large) for n in range(first, first + 100)])
     for number in (1900, 2000):

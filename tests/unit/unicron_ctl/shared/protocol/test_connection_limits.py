@@ -14,7 +14,7 @@ from unicron_ctl.controller.model.quotas import (
     Quotas,
     cost,
 )
-from unicron_ctl.controller.server.question_queue import Question
+from unicron_ctl.controller.server.fair_queue import Question
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.connection_limits import KNOWN_SECONDS, ConnectionLimits
 from unicron_ctl.shared.protocol.wire import MAX_BYTES
@@ -24,51 +24,51 @@ from unicron_ctl.shared.system.throttle import NAMES, Throttle
 def test_strangers_go_first_and_agents_stay() -> None:
     doors = ConnectionLimits(most=4)
     for descriptor in range(4):
-        assert doors.came(descriptor, f"10.0.0.{descriptor}", 0.0) is None
-    doors.known(0, "key 0", 1.0)
-    doors.known(1, "key 1", 1.0)
-    assert doors.came(4, "10.0.0.9", 2.0) == 2, "the oldest stranger"
-    doors.left(2)
-    doors.known(3, "key 3", 2.0)
-    doors.known(4, "key 4", 2.0)
-    assert doors.came(5, "10.0.0.8", 3.0) == 5, "all others are agents"
+        assert doors.add(descriptor, f"10.0.0.{descriptor}", 0.0) is None
+    doors.mark_known(0, "key 0", 1.0)
+    doors.mark_known(1, "key 1", 1.0)
+    assert doors.add(4, "10.0.0.9", 2.0) == 2, "the oldest stranger"
+    doors.remove(2)
+    doors.mark_known(3, "key 3", 2.0)
+    doors.mark_known(4, "key 4", 2.0)
+    assert doors.add(5, "10.0.0.8", 3.0) == 5, "all others are agents"
 
 
 def test_one_address_has_its_share_and_agents_there_do_not_count() -> None:
     """Users of one node share its address: one who opens many connections puts nobody else's agent out."""
     doors = ConnectionLimits(most=10)
     for descriptor in range(5):
-        assert doors.came(descriptor, "10.0.0.1", 0.0) is None
-        doors.known(descriptor, f"key {descriptor}", 0.0)
+        assert doors.add(descriptor, "10.0.0.1", 0.0) is None
+        doors.mark_known(descriptor, f"key {descriptor}", 0.0)
     for descriptor in range(5, 8):
-        assert doors.came(descriptor, "10.0.0.1", 0.0) is None
-    assert doors.came(8, "10.0.0.2", 0.0) is doors.came(9, "10.0.0.2", 0.0) is None
-    assert doors.came(10, "10.0.0.3", 0.0) == 5, "the address that has the most strangers"
-    doors.left(5)
-    doors.left(8)
-    doors.left(9)
+        assert doors.add(descriptor, "10.0.0.1", 0.0) is None
+    assert doors.add(8, "10.0.0.2", 0.0) is doors.add(9, "10.0.0.2", 0.0) is None
+    assert doors.add(10, "10.0.0.3", 0.0) == 5, "the address that has the most strangers"
+    doors.remove(5)
+    doors.remove(8)
+    doors.remove(9)
     for descriptor in range(11, 13):
-        doors.came(descriptor, "10.0.0.1", 0.0)
-    assert len(doors.agents) == 5 and doors.came(13, "10.0.0.1", 0.0) == 6
+        doors.add(descriptor, "10.0.0.1", 0.0)
+    assert len(doors.agents) == 5 and doors.add(13, "10.0.0.1", 0.0) == 6
 
 
 def test_a_key_has_one_known_connection() -> None:
     """Whoever has registered once may not fill the doors with that key."""
     doors = ConnectionLimits(most=4)
     for descriptor in range(4):
-        doors.came(descriptor, "10.0.0.1" if descriptor % 2 else "10.0.0.2", 0.0)
-        doors.known(descriptor, "one key", 0.0)
-    assert list(doors.agents) == [3] and doors.came(4, "10.0.0.3", 0.0) in (0, 1, 2)
+        doors.add(descriptor, "10.0.0.1" if descriptor % 2 else "10.0.0.2", 0.0)
+        doors.mark_known(descriptor, "one key", 0.0)
+    assert list(doors.agents) == [3] and doors.add(4, "10.0.0.3", 0.0) in (0, 1, 2)
 
 
 def test_who_has_not_spoken_for_long_is_a_stranger_again() -> None:
     """Its job may be over."""
     doors = ConnectionLimits(most=2)
     for descriptor in range(2):
-        doors.came(descriptor, f"10.0.0.{descriptor}", 0.0)
-        doors.known(descriptor, f"key {descriptor}", 0.0)
-    doors.known(0, "key 0", KNOWN_SECONDS)
-    assert doors.came(2, "10.0.0.2", KNOWN_SECONDS + 1.0) == 1
+        doors.add(descriptor, f"10.0.0.{descriptor}", 0.0)
+        doors.mark_known(descriptor, f"key {descriptor}", 0.0)
+    doors.mark_known(0, "key 0", KNOWN_SECONDS)
+    assert doors.add(2, "10.0.0.2", KNOWN_SECONDS + 1.0) == 1
 
 
 def test_never_more_than_there_may_be() -> None:
@@ -78,15 +78,15 @@ def test_never_more_than_there_may_be() -> None:
             case 0 if there:
                 gone = rng.choice(sorted(there))
                 there.discard(gone)
-                doors.left(gone)
+                doors.remove(gone)
             case 1 if there:
-                doors.known(rng.choice(sorted(there)), f"key {rng.randrange(15)}", number)
+                doors.mark_known(rng.choice(sorted(there)), f"key {rng.randrange(15)}", number)
             case _:
                 there.add(number)
-                if (goes := doors.came(number, f"10.0.0.{rng.randrange(5)}", number)) is not None:
+                if (goes := doors.add(number, f"10.0.0.{rng.randrange(5)}", number)) is not None:
                     there.discard(goes)
                     assert goes not in doors.agents
-                    doors.left(goes)
+                    doors.remove(goes)
         strangers = {one for here in doors.strangers.values() for one in here}
         assert set(doors.addresses) == there == strangers | doors.agents.keys() and len(there) <= 20
         assert not strangers & doors.agents.keys() and all(doors.strangers.values())
@@ -97,9 +97,9 @@ def test_never_more_than_there_may_be() -> None:
 
 def test_a_number_that_is_used_again_is_another_connection() -> None:
     doors = ConnectionLimits(most=4)
-    doors.came(7, "10.0.0.1", 0.0)
-    doors.known(7, "a key", 0.0)
-    doors.came(7, "10.0.0.2", 0.0)
+    doors.add(7, "10.0.0.1", 0.0)
+    doors.mark_known(7, "a key", 0.0)
+    doors.add(7, "10.0.0.2", 0.0)
     assert doors.addresses == {7: "10.0.0.2"} and not doors.agents and not doors.by_key
 
 
@@ -149,15 +149,15 @@ def test_an_answer_counts_for_who_asked_wherever_he_asks() -> None:
     """Defect: at each address a user had as much as at one, and 12 of them kept the loop from turning."""
     quotas, ask = Quotas(), wire.Ask(what="ping")
     here, there = (Question((b"r",), ask, Asker(1001), address).pays for address in ("10.0.0.1", "10.0.0.2"))
-    quotas.answered(here, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
+    quotas.charge_answer(here, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
     assert not quotas.may_ask(here, "10.0.0.1", 0.0) and not quotas.may_ask(there, "10.0.0.2", 0.0)
     assert quotas.may_ask("1000", "10.0.0.1", 0.0) and drain(quotas, "a stranger's") == OF_A_STRANGER[1]
     nobody = Question((b"r",), ask, NOBODY, "10.0.0.1").pays
-    quotas.answered(nobody, "10.0.0.1", 0.0, OF_AN_ADDRESS[1])
+    quotas.charge_answer(nobody, "10.0.0.1", 0.0, OF_AN_ADDRESS[1])
     assert drain(quotas, "another's") == 0 and not quotas.may_ask(nobody, "10.0.0.1", 0.0)
     root = Asker(0, "root", admin=True)
     here, there = (Question((b"r",), ask, root, address).pays for address in ("10.0.0.1", "10.0.0.2"))
-    quotas.answered(here, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
+    quotas.charge_answer(here, "10.0.0.1", 0.0, OF_A_USER[1] + 10.0)
     assert quotas.may_ask(there, "10.0.0.2", 0.0), "its checks run on all nodes at once"
 
 
@@ -174,7 +174,7 @@ def test_a_network_of_ipv6_has_as_much_as_one_address_of_ipv4() -> None:
     assert admitted(here, 40) == admitted(["10.0.0.1"], 40) == [OF_AN_ADDRESS[1], OF_A_USER[1]]
     assert admitted(["2001:db8::1", "2001:db8:0:1::1"], 40) == [2 * OF_AN_ADDRESS[1], 2 * OF_A_USER[1]]
     quotas, ask = Quotas(), wire.Ask(what="ping")
-    quotas.answered("", here[0], 0.0, OF_AN_ADDRESS[1])
+    quotas.charge_answer("", here[0], 0.0, OF_AN_ADDRESS[1])
     assert not quotas.may_ask("", here[1], 0.0)
     for asker in (NOBODY, Asker(0, "root", admin=True)):
         first, second = (Question((b"r",), ask, asker, address) for address in here[:2])

@@ -98,7 +98,7 @@ def test_who_encrypts_nothing_is_believed_on_this_machine_alone(host: str, belie
     hello = controller_discovery.Hello("tcp://127.0.0.1:9")
     target = addresses.Target(socket.AF_INET, (host, 9))
     answer = controller_discovery.Answer(datagrams.Introduction(plain=True), target)
-    found = hello.believed([answer])
+    found = hello.first_believed([answer])
     assert (found is not None and found.key == encryption.PLAIN) is believed
     assert believed or "loopback address only" in hello.problem
 

@@ -25,7 +25,7 @@ def test_a_door_answers_is_silent_and_answers_again(door: Door) -> None:
     for _ in range(300):  # more than wait in its queue at once
         assert reach(address, 5.0) is Reach.REACHED
         door.answer()
-    door.shut()
+    door.stop_answering()
     assert reach(address, 0.3) is Reach.SILENT
     door.open()
     assert reach(address, 5.0) is Reach.REACHED

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from unicron_ctl.shared.settings.config_file import parse, parse_sections
-from unicron_ctl.shared.settings.partitions import ACT, NEEDED, OBSERVE, OFF, PERMISSIONS, Rules, strictest
+from unicron_ctl.shared.settings.partitions import ACT, OBSERVE, OFF, PERMISSION_OF, PERMISSIONS, Rules, strictest
 from unicron_ctl.shared.slurm import SlurmClient
 from unicron_ctl.shared.system.errors import UserError
 
@@ -47,10 +47,10 @@ def test_observe_is_the_default() -> None:
 
 
 def test_every_call_of_slurm_needs_a_permission_that_can_be_given() -> None:
-    assert {one for needed in NEEDED.values() for one in needed} == set(PERMISSIONS)
+    assert {one for needed in PERMISSION_OF.values() for one in needed} == set(PERMISSIONS)
     reads = {"nodes", "elements", "others", "private_data", "kill_wait", "grace", "shrinks", "domains"}
     calls = {name for name in vars(SlurmClient) if not name.startswith("_")} - reads
-    assert calls == NEEDED.keys()
+    assert calls == PERMISSION_OF.keys()
 
 
 def test_a_job_of_several_partitions_has_the_least_of_them() -> None:

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.unicron_ctl.shared.slurm.test_pyslurm_backend import FakePyslurm
-from unicron_ctl.shared.slurm.admin_comment import HELD, MOST, OWN_MOST, own_part, with_own
+from tests.support.fake_pyslurm import FakePyslurm
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX, MOST, OWN_MOST, own_part, with_own
 from unicron_ctl.shared.slurm.command_line import CommandLineClient
 from unicron_ctl.shared.slurm.pyslurm_backend import PyslurmClient
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo, SlurmError
@@ -144,13 +144,13 @@ def test_a_hold_leaves_what_others_wrote_behind_a_listing_that_is_cut(monkeypatc
     slurm = Slurm(there)
     commands = client(slurm, monkeypatch)
     commands._note(ElementInfo("7", 0, "7", "RUNNING", "n1", "", "", "", "", 0, admin_comment=f"{OWN[:48]}…"))
-    commands._comment("7", 0, f"{HELD}, the plan has no node for it")
-    assert slurm.comment == f"{HELD}, the plan has no node for it | billed to lab 7"
+    commands._comment("7", 0, f"{HOLD_PREFIX}, the plan has no node for it")
+    assert slurm.comment == f"{HOLD_PREFIX}, the plan has no node for it | billed to lab 7"
 
 
 def test_a_hold_leaves_a_comment_that_is_too_long_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = Slurm("z" * 9000)
     commands = client(slurm, monkeypatch)
     commands._note(ElementInfo("7", 0, "7", "RUNNING", "n1", "", "", "", "", 0, admin_comment="z" * 48 + "…"))
-    commands._comment("7", 0, f"{HELD}, the plan has no node for it")
+    commands._comment("7", 0, f"{HOLD_PREFIX}, the plan has no node for it")
     assert slurm.comment == "z" * 9000

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_ctl.shared.slurm import asked
-from unicron_ctl.shared.slurm.slurm_client import Asked
+from unicron_ctl.shared.slurm.slurm_client import Needs
 
 PLAIN = {"NumNodes": "1", "NumCPUs": "1", "MinCpus": "1", "NumTasks": "1", "MinMemory": "0", "MinTmpDisk": "0"}
 
 
-def _read(**texts: str) -> tuple[Asked, str]:
+def _read(**texts: str) -> tuple[Needs, str]:
     return asked.parse(PLAIN | {name.replace("_", "-"): text for name, text in texts.items()})
 
 

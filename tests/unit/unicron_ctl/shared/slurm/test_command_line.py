@@ -18,7 +18,7 @@ from unicron_ctl.shared.slurm.command_line import (
     parse_topology,
 )
 from unicron_ctl.shared.slurm.sizes import parse_partitions
-from unicron_ctl.shared.slurm.slurm_client import PartitionInfo, Reserved, Size
+from unicron_ctl.shared.slurm.slurm_client import PartitionInfo, Reservation, Size
 from unicron_ctl.shared.slurm.states import parse_states
 
 SEEN = tomllib.loads((ROOT / "docs" / "behaviour" / "slurm-jobs.toml").read_text())
@@ -100,7 +100,7 @@ def test_reservations_are_known_by_node() -> None:
         "ReservationName=night StartTime=1970-01-01T01:00:00 EndTime=1970-01-01T02:00:00 Duration=01:00:00 "
         "Nodes=n[1-2] NodeCnt=2 Users=ann State=INACTIVE"
     )
-    night = Reserved("night", 3600.0, 7200.0)
+    night = Reservation("night", 3600.0, 7200.0)
     assert parse_reservations(f"{line}\nNo reservations in the system\n") == {"n1": [night], "n2": [night]}
 
 

@@ -48,7 +48,7 @@ def test_a_node_in_service_is_drained_with_our_leader(states: list[str]) -> None
     assert slurm.reasons == ["unicron[health]: gpu: 7 of 8"] and said == f"n1 is drained: {slurm.reasons[0]}"
 
 
-@pytest.mark.parametrize("leader", [drains.HEALTH, drains.LOST])
+@pytest.mark.parametrize("leader", [drains.HEALTH, drains.LOST_NODE])
 def test_a_reason_is_one_line_of_a_length_and_everybody_knows_it_for_ours(leader: str) -> None:
     reason = drains.drain_reason(leader, "a\r\nb\x0b" + "c" * 300)
     assert reason.startswith(f"{leader}: a b ccc") and len(reason) == drains.REASON_LENGTH
@@ -238,6 +238,6 @@ def test_scripts_and_documents_know_the_reasons_and_the_limit_that_the_code_has(
     documents = {path.name: path.read_text() for path in (ROOT / "docs").rglob("*.md")}
     for name, text in (SOURCES | documents).items():
         for leader in re.findall(r"unicron\[\w+\]", text):
-            assert leader in (drains.HEALTH, drains.LOST), name
+            assert leader in (drains.HEALTH, drains.LOST_NODE), name
         for most in re.findall(r"^UNICRON_HEALTH_MOST_DRAINED=(\d+)", text, re.MULTILINE):
             assert int(most) == drains.MOST_DRAINED, name

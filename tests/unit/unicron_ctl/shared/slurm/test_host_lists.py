@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from unicron_ctl.shared.slurm.host_lists import folded, hosts, natural
+from unicron_ctl.shared.slurm.host_lists import fold, hosts, natural
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_host_lists(text: str, names: list[str]) -> None:
     ],
 )
 def test_names_are_folded(names: list[str], text: str) -> None:
-    assert folded(names) == text
+    assert fold(names) == text
 
 
 def test_what_is_folded_is_read_again() -> None:
@@ -59,7 +59,7 @@ def test_what_is_folded_is_read_again() -> None:
     for _ in range(300):
         names = {f"{chance.choice('ab')}{chance.randrange(14):0{chance.choice((1, 2, 3))}}" for _ in range(20)}
         names |= {f"r{chance.randrange(3)}-{chance.randrange(120):03}" for _ in range(20)} | {"head"}
-        assert sorted(hosts(folded(names))) == sorted(names)
+        assert sorted(hosts(fold(names))) == sorted(names)
 
 
 def test_the_natural_order() -> None:

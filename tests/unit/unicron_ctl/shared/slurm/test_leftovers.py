@@ -7,7 +7,7 @@ from click.testing import CliRunner
 from tests.support.world import FakeSlurm
 from unicron_ctl.cli.retire import command
 from unicron_ctl.shared.slurm import CommandLineClient, SlurmError
-from unicron_ctl.shared.slurm.admin_comment import HELD
+from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX
 from unicron_ctl.shared.slurm.leftovers import leftovers, take_all_back
 from unicron_ctl.shared.system.errors import UserError
 
@@ -18,10 +18,10 @@ def left() -> FakeSlurm:
     slurm.drain("n1", "unicron[health]: gpu: 7 of 8")
     slurm.down("n2", "Not responding")
     slurm.submit("7", 5)
-    slurm.requeue_hold("7", 0, f"{HELD}: the plan has no node for it")
+    slurm.requeue_hold("7", 0, f"{HOLD_PREFIX}: the plan has no node for it")
     slurm.pin("7", 0, "n3")
     slurm.queue["7", 1].update(state="RUNNING", node="n3", admin_comment="unicron: 2 failures healed | lab 7")
-    slurm.queue["7", 2].update(reason="JobHeldUser", admin_comment=f"{HELD}: once")
+    slurm.queue["7", 2].update(reason="JobHeldUser", admin_comment=f"{HOLD_PREFIX}: once")
     slurm.queue["7", 3].update(reason="JobHeldAdmin", admin_comment="ask Bob")
     slurm.queue["7", 4].update(reason="JobHeldAdmin", admin_comment="unicron: 1 failure healed")
     return slurm

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from tests.support.fake_pyslurm import FakePyslurm
 from unicron_ctl.shared.slurm import (
     CommandLineClient,
     NodeInfo,
@@ -20,84 +21,7 @@ from unicron_ctl.shared.slurm import (
     pyslurm_backend,
 )
 from unicron_ctl.shared.slurm.pyslurm_backend import NAMES, PyslurmClient, expand_indices, matching_pyslurm
-from unicron_ctl.shared.slurm.slurm_client import Reserved
-
-
-def _record(number: int, **fields: object) -> SimpleNamespace:
-    base = {
-        "id": number,
-        "array_id": None,
-        "array_task_id": None,
-        "array_tasks_waiting": None,
-        "state": "RUNNING",
-        "state_reason": "None",
-        "allocated_nodes": "n1",
-        "name": "job",
-        "user_name": "ann",
-        "comment": None,
-        "requeue_count": 0,
-        "user_id": 1000,
-        "submit_time": 86401,
-        "account": "lab",
-        "qos": None,
-        "partition": "main",
-        "constraints": ["a100&ib"],
-        "gres_per_node": {"gpu:a100": 8},
-        "reservation": None,
-        "excluded_nodes": "n[1-2]",
-        "time_limit": 60,
-        "priority": 17,
-        "admin_comment": None,
-        "start_time": None,
-        "scheduled_nodes": None,
-    }
-    return SimpleNamespace(**(base | fields))
-
-
-class FakePyslurm(ModuleType):
-    """Notes changes. Elements 0 and 2 of array 7 have their own records, 1, 3, 4 share the master's; 9 is plain."""
-
-    def __init__(self) -> None:
-        super().__init__("pyslurm")
-        self.__version__ = "25.11.2"
-        self.notes: list[tuple] = []
-        self.slurm_init = lambda path: self.notes.append(("init", path))
-        self.refuse: str | None = None
-        self.refused = "requeue"
-        notes, outer = self.notes, self
-
-        class PyslurmError(Exception):
-            pass
-
-        class Job:
-            def __init__(self, number: int) -> None:
-                self.number = number
-
-            def _note(self, *what: object) -> None:
-                if outer.refuse and what[0] == outer.refused:
-                    raise PyslurmError(outer.refuse)
-                notes.append((self.number, *what))
-
-            def requeue(self, hold: bool = False) -> None:
-                self._note("requeue", hold)
-
-            def hold(self) -> None:
-                self._note("hold")
-
-            def release(self) -> None:
-                self._note("release")
-
-            def modify(self, changes: dict) -> None:
-                self._note("modify", changes)
-
-        records = [
-            _record(8, array_id=7, array_task_id=None),  # pyslurm's way to say element 0
-            _record(10, array_id=7, array_task_id=2),
-            _record(7, array_id=7, array_tasks_waiting="1,3-4%2", state="PENDING", allocated_nodes=None),
-            _record(9),
-        ]
-        self.PyslurmError, self.Job, self.JobSubmitDescription = PyslurmError, Job, lambda **fields: fields
-        self.Jobs = SimpleNamespace(load=lambda: {record.id: record for record in records})
+from unicron_ctl.shared.slurm.slurm_client import Reservation
 
 
 @pytest.fixture
@@ -137,7 +61,7 @@ def test_nodes_are_read(fake: FakePyslurm) -> None:
     fake.Reservations = SimpleNamespace(load=lambda: {"night": night})
     states = frozenset({"DOWN", "DRAIN", "NOT_RESPONDING"})
     expected = NodeInfo("n1", states, "", "10.0.0.1", 6820, 1795245907.0, 6, ("main",), frozenset({"ib"}))
-    more = {"gres": "gpu:a100:4,gpu:2,shard:9", "reservations": (Reserved("night", 3600.0, 7200.0),)}
+    more = {"gres": "gpu:a100:4,gpu:2,shard:9", "reservations": (Reservation("night", 3600.0, 7200.0),)}
     assert PyslurmClient(fake).nodes() == [replace(expected, **more)]
 
 
@@ -148,7 +72,7 @@ def test_all_that_slurm_tells_of_an_element_is_read(fake: FakePyslurm) -> None:
     assert info.excluded_nodes == {"n1", "n2"} and info.admin_comment == "" and info.starts is None
 
 
-def test_changes_go_to_pyslurm_only_for_elements_with_their_own_record(
+def test_changes_go_to_pyslurm_only_for_elements_with_their_ownrecord(
     fake: FakePyslurm, by_command: list[list[str]]
 ) -> None:
     client = PyslurmClient(fake)

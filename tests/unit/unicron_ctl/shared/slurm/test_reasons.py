@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from unicron_ctl.shared.slurm.pending_reasons import Bar, bar_of, barred, explained, refusal_seconds, understand
+from unicron_ctl.shared.slurm.pending_reasons import Bar, bar_of, barred, explain_pending, refusal_seconds, understand
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 
 LIMITS = (
@@ -90,7 +90,7 @@ def test_a_wait_after_a_requeue_is_slurms_and_a_later_begin_time_is_somebodys_wi
     assert bar_of(_element("BeginTime", restarts=1, starts=1120.0), 1000.0) is Bar.NOTHING
     assert bar_of(_element("BeginTime", restarts=1, starts=87400.0), 1000.0) is Bar.OTHER
     assert bar_of(_element("BeginTime", restarts=0, starts=1120.0), 1000.0) is Bar.OTHER
-    assert "--begin" in explained(_element("BeginTime", starts=1120.0), 1000.0)
+    assert "--begin" in explain_pending(_element("BeginTime", starts=1120.0), 1000.0)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_wait_after_a_requeue_is_slurms_and_a_later_begin_time_is_somebodys_wi
 def test_a_pin_that_waits_its_turn_is_not_told_to_be_refused(reason: str, words: str) -> None:
     """Defect: of a node that another job has Slurm says ReqNodeNotAvail, too."""
     element = replace(_element(reason), required_nodes=frozenset({"n1"}))
-    assert explained(element, 0.0) == f"it must start on n1 (ReqNodeList), {words}"
+    assert explain_pending(element, 0.0) == f"it must start on n1 (ReqNodeList), {words}"
 
 
 @pytest.mark.parametrize(
@@ -120,4 +120,4 @@ def test_a_pin_that_waits_its_turn_is_not_told_to_be_refused(reason: str, words:
     ],
 )
 def test_a_limit_is_named_in_plain_words(reason: str, words: str) -> None:
-    assert explained(_element(reason), 0.0) == words
+    assert explain_pending(_element(reason), 0.0) == words

@@ -54,15 +54,15 @@ def test_a_hold_is_what_slurm_holds_whatever_word_stays_after_the_release(row: d
     holds = row["priority"] == "0"
     info = element(row["word"], row["reason"], 0 if holds else 17)
     assert (info.state, info.held) == ("PENDING", holds)
-    assert ("holds" in (said := pending_reasons.explained(info, 0.0)) or "is held" in said) == holds
+    assert ("holds" in (said := pending_reasons.explain_pending(info, 0.0)) or "is held" in said) == holds
 
 
 @pytest.mark.parametrize("reason", SEEN["holds"]["names"] + SEEN["holds"]["texts"])
 def test_what_holds_an_element_is_read_in_its_reason_too(reason: str) -> None:
     info = element("PENDING", reason)
     assert info.held and pending_reasons.understand(reason).bar is pending_reasons.Bar.HOLD
-    assert "begun" not in pending_reasons.explained(info, 0.0)
-    assert "`scontrol release`" in pending_reasons.explained(element("REQUEUE_HOLD", "Resources", 0), 0.0)
+    assert "begun" not in pending_reasons.explain_pending(info, 0.0)
+    assert "`scontrol release`" in pending_reasons.explain_pending(element("REQUEUE_HOLD", "Resources", 0), 0.0)
 
 
 @pytest.mark.parametrize("word", ["HIBERNATING", "?", "REQUEUE2", states.UNKNOWN])

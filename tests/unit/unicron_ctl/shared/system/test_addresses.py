@@ -104,7 +104,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> None:
 def port() -> Iterator[int]:
     """At the first address of `head` whoever connects to this port hears nothing, by TCP or UDP."""
     door = Door(SILENT)
-    door.shut()
+    door.stop_answering()
     yield door.port
     door.close()
 

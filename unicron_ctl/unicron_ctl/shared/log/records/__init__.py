@@ -1,125 +1,13 @@
 """All kinds of records, by subject; this package is the one name for all of them."""
 
-# ruff: isort: skip_file
+# ruff: noqa: F403 - each kind stands in its subject's file, and nowhere else
 
-from unicron_ctl.shared.log.records.base import (
-    REASON as REASON,
-    THIS_FAILURE as THIS_FAILURE,
-    Record as Record,
-    Event as Event,
-    amended as amended,
-    bounded as bounded,
-    encode as encode,
-    Unreadable as Unreadable,
-)
-from unicron_ctl.shared.log.records.codec import (
-    KINDS as KINDS,
-    decode as decode,
-)
-from unicron_ctl.shared.log.records.failure_records import (
-    Escalated as Escalated,
-    SeenExit as SeenExit,
-    FailureDetected as FailureDetected,
-    FailureVerdict as FailureVerdict,
-    FailureAction as FailureAction,
-    LeaveOut as LeaveOut,
-    Healed as Healed,
-    ActionFailed as ActionFailed,
-)
-from unicron_ctl.shared.log.records.generation_records import (
-    Crew as Crew,
-    Lost as Lost,
-    Break as Break,
-    PlanMade as PlanMade,
-    Adopted as Adopted,
-    NumberUsed as NumberUsed,
-    Reinstated as Reinstated,
-    StateAwaited as StateAwaited,
-    Parted as Parted,
-    Rejoined as Rejoined,
-    Offer as Offer,
-    OfferWithdrawn as OfferWithdrawn,
-    LastCopy as LastCopy,
-    Entered as Entered,
-    Reform as Reform,
-    LayoutWanted as LayoutWanted,
-    LayoutChosen as LayoutChosen,
-    Step as Step,
-    Steady as Steady,
-    LedgerViolation as LedgerViolation,
-    JobEnded as JobEnded,
-    Timing as Timing,
-)
-from unicron_ctl.shared.log.records.iteration_records import (
-    Degraded as Degraded,
-    DegradedOver as DegradedOver,
-    Overdue as Overdue,
-    HangCulprit as HangCulprit,
-    Hang as Hang,
-    Stacks as Stacks,
-    Anomaly as Anomaly,
-    AnomalyOver as AnomalyOver,
-    Spares as Spares,
-    NoCopies as NoCopies,
-    CopiesRefused as CopiesRefused,
-    NewcomersWait as NewcomersWait,
-)
-from unicron_ctl.shared.log.records.job_records import (
-    JobRegistered as JobRegistered,
-    Reallocated as Reallocated,
-    JobConfirmed as JobConfirmed,
-    AgentRegistered as AgentRegistered,
-    AgentConfirmed as AgentConfirmed,
-    Noticed as Noticed,
-    AgentGone as AgentGone,
-    AgentBack as AgentBack,
-    RanksReady as RanksReady,
-    RankStart as RankStart,
-    StartedCold as StartedCold,
-    ExitNoted as ExitNoted,
-    Injected as Injected,
-    InjectRefused as InjectRefused,
-)
-from unicron_ctl.shared.log.records.node_records import (
-    Silence as Silence,
-    Alone as Alone,
-    HeardAgain as HeardAgain,
-    MostSilent as MostSilent,
-    MostHeard as MostHeard,
-    TakeDeferred as TakeDeferred,
-    NodeLost as NodeLost,
-    SlurmdReached as SlurmdReached,
-    NodeResumed as NodeResumed,
-    Isolated as Isolated,
-    IsolationWithheld as IsolationWithheld,
-    Avoided as Avoided,
-    TakeWithheld as TakeWithheld,
-    NodeHealth as NodeHealth,
-    AdmissionWaits as AdmissionWaits,
-    NodeEvent as NodeEvent,
-    NodeVerdict as NodeVerdict,
-    NodeEventsDropped as NodeEventsDropped,
-)
-from unicron_ctl.shared.log.records.slurm_records import (
-    Paused as Paused,
-    Unpaused as Unpaused,
-    Started as Started,
-    Restored as Restored,
-    Configured as Configured,
-    ConfigRefused as ConfigRefused,
-    BadMessage as BadMessage,
-    RegistrationRefused as RegistrationRefused,
-    JobSetAside as JobSetAside,
-    Observed as Observed,
-    ObservedWeek as ObservedWeek,
-    SlurmAction as SlurmAction,
-    SlurmDone as SlurmDone,
-    SlurmFailed as SlurmFailed,
-    SlurmBack as SlurmBack,
-    NeedsAdmin as NeedsAdmin,
-    Told as Told,
-    HeldAgain as HeldAgain,
-    Unpinned as Unpinned,
-    Allotted as Allotted,
-    Replanned as Replanned,
-)
+from unicron_ctl.shared.log.records.base import *
+from unicron_ctl.shared.log.records.codec import KINDS as KINDS
+from unicron_ctl.shared.log.records.codec import decode as decode
+from unicron_ctl.shared.log.records.failure_records import *
+from unicron_ctl.shared.log.records.generation_records import *
+from unicron_ctl.shared.log.records.iteration_records import *
+from unicron_ctl.shared.log.records.job_records import *
+from unicron_ctl.shared.log.records.node_records import *
+from unicron_ctl.shared.log.records.slurm_records import *

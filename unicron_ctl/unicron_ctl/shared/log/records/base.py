@@ -1,4 +1,4 @@
-"""What all records have in common: one struct per kind, so that a misspelt kind or field cannot be written.
+"""The common part of all records: one struct per kind, so that a misspelt kind or field cannot be written.
 
 A record says what was decided or seen; when, of which job and in which generation is said by the :class:`Event` around
 it. `reason` is for people and is in every record that somebody may ask about. Sources: a finding's, see
@@ -8,12 +8,11 @@ it. `reason` is for people and is in every record that somebody may ask about. S
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import msgspec
 
 from unicron_ctl.shared.protocol.ranges import TEXT
-from unicron_ctl.shared.system.errors import shortened
+from unicron_ctl.shared.system.errors import shorten
 
 REASON = 4000  # characters of a reason; other texts have TEXT, as in messages
 THIS_FAILURE = -1
@@ -49,28 +48,28 @@ class Event(msgspec.Struct, frozen=True, dict=True):
         """The record as JSON; made once, for the bounds on a job's records and for the log."""
         return encode(self.record)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """For `unicronctl events`: the envelope's keys and the record's."""
         where = {"id": self.id, "time": self.time, "job": self.job, "generation": self.generation}
         return where | {"kind": self.kind} | full(self.record)
 
 
-def full(record: Record) -> dict[str, Any]:
+def full(record: Record) -> dict[str, object]:
     """All fields of a record as plain data, those with their defaults included."""
     return {name: msgspec.to_builtins(getattr(record, name)) for name in record.__struct_fields__}
 
 
-def amended(record: Record, reason: str) -> Record:
+def with_reason(record: Record, reason: str) -> Record:
     """The record with another reason."""
     return msgspec.structs.replace(record, reason=reason)
 
 
-def bounded(record: Record) -> Record:
+def with_short_texts(record: Record) -> Record:
     """The record with its texts cut to REASON and TEXT characters: much in them was said by others, by jobs, Slurm and
     libraries."""
     texts = {name: getattr(record, name) for name in record.__struct_fields__}
     bounds = {name: REASON if name == "reason" else TEXT for name, text in texts.items() if isinstance(text, str)}
-    changed = {name: shortened(texts[name], most) for name, most in bounds.items() if len(texts[name]) > most}
+    changed = {name: shorten(texts[name], most) for name, most in bounds.items() if len(texts[name]) > most}
     return msgspec.structs.replace(record, **changed) if changed else record
 
 

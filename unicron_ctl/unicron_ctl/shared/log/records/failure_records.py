@@ -7,8 +7,8 @@ import msgspec
 from unicron_ctl.shared.log.records.base import Record
 
 
-class Escalated(msgspec.Struct, frozen=True, kw_only=True):
-    """What the escalation's memory needs of a failure (unicron_detector.failures.escalation)."""
+class EscalationFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a failure that escalation remembers (unicron_detector.failures.escalation)."""
 
     slot: int
     node: str
@@ -29,7 +29,7 @@ class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureDetected(Record, frozen=True, tag="failure_detected"):
-    """What the judge made of a finding; `id` of the event is the failure's number.
+    """The judge's verdict on a finding; `id` of the event is the failure's number.
 
     kind_of_failure: rank | node | agent | network | hang | exception | transfer | action. source: who said it.
     leave_out: slots that the job has to go on without. regroup: a new generation is needed although nobody is lost.
@@ -50,7 +50,7 @@ class FailureDetected(Record, frozen=True, tag="failure_detected"):
     leave_out: dict[int, str] = {}
     regroup: str = ""
     wait_seconds: float = 0.0
-    escalation: Escalated | None = None
+    escalation: EscalationFacts | None = None
     exits: list[SeenExit] = []
     iteration: int | None = None
     micro_batch: tuple[int, int] | None = None
@@ -87,7 +87,7 @@ class LeaveOut(Record, frozen=True, tag="leave_out"):
     slots: dict[int, str]
 
 
-class Healed(Record, frozen=True, tag="healed"):
+class JobHealed(Record, frozen=True, tag="healed"):
     """A job trains again after failures. failures: their numbers. cause, node: the first one's.
 
     seconds: from the first failure to the first iteration after it. lost_seconds: of the job's time, iterations that

@@ -16,7 +16,7 @@ class Crew(msgspec.Struct, frozen=True, array_like=True):
     incarnations: list[int]
 
 
-class Lost(msgspec.Struct, frozen=True, array_like=True):
+class LostProcess(msgspec.Struct, frozen=True, array_like=True):
     """One process that a generation goes on without."""
 
     slot: int
@@ -28,7 +28,7 @@ class Break(Record, frozen=True, tag="break"):
     """All generations up to `number` are over. tries: time-outs of entering in a row."""
 
     number: int
-    lost: list[Lost]
+    lost: list[LostProcess]
     tries: int = 0
     planned: bool = False  # nothing failed: the membership of a job in restart mode changes
     saved: int = -1  # restart mode: the newest iteration whose state the world is known to have saved
@@ -45,7 +45,7 @@ class PlanMade(Record, frozen=True, tag="plan"):
     redistributed: int = 0
 
 
-class Adopted(Record, frozen=True, tag="adopted"):
+class GenerationAdopted(Record, frozen=True, tag="adopted"):
     """A generation that the log did not hold, as its agents show it. whole: all of its members are there, in it or on
     their way."""
 
@@ -58,7 +58,7 @@ class NumberUsed(Record, frozen=True, tag="number_used"):
     """The number of a generation that agents had begun to agree on, and did not: it is never used again."""
 
 
-class Reinstated(Record, frozen=True, tag="reinstated"):
+class MembersReinstated(Record, frozen=True, tag="reinstated"):
     """Members that were taken for lost and have come back in time."""
 
     slots: list[int]
@@ -70,14 +70,14 @@ class StateAwaited(Record, frozen=True, tag="state_awaited"):
     slots: list[int]
 
 
-class Parted(Record, frozen=True, tag="parted"):
+class ElementCutOff(Record, frozen=True, tag="parted"):
     """An element that takes no part: it and others of the job do not reach each other."""
 
     element: int
 
 
-class Rejoined(Record, frozen=True, tag="rejoined"):
-    """... and they do again."""
+class ElementReconnected(Record, frozen=True, tag="rejoined"):
+    """The element reaches the others again."""
 
     element: int
 
@@ -95,7 +95,7 @@ class OfferWithdrawn(Record, frozen=True, tag="offer_withdrawn"):
     """The job trains on without what was offered. lost: newcomers that failed before they were in."""
 
     number: int
-    lost: list[Lost] = []
+    lost: list[LostProcess] = []
 
 
 class LastCopy(Record, frozen=True, tag="last_copy"):
@@ -104,7 +104,7 @@ class LastCopy(Record, frozen=True, tag="last_copy"):
     slots: list[int]
 
 
-class Entered(Record, frozen=True, tag="entered"):
+class GenerationEntered(Record, frozen=True, tag="entered"):
     members: list[int]
     left: list[int] = []
 
@@ -145,7 +145,7 @@ class Step(Record, frozen=True, tag="step"):
     ago: float = 0.0
 
 
-class Steady(Record, frozen=True, tag="steady"):
+class WorldProved(Record, frozen=True, tag="steady"):
     """Restart mode: the world gets on."""
 
 

@@ -7,7 +7,7 @@ import msgspec
 from unicron_ctl.shared.log.records.base import Record
 
 
-class Degraded(Record, frozen=True, tag="degraded"):
+class JobDegraded(Record, frozen=True, tag="degraded"):
     iteration: int
     slot: int | None = None
     node: str = ""
@@ -15,7 +15,7 @@ class Degraded(Record, frozen=True, tag="degraded"):
     slowdown: float | None = None
 
 
-class DegradedOver(Record, frozen=True, tag="degraded_over"):
+class JobDegradedOver(Record, frozen=True, tag="degraded_over"):
     iteration: int
 
 

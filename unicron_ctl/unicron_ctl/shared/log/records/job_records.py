@@ -24,7 +24,7 @@ class JobRegistered(Record, frozen=True, tag="job_registered"):
     runs: dict[int, float] = {}
 
 
-class Reallocated(Record, frozen=True, tag="reallocated"):
+class JobReallocated(Record, frozen=True, tag="reallocated"):
     """Slurm has requeued a job that is one allocation, and has given it these nodes."""
 
     nodes: list[str]
@@ -70,7 +70,7 @@ class AgentConfirmed(Record, frozen=True, tag="agent_confirmed"):
     agent: str
 
 
-class Noticed(Record, frozen=True, tag="noticed"):
+class EndNotice(Record, frozen=True, tag="noticed"):
     """The element is to end, as its agent says: its ranks leave at the next boundary."""
 
     element: int
@@ -120,7 +120,7 @@ class ExitNoted(Record, frozen=True, tag="exit_noted"):
     code: int
 
 
-class Injected(Record, frozen=True, tag="injected"):
+class FaultInjected(Record, frozen=True, tag="injected"):
     fault: str
     slot: int
     node: str

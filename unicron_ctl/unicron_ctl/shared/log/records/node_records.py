@@ -17,7 +17,7 @@ class Alone(Record, frozen=True, tag="alone"):
 
 
 class HeardAgain(Record, frozen=True, tag="heard_again"):
-    """... and that is over; seconds: how long it lasted."""
+    """Agents are heard again. seconds: how long it lasted."""
 
     seconds: float
 
@@ -30,7 +30,7 @@ class MostSilent(Record, frozen=True, tag="most_silent"):
 
 
 class MostHeard(Record, frozen=True, tag="most_heard"):
-    """... and that is over; seconds: how long it lasted."""
+    """Agents are heard again. seconds: how long it lasted."""
 
     seconds: float
 
@@ -75,7 +75,7 @@ class NodeResumed(Record, frozen=True, tag="node_resumed"):
     by_others: bool = False
 
 
-class Isolated(Record, frozen=True, tag="isolated"):
+class NodeIsolated(Record, frozen=True, tag="isolated"):
     """A node is taken out of service: set down because it is dead, or drained."""
 
     node: str
@@ -88,7 +88,7 @@ class IsolationWithheld(Record, frozen=True, tag="isolation_withheld"):
     slots: list[int]
 
 
-class Avoided(Record, frozen=True, tag="avoided"):
+class NodeAvoided(Record, frozen=True, tag="avoided"):
     """The job leaves the node, and its elements do not start there again for a while. agent: the one that has to go.
     suspect: what was said may be the node's fault, and a pair test should prove or clear it."""
 
@@ -124,8 +124,8 @@ class AdmissionWaits(Record, frozen=True, tag="admission_waits"):
 
 
 class NodeEvent(Record, frozen=True, tag="node_event"):
-    """What a node said of itself, by the word of an agent of `of_job`. mark: agent:number, so that it counts once. at:
-    the node's clock."""
+    """A node's event of its own, reported by an agent of `of_job`. mark: agent:number, so that it counts once.
+    at: the node's clock."""
 
     node: str
     source: str
@@ -144,7 +144,7 @@ class NodeEvent(Record, frozen=True, tag="node_event"):
 
 
 class NodeVerdict(Record, frozen=True, tag="node_verdict"):
-    """What became of a node event (its id) that waited for others to say the same."""
+    """The outcome of a node event (its id) that waited for others to say the same."""
 
     node: str
     event: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unicron_ctl.shared.log.records.base import Record
 
 
-class Started(Record, frozen=True, tag="started"):
+class ControllerStarted(Record, frozen=True, tag="started"):
     """The controller started.
 
     jobs: how many its log holds.
@@ -16,14 +16,14 @@ class Started(Record, frozen=True, tag="started"):
     jobs: int
 
 
-class Restored(Record, frozen=True, tag="restored"):
+class LogRestored(Record, frozen=True, tag="restored"):
     """The log up to here is that of a backup; what came later is lost. taken: when its last event was, seconds since
     1970."""
 
     taken: float
 
 
-class Configured(Record, frozen=True, tag="configured"):
+class ConfigReloaded(Record, frozen=True, tag="configured"):
     """The configuration was read again."""
 
 
@@ -63,7 +63,7 @@ class JobSetAside(Record, frozen=True, tag="job_set_aside"):
     sweep: bool = False
 
 
-class Observed(Record, frozen=True, tag="observed"):
+class ActionObserved(Record, frozen=True, tag="observed"):
     """Decided and not done, for the admin does not allow it in this partition. action: the call of Slurm. nodes: what
     the plan would give the job (action "plan")."""
 
@@ -75,8 +75,8 @@ class Observed(Record, frozen=True, tag="observed"):
 
 
 class ObservedWeek(Record, frozen=True, tag="observed_week"):
-    """What acting would have saved since `since` (seconds since the epoch). calls: of Slurm, not made, by kind.
-    planned, nodes: by job, how things stand at its end."""
+    """The savings that acting would have brought since `since` (seconds since the epoch). calls: of Slurm, not made, by
+    kind. planned, nodes: by job, how things stand at its end."""
 
     since: float
     node_hours: float
@@ -114,14 +114,14 @@ class SlurmBack(Record, frozen=True, tag="slurm_back"):
     """Slurm answers again."""
 
 
-class Paused(Record, frozen=True, tag="paused"):
+class ActionsPaused(Record, frozen=True, tag="paused"):
     """An admin has Unicron change nothing in Slurm. partition: "" for all; until: epoch seconds, 0 for no end."""
 
     partition: str = ""
     until: float = 0.0
 
 
-class Unpaused(Record, frozen=True, tag="unpaused"):
+class ActionsResumed(Record, frozen=True, tag="unpaused"):
     """An admin has ended that. partition: "" for all that is paused."""
 
     partition: str = ""
@@ -135,7 +135,7 @@ class NeedsAdmin(Record, frozen=True, tag="needs_admin"):
     over: bool = False
 
 
-class Told(Record, frozen=True, tag="told"):
+class NoticesSent(Record, frozen=True, tag="told"):
     """A target of [notify] has heard of all events up to `upto` that are for it. notices: how many there were."""
 
     target: str
@@ -149,7 +149,7 @@ class HeldAgain(Record, frozen=True, tag="held_again"):
     element: int
 
 
-class Unpinned(Record, frozen=True, tag="unpinned"):
+class ElementUnpinned(Record, frozen=True, tag="unpinned"):
     """An element need not start any more where it was told to. node: it has not started there, for what Slurm `said`,
     and the pin is going to be taken back: until then, in seconds since the epoch, the job is not given that node."""
 
@@ -159,14 +159,14 @@ class Unpinned(Record, frozen=True, tag="unpinned"):
     until: float = 0.0
 
 
-class Allotted(Record, frozen=True, tag="allotted"):
+class ElementsAllotted(Record, frozen=True, tag="allotted"):
     """The elements that have a place in the plan, and the members that leave at the next boundary."""
 
     elements: list[int]
     leaving: list[int]
 
 
-class Replanned(Record, frozen=True, tag="replanned"):
+class ClusterReplanned(Record, frozen=True, tag="replanned"):
     assignment: dict[str, int]
     reasons: dict[str, str]
     objective: float

@@ -1,0 +1,43 @@
+"""The agent's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from unicron_ctl.agent.connections.job_environment import read_place
+from unicron_ctl.agent.loop.agent import Agent
+from unicron_ctl.agent.loop.plain_ranks import RestartAgent
+from unicron_ctl.shared.protocol import structs, wire
+
+
+@pytest.fixture(params=[Agent, RestartAgent])
+def agent(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    """An agent without a controller, whose ranks have not begun."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    place = read_place({"SLURM_JOB_ID": "7", "UNICRON_NODE_ADDRESS": "127.0.0.1"}).in_mode(structs.RESTART, "")
+    made = request.param(place, ["true"], "tcp://127.0.0.1:1")
+    yield made
+    made.close()
+
+
+def members(union: object) -> set[type]:
+    """The classes of a union, those of unions within it included."""
+    parts = get_args(union)
+    return set().union(*map(members, parts)) if parts else {union}  # type: ignore[arg-type]
+
+
+def test_each_order_of_the_controllers_has_a_handler(agent: Agent) -> None:
+    assert agent._orders.keys() == members(wire.ToAgent)
+
+
+def test_an_order_reaches_its_part(agent: Agent) -> None:
+    agent._on_controller(wire.encode(wire.Grace(seconds=7.5)))
+    agent._on_controller(wire.encode(wire.Note(text="healed", at_end=True)))
+    assert (agent._ending.notice_seconds, agent._ending.summary) == (7.5, "healed")
+    agent._on_controller(wire.encode(wire.End(code=3, reason="stop")))
+    assert agent.exit_code == 3

@@ -1,0 +1,452 @@
+"""The training of one rank, over as many generations as it takes (docs/design/generations.md).
+
+When a member is lost every survivor stops between two micro-batches or at its reduce, reports, and goes on with the
+same iteration under the controller's plan. Newcomers and leavers change the membership at an iteration boundary, which
+all members reach in the same iteration because the commit all-reduce carries the offer that each holds.
+
+Invariants, in every rank and whatever happens:
+
+- The optimizer steps only with a gradient that has each micro-batch of the iteration exactly once: the summed counts of
+  all ledgers prove it (:meth:`Training._reduce`).
+- No parameter changes before all members have agreed to step (:meth:`Training._commit`). A survivor that had reduced
+  by then steps by the plan, or all compute the iteration to its end once more; never some of them.
+- An iteration's phases are computing, reducing, synced, stepped, in this order. A plan takes a rank back to computing,
+  never from stepped.
+- A replica keeps all micro-batches that are in its gradient, or drops all of them: a plan that takes some away is an
+  error (:meth:`Ledger.reassign`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unicron_detector.processes.rank_messages import Plan
+from unicron_transition.generations import groups
+from unicron_transition.generations.watch import PlanTimeout
+from unicron_transition.iteration import rank_process
+from unicron_transition.iteration.accumulation import DeferredChanges, PeerLost, Work, hold_scalers
+from unicron_transition.iteration.exchange import Exchange, at_commit
+from unicron_transition.iteration.gradient_copies import Where, chosen_place
+from unicron_transition.iteration.ledger import Ledger, LedgerError, StepResult, deal
+from unicron_transition.seams.table import UnsupportedLayout
+from unicron_transition.session.evaluation import Evaluations
+from unicron_transition.session.handover import Handover
+from unicron_transition.session.member import Member
+from unicron_transition.session.model_kinds import ModelKind
+from unicron_transition.session.persistence import Persistence
+from unicron_transition.session.progress import RankReporter, SessionPosition
+from unicron_transition.sharded.sharded_state import ShardedState
+from unicron_transition.snapshot import migrate
+from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
+from unicron_transition.snapshot.local_state import LocalState
+from unicron_transition.snapshot.whole_state import WholeState
+
+FATAL = (  # never answered by another try
+    migrate.StateMismatch,
+    migrate.CorruptTransfer,
+    UnsupportedLayout,
+    PlanTimeout,
+    LedgerError,
+    CheckpointError,
+)
+# How often an iteration may fail in this rank without any Break before the error is taken as the script's own.
+SELF_STOPS = 3
+PEER_ERRORS = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)  # of collectives whose peer is gone
+
+
+class RankRejoined(Exception):
+    """This rank had been left out and came back as a newcomer, or the job was formed anew: the iteration that it was in
+    is not its own any more."""
+
+
+class _Again(Exception):
+    """The generation was lost before the commit: the iteration is reduced once more, under a new plan."""
+
+
+class _ReplicaStopped(PeerLost):
+    """Raised when all ranks of the replica have finished their schedule and stop together."""
+
+
+class Training:
+    """The training of one rank. :class:`Session` is its public face, and has the parameters in words."""
+
+    def __init__(
+        self,
+        kind: ModelKind,
+        micro_batches_of: Callable[[int], int],
+        forward_step: Callable[..., Any],
+        fetch: Callable[[int, int], Any],
+        sequence: int,
+        size: int,
+        start: int,
+        end: int,
+        checkpoints: Checkpoints | None,
+        seed: int | None,
+    ):
+        self.micro_batches_of = micro_batches_of
+        first = micro_batches_of(start)
+        self._process = current = rank_process.current()
+        self.layout = current.layout
+        self._watch, self._channel, self.slot = current.watch, current.channel, current.slot
+        self._model, self._optimizer, self._scheduler = kind.chunks, kind.optimizer, kind.scheduler
+        self._at = SessionPosition(start, end, (Ledger(start, first, []), "computing"))
+        self._state = kind.state(torch.initial_seed() if seed is None else seed)
+        self._member = self._join(current, kind)
+        self._exchange = Exchange(current)
+        self._pending = DeferredChanges()
+        where = chosen_place()
+        self._local = self._local_state(current, where)
+        work = Work(
+            fetch=fetch,
+            total=first,
+            lost=self._watch.lost if self.layout.size == 1 else self._watch.hit,
+            over=self._watch.lost,
+            layout=self.layout,
+            place=self.slot % self.layout.size,
+            seed=self._state.seed,
+            sharded=self._local.sharded,
+            healed=self._channel is not None,
+            where=where,
+            begin_sum=self._exchange.begin_sum,
+            pending=self._pending,
+            sequence=sequence,
+            size=size,
+        )
+        self._gradients = kind.gradients(forward_step, work)
+        at_commit(self._optimizer, self._commit)
+        hold_scalers(self._optimizer, self._pending)
+        parameters = sum(each.numel() for chunk in self._model for each in chunk.module.parameters())
+        self._size = max(1, size)
+        # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1); a replica's ranks have about as many
+        flops = 6.0 * parameters * self.layout.size * self._size * max(1, sequence)
+        self._next_assignment: list[int] | None = None
+        self._ordered_next = True
+        self._committed = False
+        self._reduce_seconds = self._outside_seconds = 0.0
+        self._self_stops = 0
+        self._agreed_offer: Plan | None = None
+        self._stop_wanted = self._stop_agreed = self._stopping = False
+        self._persistence = Persistence(self._member, self._state, checkpoints, self._local)
+        self._saving = self._persistence.schedule
+        self._reporter = RankReporter(self._at, self._member, self._gradients, self._persistence, parameters, flops)
+        self._reporter.micro_batches_of = micro_batches_of
+        self._member.report = self._reporter.status
+        if self._channel is not None:
+            self._channel.progress = self._reporter.progress
+        self._at.iteration = self._persistence.find_start(start)
+        self._handover = Handover(self._member, self._state, self._exchange, self._local)
+        self.evaluations = Evaluations(self._exchange, self._gradients, self._watch.lost, current.device)
+
+    def _local_state(self, current: rank_process.Process, where: Where) -> LocalState:
+        """Return what keeps this rank's state when the rank ends; without an agent, nothing does."""
+        if self._channel is None:
+            return LocalState(self._state)
+        if self._state.sharded:
+            return ShardedState(current, self._state, self._exchange, where)
+        return WholeState(self._state, self.slot)
+
+    def _join(self, current: rank_process.Process, kind: ModelKind) -> Member:
+        """Return this rank as a member of the generations; without an agent, of the one world that there is."""
+        member = Member(current, FATAL)
+        if self._channel is None:
+            replica, place = self.layout.from_megatron_rank(dist.get_rank(), dist.get_world_size() // self.layout.size)
+            self.slot = member.slot = replica * self.layout.size + place
+            member.members, member.inside = list(range(dist.get_world_size())), True
+            kind.begin_alone(self._state, current.device)
+            return member
+        member.groups = groups.Groups(self.layout, current.unblocker, current.aborter)
+        member.groups.note_holders(kind.holders())
+        member.take, member.rescue = self._take_up_plan, self._rescue
+        return member
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of the iteration at hand, over all ranks."""
+        return self.micro_batches_of(self._at.iteration)
+
+    @property
+    def generation(self) -> int:
+        """The generation that this rank is in."""
+        return self._member.generation
+
+    # ------------------------------------------------------------ an iteration
+    def _train_iteration(self) -> StepResult:
+        began = time.perf_counter()
+        self._agreed_offer, self._committed = None, False
+        self._saving.begin_iteration()
+        assigned, total = self._next_assignment, self.micro_batches
+        if assigned is None:
+            assigned = deal(total, self._member.replicas, self._member.replica)
+        self._next_assignment = None
+        self._at.moment = Ledger(self._at.iteration, total, assigned), "computing"
+        self._gradients.begin_iteration(self._ordered_next or self._member.replicas > total, total)
+        self._optimizer.zero_grad()
+        self._member.publish("running")  # at once: a script that hangs may hold the interpreter from here on
+        return self._until_stepped(began)
+
+    def _until_stepped(self, began: float) -> StepResult:
+        """Compute, reduce and step, over as many generations as it takes."""
+        while True:
+            try:
+                self._gradients.compute(self._at.ledger)
+                self._member.note_moment("computed")
+                self._leave_schedule()
+                self._set_phase("reducing")
+                reducing = time.perf_counter()
+                self._at.loss = self._reduce()
+                self._reduce_seconds = time.perf_counter() - reducing
+                return self._step(began)
+            except _Again:
+                continue
+            except (PeerLost, RuntimeError) as error:
+                undone = self._local.sharded  # what a step has changed already
+                if (self._committed and not undone) or not self._is_loss(error):
+                    raise
+                if self._recover(error):
+                    raise LedgerError("a plan steps an iteration that this rank has not reduced") from error
+
+    def _leave_schedule(self) -> None:
+        """Leave the replica's schedule, all its ranks together: all go on to the reduce, or all stop before it. Else
+        one could wait for another that has stopped, and what connects them would have to be broken."""
+        self._stop_agreed = self._stop_wanted  # a signal may come at any moment: from here on it is for the next time
+        if self.layout.size > 1:
+            lost, stop = self._exchange.inside([float(self._watch.lost()), float(self._stop_agreed)])
+            self._stop_agreed = stop > 0
+            if lost > 0:
+                raise _ReplicaStopped("a member of the generation is gone")
+        if self._watch.lost():
+            raise PeerLost("a member of the generation is gone")
+        self._watch.shelter(False)
+
+    def _is_loss(self, error: Exception) -> bool:
+        """Whether `error` means a broken generation rather than a fault of the training script itself."""
+        alone = self.layout.size == 1
+        if self._channel is None or isinstance(error, FATAL) or (alone and not self._gradients.intact):
+            return False  # half a micro-batch in the gradient cannot be taken out again
+        if self._watch.lost() or isinstance(error, _ReplicaStopped):
+            return True
+        self._self_stops += 1
+        # a forward pass may wait for peers, too: of its replica, or for gathered parameters
+        waits = not alone or self._local.sharded or self._at.phase in ("reducing", "synced")
+        waits = waits or self.evaluations.running
+        in_collective = waits and type(error) in PEER_ERRORS
+        return (in_collective or isinstance(error, PeerLost)) and self._self_stops <= SELF_STOPS
+
+    def _reduce(self) -> float:
+        """Reduce the gradients, and prove the ledger: the summed counts of all micro-batches are 1. Returns the mean
+        loss.
+
+        The proof is that of the data-parallel group of this rank's place, and comes with the last bucket, or after it
+        on the same communicator. The losses travel with the counts so that the job's loss does not depend on who
+        computed what, and the wishes to stop so that all who have the reduced gradients agree on the end.
+        """
+        proof = torch.zeros(4, self._at.ledger.total, dtype=torch.float64)
+        counts, wishes, losses, tokens = proof
+        wishes[0] = float(self._stop_agreed)
+        for index in self._at.ledger.done:
+            counts[index] += 1
+            if index in self._at.ledger.losses:
+                losses[index] = self._at.ledger.losses[index].double().cpu()
+            if (told := self._at.ledger.tokens.get(index)) is not None:
+                tokens[index] = float(told)
+        counts, wishes, losses, tokens = self._gradients.reduce(self._at.ledger, proof)
+        Ledger.check_counts(self._at.iteration, counts.round().long().tolist())
+        self._stopping = bool(wishes[0] > 0)  # not in the commit: whoever steps, even by a plan, has to know it
+        loss = float(losses.sum()) / max(self._gradients.proven(float(tokens.sum())), 1.0)
+        return self._exchange.from_last_stage(loss)
+
+    def _commit(self) -> None:
+        """Agree with all members right before the parameters change, after all else of the step that communicates:
+        nobody steps before all can. Carries the offer that every member holds, if there is one. Raises _Again where a
+        plan has this iteration reduced once more."""
+        if not self._committed and self._channel is not None:
+            self._agree_to_step()
+        elif not self._committed and self._saving.by_clock:
+            self._saving.on_commit(self._exchange.commit(None, False, self._saving.wanted))
+        self._committed = True
+        self._local.wait_copied()
+        self._pending.apply()
+
+    def _agree_to_step(self) -> None:
+        self._local.wait_whole()  # before anybody writes over the state before
+        with self._recovering():
+            if self.layout.size > 1 and not self._local.sharded and self._watch.lost():
+                raise PeerLost("the norm of the gradients may be garbage")  # of an aborted collective in the replica
+            self._set_phase("synced")
+            saving = self._saving
+            result = self._exchange.commit(self._watch.offer, self._gradients.first, saving.wanted, saving.busy)
+            saving.on_commit(result)
+            self._agreed_offer, self._ordered_next = result.offer, result.first
+        self._watch.hold_off(not self._local.sharded)  # nothing of the step waits for a peer any more
+
+    def _keep_step(self) -> None:
+        """Keep the state after the step, and its copies in other nodes: before all have them the gradients are not
+        zeroed."""
+        with self._recovering():
+            self._local.keep_step(self._at.ledger.iteration + 1)
+
+    @contextlib.contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """Recover from a loss inside, and go on behind it. Raises _Again where a plan has the iteration reduced once
+        more, from the state before it."""
+        try:
+            yield
+        except (PeerLost, RuntimeError) as error:
+            if not self._is_loss(error):
+                raise
+            if not self._recover(error):
+                raise _Again from error
+
+    def _step(self, began: float) -> StepResult:
+        stepping = time.perf_counter()
+        succeeded, grad_norm, _ = self._optimizer.step()
+        self._commit()  # an overflow has skipped the step, and with it the commit
+        if self._scheduler is not None and succeeded:
+            self._scheduler.step(increment=self._at.ledger.total * self._size)
+        self._state.loss = self._at.loss
+        self._keep_step()
+        self._watch.shelter(True)
+        self._watch.hold_off(False)
+        self._self_stops = 0
+        now = time.perf_counter()
+        self._at.seconds = now - began
+        result = StepResult(
+            self._at.ledger.iteration,
+            self._at.loss or 0.0,
+            None if grad_norm is None else float(grad_norm),
+            float(self._optimizer.param_groups[0]["lr"]),
+            self._at.seconds,
+            self.generation,
+            len(self._member.members),
+        )
+        self._set_phase("stepped")
+        self._reporter.report_step(
+            {"reduce": self._reduce_seconds, "step": now - stepping, "outside": self._outside_seconds}
+        )
+        self._at.iteration = self._at.ledger.iteration + 1
+        return result
+
+    # ------------------------------------------------------------ generations
+    def change_to(self, plan: Plan) -> None:
+        """Go on in `plan`, which this rank has entered at an iteration boundary: all held it, or it followed on one
+        that broke."""
+        self._ordered_next = True
+        self._local.note_has_state()
+        self._member.publish("running")
+        if not plan.boundary:
+            self._next_assignment = self._assignment_of(plan)
+
+    def regroup(self, error: Exception) -> None:
+        """Recover from a loss between two iterations: it is one at the begin of the next, of which nothing is
+        computed."""
+        self._gradients.drop()
+        self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
+        with contextlib.suppress(RankRejoined):
+            if self._recover(error):
+                raise LedgerError("a plan steps an iteration that has not begun") from error
+            self._next_assignment = list(self._at.ledger.assigned)
+
+    def _assignment_of(self, plan: Plan) -> list[int] | None:
+        """Return the micro-batches that the plan gives this replica. Ranks that are about to step report the number of
+        the next iteration, which may be larger."""
+        assigned = self._member.assignment_of(plan)
+        total = self.micro_batches_of(self._at.iteration if plan.iteration is None else plan.iteration)
+        return None if assigned is None else [index for index in assigned if index < total]
+
+    def _recover(self, error: Exception) -> bool:
+        """Stop, report, and go on under the controller's plan. True when the iteration at hand is to be stepped as it
+        is, or when all have the state after it."""
+        member, before = self._member, self._member.members
+        member.moments = {"caught": time.monotonic()}
+        self._agreed_offer = None
+        if not self._gradients.intact or self._unsure_parameters():
+            self._at.ledger.drop()
+            self._gradients.spoilt()
+        member.stop(error, self._gradients.drain, isinstance(error, _ReplicaStopped))
+        plan = member.wait_plan()
+        member.moments |= {"broken": self._watch.broken_at, "planned": time.monotonic()}
+        plan = member.enter_until_in(plan)
+        self._ordered_next = True
+        if plan.members != before:
+            self._self_stops = 0
+        self._member.publish("running")
+        steps = plan.step == self._at.ledger.iteration and self._at.phase == "synced"
+        if member.came_new or not steps:
+            self._pending.forget()
+        if member.came_new:
+            self._next_assignment = self._assignment_of(plan)
+            raise RankRejoined
+        if steps or (plan.state is not None and plan.iteration == self._at.ledger.iteration + 1):
+            self._next_assignment = self._assignment_of(plan)
+            self._watch.shelter(False)
+            return True
+        self._committed = False
+        self._optimizer.zero_grad()  # a step that was begun has made `grad` another name of the gradient buffer
+        if not self._gradients.restore():
+            self._at.ledger.drop()
+        self._set_phase("computing")  # a further loss must not find it reduced
+        assigned = self._assignment_of(plan)
+        if assigned is None or plan.iteration not in (None, self._at.ledger.iteration):
+            raise LedgerError(
+                f"the plan for iteration {self._at.ledger.iteration} gives this replica nothing to compute"
+            )
+        try:
+            self._keep_or_drop(assigned)
+        except (PeerLost, RuntimeError) as further:
+            if not self._is_loss(further):
+                raise
+            return self._recover(further)
+        self._at.ledger.reassign(assigned)
+        return False
+
+    def _unsure_parameters(self) -> bool:
+        """Whether parameters that were gathered while this iteration computed may be garbage: an aborted NCCL gather
+        says nothing."""
+        overlapped = self._local.sharded and self._model[0].ddp_config.overlap_param_gather
+        return overlapped and self._process.backend == "nccl"
+
+    def _keep_or_drop(self, assigned: Sequence[int]) -> None:
+        """Keep what the replica has in its gradients if all of its ranks have the same; else drop it."""
+        if self.layout.size == 1:
+            if not self._gradients.intact:
+                self._gradients.drop()
+            return
+        mine = Ledger.signature(self._at.ledger.done if self._gradients.intact else None)
+        most, least = self._exchange.inside([mine, -mine])
+        if most != -least or not self._gradients.intact or not set(self._at.ledger.done) <= set(assigned):
+            self._gradients.drop()
+            self._gradients.restore()
+            self._at.ledger.drop()
+
+    def _take_up_plan(self, plan: Plan, newcomer: bool) -> None:
+        """Take the groups of `plan` into use, and the training state where this rank lacks it."""
+        self._gradients.adopt_groups()
+        if self._member.inside:
+            self._local.note_has_state()
+        own = self._reporter.next_one
+        self._at.iteration = self._handover.take_up(plan, newcomer, self._at.iteration, own)
+        if self.slot in plan.joiners:
+            self._local.note_has_state()
+        self._gradients.seed = self._state.seed
+        if self._member.came_new:
+            self._stopping = False
+            self._next_assignment = self._assignment_of(plan)
+            self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
+        if not plan.boundary:
+            self.evaluations.agree(self._at.iteration, self._member.came_new)
+
+    def _rescue(self, why: str) -> None:
+        """Write this rank's state to disk: nobody leads the job any more, or all ranks end."""
+        unfinished = self._local.sharded and self._committed and self._at.phase == "synced"
+        if not unfinished:  # else of two states in the ranks none is whole
+            self._persistence.rescue(self._at.iteration, why)
+
+    def _set_phase(self, phase: str) -> None:
+        """Set the phase. The channel's thread tells of it, unless the step is there first."""
+        self._at.moment = self._at.ledger, phase

@@ -1,0 +1,204 @@
+"""The proof that every iteration counted each micro-batch exactly once, from what the ranks report about their steps.
+
+A report costs as much as it has micro-batches, whatever the job's size and whatever it calls the iteration's: counts
+are kept per iteration, of those that were reported, and not recounted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from itertools import islice
+
+from unicron_ctl.shared.protocol.structs import RankStep, StepReport
+
+OPEN_ITERATIONS = 8  # per job: what is still incomplete when so many newer ones are open is reported as it is
+MOST_TOTAL = 1 << 22  # micro-batches of an iteration
+PROBLEMS_KEPT = 1000
+MOST_NAMED = 100  # of the micro-batches that nobody reported
+
+
+@dataclass(frozen=True)
+class Account:
+    """The account of one iteration, over all ranks."""
+
+    iteration: int
+    generation: int
+    loss: float | None
+    """None where it is not known."""
+    seconds: float
+    """The ranks' median."""
+    ranks: int
+    total: int
+    computed: int
+    """Micro-batches; those computed again are counted again."""
+    unreported: list[int]
+    """Micro-batches in gradients of ranks that did not live to report; their reduce was complete, else nobody would
+    have stepped."""
+    problems: list[str]
+    """What breaks the exactly-once rule."""
+
+
+@dataclass
+class OpenIteration:
+    """An iteration of which not all reports are there.
+
+    summed, computed: how often, by micro-batch. summed_again, computed_again: those that were counted more than once.
+    strangers: micro-batches that do not exist. dropped: a rank says that it has computed what is not in its gradient;
+    it had no copy to undo a reduce with.
+    """
+
+    total: int
+    generation: int = 0
+    loss: float | None = 0.0
+    reporters: set[int] = field(default_factory=set)
+    seconds: list[float] = field(default_factory=list)
+    summed: dict[int, int] = field(default_factory=dict)
+    computed: dict[int, int] = field(default_factory=dict)
+    summed_again: set[int] = field(default_factory=set)
+    computed_again: set[int] = field(default_factory=set)
+    strangers: set[int] = field(default_factory=set)
+    in_gradients: int = 0
+    times_computed: int = 0
+    dropped: bool = False
+    missing: set[int] | None = None
+    """Those of the members it was last compared with who have not reported."""
+    members: Collection[int] = ()
+
+    def all_in(self, members: Collection[int]) -> bool:
+        """Whether each of these has reported. Whoever asks again has the same collection as long as nothing changed."""
+        if len(self.reporters) < len(members):
+            return False
+        if self.missing is None or self.members is not members:
+            self.missing, self.members = set(members) - self.reporters, members
+        return not self.missing
+
+    def add(self, rank: RankStep, generation: int) -> None:
+        if rank.slot in self.reporters:
+            return  # a repeated report
+        if not self.reporters:
+            self.loss = rank.loss
+        self.reporters.add(rank.slot)
+        if self.missing is not None:
+            self.missing.discard(rank.slot)
+        self.seconds.append(rank.seconds)
+        self.generation = max(self.generation, generation)
+        self._count(self.summed, self.summed_again, rank.micro_batches)
+        self.in_gradients += len(rank.micro_batches)
+        computed = rank.micro_batches if rank.computed is None else rank.computed
+        self._count(self.computed, self.computed_again, computed)
+        self.dropped = self.dropped or len(computed) > len(rank.micro_batches)
+        self.times_computed += len(computed)
+
+    def _count(self, counts: dict[int, int], again: set[int], indices: list[int]) -> None:
+        """Counts indices. `Counter.update` takes several times as long for the few indices of one rank."""
+        for index in indices:
+            if index not in counts:
+                counts[index] = 1
+                if not 0 <= index < self.total:
+                    self.strangers.add(index)
+            else:
+                counts[index] += 1
+                again.add(index)
+
+    def account(self, iteration: int, unsure: bool, again: bool = False) -> Account:
+        """The iteration's account. unsure: reports on it may have been lost, with a rank or on their way. again: ranks
+        that lived on may have had to compute something again."""
+        missing = []
+        if len(self.summed) < self.total + len(self.strangers):
+            missing = list(islice((index for index in range(self.total) if index not in self.summed), MOST_NAMED))
+        problems = [
+            f"micro-batch {index} is in {self.summed[index]} gradients"
+            for index in sorted(self.summed_again - self.strangers)
+        ]
+        problems += [
+            f"micro-batch {index} was computed {self.computed[index]} times by ranks that lived on"
+            for index in sorted(self.computed_again - self.strangers)
+            if not again
+        ]
+        problems += [f"micro-batch {index} does not exist" for index in sorted(self.strangers)]
+        if missing and not unsure:
+            problems.append(f"micro-batches {missing} are in nobody's gradient")
+        return Account(
+            iteration=iteration,
+            generation=self.generation,
+            loss=self.loss,
+            seconds=statistics.median(self.seconds),
+            ranks=len(self.reporters),
+            total=self.total,
+            computed=self.times_computed,
+            unreported=missing if unsure else [],
+            problems=problems[:PROBLEMS_KEPT],
+        )
+
+
+@dataclass
+class JobLedger:
+    """Collects the step reports of one job."""
+
+    open: dict[int, OpenIteration] = field(default_factory=dict)
+    closed: int = -1
+
+    def add(
+        self, step: StepReport, members: Collection[int], disturbed: Callable[[int], bool], drops: bool = False
+    ) -> list[Account]:
+        """Takes an agent's report; returns the iterations that are complete with it, oldest first.
+
+        members: who is in the job now (a set or the keys of a dict). disturbed: whether reports on an iteration may be
+        missing. drops: after a Break ranks may have to drop what is in their gradients: in a replica that is composed
+        anew, or where a step has to be done again.
+        """
+        if step.iteration <= self.closed or not 0 < step.total <= MOST_TOTAL:
+            return []
+        entry = self.open.get(step.iteration)
+        if entry is None:
+            entry = self.open[step.iteration] = OpenIteration(step.total)
+        for rank in step.ranks:
+            entry.add(rank, step.generation)
+        done = []
+        for iteration in sorted(self.open):
+            if not self._complete(iteration, members, disturbed):
+                break
+            heard = self.open[iteration].all_in(members) or self._later(iteration, members)
+            unsure = disturbed(iteration)
+            entry = self.open.pop(iteration)
+            done.append(entry.account(iteration, unsure or not heard, unsure and (drops or entry.dropped)))
+            self.closed = max(self.closed, iteration)
+        return done
+
+    def _complete(self, iteration: int, members: Collection[int], disturbed: Callable[[int], bool]) -> bool:
+        entry = self.open[iteration]
+        if entry.in_gradients >= entry.total or len(self.open) > OPEN_ITERATIONS:
+            return True
+        if disturbed(iteration) and entry.all_in(members):
+            return True
+        return self._later(iteration, members)
+
+    def _later(self, iteration: int, members: Collection[int]) -> bool:
+        """All members have reported a later iteration, so that what they said of this one has come or was lost."""
+        return any(later > iteration and other.all_in(members) for later, other in self.open.items())
+
+
+@dataclass
+class PlainSteps:
+    """Takes the place of the ledger where ranks are plain programs: they say how many iterations they have made, and
+    nothing of what is in them. A job has made as many as each of its ranks."""
+
+    closed: int = -1
+    last: dict[int, tuple[int, int, float]] = field(default_factory=dict)
+    """slot -> generation, iteration and seconds of an iteration, of its last report."""
+
+    def add(
+        self, step: StepReport, members: Collection[int], disturbed: Callable[[int], bool], drops: bool = False
+    ) -> list[Account]:
+        """Takes an agent's report; returns the newest iteration if all members have made it by now."""
+        for rank in step.ranks:
+            self.last[rank.slot] = step.generation, step.iteration, rank.seconds
+        present = [self.last[slot] for slot in members if slot in self.last]
+        made = [iteration for generation, iteration, _ in present if generation == step.generation]
+        if not made or len(made) < len(members) or min(made) <= self.closed:
+            return []
+        self.closed = min(made)
+        seconds = statistics.median(each for _, _, each in present)
+        return [Account(self.closed, step.generation, None, seconds, len(made), 0, 0, [], [])]
