@@ -217,7 +217,7 @@ def _nobody_answers(tick: Tick, ending: EndingNode) -> bool:
     ending.refused = ending.refused or (own is not None and own.slurmd is Reach.REFUSED)
     if own is None or not _unanswered(own, known):
         return False
-    agreed = sum(_unanswered(answer, known) for answer in ending.witnessed())
+    agreed = sum(_unanswered(answer, known) for answer in ending.testimony())
     if agreed >= probes.needed_witnesses(tick, ending):
         return True
     waits = len(ending.asked) > 1 and tick.view.now - ending.begun < ANSWER_SECONDS
@@ -252,7 +252,7 @@ def _is_lost(view: View, ending: EndingNode) -> bool:
 def _finding(tick: Tick, ending: EndingNode, key: Key) -> Finding:
     view = tick.view
     seconds, by = view.now - ending.unreached_since, "own sockets and witnesses"
-    if len(ending.witnessed()) < probes.needed_witnesses(tick, ending):
+    if len(ending.testimony()) < probes.needed_witnesses(tick, ending):
         by = f"own sockets and Slurm ({_slurm_calls_dead(tick, ending)})"
     said = (
         f"after its agent ended nobody reached the slurmd of {ending.node} in {ending.unreached} rounds of questions "

@@ -10,7 +10,7 @@ Living agents stand in the order of their last word (`Live.leases`), so a tick l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -240,7 +240,7 @@ class Evidence:
     @cached_property
     def witnesses(self) -> list[Answer]:
         """Answers of other agents that do not reach the door; empty while too few agree."""
-        found = [answer for answer in self.suspicion.witnessed() if answer.door is not Reach.REACHED]
+        found = [answer for answer in self.suspicion.testimony() if answer.door is not Reach.REACHED]
         enough = bool(found) and len(found) >= probes.needed_witnesses(self.tick, self.suspicion)
         return found if self.no_majority_missing and enough else []
 
@@ -269,20 +269,9 @@ class Evidence:
         """Return a finding, on the word of these answers. dead, spare: as in :class:`Finding`."""
         suspicion, told = self.suspicion, "; ".join(str(answer) for answer in answers)
         said = f"no message from {suspicion.node} for {self.silent_seconds:.2f} s" + (f" ({told})" if told else "")
-        return Finding(
-            what,
-            suspicion.job,
-            (),
-            self.view.now,
-            source,
-            said,
-            element=suspicion.element,
-            node=suspicion.node,
-            by=by,
-            dead=dead,
-            answers=what is What.AGENT_DIED and (dead or probes.slurmd_answers(suspicion)),
-            spare=spare,
-        )
+        element, node = suspicion.element, suspicion.node
+        found = Finding(what, suspicion.job, (), self.view.now, source, said, element, node, by, dead=dead, spare=spare)
+        return replace(found, answers=what is What.AGENT_DIED and (dead or probes.slurmd_answers(suspicion)))
 
     def conclude_unreachable(self) -> Finding:
         own = self.suspicion.answers.get(OWN)
@@ -351,14 +340,14 @@ def _record_doubt(evidence: Evidence, out: Outcome) -> None:
     if not evidence.lease_over:
         return
     why = "it lives: others reach it" if evidence.reached else ""
-    witnessed = suspicion.witnessed() if view.now - suspicion.begun > ANSWER_SECONDS / 2 else []
+    witnessed = suspicion.testimony() if view.now - suspicion.begun > ANSWER_SECONDS / 2 else []
     if not why and (witnessed or evidence.slurm) and not evidence.no_majority_missing:
         command = quorum.declare_dead_command(view, suspicion.node)
         why = "more of its job is silent than is heard: they may go on by themselves. Where they are dead, say so: "
         why += command
     if why and why != suspicion.recorded:
         suspicion.recorded = why
-        answers = "; ".join(map(str, evidence.reached or suspicion.witnessed()))
+        answers = "; ".join(map(str, evidence.reached or suspicion.testimony()))
         who = f"{view.state.jobs[suspicion.job].label(suspicion.element)} on {suspicion.node}"
         reason = f"no message from {who}, which is not taken for lost: {why}" + (f" ({answers})" if answers else "")
         record = records.Silence(element=suspicion.element, node=suspicion.node, reason=reason)

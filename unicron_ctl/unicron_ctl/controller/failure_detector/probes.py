@@ -84,7 +84,7 @@ def send_probes(tick: Tick, suspicion: Suspicion, out: Outcome) -> None:
         suspicion.probing, suspicion.probe = sum(map(bool, suspicion.targets)), suspicion.number
         out.requests.append(Probe(suspicion.job, suspicion.element, suspicion.node, targets, suspicion.number))
     waiting = [key for key, at in suspicion.asked.items() if key not in suspicion.answers]
-    useful = len(suspicion.witnessed()) - len(suspicion.strangers())
+    useful = len(suspicion.testimony()) - len(suspicion.strangers())
     useful += sum(1 for key in waiting if key != OWN and view.now - suspicion.asked[key] < ANSWER_SECONDS)
     most = min(WITNESSES - useful, MOST_ASKED - len(suspicion.asked))
     for agent in islice(witnesses(tick, suspicion), max(0, most)):

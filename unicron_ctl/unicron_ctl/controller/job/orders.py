@@ -3,6 +3,7 @@ obeyed."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 
@@ -44,7 +45,7 @@ class StandingOrders:
         self.plan_key = f"plan {self.plan.generation}" if self.plan is not None else ""
         self._blocked = blocked
         lost = sorted(job.lost.keys() | blocked)
-        self.broken = wire.Break(generation=job.broken, lost=lost, reason=job.why, killed=job.lost_to_kills)
+        self.broken = wire.Break(generation=job.broken, lost=lost, reason=job.why, killed=_lost_to_kills(job))
         # Who else is lost changes nothing for those who stop, unless it is one of their replica.
         self.break_key = f"break {job.broken} {len(lost) if job.replica > 1 else bool(lost)}"
 
@@ -54,10 +55,6 @@ class StandingOrders:
         plans = self.plan is _plan(job) and self._known is job.plan and self._arrivals == arrivals
         broken = self.broken.generation == job.broken and self.broken.reason == job.why
         return self._job is job and plans and broken and self.broken.lost == sorted(job.lost.keys() | blocked)
-
-    @property
-    def _per_node(self) -> int:
-        return max(1, self._job.settings.ranks_per_node)
 
     @cached_property
     def hit(self) -> frozenset[int]:
@@ -82,7 +79,7 @@ class StandingOrders:
 
     @cached_property
     def _proposers(self) -> list[structs.Peer]:
-        return proposers_of(self.plan, partial(peer_of, self._job), self._per_node) if self.plan is not None else []
+        return proposers_of(self.plan, partial(peer_of, self._job), self._job.per_node) if self.plan is not None else []
 
     @cached_property
     def _proposing(self) -> frozenset[int]:
@@ -112,7 +109,7 @@ class StandingOrders:
 
     @cached_property
     def _elements(self) -> list[int]:
-        return elements_of(self.plan.members, self._per_node) if self.plan is not None else []
+        return elements_of(self.plan.members, self._job.per_node) if self.plan is not None else []
 
     def _doors(self, element: int) -> list[str]:
         """Doors by which a plain world's agent sees that others of it are there: all, or some that are its own."""
@@ -128,6 +125,18 @@ class StandingOrders:
     def peers(self) -> list[structs.Peer]:
         """The agents of the plan's members, for those who lead."""
         return [peer for element in self._elements if (peer := peer_of(self._job, element)) is not None]
+
+
+def _lost_to_kills(job: JobState) -> bool:
+    """Whether every rank that the present Break goes on without was killed by SIGKILL, or is gone with its agent or
+    node: what nothing in a program raises."""
+    found = {slot: False for slot in job.lost}
+    for failure in job.failures:
+        record = failure.record
+        if failure.generation == job.broken:
+            outside = record.kind_of_failure in ("node", "agent") or record.exit_code == -signal.SIGKILL
+            found.update((slot, outside) for slot in record.slots if slot in found)
+    return bool(found) and all(found.values())
 
 
 def _plan(job: JobState) -> wire.Plan | None:

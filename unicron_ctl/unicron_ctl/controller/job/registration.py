@@ -95,7 +95,9 @@ class Case:
         job, message = self.job, self.message
         if job is None or self.requeued:
             return self.requeued
-        free = (message.trains and not job.trains) or job.step_has_ended(message.element)
+        # Killed, as by `scancel JOB.STEP`: all agents are gone, and that of this element is more than silent.
+        ended = self.known is not None and self.known.gone not in ("", "silent")
+        free = (message.trains and not job.trains) or (ended and all(agent.gone for agent in job.agents.values()))
         return free and not job.over and message.step > job.step
 
     @cached_property
@@ -184,7 +186,8 @@ def _other_step(case: Case) -> wire.Message | None:
     job, message = case.job, case.message
     if job is None or message.step == job.step or case.takes_over:
         return None
-    beside = message.step < job.step and one_element(message.settings)
+    one = message.settings.allocation or message.settings.max_nodes == message.settings.block
+    beside = message.step < job.step and one  # no array: each step runs once, and two may run at a time
     if job.over and not beside:
         return None
     which = f"step {message.step // ranges.LAUNCHES} of job {message.job}"
@@ -199,11 +202,6 @@ def _other_step(case: Case) -> wire.Message | None:
     else:
         reason = f"{which} is over for the other elements, which are at {at}"
     return wire.Refusal(reason=reason, alone=True)
-
-
-def one_element(settings: Settings) -> bool:
-    """The job is no array of several elements, so each of its steps runs once, and two may run at a time."""
-    return settings.allocation or settings.max_nodes == settings.block
 
 
 def _has_successor(case: Case) -> wire.Message | None:

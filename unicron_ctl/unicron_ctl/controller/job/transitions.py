@@ -33,6 +33,7 @@ from unicron_ctl.shared.consensus import survivors_plan
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.wire import Plan
+from unicron_detector.words import counted
 from unicron_transition.generations import layout
 
 SAVE_SECONDS = 600.0  # for ranks that are to end, to write what a checkpoint needs
@@ -232,9 +233,19 @@ def enter_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
 def end_job(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Ends the job; its agents are told the exit code."""
     out = Outcome(hurry=True)
-    reason = "; ".join(filter(None, (trigger.reason, job.state.account)))
+    reason = "; ".join(filter(None, (trigger.reason, _account(job.state))))
     out.record(job.state, records.JobEnded(code=trigger.code, reason=reason))
     return out
+
+
+def _account(job: JobState) -> str:
+    """The job's goodput, in words; empty before the first step."""
+    if job.goodput is None:
+        return ""
+    return (
+        f"{counted(job.iteration + 1, 'iteration')}, goodput {100.0 * job.goodput:.1f} %, "
+        f"{job.lost_seconds:.1f} s lost in {counted(len(job.failures), 'failure')}"
+    )
 
 
 PERFORM: dict[Action, Callable[[View, JobView, Trigger], Outcome]] = {

@@ -290,7 +290,7 @@ def on_entered(job: JobState, event: Event, record: records.GenerationEntered) -
 
 def _date_whole(job: JobState, event: Event) -> None:
     """Dates failures after which as many train again as are wanted, whoever they are, or those that were lost."""
-    all_here = len(job.members) >= job.elements_wanted(job.replica) * max(1, job.settings.ranks_per_node)
+    all_here = len(job.members) >= job.elements_wanted(job.replica) * job.per_node
     for failure in job.failures:
         if failure.broken_at is not None and failure.whole_at is None:
             if all_here or all(slot in job.members for slot in failure.record.slots):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-import signal
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
@@ -99,29 +98,30 @@ class AgentRecord:
 
     @property
     def lost(self) -> bool:
-        """The agent was lost with its node: it fell silent, or it died and its node ended after it. An agent that died
-        on a living node was not."""
+        """The agent was lost with its node: it fell silent, or it died and its node ended after it."""
         return self.gone in ("dead", "silent", NODE_ENDED)
 
 
 @dataclass(frozen=True)
 class AvoidedNode:
-    """A node that the job has left. agent: the one that was to go, empty when it need not any more. suspect: the node
-    may be at fault."""
+    """A node that the job has left."""
 
     at: float
     reason: str
     agent: str
+    """The one that was to go, empty when it need not any more."""
     suspect: bool
+    """The node may be at fault."""
 
 
 @dataclass(frozen=True)
 class RefusedNode:
-    """A node on which Slurm has not started an element that was told to start there. until: when it may be tried again,
-    in seconds since the epoch. said: Slurm's reason."""
+    """A node on which Slurm has not started an element that was told to start there."""
 
     until: float
+    """When it may be tried again, in seconds since the epoch."""
     said: str
+    """Slurm's reason."""
 
 
 @dataclass
@@ -169,15 +169,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a job.
-
-    disowned: Slurm knows no such job, or another's; what is running goes on without the controller.
-    """
+    """The end of a job."""
 
     code: int
     reason: str
     time: float
     disowned: bool = False
+    """Slurm knows no such job, or another's; what is running goes on without the controller."""
 
 
 def owner(uid: int | None, user: str) -> str:
@@ -331,10 +329,14 @@ class JobState:
         """Ranks of a replica, as planned."""
         return self.plan.replica if self.plan is not None else 1
 
+    @property
+    def per_node(self) -> int:
+        """Ranks of a node."""
+        return max(1, self.settings.ranks_per_node)
+
     def unit(self, replica: int) -> int:
         """The fewest nodes that hold whole replicas of so many ranks, and whole blocks."""
-        per_node = max(1, self.settings.ranks_per_node)
-        return math.lcm(replica, per_node * self.settings.block) // per_node
+        return math.lcm(replica, self.per_node * self.settings.block) // self.per_node
 
     def elements_wanted(self, replica: int) -> int:
         """Elements that are to train when all are there: all but the spares, in whole replicas of so many ranks.
@@ -385,13 +387,6 @@ class JobState:
         again = self.ended is not None and info.submitted > self.ended.time + AFTER_END_SECONDS
         return others or later or again
 
-    def step_has_ended(self, element: int) -> bool:
-        """The Slurm step has no agent any more, as when `timeout` or `scancel JOB.STEP` has killed it: all are gone,
-        and that of this element, on whose node somebody speaks, is known to have ended."""
-        mine = self.agents.get(element)
-        ended = mine is not None and mine.gone not in ("", "silent")
-        return ended and all(agent.gone for agent in self.agents.values())
-
     def slot(self, slot: int) -> SlotState:
         """Return the state of a slot; reading adds nothing."""
         return self.slots.get(slot, NO_SLOT)
@@ -422,19 +417,17 @@ class JobState:
 
     def agents_of(self, members: Mapping[int, Identity]) -> dict[int, str]:
         """By element."""
-        per_node = max(1, self.settings.ranks_per_node)
-        return {slot // per_node: who.agent for slot, who in members.items()}
+        return {self.element(slot): who.agent for slot, who in members.items()}
 
     def elements(self, slots: Iterable[int]) -> list[int]:
-        per_node = max(1, self.settings.ranks_per_node)
+        per_node = self.per_node
         return sorted({slot // per_node for slot in slots})
 
     @property
     def inside(self) -> frozenset[int]:
         """Elements with a member; worked out once per membership."""
         if self.counted[0] is not self.members:
-            per_node = max(1, self.settings.ranks_per_node)
-            self.counted = self.members, frozenset({slot // per_node for slot in self.members})
+            self.counted = self.members, frozenset(self.elements(self.members))
         return self.counted[1]
 
     def node(self, slot: int) -> str:
@@ -469,18 +462,6 @@ class JobState:
         """Members that the present Break does not go on without."""
         return [slot for slot in self.members if slot not in self.lost]
 
-    @property
-    def lost_to_kills(self) -> bool:
-        """Whether every rank that the present Break goes on without was killed by SIGKILL, or is gone with its agent or
-        node: what nothing in a program raises."""
-        found = {slot: False for slot in self.lost}
-        for failure in self.failures:
-            record = failure.record
-            if failure.generation == self.broken:
-                outside = record.kind_of_failure in ("node", "agent") or record.exit_code == -signal.SIGKILL
-                found.update((slot, outside) for slot in record.slots if slot in found)
-        return bool(found) and all(found.values())
-
     def groups(self) -> list[list[int]]:
         """The members by replicas; all together where these are not known."""
         whole = len(self.order) % self.replica == 0
@@ -510,21 +491,7 @@ class JobState:
         return self.trained + self.stepped - self.stepping_since
 
     @property
-    def account(self) -> str:
-        """Its goodput, in words; empty before the first step."""
-        if self.goodput is None:
-            return ""
-        count, failed = self.iteration + 1, len(self.failures)
-        return (
-            f"{count} iteration{'s' * (count != 1)}, goodput {100.0 * self.goodput:.1f} %, "
-            f"{self.lost_seconds:.1f} s lost in {failed} failure{'s' * (failed != 1)}"
-        )
-
-    @property
     def seconds(self) -> float | None:
         """The median iteration time of the last steps at the present node count."""
-        if not self.recent:
-            return None
-        nodes = len(self.inside)
-        times = [seconds for count, seconds, _ in self.recent if count == nodes]
+        times = [seconds for count, seconds, _ in self.recent if count == len(self.inside)]
         return statistics.median(times) if times else None

@@ -95,7 +95,7 @@ class JobView:
     planned: tuple[list[int], frozenset[int]] = field(default_factory=lambda: ([], frozenset()))
 
     def __post_init__(self) -> None:
-        self.per_node = max(1, self.state.settings.ranks_per_node)
+        self.per_node = self.state.per_node
 
     def agent(self, slot: int) -> AgentView | None:
         return self.agents.get(slot // self.per_node)

@@ -1,4 +1,4 @@
-"""What is asked about silent agents and their nodes, and what was answered. A restarted controller asks again."""
+"""Questions about silent agents and their nodes, and the answers. A restarted controller asks again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OWN = ("", -1)
 
 @dataclass(frozen=True)
 class Answer:
-    """What one witness found at the agent's door and at the node's slurmd."""
+    """One witness's findings at the agent's door and at the node's slurmd."""
 
     witness: str
     door: Reach
@@ -38,23 +38,23 @@ class Answer:
 
 @dataclass
 class Suspicion:
-    """One silent agent. Times are seconds on the controller's clock.
-
-    since: its last sign of life. number: the present round of probes; answers to earlier rounds do not count.
-    asked: witness -> when, in this round. answers: witness -> what it said in this round.
-    """
+    """One silent agent. Times are seconds on the controller's clock."""
 
     job: str
     element: int
     agent: str
     node: str
     since: float
+    """Its last sign of life."""
     targets: tuple[str, str]
     """The agent's door and the node's slurmd, host:port."""
     number: int = 0
+    """The present round of probes; answers to earlier rounds do not count."""
     begun: float = 0.0
     asked: dict[Key, float] = field(default_factory=dict)
+    """witness -> when, in this round."""
     answers: dict[Key, Answer] = field(default_factory=dict)
+    """witness -> what it said in this round."""
     before: dict[Key, Answer] = field(default_factory=dict)
     """Answers of the last round that reached the door: they count until this round has its own."""
     probing: int = 0
@@ -83,7 +83,7 @@ class Suspicion:
         """The answer shows that what is suspected can be reached."""
         return answer.door is Reach.REACHED
 
-    def witnessed(self) -> list[Answer]:
+    def testimony(self) -> list[Answer]:
         """Answers of other agents, without those that could not try."""
         return [answer for key, answer in self.answers.items() if key != OWN and not answer.no_evidence]
 

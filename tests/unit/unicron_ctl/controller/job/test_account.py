@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from unicron_ctl.controller.job.transitions import _account
 from unicron_ctl.controller.model import job_rules
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.shared.log import records
@@ -28,7 +29,7 @@ def broken(state: JobState, at: float, repeated: int) -> None:
 
 def test_all_time_between_steps_is_trained_and_between_generations_one_iteration_is():
     state = job()
-    assert state.goodput is None and state.account == ""
+    assert state.goodput is None and _account(state) == ""
     for iteration in range(10):
         step(state, 100.0 + iteration, iteration, 1)
     assert (state.trained_seconds, state.lost_seconds, state.goodput) == (10.0, 0.0, 1.0)
@@ -36,7 +37,7 @@ def test_all_time_between_steps_is_trained_and_between_generations_one_iteration
     assert (state.trained_seconds, state.lost_seconds) == (41.0, 0.0)
     step(state, 150.0, 11, 2, seconds=9.5)  # the first of new processes, which counts their start
     assert (state.trained_seconds, state.lost_seconds) == (42.0, 9.0)
-    assert state.account == "12 iterations, goodput 82.4 %, 9.0 s lost in 0 failures"
+    assert _account(state) == "12 iterations, goodput 82.4 %, 9.0 s lost in 0 failures"
 
 
 def test_iterations_that_are_made_again_are_lost():

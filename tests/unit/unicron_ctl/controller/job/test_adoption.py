@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.scenarios import boundary, trained
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.shared.protocol import structs, wire
 
@@ -33,8 +34,7 @@ def forget(world: World, records: int | None) -> None:
 
 @pytest.mark.parametrize("records", [None, 1, 2, 3, 5, 8])
 def test_a_generation_that_the_log_does_not_hold_goes_on(records):
-    world = World()
-    agents = world.start_job(nodes=4)
+    world, agents = trained(4, seconds=0.3)
     train(world, agents, range(3))
     agents[3].die(3)
     world.run(3.0)
@@ -50,8 +50,7 @@ def test_a_generation_that_the_log_does_not_hold_goes_on(records):
 
 
 def test_the_emptied_controller_waits_for_agents_that_have_not_registered():
-    world = World()
-    agents = world.start_job(nodes=3)
+    world, agents = trained(3, seconds=0.3)
     train(world, agents, range(2))
     agents[2].silent = agents[2].cut = True
     forget(world, None)
@@ -63,8 +62,7 @@ def test_the_emptied_controller_waits_for_agents_that_have_not_registered():
 
 
 def test_an_agent_that_has_registered_and_not_spoken_is_waited_for():
-    world = World()
-    agents = world.start_job(nodes=3)
+    world, agents = trained(3, seconds=0.3)
     train(world, agents, range(2))
     forget(world, None)
     agents[2].obedient = False
@@ -165,8 +163,7 @@ def test_an_element_that_slurm_no_longer_runs_is_not_waited_for():
 
 
 def test_ranks_that_were_told_a_plan_and_not_all_of_them_are_regrouped():
-    world = World()
-    agents = world.start_job(nodes=4)
+    world, agents = trained(4, seconds=0.3)
     train(world, agents, range(2))
     agents[1].obedient = agents[2].obedient = False  # they never hear of the next plan
     agents[3].die(3)
@@ -238,15 +235,13 @@ def test_the_wait_for_the_last_state_is_bounded():
 def test_whatever_records_are_lost_the_training_goes_on(seed: int, records: int):
     """A power cut at a random moment of recoveries; agents may be slow to hear."""
     chance = random.Random(seed)
-    world = World()
-    agents = world.start_job(nodes=4, ranks=2)
+    world, agents = trained(4, ranks=2, seconds=0.3)
     train(world, agents, range(2))
     for _ in range(chance.randint(1, 3)):
         agent = chance.choice(agents)
         agent.die(chance.choice(agent.slots))
         world.run(chance.uniform(0.0, 0.4))
-        for other in agents:
-            other.take_offer()
+        boundary(world, 0.0)
     forget(world, min(records, len(world.log)))
     for _ in range(8):
         world.run(2.0)
@@ -302,8 +297,7 @@ def back(world: World, agents: list[FakeAgent]) -> None:
 
 
 def test_a_plan_that_the_agents_agreed_on_is_taken_over():
-    world = World()
-    agents = world.start_job(nodes=4)
+    world, agents = trained(4, seconds=0.3)
     away(world, agents)
     agree(world, agents, lost=3)
     back(world, agents)
@@ -315,9 +309,7 @@ def test_a_plan_that_the_agents_agreed_on_is_taken_over():
     assert [failure.record.slots for failure in job.failures] == [[3]] and agents[3].ranks[3].incarnation == 1
     agents[3].ready()
     world.run(1.0)
-    for agent in agents:
-        agent.take_offer()
-    world.run(1.0)
+    boundary(world, 1.0)
     assert sorted(job.members) == [0, 1, 2, 3]
     world.check_replay()
 
@@ -351,17 +343,14 @@ def test_who_died_while_the_controller_was_away_is_on_record(how: str) -> None:
     assert not any(isinstance(message, wire.Break) for _, message in world.sent)
     if how in ("it was started again", "the log is lost"):
         assert "while this controller was away" in failure.record.reason and failure.record.node == "n4"
-        for agent in world.agents:
-            agent.take_offer()
-        world.run(1.0)
+        boundary(world, 1.0)
         assert sorted(world.job().members) == [0, 1, 2, 3] and failure.restored_at is not None
     world.check_replay()
 
 
 def test_a_restarted_and_an_emptied_controller_take_it_over():
     for records in (0, None):
-        world = World()
-        agents = world.start_job(nodes=4)
+        world, agents = trained(4, seconds=0.3)
         away(world, agents)
         agree(world, agents, lost=3)
         if records is None:
@@ -373,8 +362,7 @@ def test_a_restarted_and_an_emptied_controller_take_it_over():
 
 
 def test_one_that_knows_of_the_choice_is_enough_and_those_behind_are_told_the_plan():
-    world = World()
-    agents = world.start_job(nodes=4)
+    world, agents = trained(4, seconds=0.3)
     away(world, agents)
     agree(world, agents, lost=3, chosen=(False, True, False))
     back(world, agents)
@@ -383,8 +371,7 @@ def test_one_that_knows_of_the_choice_is_enough_and_those_behind_are_told_the_pl
 
 
 def test_it_is_not_looked_at_before_all_living_agents_have_spoken():
-    world = World()
-    agents = world.start_job(nodes=4)
+    world, agents = trained(4, seconds=0.3)
     away(world, agents)
     agree(world, agents, lost=3, chosen=(False, True, False))
     agents[0].silent = agents[0].cut = False
@@ -396,8 +383,7 @@ def test_it_is_not_looked_at_before_all_living_agents_have_spoken():
 
 
 def test_a_number_that_was_begun_is_used_up():
-    world = World()
-    agents = world.start_job(nodes=4)
+    world, agents = trained(4, seconds=0.3)
     away(world, agents)
     agree(world, agents, lost=3, chosen=(False, False, False))
     back(world, agents)
@@ -407,8 +393,7 @@ def test_a_number_that_was_begun_is_used_up():
 
 
 def test_the_agents_choice_counts_against_a_plan_of_the_controller_with_its_number():
-    world = World()
-    agents = world.start_job(nodes=4)
+    world, agents = trained(4, seconds=0.3)
     train(world, agents, range(2))
     for agent in agents[:3]:
         agent.obedient = False
@@ -479,8 +464,7 @@ def test_a_number_is_used_up_once_one_member_of_its_plan_is_heard_and_not_in_it(
 def test_a_newcomer_that_is_heard_before_those_who_agreed_on_its_offers_number_is_taken_in(later: float) -> None:
     """`later`: seconds until the others come back to a controller that has started again, less and more than
     offer_delay."""
-    world = World()
-    agents = world.start_job(nodes=5)
+    world, agents = trained(5, seconds=0.3)
     train(world, agents, range(2))
     agents[4].die(4)
     world.run(1.0)
@@ -503,8 +487,7 @@ def test_a_newcomer_that_is_heard_before_those_who_agreed_on_its_offers_number_i
             agent.status()
         world.run(then, heartbeats=False)
     for _ in range(3):
-        for agent in agents:
-            agent.take_offer()
+        boundary(world, 0.0)
         if agents[3].ranks[3].state == "starting":
             agents[3].ready()
         world.run(2.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scenarios import allocation_comes, allocation_job, allocation_row, trains
+from tests.support.scenarios import allocation_comes, allocation_job, allocation_row, power_off, ready, trains
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.job import job_events
 from unicron_ctl.controller.job.job_events import START_SECONDS
@@ -65,8 +65,7 @@ def test_the_first_world_waits_for_no_node_that_is_lost():
     world.run(1.5)
     for agent in agents[:2]:
         agent.ready()
-    agents[2].silent = True
-    world.dead_nodes.add("n3")
+    power_off(world, "n3")
     world.slurm.queue["1", 0]["node"] = "n[1-2]"
     world.run(START_SECONDS)
     assert set(world.job().members) == {0, 1}
@@ -76,8 +75,7 @@ def test_a_lost_node_is_drained_and_never_set_down_and_the_others_go_on():
     world, agents = allocation_job()
     world.run(1.5)
     trains(world, agents)
-    agents[2].silent = True
-    world.dead_nodes.add("n3")
+    power_off(world, "n3")
     world.run(8.0)
     assert set(world.job().members) == {0, 1}
     asked = {(call[0], call[3]) for call in world.slurm.calls}
@@ -95,8 +93,7 @@ def test_the_first_node_that_is_lost_leaves_the_others_their_numbers():
     world, agents = allocation_job()
     world.run(1.5)
     trains(world, agents)
-    agents[0].silent = True
-    world.dead_nodes.add("n1")
+    power_off(world, "n1")
     world.slurm.queue["1", 0]["node"] = "n[2-3]"
     world.run(8.0)
     assert set(world.job().members) == {1, 2}
@@ -123,10 +120,7 @@ def fail(world: World, agents: list[FakeAgent], code: int, text: str = "", times
         for agent in agents:
             if agent.ranks[agent.slots[0]].state != "exited":
                 agent.die(agent.slots[0], code, lived=5.0, last_line=text)
-        world.run(70.0)
-        for agent in agents:
-            agent.ready()
-        world.run(2.0)
+        ready(world, agents, 70.0, 2.0)
 
 
 def test_a_program_that_crashes_again_and_again_ends_the_job_and_takes_no_node_out_of_it():

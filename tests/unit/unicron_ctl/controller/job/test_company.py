@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.scenarios import ready
 from tests.support.world import FakeAgent, World
 from unicron_ctl.shared.consensus.proposals import PROPOSERS
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
@@ -21,9 +22,7 @@ def start(nodes: int, **reached: str) -> tuple[World, list[FakeAgent]]:
     agents = [FakeAgent(world, "1", element, f"n{element}", nodes=nodes) for element in range(nodes)]
     for agent in agents:
         register(agent, **reached)
-    for agent in agents:
-        agent.ready()
-    world.run(0.3)
+    ready(world, agents, after=0.3)
     return world, agents
 
 

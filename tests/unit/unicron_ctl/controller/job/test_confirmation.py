@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.scenarios import power_off, ready
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.core import registrations
 from unicron_ctl.controller.job import registration
@@ -111,12 +112,9 @@ def test_without_slurms_word_a_job_is_healed_within_itself_and_touches_nothing()
     world.run(1.0)
     assert "1" not in world.core.state.jobs, "Slurm's word is waited for"
     world.run(CONFIRM_SECONDS)
-    for agent in agents:
-        agent.ready()
-    world.run(4.0)
+    ready(world, agents, after=4.0)
     assert world.job().phase == "running" and not world.job().submitted
-    agents[1].silent = True
-    world.dead_nodes.add("n2")
+    power_off(world, "n2")
     world.run(4.0)
     assert set(world.job().members) == {0}, "healed"
     assert not world.slurm.calls and not world.core.state.out_of_service

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scenarios import recorded
+from tests.support.scenarios import recorded, trained
 from tests.support.world import World
 from unicron_ctl.controller.model.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger, OpenIteration
 from unicron_ctl.shared.log import records
@@ -136,8 +136,7 @@ def test_what_is_missing_although_all_have_reported_is_named_beside_what_is_doub
 
 
 def test_the_ledger_is_checked():
-    world = World()
-    agents = world.start_job(nodes=2)
+    world, agents = trained(2, seconds=0.3)
     world.iterate("1", 0)
     assert world.job().iteration == 0 and world.job().ledger_violations == 0
     agents[0].step(0, 1, [0, 2, 4, 6])
@@ -150,8 +149,7 @@ def test_the_ledger_is_checked():
 
 
 def test_a_report_that_was_lost_on_its_way_is_no_violation():
-    world = World()
-    agents = world.start_job(nodes=2)
+    world, agents = trained(2, seconds=0.3)
     world.iterate("1", 0)
     agents[0].step(0, 1, [0, 2, 4, 6])
     agents[1].next_step()  # its report of iteration 1 never comes
@@ -163,8 +161,7 @@ def test_a_report_that_was_lost_on_its_way_is_no_violation():
 
 def test_steps_that_come_with_a_status_count_before_what_it_says():
     """In large jobs: of the rank that has ended nothing is missing."""
-    world = World()
-    agents = world.start_job(nodes=2)
+    world, agents = trained(2, seconds=0.3)
     world.iterate("1", 0)
     agents[0].report(1, RankStep(0, [0, 2, 4, 6], 0.5, 1.0), hold=True)
     agents[1].step(1, 1, [1, 3, 5, 7])
@@ -176,8 +173,7 @@ def test_steps_that_come_with_a_status_count_before_what_it_says():
 
 
 def test_a_status_proves_nothing_for_other_agents_ranks_or_other_jobs():
-    world = World()
-    agents = world.start_job(nodes=2)
+    world, agents = trained(2, seconds=0.3)
     world.iterate("1", 0)
     agents[0].step(0, 1, [0, 2, 4, 6])
     agents[0].held_steps = [
@@ -195,8 +191,7 @@ def test_a_status_proves_nothing_for_other_agents_ranks_or_other_jobs():
 
 def test_reports_that_were_lost_with_the_controller_are_no_violation():
     """However many iterations the ranks went on without one."""
-    world = World()
-    agents = world.start_job(nodes=2)
+    world, agents = trained(2, seconds=0.3)
     world.iterate("1", 0)
     world.restart()
     for agent in agents:
@@ -214,8 +209,7 @@ def test_reports_that_were_lost_with_the_controller_are_no_violation():
 
 
 def test_an_agent_that_is_silent_for_long_leaves_no_violation_behind():
-    world = World()
-    agents = world.start_job(nodes=2)
+    world, agents = trained(2, seconds=0.3)
     world.iterate("1", 0)
     for iteration in range(1, 12):
         agents[0].step(0, iteration, [0, 2, 4, 6])
@@ -228,8 +222,7 @@ def test_an_agent_that_is_silent_for_long_leaves_no_violation_behind():
 
 def test_an_iteration_that_calls_itself_huge_costs_what_was_reported():
     """A short message leaves a short record, and nothing is held for what nobody reported."""
-    world = World()
-    agents = world.start_job(nodes=2)
+    world, agents = trained(2, seconds=0.3)
     number = len(world.log)
     for iteration in range(20):
         agents[0].steps += 1  # reports were lost, so all that is missing counts as unreported

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.scenarios import boundary, trained
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.api.job_answers import job_answer
@@ -37,8 +38,7 @@ def test_a_job_is_formed_of_complete_replicas_and_deals_to_their_heads():
 
 
 def test_what_completes_no_replica_waits_and_is_no_failure():
-    world = World()
-    agents = world.start_job(nodes=3, ranks=1, replica=2)
+    world, agents = trained(3, ranks=1, replica=2, seconds=0.3)
     world.run(3.0)
     assert world.job().order == [0, 1] and states(agents)[2] == "waiting"
     world.run(400.0)
@@ -313,9 +313,7 @@ def test_an_element_that_leaves_takes_its_replicas_with_it():
     job.allotted, job.leaving = [0, 1, 2], [3]
     world.run(0.5)
     assert world.job().offer.members == [0, 1]
-    for agent in agents:
-        agent.take_offer()
-    world.run(0.5)
+    boundary(world, 0.5)
     assert world.job().order == [0, 1] and states(agents)[2] == "standby"
 
 

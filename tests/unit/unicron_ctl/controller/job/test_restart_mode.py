@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.plain_agent import PlainAgent
+from tests.support.scenarios import plain, power_off, ready
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS
 from unicron_ctl.agent.loop.plain_ranks import OWN_END_SECONDS, YOUNG_SECONDS, own_end_seconds
@@ -38,8 +39,7 @@ def plans(world: World) -> list[wire.Plan]:
 
 
 def test_a_dead_process_leads_to_a_new_world_of_all():
-    world = World()
-    agents = start(world, min_nodes=2)
+    world, agents = plain(min_nodes=2, seconds=0.3)
     assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 2]
     world.run(30)
     agents[1].die(1, last_line="RuntimeError: CUDA error: device-side assert triggered")
@@ -55,13 +55,11 @@ def test_a_dead_process_leads_to_a_new_world_of_all():
 
 def test_the_plan_names_the_nodes_of_its_world():
     """An array's agents do not know each other's; JAX and others read them from SLURM_STEP_NODELIST."""
-    world = World()
-    agents = start(world, min_nodes=2)
+    world, agents = plain(min_nodes=2, seconds=0.3)
     assert shared_plans.nodes(last_share(world)) == ["n1", "n2", "n3"]
     world.run(30)
     agents[1].die(1, code=1)
-    agents[1].silent = True
-    world.dead_nodes.add("n2")
+    power_off(world, "n2")
     world.run(90.0)
     assert sorted(world.job().members) == [0, 2] and shared_plans.nodes(last_share(world)) == ["n1", "n3"]
 
@@ -75,8 +73,7 @@ def last_share(world: World) -> wire.PlanShare:
 )
 def test_only_after_a_kill_from_outside_there_is_no_error_to_wait_for(ends, killed):
     """The second world counts: the first one lost a rank by its own error."""
-    world = World()
-    agents = start(world)
+    world, agents = plain(seconds=0.3)
     for codes in ((1,), ends):
         for agent, code in zip(agents[1:], codes, strict=False):
             if code is None:
@@ -116,8 +113,7 @@ def test_the_other_rank_of_the_node_is_not_taken_for_lost(mode):
 
 
 def test_a_lost_node_leads_to_a_smaller_world_and_its_return_to_the_whole_one():
-    world = World()
-    agents = start(world, min_nodes=2)
+    world, agents = plain(min_nodes=2, seconds=0.3)
     world.run(100)
     agents[2].silent = True
     world.run(FENCED + 8)
@@ -139,8 +135,7 @@ def test_a_lost_node_leads_to_a_smaller_world_and_its_return_to_the_whole_one():
 
 def fell_silent(count: int = 1, nodes: int = 4, **changes) -> World:
     """A world that has lost agents: they and their nodes say nothing any more."""
-    world = World()
-    agents = start(world, nodes=nodes)
+    world, agents = plain(nodes, seconds=0.3)
     world.run(100)
     for agent in agents[-count:]:
         for name, value in changes.items():
@@ -195,8 +190,7 @@ def test_the_wait_holds_over_a_restart_of_the_controller():
 
 def test_an_agent_that_died_on_a_living_node_is_not_waited_for():
     """Its node refuses connections at its door: its processes died with it."""
-    world = World()
-    agents = start(world, nodes=4)
+    world, agents = plain(4, seconds=0.3)
     world.run(100)
     agents[3].killed = agents[3].silent = True
     world.run(12)
@@ -204,8 +198,7 @@ def test_an_agent_that_died_on_a_living_node_is_not_waited_for():
 
 
 def test_no_world_below_the_minimum():
-    world = World()
-    agents = start(world, min_nodes=3)
+    world, agents = plain(min_nodes=3, seconds=0.3)
     agents[2].silent = True
     world.run(FENCED + 30)
     assert world.job().phase == "forming" and len(plans(world)) == 1
@@ -272,8 +265,7 @@ def test_peers_that_die_of_a_death_are_not_blamed():
 
 
 def test_a_script_that_fails_everywhere_at_once_ends_the_job():
-    world = World()
-    agents = start(world)
+    world, agents = plain(seconds=0.3)
     for _ in range(4):
         if world.job().ended:
             break
@@ -287,8 +279,7 @@ def test_a_script_that_fails_everywhere_at_once_ends_the_job():
 def test_worlds_that_break_again_and_again_end_the_job_unless_one_lasts(monkeypatch):
     monkeypatch.setattr(modes, "STEADY_SECONDS", 50.0)
     monkeypatch.setattr(modes, "MOST_RESTARTS", 4)
-    world = World()
-    agents = start(world, nodes=2)
+    world, agents = plain(2, seconds=0.3)
     for turn in range(8):
         world.run(60 if turn == 3 else 1)
         if world.job().ended:
@@ -302,8 +293,7 @@ def test_worlds_that_break_again_and_again_end_the_job_unless_one_lasts(monkeypa
 
 
 def test_who_has_ended_starts_again_when_another_fails_and_the_job_ends_when_all_have():
-    world = World()
-    agents = start(world)
+    world, agents = plain(seconds=0.3)
     agents[0].set(0, state="finished")
     agents[1].set(1, state="finished")
     world.run(1)
@@ -342,8 +332,7 @@ def test_a_program_that_ends_with_a_status_of_its_own_costs_no_node():
 
 
 def test_the_next_srun_of_a_batch_script_is_a_training_of_its_own():
-    world = World()
-    agents = start(world, nodes=2)
+    world, agents = plain(2, seconds=0.3)
 
     def register(element: int, step: int, mode: str = "restart") -> PlainAgent:
         agent = PlainAgent(world, "1", element, f"n{element + 1}", mode=mode, nodes=2, name=f"{element} in {step}")
@@ -372,9 +361,7 @@ def test_the_next_srun_of_a_batch_script_is_a_training_of_its_own():
     assert world.job().ended and not any(isinstance(m, wire.Welcome) for m in early.heard)
     world.agents.clear()
     second = [register(element, 1, "session") for element in range(2)]
-    for agent in second:
-        agent.ready()
-    world.run(1)
+    ready(world, second, after=1)
     assert world.job().phase == "running" and world.job().step == LAUNCHES and world.job().settings.mode == "session"
     requeued = register(1, 0)
     (refused,) = [m for m in requeued.heard if isinstance(m, wire.Refusal)]
@@ -463,8 +450,7 @@ def test_hooks_of_ranks_cannot_be_asked_of_plain_programs():
 
 def test_steps_excuse_no_script_that_fails_alike_again_and_again():
     """They are the same few after each start, as far as anybody knows."""
-    world = World()
-    agents = start(world, 2, min_nodes=2)
+    world, agents = plain(2, min_nodes=2, seconds=0.3)
     for _ in range(8):
         if world.job().ended:
             break
@@ -479,8 +465,7 @@ def test_steps_excuse_no_script_that_fails_alike_again_and_again():
 
 def test_plain_programs_that_end_with_a_preempted_peer_have_not_failed():
     """Defect: Slurm's SIGTERM ends a plain program by itself, and that and what its peers made of it were failures."""
-    world = World()
-    agents = start(world, nodes=3)
+    world, agents = plain(3, seconds=0.3)
     agents[0].noticed = True
     agents[0].die(0, code=-15)
     agents[1].die(1, code=1, last_line="ConnectionResetError: Connection reset by peer")
@@ -533,8 +518,7 @@ def test_an_error_of_one_rank_ends_the_job_with_its_status_and_never_shrinks_its
 
 def test_nodes_whose_job_has_ended_are_shown_as_used_by_nobody():
     """Defect: their agents end unheard, and the job stood beside idle nodes for minutes."""
-    world = World()
-    agents = start(world)
+    world, agents = plain(seconds=0.3)
     assert any(node.used_by for node in visible_nodes(world.core, EVERYBODY))
     for agent in agents:
         for slot in agent.slots:

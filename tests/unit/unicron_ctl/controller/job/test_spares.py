@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.questions import told
-from tests.support.scenarios import boundary, follow, on_slurm, power_off, ready
+from tests.support.scenarios import boundary, follow, on_slurm, power_off, ready, trained
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.job import spares
@@ -17,8 +17,7 @@ from unicron_ctl.shared.settings.partitions import PartitionConfig
 
 
 def started(nodes: int = 4, wanted: int = 1, **settings) -> tuple[World, list[FakeAgent]]:
-    world = World()
-    agents = world.start_job(nodes=nodes, spares=wanted, **settings)
+    world, agents = trained(nodes, spares=wanted, **settings, seconds=0.3)
     world.run(2.0)
     assert world.job().phase == "running"
     return world, agents
@@ -144,9 +143,7 @@ def test_a_spare_does_not_begin_the_job_alone_while_all_others_start_again():
     for agent in agents:
         agent.register()
     world.run(5.0)  # a start takes so long
-    for agent in agents:
-        agent.ready()
-    world.run(20.0)
+    ready(world, agents, after=20.0)
     for agent in agents[:3]:
         agent.die(agent.slots[0])
     world.run(4.5)
@@ -344,10 +341,7 @@ def test_the_spare_goes_to_a_job_that_gains_more_from_its_node_and_nobody_stops_
     members, generation = sorted(world.job().members), world.job().generation
     slurm.submit("2", 2)
     others = follow(world, "2", 2)
-    world.run(0.6)
-    for agent in others:
-        agent.ready()
-    world.run(3.0)
+    ready(world, others, 0.6, 3.0)
     assert world.core.state.assignment == {"1": 4, "2": 2}
     power_off(world, others[1].node)
     world.run(6.0)

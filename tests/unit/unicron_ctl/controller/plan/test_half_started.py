@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scenarios import follow
+from tests.support.scenarios import start
 from tests.support.world import FakeSlurm, World
 
 NODES, LEAST = 6, 4
@@ -26,8 +26,7 @@ def go_on(world: World, seconds: float) -> None:
     for _ in range(round(seconds)):
         for job in "12":
             state = world.core.state.jobs.get(job)
-            for agent in follow(world, job, NODES, min_nodes=LEAST) if state is None or not state.ended else ():
-                agent.ready()
+            start(world, job, NODES, min_nodes=LEAST) if state is None or not state.ended else ()
         world.run(1.0)
         world.slurm.schedule()
 

@@ -81,7 +81,7 @@ def test_the_layout_comes_with_the_nodes_and_is_charged_with_its_restart():
     assert (found.assignment, found.layouts) == ({"a": 2}, {"a": "TP2"})
 
 
-def test_who_keeps_its_last_node_keeps_its_layout():
+def test_layout_kept_with_last_node():
     found = plan([relaid("a", 1, 1, weight=0.1), relaid("b", 1, 1)], 1, 1000.0, 5.0)
     assert found.assignment == {"a": 1, "b": 1} and found.layouts["a"] == "TP2"
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.scenarios import arrays, follow, power_off
+from tests.support.scenarios import arrays, boundary, follow, power_off, ready, start
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.plan import inputs
@@ -25,11 +25,9 @@ def test_a_lost_node_is_set_down_and_its_element_goes_to_the_spare():
     assert ("pin", "1", 1, "n4") in slurm.calls
     assert slurm.queue["1", 1]["node"] == "n4"
     assert world.job().plan.members == [0, 2], "the survivors did not wait for Slurm"
-    for agent in follow(world, "1", 3):
-        agent.ready()
+    start(world, "1", 3)
     world.run(0.6)
-    for agent in world.agents:
-        agent.take_offer()
+    boundary(world, 0.0)
     assert sorted(world.job().members) == [0, 1, 2]
     failure = world.job().failures[-1]
     assert failure.record.severity == 1 and failure.restored_at and len(failure.actions) == 2
@@ -48,9 +46,7 @@ def test_without_a_spare_the_plan_moves_a_node_from_the_lighter_job():
     assert world.core.state.assignment == {"1": 2, "2": 1}
     assert world.job("2").phase == "offering" and world.job("2").leaving == [1]
     assert slurm.queue["2", 1]["state"] == "RUNNING", "it trains until the boundary"
-    for agent in world.agents:
-        agent.take_offer()
-    world.run(2.0)
+    boundary(world, 2.0)
     assert slurm.queue["2", 1]["reason"] == "job requeued in held state" and slurm.queue["2", 1][
         "admin_comment"
     ].startswith("unicron")
@@ -122,9 +118,7 @@ def test_where_the_admin_observes_the_job_is_healed_and_slurm_is_asked_nothing()
     world = World(slurm, observe=True)
     slurm.submit("1", 4)
     follow(world, "1", 4)
-    for agent in world.agents:
-        agent.ready()
-    world.run(4.0)
+    ready(world, world.agents, after=4.0)
     assert world.job().phase == "running" and slurm.calls == []
     assert [e.record.would for e in world.log if e.kind == "observed"] == ["give 3 nodes to job 1", "hold 1_3"]
     power_off(world, "n2")
@@ -142,21 +136,16 @@ def test_a_node_that_comes_back_where_the_admin_observes_is_used_as_slurm_gives_
     world = World(slurm, observe=True)
     slurm.submit("1", 3)
     follow(world, "1", 3)
-    for agent in world.agents:
-        agent.ready()
-    world.run(4.0)
+    ready(world, world.agents, after=4.0)
     power_off(world, "n2")
     slurm.down("n2", "Not responding")  # Slurm itself notices and requeues
     world.run(4.0)
     world.dead_nodes.clear()
     slurm.resume("n2")
     slurm.start_now("1", 1)
-    for agent in follow(world, "1", 3):
-        agent.ready()
+    start(world, "1", 3)
     world.run(1.0)
-    for agent in world.agents:
-        agent.take_offer()
-    world.run(1.0)
+    boundary(world, 1.0)
     assert sorted(world.job().members) == [0, 1, 2]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.questions import told
-from tests.support.scenarios import allocation_row, calls, trains
+from tests.support.scenarios import allocation_row, calls, power_off, trains
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.plan.reconcile import QUIET_SECONDS, REFUSED_SECONDS
 from unicron_ctl.shared.protocol import wire
@@ -37,8 +37,7 @@ def lose_node(least: int = 3) -> tuple[World, list[FakeAgent]]:
     world.slurm.queue["1", 0] = allocation_row("n[1-3]")
     agents = plain_agents(world, ("n1", "n2", "n3"), least)
     trains(world, agents)
-    agents[2].silent = True
-    world.dead_nodes.add("n3")
+    power_off(world, "n3")
     return world, agents
 
 

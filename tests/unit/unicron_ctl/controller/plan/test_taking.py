@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.scenarios import asked, follow, kill_agent, on_slurm, power_off
+from tests.support.scenarios import boundary, follow, kill_agent, on_slurm, power_off, start
 from tests.support.world import FakeSlurm, World
 from tests.unit.unicron_ctl.controller.nodes.test_admission import tell
 from unicron_ctl.controller.model.requests import Action, Run
@@ -20,6 +20,11 @@ from unicron_ctl.shared.settings.partitions import PartitionConfig
 from unicron_ctl.shared.slurm import drains
 from unicron_ctl.shared.slurm.slurm_client import SlurmError
 from unicron_detector.failures.escalation_table import MOVE
+
+
+def asked(slurm: FakeSlurm, action: str) -> list[str]:
+    """The nodes for which this was asked."""
+    return [call[3] for call in slurm.calls if call[0] == action]
 
 
 def taken(slurm: FakeSlurm) -> list[str]:
@@ -44,8 +49,7 @@ def test_what_kills_a_rank_from_outside_or_by_its_own_fault_never_blames_the_nod
             if not agent.silent and any(rank.state == "starting" for rank in agent.ranks.values()):
                 agent.ready()
         world.run(1)
-        for agent in world.agents:
-            agent.take_offer()
+        boundary(world, 0.0)
         assert sorted(world.job().members) == [0, 1, 2]
         world.iterate("1", iteration)
     actions = {failure.record.action for failure in world.job().failures if failure.record.kind_of_failure == "rank"}
@@ -62,8 +66,7 @@ def test_a_job_without_another_node_is_restarted_in_place_for_what_blames_nobody
         world.run(5)
         agent.ready()
         world.run(1)
-        for one in world.agents:
-            one.take_offer()
+        boundary(world, 0.0)
         world.iterate("1", world.job().iteration + 1)
     assert not asked(slurm, "requeue_hold") and sorted(world.job().members) == [0, 1, 2]
     assert any("no other node is free" in text for failure in world.job().failures for text in failure.actions)
@@ -230,11 +233,9 @@ def test_other_jobs_on_a_lost_node_are_not_ended_with_it(state: str):
     slurm.down("n2", slurm.reasons["n2"])  # SlurmdTimeout is over
     slurm.node_states["n2"] = {"DOWN", "DRAIN", "NOT_RESPONDING"}
     world.run(5)
-    for agent in follow(world, "1", 3):
-        agent.ready()
+    start(world, "1", 3)
     world.run(1)
-    for agent in world.agents:
-        agent.take_offer()
+    boundary(world, 0.0)
     assert sorted(world.job().members) == [0, 1, 2] and slurm.queue["1", 1]["node"] == "n4"
     world.check_replay()
 
@@ -257,8 +258,7 @@ def test_a_drained_node_that_was_only_cut_off_is_a_candidate_again_by_itself():
     assert other["state"] == "RUNNING" and not asked(slurm, "down")
     cut.ready()
     world.run(1)
-    for agent in world.agents:
-        agent.take_offer()
+    boundary(world, 0.0)
     assert sorted(world.job().members) == [0, 1, 2]
     world.check_replay()
 
@@ -268,8 +268,7 @@ def shared_node() -> tuple[World, FakeSlurm]:
     world, slurm = on_slurm(5, 3)
     slurm.queue["2", 0] = {**slurm.queue["1", 1], "node": "n4"}
     slurm.queue["2", 1] = {**slurm.queue["1", 1], "node": "n2"}
-    for agent in follow(world, "2", 2):
-        agent.ready()
+    start(world, "2", 2)
     world.run(3)
     return world, slurm
 
@@ -333,8 +332,7 @@ def test_slurms_word_on_a_node_that_was_only_drained_is_its_own():
     """Another job has a single node there, so nobody else can say that it is lost."""
     world, slurm = on_slurm(4, 3)
     slurm.queue["2", 0] = {**slurm.queue["1", 1], "node": "n2"}
-    for agent in follow(world, "2", 1):
-        agent.ready()
+    start(world, "2", 1)
     world.run(3)
     answer = world.answer
     world.answer = lambda witness, target: Reach.UNKNOWN if target == "n2:2-0-n2-3" else answer(witness, target)
@@ -385,11 +383,9 @@ def test_requeues_of_a_job_are_bounded_and_another_job_is_not_held_up():
         world.run(6)
         if len(asked(slurm, "requeue")) == before:
             break
-        for agent in follow(world, "1", 3):
-            agent.ready()
+        start(world, "1", 3)
         world.run(2)
-        for agent in world.agents:
-            agent.take_offer()
+        boundary(world, 0.0)
     assert len(asked(slurm, "requeue")) == 3
     (item,) = [item for item in attention(world.core.view) if not item.node]
     assert "3 elements of job 1 were requeued within 300 s" in item.reason and "max_requeues_per_job" in item.reason
@@ -404,8 +400,7 @@ def test_holds_and_requeues_of_all_jobs_are_bounded_by_the_minute():
     slurm = FakeSlurm(2)
     world = World(slurm, max_holds_per_minute=4, max_requeues_per_minute=1)
     slurm.submit("1", 12)
-    for agent in follow(world, "1", 12):
-        agent.ready()
+    start(world, "1", 12)
     world.run(20)
     assert len(asked(slurm, "hold")) == 4 and world.job().phase == "running"
     assert any("max_holds_per_minute" in item.reason for item in attention(world.core.view))
