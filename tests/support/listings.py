@@ -24,7 +24,7 @@ def read_back(listing: Listing, lines: list[str]) -> dict[str, str]:
     """Column -> all that is in it, without spaces, as it stands below its heading."""
     shown = lines[0].split()
     at = [re.search(rf"(?<!\S){re.escape(word)}(?!\S)", lines[0]).start() for word in shown]  # type: ignore[union-attr]
-    body = lines[1 : len(lines) - sum(len(columns.wrapped(Text(str(note)), WIDTH)) for note in listing.notes)]
+    body = lines[1 : len(lines) - sum(len(columns.wrap(Text(str(note)), WIDTH)) for note in listing.notes)]
     body = [line for line in body if not line.startswith("(a wider terminal")]
     spans = dict(zip(shown, zip(at, [*at[1:], None], strict=True), strict=True))
     return {word: "".join("".join(line[slice(*span)].split()) for line in body) for word, span in spans.items()}

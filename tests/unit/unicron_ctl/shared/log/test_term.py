@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron_ctl.shared.log import records, term
+from unicron_ctl.shared.log import forgetting, records, term
 from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.log.store import Holder, LogTakenOver, Store, peek
 from unicron_ctl.shared.log.term import LEASE_SECONDS, STANDS_STILL, Claim, FolderHeld, Renewal, Tenure, Watch, claim
@@ -176,7 +176,7 @@ def test_a_log_for_several_hosts_has_no_wal_and_keeps_what_it_has(tmp_path: Path
     alone.store.append([event(1)])
     alone.close()
     shared = claim(tmp_path, True)
-    assert shared.store._pragma("synchronous") == 2 and not (tmp_path / "events.sqlite-wal").exists()
+    assert forgetting._pragma(shared.store._db, "synchronous") == 2 and not (tmp_path / "events.sqlite-wal").exists()
     assert [e.id for e in shared.store.replay()] == [1]
     assert peek(tmp_path / "events.sqlite") == shared.store.holder()
     shared.close()
