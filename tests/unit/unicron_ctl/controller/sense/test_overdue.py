@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scenarios import asked, calls, follow, on_slurm, power_off
+from tests.support.scenarios import calls, follow, on_slurm, power_off
 from tests.support.world import World
 from unicron_ctl.controller.nodes.isolation import attention
 from unicron_ctl.controller.sense import overdue
@@ -152,7 +152,7 @@ def test_a_dead_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_c
     assert "n2" in world.core.state.out_of_service and sorted(world.job().members) == [0, 2]
     item = attention(world.core.view)[0]
     assert item.node == "n2" and "by hand: `scontrol update NodeName=n2 State=DOWN" in item.reason
-    assert len(asked(slurm, "down")) > 2, "Slurm is asked again"
+    assert len(calls(world, "down")) > 2, "Slurm is asked again"
     slurm.refuse_down = ""
     world.run(8)
     assert slurm.node_states["n2"] == {"DOWN"} and attention(world.core.view) == []
@@ -195,7 +195,7 @@ def test_a_job_leaves_so_many_of_its_nodes_and_no_more():
         world.run(3)
         follow(world, "1", 5)
         world.run(1)
-    assert asked(world.slurm, "requeue_hold") == ["n2", "n3"] and not calls(world, "down", "drain")
+    assert [call[3] for call in calls(world, "requeue_hold")] == ["n2", "n3"] and not calls(world, "down", "drain")
     event = next(e for e in world.log if e.kind == "isolation_withheld")
     assert event.record.node == "n4" and "has left n2, n3 within 3600 s" in event.record.reason
     assert {item.node for item in attention(world.core.view)} == {"n2", "n3", "n4"}
