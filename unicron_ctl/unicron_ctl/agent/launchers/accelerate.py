@@ -58,7 +58,7 @@ launch.launch_command(args)
 
 
 class Answer(msgspec.Struct):
-    """What accelerate would start."""
+    """The answer of accelerate: what it would start."""
 
     machines: int
     processes: int
