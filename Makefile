@@ -158,6 +158,7 @@ lint-text:
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/language.py
 	$(BIN)/python tools/references.py
+	$(BIN)/python tools/weight.py
 	PYTHONPATH=. $(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/reference_tables.py --check
 	$(BIN)/python tools/matrix.py --check

@@ -96,7 +96,7 @@ def state_of(megabytes: int) -> TrainingState:
 def copies(megabytes: int, report: Report) -> dict[str, float]:
     """Return the median seconds of each part, and the state's size in GB."""
     state = state_of(megabytes)
-    gathered, _ = contents.gathered(state)
+    gathered, _ = contents.gather(state)
     with tempfile.TemporaryDirectory(dir=SHM) as shared, tempfile.TemporaryDirectory() as disk:
         image = Image(Path(shared, "x.image"), 1 << 20, gathered.size)
         into, source = contents.raw(image.data[: gathered.size]), torch.ones(gathered.size, dtype=torch.uint8)

@@ -8,15 +8,15 @@ controller is started on a month's log. See :mod:`benchmarks.scale.measure` for 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.scale.measure import Options, measure
+import msgspec
+
+from benchmarks.scale.measure import Figures, Options, measure
 from benchmarks.scale.process import allow_descriptors, cores
 
 FULL = 2048  # agents at which the marks count
@@ -53,54 +53,54 @@ COLUMNS = (  # figure, heading, digits after the point
 )
 
 
-def row(figures: dict[str, Any]) -> str:
+def row(figures: Figures) -> str:
     """One line of the table; a dash where a step failed."""
     cells = []
     for name, heading, digits in COLUMNS:
-        value = figures[name]
+        value = getattr(figures, name)
         text = "-" if value is None else f"{value:,.{digits}f}"
         cells.append(f"{text:>{max(8, len(heading) + 2)}}")
     return "".join(cells)
 
 
-def marks(figures: dict[str, Any]) -> list[str]:
+def marks(figures: Figures) -> list[str]:
     """Prints what was asked beside what was reached; which figures missed it, or were not reached."""
     missed = []
     for name, what, most, unit in MARKS:
-        value = figures[name]
+        value = getattr(figures, name)
         good = value is not None and value <= most
         if not good:
             missed.append(name)
         shown = f"{value:>10.4g}" if value is not None else f"{'none':>10}"
         verdict = "met" if good else "MISSED" if value is not None else "NOT REACHED"
-        title = f"{what}, {figures['agents']:,} agents"
+        title = f"{what}, {figures.agents:,} agents"
         print(f"{title:<66}{shown} {unit:<8}   asked: <= {most:g} {unit:<3}  {verdict}")
     return missed
 
 
-def judged(results: Sequence[dict[str, Any]]) -> int:
+def judged(results: Sequence[Figures]) -> int:
     """The last lines: which goals are met at FULL agents and which are not, and every step that failed. The exit
     status."""
     bad = False
     for figures in results:
-        size = f"benchmarks.scale: {figures['agents']:,} agents"
-        if figures["agents"] >= FULL:
+        size = f"benchmarks.scale: {figures.agents:,} agents"
+        if figures.agents >= FULL:
             missed = marks(figures)
             bad = bad or bool(missed)
             told = f"; missed: {', '.join(missed)}" if missed else ""
             print(f"{size}: {len(MARKS) - len(missed)} of {len(MARKS)} goals met{told}", flush=True)
-        absent = [name for name, *_ in MARKS if figures[name] is None]
-        if figures["failed"] or absent:
+        absent = [name for name, *_ in MARKS if getattr(figures, name) is None]
+        if figures.failed or absent:
             bad = True
-            why = "; ".join(figures["failed"]) or f"no {', '.join(absent)}"
+            why = "; ".join(figures.failed) or f"no {', '.join(absent)}"
             print(f"{size}: FAILED: {why}", file=sys.stderr, flush=True)
     return 1 if bad else 0
 
 
-def write(path: Path, results: Sequence[dict[str, Any]]) -> None:
+def write(path: Path, results: Sequence[Figures]) -> None:
     """The results so far, whole at any time."""
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text(json.dumps(list(results), indent=1) + "\n")
+    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(list(results)), indent=1) + b"\n")
     fresh.replace(path)
 
 
@@ -136,11 +136,11 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the controller on its way out
     wanted = Options(options.ranks, options.seconds, options.failures, options.metrics, options.progress)
     print("".join(f"{heading:>{max(8, len(heading) + 2)}}" for _, heading, _ in COLUMNS), flush=True)
-    results: list[dict[str, Any]] = []
+    results: list[Figures] = []
     for agents in options.agents:
         figures = measure(agents, wanted, controller_cpus)
-        figures["goals"] = {
-            name: None if (found := figures[name]) is None else found <= most for name, _, most, _ in MARKS
+        figures.goals = {
+            name: None if (found := getattr(figures, name)) is None else found <= most for name, _, most, _ in MARKS
         }
         results.append(figures)
         print(row(results[-1]), flush=True)

@@ -60,6 +60,7 @@ def fill_month(state_dir: Path, agents: int, ranks: int) -> int | None:
     Returns how many events were written; None when the log holds no job that runs with all its ranks.
     """
     store = Store(state_dir / "events.sqlite")
+    store.term = store.holder().number  # the stopped controller's, as if it had written the month
     try:
         month = Month(store, agents, ranks)
         if month.job is None:

@@ -7,18 +7,20 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+
+import msgspec
 
 from benchmarks.scale.history import fill_month
 from benchmarks.scale.lines import Failed, Sockets
 from benchmarks.scale.process import Controller, NotStarted
 from benchmarks.scale.simulation import Counts, Simulation, names
 from benchmarks.scale.zmtp import Connection
+from unicron_ctl.shared.log.store import StoreError
 from unicron_ctl.shared.protocol.wire import BadMessage
 
 FORM_SECONDS = 120.0  # limits of the waits
@@ -26,35 +28,6 @@ BREAK_SECONDS, PLAN_SECONDS, START_SECONDS, REJOIN_SECONDS, SETTLE_SECONDS = 20.
 CALM_SECONDS = 3.0  # between two measurements
 IDLE_SECONDS = 4.0
 MASS_SHARE = 0.05  # of the nodes
-FIGURES = (
-    "idle_cpu_share",
-    "cpu_share",
-    "p50_ms",
-    "p99_ms",
-    "break_ms",
-    "report_ms",
-    "plan_ms",
-    "rejoin_seconds",
-    "mass_break_ms",
-    "mass_report_ms",
-    "mass_plan_ms",
-    "mass_rejoin_seconds",
-    "all_start_ms",
-    "all_rejoin_seconds",
-    "memory_mib",
-    "form_seconds",
-    "leases_lost",
-    "refused",
-    "heartbeats_per_second",
-    "steps_per_second",
-    "progress_seconds",
-    "simulator_cpu_share",
-    "simulator_late_ms",
-    "first_start_seconds",
-    "stop_seconds",
-    "events_added",
-    "start_seconds",
-)
 
 
 @dataclass(frozen=True)
@@ -73,23 +46,65 @@ class Options:
     progress: bool = False
 
 
-def measure(agents: int, options: Options, cpus: set[int]) -> dict[str, Any]:
-    """All figures of one size: times in the unit that their name ends with, None where a step failed."""
-    figures: dict[str, Any] = {"agents": agents, "ranks": agents * options.ranks, "ranks_per_agent": options.ranks}
-    figures |= dict.fromkeys(FIGURES)
-    failed: list[str] = []  # "step: why"
-    figures["failed"] = failed
+class Figures(msgspec.Struct):
+    """Figures of one size: times in the unit that their name ends with, None where a step failed."""
+
+    agents: int
+    ranks: int
+    ranks_per_agent: int
+    failed: list[str] = []
+    """Steps that failed, each with the reason."""
+    goals: dict[str, bool | None] = {}
+    """Whether each goal is met; None where it was not reached."""
+    idle_cpu_share: float | None = None
+    cpu_share: float | None = None
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+    break_ms: float | None = None
+    report_ms: float | None = None
+    plan_ms: float | None = None
+    rejoin_seconds: float | None = None
+    mass_break_ms: float | None = None
+    mass_report_ms: float | None = None
+    mass_plan_ms: float | None = None
+    mass_rejoin_seconds: float | None = None
+    all_start_ms: float | None = None
+    all_rejoin_seconds: float | None = None
+    memory_mib: float | None = None
+    form_seconds: float | None = None
+    leases_lost: float | None = None
+    refused: float | None = None
+    heartbeats_per_second: float | None = None
+    steps_per_second: float | None = None
+    progress_seconds: float | None = None
+    simulator_cpu_share: float | None = None
+    simulator_late_ms: float | None = None
+    first_start_seconds: float | None = None
+    stop_seconds: float | None = None
+    events_added: float | None = None
+    start_seconds: float | None = None
+
+    def note(self, figures: Mapping[str, float | None]) -> None:
+        """Set several figures."""
+        for name, value in figures.items():
+            setattr(self, name, round(value, 4) if isinstance(value, float) else value)
+
+
+def measure(agents: int, options: Options, cpus: set[int]) -> Figures:
+    """Measure one size."""
+    figures = Figures(agents, agents * options.ranks, options.ranks)
+    failed = figures.failed
     with tempfile.TemporaryDirectory(prefix="unicron-scale-") as folder:
         controller = Controller(Path(folder), cpus, metrics=options.metrics)
         try:
-            if _step(failed, "start", lambda: figures.update(first_start_seconds=controller.start())):
+            if _step(failed, "start", lambda: figures.note({"first_start_seconds": controller.start()})):
                 _step(failed, "idle connections", lambda: _idle(agents, controller, figures))
                 with _quiet_collector():
                     _live(agents, options, controller, figures)
                 _step(failed, "restart", lambda: _restart(agents, options, controller, figures))
         finally:
             controller.kill()
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+    return figures
 
 
 @contextmanager
@@ -107,17 +122,17 @@ def _step(failed: list[str], name: str, work: Callable[[], object]) -> bool:
     """False when the step failed; why is added to `failed`."""
     try:
         work()
-    except (Failed, NotStarted, BadMessage, OSError) as error:
+    except (Failed, NotStarted, BadMessage, StoreError, OSError) as error:
         failed.append(f"{name}: {error}")
         return False
     return True
 
 
-def _live(agents: int, options: Options, controller: Controller, figures: dict[str, Any]) -> None:
+def _live(agents: int, options: Options, controller: Controller, figures: Figures) -> None:
     """Everything that needs agents; a step that fails ends it."""
     made: list[Simulation] = []
     if not _step(
-        figures["failed"],
+        figures.failed,
         "connections",
         lambda: made.append(
             Simulation(Sockets(controller.endpoint, names(agents)), agents, options.ranks, options.progress)
@@ -133,19 +148,19 @@ def _live(agents: int, options: Options, controller: Controller, figures: dict[s
             ("mass failure", lambda: _mass_failure(simulation, options, figures)),
             ("all at once", lambda: _all_at_once(simulation, options, figures)),
         ):
-            if not _step(figures["failed"], name, work):
+            if not _step(figures.failed, name, work):
                 break
-        figures |= {"leases_lost": len(simulation.lost), "progress_seconds": simulation.progress_seconds}
+        figures.note({"leases_lost": len(simulation.lost), "progress_seconds": simulation.progress_seconds})
         if controller.running:
-            figures["memory_mib"] = controller.peak_mib()
+            figures.note({"memory_mib": controller.peak_mib()})
         elif controller.complaint():
             print(f"benchmarks.scale: the controller has ended: {controller.complaint()}", file=sys.stderr, flush=True)
-        _step(figures["failed"], "stop", lambda: figures.update(stop_seconds=controller.stop()))
+        _step(figures.failed, "stop", lambda: figures.note({"stop_seconds": controller.stop()}))
     finally:
         simulation.close()
 
 
-def _idle(agents: int, controller: Controller, figures: dict[str, Any]) -> None:
+def _idle(agents: int, controller: Controller, figures: Figures) -> None:
     """Measure the cost of as many silent connections as there will be agents, beyond an idle controller."""
     host, port = controller.endpoint
     alone = _share_while_asleep(controller)
@@ -154,7 +169,7 @@ def _idle(agents: int, controller: Controller, figures: dict[str, Any]) -> None:
         for index in range(agents):
             idle.append(Connection(host, port, f"idle-{index}".encode()))
         time.sleep(0.5)
-        figures["idle_cpu_share"] = max(0.0, _share_while_asleep(controller) - alone)
+        figures.note({"idle_cpu_share": max(0.0, _share_while_asleep(controller) - alone)})
     finally:
         for connection in idle:
             connection.close()
@@ -167,11 +182,11 @@ def _share_while_asleep(controller: Controller) -> float:
     return (controller.cpu_seconds() - cpu) / (time.monotonic() - began)
 
 
-def _form(simulation: Simulation, figures: dict[str, Any]) -> None:
+def _form(simulation: Simulation, figures: Figures) -> None:
     began = time.monotonic()
     simulation.start()
     simulation.until(simulation.complete, FORM_SECONDS, "all ranks train for the first time")
-    figures["form_seconds"] = time.monotonic() - began
+    figures.note({"form_seconds": time.monotonic() - began})
     _calm(simulation)
 
 
@@ -181,7 +196,7 @@ def _calm(simulation: Simulation) -> None:
     simulation.run(CALM_SECONDS)
 
 
-def _steady(simulation: Simulation, controller: Controller, seconds: float, figures: dict[str, Any]) -> None:
+def _steady(simulation: Simulation, controller: Controller, seconds: float, figures: Figures) -> None:
     """Heartbeats, iterations and questions; nothing else happens."""
     refused = simulation.counts.refused
     simulation.counts, simulation.probing = Counts(), True
@@ -189,20 +204,22 @@ def _steady(simulation: Simulation, controller: Controller, seconds: float, figu
     simulation.run(seconds)
     wall = time.monotonic() - began
     counts = simulation.counts
-    figures |= {
-        "cpu_share": (controller.cpu_seconds() - cpu) / wall,
-        "simulator_cpu_share": (_own_cpu() - own) / wall,
-        "simulator_late_ms": 1e3 * counts.late,
-        "heartbeats_per_second": counts.heartbeats / wall,
-        "steps_per_second": counts.steps / wall,
-        "refused": refused + counts.refused,
-    }
+    figures.note(
+        {
+            "cpu_share": (controller.cpu_seconds() - cpu) / wall,
+            "simulator_cpu_share": (_own_cpu() - own) / wall,
+            "simulator_late_ms": 1e3 * counts.late,
+            "heartbeats_per_second": counts.heartbeats / wall,
+            "steps_per_second": counts.steps / wall,
+            "refused": refused + counts.refused,
+        }
+    )
     simulation.probing = False
     simulation.run(0.5)
     trips = sorted(counts.round_trips)
     if not trips:
         raise Failed("no question was answered")
-    figures |= {"p50_ms": 1e3 * median(trips), "p99_ms": 1e3 * trips[int(0.99 * (len(trips) - 1))]}
+    figures.note({"p50_ms": 1e3 * median(trips), "p99_ms": 1e3 * trips[int(0.99 * (len(trips) - 1))]})
     if not simulation.complete():
         raise Failed("the job did not train on undisturbed")
 
@@ -212,13 +229,13 @@ def _own_cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _failures(simulation: Simulation, options: Options, figures: dict[str, Any]) -> None:
+def _failures(simulation: Simulation, options: Options, figures: Figures) -> None:
     """Single ranks of different nodes die, one after the other."""
     found = [
         _recovery(simulation, {slot // options.ranks: [slot]}) for slot in _singles(len(simulation.agents), options)
     ]
     for name in found[0]:
-        figures[name] = median(each[name] for each in found)
+        figures.note({name: median(each[name] for each in found)})
 
 
 def _singles(agents: int, options: Options) -> list[int]:
@@ -227,7 +244,7 @@ def _singles(agents: int, options: Options) -> list[int]:
     return [element * options.ranks + turn % options.ranks for turn, element in enumerate(elements)]
 
 
-def _all_at_once(simulation: Simulation, options: Options, figures: dict[str, Any]) -> None:
+def _all_at_once(simulation: Simulation, options: Options, figures: Figures) -> None:
     """Every rank of the job dies: until the last one is told to start again, and until all train.
 
     Those that died alone before are not counted: a rank that dies twice waits before it is started again.
@@ -235,19 +252,19 @@ def _all_at_once(simulation: Simulation, options: Options, figures: dict[str, An
     counted = set(range(simulation.total)) - set(_singles(len(simulation.agents), options))
     died = simulation.fail({agent.element: list(agent.ranks) for agent in simulation.agents})
     simulation.until(lambda: counted <= simulation.started.keys(), START_SECONDS, "every rank is told to start again")
-    figures["all_start_ms"] = 1e3 * (max(simulation.started[slot] for slot in counted) - died)
+    figures.note({"all_start_ms": 1e3 * (max(simulation.started[slot] for slot in counted) - died)})
     simulation.until(simulation.complete, REJOIN_SECONDS, "every rank trains again after all died")
     simulation.until(simulation.settled, SETTLE_SECONDS, "the controller has heard that every rank trains again")
-    figures["all_rejoin_seconds"] = simulation.lines.now() - died
+    figures.note({"all_rejoin_seconds": simulation.lines.now() - died})
     _calm(simulation)
 
 
-def _mass_failure(simulation: Simulation, options: Options, figures: dict[str, Any]) -> None:
+def _mass_failure(simulation: Simulation, options: Options, figures: Figures) -> None:
     """All ranks of a share of the nodes, spread over the job, die at once."""
     count = len(simulation.agents)
     hit = range(count // 40, count, round(1 / MASS_SHARE))
     victims = {element: list(simulation.agents[element].ranks) for element in hit}
-    figures |= {f"mass_{name}": value for name, value in _recovery(simulation, victims).items()}
+    figures.note({f"mass_{name}": value for name, value in _recovery(simulation, victims).items()})
 
 
 def _recovery(simulation: Simulation, victims: dict[int, list[int]]) -> dict[str, float]:
@@ -286,11 +303,11 @@ def _recovery(simulation: Simulation, victims: dict[int, list[int]]) -> dict[str
     }
 
 
-def _restart(agents: int, options: Options, controller: Controller, figures: dict[str, Any]) -> None:
+def _restart(agents: int, options: Options, controller: Controller, figures: Figures) -> None:
     """A start on the log of this run and a month of events."""
     controller.stop()  # where nothing came of the agents
-    figures["events_added"] = fill_month(controller.state, agents, options.ranks)
-    if figures["events_added"] is None:
+    figures.note({"events_added": fill_month(controller.state, agents, options.ranks)})
+    if figures.events_added is None:
         raise Failed("there is no month to start on: the log holds no job that runs with all its ranks")
-    figures["start_seconds"] = controller.start()
+    figures.note({"start_seconds": controller.start()})
     controller.stop()

@@ -18,7 +18,7 @@
  */
 
 /* Programs of the system's that train nothing, whatever their arguments are. None of them runs another program,
- * except for awk: hear_awk. */
+ * except for awk: judge_awk. */
 static const char *const utilities[] = {
 	"[", "amd-smi", "awk", "aws", "basename", "cat", "chgrp", "chmod", "chown", "cksum", "cmp", "cp", "curl", "cut",
 	"date", "dcgmi", "dd", "df", "diff", "dig", "dirname", "dmesg", "du", "echo", "egrep", "expand", "expr", "false",
@@ -36,7 +36,7 @@ static const char *const utilities[] = {
 	"uuidgen", "vmstat", "wandb", "wc", "wget", "whereis", "which", "who", "whoami", "xz", "yes", "zip", "zstd",
 };
 
-/* What a shell does itself. "." and source run a script: plain_command. */
+/* Built into a shell. "." and source run a script: plain_command. */
 static const char *const builtins[] = {
 	":", "[[", "alias", "break", "case", "cd", "continue", "declare", "done", "esac", "exit", "export", "fi", "for", "function",
 	"hash", "in", "jobs", "let", "local", "ml", "module", "popd", "pushd", "read", "readonly", "return", "set", "shift", "shopt",
@@ -70,8 +70,8 @@ enum command_kind command_of_word(const char *word)
 	return (IS_ONE_OF(name, shells) ? COMMAND_SHELL : IS_ONE_OF(name, utilities) ? COMMAND_UTILITY : COMMAND_MAY_TRAIN);
 }
 
-/* Adds what one word of a command says of it. */
-static void hear_word(struct command *found, const char *word)
+/* Takes one word of a command into account. */
+static void judge_word(struct command *found, const char *word)
 {
 	if (command_of_word(word) == COMMAND_TRAINS) {
 		found->kind = COMMAND_TRAINS;
@@ -116,13 +116,13 @@ const char *command_server(char *const argv[], bool behind_option)
 	return (found != NULL && behind_option && !python && strchr(found, ' ') == NULL ? NULL : found);
 }
 
-static void hear_server(struct command *found, const char *server)
+static void set_server(struct command *found, const char *server)
 {
 	*found = (struct command) { .kind = COMMAND_SERVES, .server = server };
 }
 
-/* Words of a shell's text, comments left out; what is quoted is text as well, for eval and bash -c. */
-static void hear_text(struct command *found, char *text)
+/* Takes the words of a shell's text into account, except for comments; quoted words count too, for eval and bash -c. */
+static void judge_text(struct command *found, char *text)
 {
 	char *rest, *word;
 
@@ -133,7 +133,7 @@ static void hear_text(struct command *found, char *text)
 			continue;
 		for (word = strtok_r(line, " \t\r;&|()<>\"'`$={}", &inner); word != NULL;
 		     word = strtok_r(NULL, " \t\r;&|()<>\"'`$={}", &inner))
-			hear_word(found, word);
+			judge_word(found, word);
 	}
 }
 
@@ -149,7 +149,7 @@ void command_set_path(const char *path)
 	snprintf(search_path, sizeof(search_path), "%s", path != NULL ? path : "");
 }
 
-static void hear_script(struct command *found, const char *path, bool reads_text);
+static void judge_script(struct command *found, const char *path, bool reads_text);
 static char *const *inner_command(char *const argv[]);
 
 /* Whether a command, behind its wrappers, is a front end: the first of PATH is Python's, or a shell script that trains. */
@@ -170,7 +170,7 @@ static bool is_front_end(char *const argv[])
 		snprintf(file, sizeof(file), "%s/%s", folder, name);
 		if (access(file, X_OK) != 0)
 			continue;
-		hear_script(&found, file, false);
+		judge_script(&found, file, false);
 		return (found.kind == COMMAND_TRAINS);
 	}
 	return (false);
@@ -183,10 +183,10 @@ static bool sets_up(char *const words[])
 }
 
 /*
- * What the commands of a shell's text are together: utilities, a server among what sets it up, or something else. One that trains is
- * heard; the scripts that they run are read.
+ * Judges all commands of a shell's text: utilities alone, a server with its set-up, or something else. The first one that trains goes
+ * into `found`; scripts that they run are read.
  */
-static struct command hear_commands(struct command *found, char *text)
+static struct command judge_commands(struct command *found, char *text)
 {
 	char *words[MOST_WORDS + 1], *rest = NULL;
 	struct command server = { .kind = COMMAND_SHELL };
@@ -217,26 +217,26 @@ static struct command hear_commands(struct command *found, char *text)
 	return (server);
 }
 
-static void hear_copy(struct command *found, const char *text)
+static void judge_copy(struct command *found, const char *text)
 {
 	char *copy = strdup(text);
 
 	if (copy != NULL)
-		hear_text(found, copy);
+		judge_text(found, copy);
 	free(copy);
 }
 
-/* What a shell would run. */
-static void hear_shell_text(struct command *found, char *text, bool reads_text)
+/* Judges the text that a shell would run. */
+static void judge_shell_text(struct command *found, char *text, bool reads_text)
 {
 	struct command named = { .kind = COMMAND_SHELL }, all;
 
-	hear_copy(found, text);
+	judge_copy(found, text);
 	if (!reads_text) {
 		found->kind = found->kind == COMMAND_TRAINS ? COMMAND_TRAINS : COMMAND_SHELL;
 		return;
 	}
-	all = hear_commands(&named, text);
+	all = judge_commands(&named, text);
 	if (all.kind == COMMAND_SERVES)
 		*found = all;
 	else if (found->kind != COMMAND_TRAINS)
@@ -245,7 +245,7 @@ static void hear_shell_text(struct command *found, char *text, bool reads_text)
 		found->starter = named.starter;
 }
 
-static void hear_script(struct command *found, const char *path, bool reads_text)
+static void judge_script(struct command *found, const char *path, bool reads_text)
 {
 	char *text = read_beginning(path);
 
@@ -253,16 +253,16 @@ static void hear_script(struct command *found, const char *path, bool reads_text
 		char *rest = text + 2, *line = strsep(&rest, "\n"), *inner;
 
 		for (char *word = strtok_r(line, " \t\r", &inner); word != NULL; word = strtok_r(NULL, " \t\r", &inner))
-			hear_word(found, word);
+			judge_word(found, word);
 		if (rest != NULL && found->kind != COMMAND_TRAINS)    /* the text of one of Python's says nothing more */
-			hear_shell_text(found, rest, reads_text);
+			judge_shell_text(found, rest, reads_text);
 	} else if (text != NULL) {
-		hear_shell_text(found, text, reads_text);
+		judge_shell_text(found, text, reads_text);
 	}
 	free(text);
 }
 
-/* The options of a shell that argv begins with: what follows them, and whether they hold -c. */
+/* Skips a shell's options at the beginning of argv. has_text: whether they hold -c. */
 static char *const *skip_shell_options(char *const argv[], bool *has_text)
 {
 	*has_text = false;
@@ -288,25 +288,25 @@ static char *const *skip_shell_options(char *const argv[], bool *has_text)
 }
 
 /* A shell script may run its arguments: exec "$@". */
-static void hear_arguments(struct command *found, char *const argv[])
+static void judge_arguments(struct command *found, char *const argv[])
 {
 	for (int i = 1; argv[0] != NULL && argv[i] != NULL; ++i)
-		hear_word(found, argv[i]);
+		judge_word(found, argv[i]);
 }
 
 /* A shell's command: the text behind -c, or its script. */
-static void hear_shell(struct command *found, char *const argv[], bool reads_text)
+static void judge_shell(struct command *found, char *const argv[], bool reads_text)
 {
 	bool has_text;
 	char *const *words = skip_shell_options(argv + 1, &has_text), *text;
 
 	if (*words != NULL && !has_text) {
-		hear_script(found, *words, reads_text);
+		judge_script(found, *words, reads_text);
 	} else if (*words != NULL && (text = strdup(*words)) != NULL) {
-		hear_shell_text(found, text, reads_text);
+		judge_shell_text(found, text, reads_text);
 		free(text);
 	}
-	hear_arguments(found, words);
+	judge_arguments(found, words);
 }
 
 /* Where a wrapper's command begins: options, numbers (of cores, of seconds) and settings come before it. */
@@ -333,8 +333,8 @@ static bool is_of_the_system(const char *word)
 		strncmp(word, "/usr/", 5) == 0);
 }
 
-/* An awk whose program runs others is what these are. */
-static void hear_awk(struct command *found, char *const argv[])
+/* An awk is judged by the programs that its own program runs. */
+static void judge_awk(struct command *found, char *const argv[])
 {
 	for (int i = 1; argv[i] != NULL; ++i) {
 		const char *call = strstr(argv[i], "system");
@@ -343,7 +343,7 @@ static void hear_awk(struct command *found, char *const argv[])
 			continue;
 		if (found->kind == COMMAND_UTILITY)
 			found->kind = COMMAND_MAY_TRAIN;
-		hear_copy(found, argv[i]);
+		judge_copy(found, argv[i]);
 	}
 }
 
@@ -354,27 +354,27 @@ static struct command plain_command(char *const argv[], bool reads_text)
 	const char *name = base_name(argv[0]), *server = command_server(argv, false);
 
 	if (server != NULL) {
-		hear_server(&found, server);
+		set_server(&found, server);
 	} else if (is_of_the_system(argv[0]) && IS_ONE_OF(name, utilities)) {
 		found.kind = COMMAND_UTILITY;
 		if (strcmp(name, "awk") == 0)
-			hear_awk(&found, argv);
+			judge_awk(&found, argv);
 	} else if (IS_ONE_OF(name, shells) || strcmp(argv[0], ".") == 0 || strcmp(argv[0], "source") == 0) {
-		hear_shell(&found, argv, reads_text);
+		judge_shell(&found, argv, reads_text);
 	} else {
-		hear_word(&found, argv[0]);
+		judge_word(&found, argv[0]);
 		for (int i = 1; found.starter != NULL && argv[i] != NULL && server == NULL; ++i)
 			server = command_server(argv + i, true);
 		if (server != NULL) {
-			hear_server(&found, server);
+			set_server(&found, server);
 		} else if (found.kind == COMMAND_TRAINS) {
 			for (int i = 1; argv[i] != NULL; ++i)
 				if (strcmp(argv[i - 1], "-m") == 0)
-					hear_word(&found, argv[i]);
+					judge_word(&found, argv[i]);
 		} else if (strchr(argv[0], '/') != NULL) {
-			hear_script(&found, argv[0], reads_text);
+			judge_script(&found, argv[0], reads_text);
 			if (found.kind != COMMAND_MAY_TRAIN)
-				hear_arguments(&found, argv);
+				judge_arguments(&found, argv);
 		}
 	}
 	return (found);
@@ -386,8 +386,8 @@ static bool is_text_option(const char *word)
 	return (word[0] == '-' && (strcmp(word, "--command") == 0 || (word[1] != '-' && ends_with(word, "c"))));
 }
 
-/* What the words behind a wrapper say, wherever its command begins; the first shell among them is followed. */
-static void hear_inner_words(struct command *found, char *const argv[], char *const *inner, bool reads_text)
+/* Judges the words behind a wrapper, wherever its command begins; the first shell among them is followed. */
+static void judge_inner_words(struct command *found, char *const argv[], char *const *inner, bool reads_text)
 {
 	bool followed = false;
 	const char *server;
@@ -397,17 +397,17 @@ static void hear_inner_words(struct command *found, char *const argv[], char *co
 			char *text = strdup(*argv);
 
 			if (text != NULL)
-				hear_shell_text(found, text, reads_text);
+				judge_shell_text(found, text, reads_text);
 			free(text);
 			reads_text = false;
 		} else if (argv >= inner && !followed && IS_ONE_OF(base_name(*argv), shells)) {
 			followed = true;
-			hear_shell(found, argv, reads_text);
+			judge_shell(found, argv, reads_text);
 		} else if (argv >= inner && (server = command_server(argv, !ends_with(argv[-1], ".sif"))) != NULL) {
-			hear_server(found, server);
+			set_server(found, server);
 			return;
 		} else if (argv >= inner) {
-			hear_word(found, *argv);
+			judge_word(found, *argv);
 		}
 	}
 }
@@ -434,6 +434,6 @@ struct command command_of(char *const argv[], bool reads_text)
 	/* An option of a wrapper's may have had this word for itself: then the inner command comes later. */
 	if (found.kind == COMMAND_UTILITY && *inner != NULL && has_option(argv, command))
 		found.kind = COMMAND_MAY_TRAIN;
-	hear_inner_words(&found, argv, inner, reads_text);
+	judge_inner_words(&found, argv, inner, reads_text);
 	return (found);
 }

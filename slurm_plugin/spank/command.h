@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * What a step's command is. The rule, which docs/user-guide.md tells users:
+ * The kind of a step's command, by this rule, which docs/user-guide.md explains to users:
  *   - it TRAINS when it is Python, a launcher of ranks, or a wrapper, a container start, a shell or a script that names one;
  *   - it is a UTILITY when it is a program of the system's that trains nothing (hostname, mkdir, nvidia-smi, ...), or a shell
  *     that runs nothing else;
@@ -32,13 +32,13 @@ struct command command_of(char *const argv[], bool reads_text);
  */
 const char *command_server(char *const argv[], bool behind_option);
 
-/* Whether a word of a shell's text is what a shell does itself. */
+/* Whether a word of a shell's text is built into the shell. */
 bool command_is_builtin(const char *word);
 
 /* The PATH by which front ends in a shell's text are found: none until it is set. */
 void command_set_path(const char *path);
 
-/* What one word says, as the first of a command or behind others. */
+/* The kind of a command that one word shows, as its first word or a later one. */
 enum command_kind command_of_word(const char *word);
 
 #endif

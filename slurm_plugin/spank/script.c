@@ -8,7 +8,7 @@
 #include "script.h"
 #include "shell_text.h"
 
-#define MOST_NAMES 256    /* that are known as heard; a name that comes again behind them is read again */
+#define MOST_NAMES 256    /* that are known as read; a name behind them may be read again */
 
 struct names { const char *names[MOST_NAMES]; int count; };
 
@@ -18,7 +18,7 @@ static void note_word(char kept[64], const char *word)
 		snprintf(kept, 64, "%.60s", word);
 }
 
-static void hear_names(struct script *script, const char *text, const char *name)
+static void scan_names(struct script *script, const char *text, const char *name)
 {
 	if (strstr(text, "SLURM_ARRAY_TASK_ID") != NULL)
 		note_word(script->sweep, name);
@@ -62,7 +62,7 @@ static bool names_variable(const char *text)
 }
 
 /*
- * Whether a command starts a step that may train. What a program of the system's is given runs nothing. may_mean: in this text a
+ * Whether a command starts a step that may train. A program of the system's runs none of its arguments. may_mean: in this text a
  * variable may stand for srun.
  */
 static bool starts_step(struct script *script, char *const words[], bool may_mean)
@@ -94,7 +94,7 @@ static bool is_python_launcher(const char *text)
 	return (false);
 }
 
-/* Whether a text of Python's may start a step, its comments and what is between three quotes left out. */
+/* Whether a text of Python's may start a step. Comments and texts between three quotes do not count. */
 static bool python_starts_step(char *text)
 {
 	char *end;
@@ -113,7 +113,7 @@ static bool is_python_text(const char *path, const char *text)
 }
 
 /* A file that a command of the batch script names. */
-static void hear_file(struct script *script, const char *path)
+static void scan_file(struct script *script, const char *path)
 {
 	char *text = read_beginning(path), *words[MOST_WORDS + 1], *rest = NULL;
 	bool may_mean;
@@ -121,7 +121,7 @@ static void hear_file(struct script *script, const char *path)
 
 	if (text == NULL)
 		return;
-	hear_names(script, text, base_name(path));
+	scan_names(script, text, base_name(path));
 	if (is_python_text(path, text)) {
 		script->step = script->step || python_starts_step(text);
 	} else {
@@ -134,20 +134,20 @@ static void hear_file(struct script *script, const char *path)
 	free(text);
 }
 
-/* Whether a word may name a file that has not been heard yet. Its names are those of the words. */
-static bool is_new_name(struct names *heard, const char *word)
+/* Whether a word may name a file that has not been read yet. The names point to the words. */
+static bool is_new_name(struct names *seen, const char *word)
 {
 	if (strchr("-$", word[0]) != NULL || word[strspn(word, "0123456789")] == '\0')
 		return (false);
-	for (int i = 0; i < heard->count; ++i)
-		if (strcmp(heard->names[i], word) == 0)
+	for (int i = 0; i < seen->count; ++i)
+		if (strcmp(seen->names[i], word) == 0)
 			return (false);
-	if (heard->count < MOST_NAMES)
-		heard->names[heard->count++] = word;
+	if (seen->count < MOST_NAMES)
+		seen->names[seen->count++] = word;
 	return (true);
 }
 
-static void hear_batch_command(struct script *script, char *const words[], bool may_mean, struct names *heard)
+static void scan_batch_command(struct script *script, char *const words[], bool may_mean, struct names *seen)
 {
 	struct command command;
 	char sourced[64];
@@ -156,14 +156,14 @@ static void hear_batch_command(struct script *script, char *const words[], bool 
 	script->step = script->step || starts_step(script, words, may_mean);
 	for (int i = 0; words[i] != NULL; ++i) {
 		step = step || strcmp(base_name(words[i]), "srun") == 0;
-		if (is_new_name(heard, words[i]))
-			hear_file(script, words[i]);
+		if (is_new_name(seen, words[i]))
+			scan_file(script, words[i]);
 	}
 	if (script->step || step)
 		return;
 	command = command_of(words, true);
 	if (command.kind == COMMAND_MAY_TRAIN && !command_is_builtin(words[0]))
-		script->unknown = true;    /* nobody knows what it runs */
+		script->unknown = true;    /* it may run anything */
 	if (command.server != NULL)
 		note_word(script->server, command.server);
 	if (command.kind == COMMAND_TRAINS && command.starter != NULL)
@@ -177,7 +177,7 @@ static void hear_batch_command(struct script *script, char *const words[], bool 
 bool script_read(const char *path, struct script *script)
 {
 	char *text, *words[MOST_WORDS + 1], *rest = NULL;
-	struct names heard = { .count = 0 };
+	struct names seen = { .count = 0 };
 	bool may_mean;
 	int count;
 
@@ -187,16 +187,16 @@ bool script_read(const char *path, struct script *script)
 	if (text == NULL)
 		return (false);
 	if (is_python_text("", text)) {
-		hear_file(script, path);
+		scan_file(script, path);
 		note_word(script->word, "python");
 	} else {
 		blank_comments(text);
-		hear_names(script, text, "its batch script");
+		scan_names(script, text, "its batch script");
 		may_mean = names_variable(text);
 		blank_syntax(text);
 		for (count = next_command(text, &rest, words); count >= 0; count = next_command(NULL, &rest, words))
 			if (count > 0)
-				hear_batch_command(script, words, may_mean, &heard);
+				scan_batch_command(script, words, may_mean, &seen);
 	}
 	free(text);
 	script->cut = reading_is_cut();

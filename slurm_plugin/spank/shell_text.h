@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Words of a command, and the commands of a shell's text: what command.c and script.c read. Nothing is executed. */
+/* Words of a command, and the commands of a shell's text, for command.c and script.c. Nothing is executed. */
 #ifndef UNICRON_SHELL_TEXT_H
 #define UNICRON_SHELL_TEXT_H
 

@@ -51,7 +51,7 @@ void step_read(spank_t sp, struct step *step)
 	command_set_path(spank_getenv(sp, "PATH", text, sizeof(text)) == ESPANK_SUCCESS ? text : NULL);
 	if (spank_get_item(sp, S_JOB_ARGV, &argc, &argv) == ESPANK_SUCCESS && argc > 0 && argv != NULL)
 		step->command = command_of(argv, true);
-	/* What was not read may train. The agent sees. */
+	/* Text that was not read may train: the agent decides. */
 	if (reading_is_cut() && step->command.kind != COMMAND_TRAINS)
 		step->command.kind = COMMAND_MAY_TRAIN;
 	step->tasks = 1;

@@ -154,8 +154,8 @@ def test_buckets_that_hold_experts_are_left_out_only_if_one_says_so(tmp_path):
     index = opening.index_of(tmp_path / "megatron")
     assert "--dist-ckpt-optim-fully-reshardable" in index.common.unread and not index.has_optimizer()
     with pytest.raises(BadCheckpoint, match="or give --no-load-optim"):
-        foreign.found_in(tmp_path / "megatron", foreign.Wanted())
-    assert foreign.found_in(tmp_path / "megatron", foreign.Wanted(optimizer=False)).iteration == index.iteration
+        foreign.found_in(tmp_path / "megatron", foreign.Selection())
+    assert foreign.found_in(tmp_path / "megatron", foreign.Selection(optimizer=False)).iteration == index.iteration
 
 
 @pytest.mark.wide

@@ -84,7 +84,7 @@ class Classifier:
         rules, causes = section.get("rule", []), section.get("cause", [])
         if not isinstance(rules, list) or not isinstance(causes, list):
             raise SeverityTableError("severity table: write [[severity.rule]], [[severity.cause]] with double brackets")
-        return Classifier(self.table.extended(rules, causes))
+        return Classifier(self.table.with_rules(rules, causes))
 
     def text(self, text: str, source: str = "exception") -> Verdict:
         """The verdict on an error text; one that no rule knows gets the table's default (SEV2, restart);
@@ -116,7 +116,7 @@ class Classifier:
         key = text if kernel else alike(text), source, generic, weak
         with contextlib.suppress(KeyError):
             return self._judged[key], ""
-        part = text if self._budget is None else self._budget.judged(self._job, text, kernel)
+        part = text if self._budget is None else self._budget.charge(self._job, text, kernel)
         known = self._by_words(part, source, generic, weak) if part else None
         if len(part) < len(text):
             return known, END_JUDGED if part else NOT_JUDGED

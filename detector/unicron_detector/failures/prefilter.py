@@ -48,7 +48,7 @@ class Alternative:
         return re.compile(self.pattern, self.flags)
 
 
-def bounded(pattern: str) -> str:
+def bound_repeats(pattern: str) -> str:
     """The pattern with an end to every repetition: then a search takes time in proportion to the text, whatever it is.
 
     A pattern such as ``a\\w+b`` reads a text of many a's to its end from each of them.

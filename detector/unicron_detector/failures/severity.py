@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unicron_detector.failures.prefilter import Alternative, Prefilter, alternatives, bounded
+from unicron_detector.failures.prefilter import Alternative, Prefilter, alternatives, bound_repeats
 
 TABLE_PATH = Path(__file__).with_name("severity_table.toml")
 
@@ -48,9 +48,9 @@ _ESCAPE_OR_CAPITAL = re.compile(r"\\.|[A-Z]", re.DOTALL)
 
 def _folded_pattern(pattern: str) -> str:
     if not _SIMPLE.fullmatch(pattern):
-        return bounded(pattern)
+        return bound_repeats(pattern)
     return _ESCAPE_OR_CAPITAL.sub(
-        lambda hit: hit.group(0) if len(hit.group(0)) == 2 else hit.group(0).lower(), bounded(pattern)
+        lambda hit: hit.group(0) if len(hit.group(0)) == 2 else hit.group(0).lower(), bound_repeats(pattern)
     )
 
 
@@ -154,7 +154,7 @@ class Table:
         """
         return self._prefilter.candidates(low) if low else {}
 
-    def extended(self, rules: Iterable[Mapping[str, object]], causes: Iterable[Mapping[str, object]] = ()) -> Table:
+    def with_rules(self, rules: Iterable[Mapping[str, object]], causes: Iterable[Mapping[str, object]] = ()) -> Table:
         """A table in which the given rules go before the present ones, so that an admin's word wins.
 
         Raises SeverityTableError when a rule cannot be used.

@@ -57,7 +57,7 @@ class Budget:
         """A new turn begins."""
         self._spent.clear()
 
-    def judged(self, job: str, text: str, kernel: bool) -> str:
+    def charge(self, job: str, text: str, kernel: bool) -> str:
         """Return the part of a text that may be judged, and charge the job: the whole, its end or nothing."""
         for whole, part in ((True, text), (False, text[-TAIL:])):
             job_spent, all_spent = (job, kernel, whole), ("", kernel, whole)

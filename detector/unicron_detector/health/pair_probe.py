@@ -48,7 +48,7 @@ def numbers(seed: int, count: int = NUMBERS) -> bytes:
     return b"".join(struct.pack("<H2x", value) for value in random.Random(seed).choices(range(1 << 16), k=count))
 
 
-def added(parts: Sequence[bytes]) -> bytes:
+def add_numbers(parts: Sequence[bytes]) -> bytes:
     """The sum, number by number. One big integer is added: no number overflows into the next."""
     return sum(int.from_bytes(part, "little") for part in parts).to_bytes(len(parts[0]), "little")
 
@@ -178,7 +178,7 @@ class Sockets:
         if self.rank:
             self._links[0].send(data)
             return self._links[0].receive()
-        total = added([data, *(self._links[rank].receive() for rank in range(1, self.size))])
+        total = add_numbers([data, *(self._links[rank].receive() for rank in range(1, self.size))])
         for link in self._links.values():
             link.send(total)
         return total
@@ -281,7 +281,7 @@ def check_results(transport: Transport, nodes: Sequence[str]) -> None:
     wrong = [transport.compute()]
     for turn in range(3):
         parts = [numbers(1000 * turn + rank) for rank in range(transport.size)]
-        if transport.all_reduce(parts[transport.rank]) != added(parts):
+        if transport.all_reduce(parts[transport.rank]) != add_numbers(parts):
             wrong.append("an all-reduce gives a wrong sum")
     for other in range(1, transport.size):
         data = block(other, LARGE)

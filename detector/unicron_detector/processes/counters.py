@@ -60,7 +60,7 @@ END, END_SECONDS = b".", 1.0  # what ends the answers, and how long that is wait
 MOST_GROUPS = 64  # of which an answer tells
 MONITOR = "nvidia_resiliency_ext.fault_tolerance.rank_monitor_client"
 
-deferred = False  # in a zygote: its forks install
+install_later = False  # in a zygote: its forks install
 _DONE, _DONE_AT, _WAITED, _WAITED_THEN = AT["done"], AT["done_at"], AT["waited"], AT["waited_then"]
 _WAIT, _WAITS, _OUTSIDE, _OUTSIDE_FOR, _OUTSIDE_THEN, _PID = (
     AT[name] for name in ("wait", "waits", "outside", "outside_for", "outside_then", "pid")
@@ -94,7 +94,7 @@ class Counters:
                 self._answer_questions()
         return self.mine
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """This process is a child of the one that counts, or may: a worker that loads data."""
         if self.mine:
             self.mine, self.thread = False, 0
@@ -251,7 +251,7 @@ def _differs(module: str, name: str, parameters: str | None) -> bool:
 
 def install() -> None:
     """Count in this process, where its agent wants that. Never raises: a program is not to fail for it."""
-    path = None if deferred else os.environ.get(PAGE)
+    path = None if install_later else os.environ.get(PAGE)
     if path is None:
         return
     try:
@@ -292,7 +292,7 @@ def _hook(counters: Counters) -> None:
     if "torch.distributed.Work.wait" not in missing:
         work: Any = torch.distributed.Work
         work.wait = counters.waiting(work.wait, 2)
-    os.register_at_fork(after_in_child=counters.forked)
+    os.register_at_fork(after_in_child=counters.after_fork)
     sys.meta_path.insert(0, _Monitors(counters))
     if missing:
         counters.put_text(f"torch {torch.__version__} has no {', '.join(missing)} as this release knows it")
@@ -330,7 +330,7 @@ def understand(module: Any, counters: Counters) -> None:
     """Count the calls of this `rank_monitor_client`."""
     client: Any = module.RankMonitorClient
 
-    def counted(method: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
+    def counting(method: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
         def wrapper(self: Any, *arguments: Any, **keywords: Any) -> Any:
             count(*arguments, **keywords)
             return method(self, *arguments, **keywords)
@@ -340,10 +340,10 @@ def understand(module: Any, counters: Counters) -> None:
     def is_step(section: str) -> bool:
         return any(word in section.lower() for word in ("step", "iter", "train"))
 
-    client.send_heartbeat = counted(client.send_heartbeat, counters.beat)
-    client.start_section = counted(client.start_section, lambda section: counters.section(not is_step(section)))
-    client.end_section = counted(client.end_section, lambda section: counters.section(-(not is_step(section))))
-    client.end_all_sections = counted(client.end_all_sections, lambda: counters.section(-(1 << 30)))
+    client.send_heartbeat = counting(client.send_heartbeat, counters.beat)
+    client.start_section = counting(client.start_section, lambda section: counters.section(not is_step(section)))
+    client.end_section = counting(client.end_section, lambda section: counters.section(-(not is_step(section))))
+    client.end_all_sections = counting(client.end_all_sections, lambda: counters.section(-(1 << 30)))
     if module.FT_RANK_MONITOR_IPC_SOCKET_ENV_VAR in os.environ:
         return
 

@@ -22,7 +22,7 @@ class Seeds:
         self._state: tuple[Any, ...] | None = None
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
+    def note_choices(self) -> Iterator[None]:
         """Notes, while the imports run, whether one of them chooses a seed."""
         calls = {name: getattr(random, name) for name in ("seed", "setstate")}
         for name, call in calls.items():

@@ -90,7 +90,7 @@ def descriptors() -> dict[int, str]:
     return found
 
 
-def opened(known: set[int]) -> str | None:
+def open_handles(known: set[int]) -> str | None:
     """Describe what the imports have opened and processes must not share: devices, sockets, pipes, polls."""
     for number, target in sorted(descriptors().items()):
         if number in known:

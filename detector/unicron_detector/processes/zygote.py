@@ -139,7 +139,7 @@ def given() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
+def watch_environment() -> Iterator[None]:
     """Notes in :class:`Reads` what is read of os.environ and written to it."""
     plain = os.environ.__class__
     os.environ.__class__ = Reads
@@ -150,7 +150,7 @@ def watched() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Keeps the garbage collector off: it would go over all that the imports make again and again, for a quarter of
     their time. What an import has chosen of it stays."""
     before, off = gc.get_threshold(), (0, *gc.get_threshold()[1:])
@@ -195,7 +195,7 @@ class Files:
         """One that is about to be read."""
         self._stamps.setdefault(os.path.abspath(path), stamp(path))
 
-    def loaded(self) -> None:
+    def add_modules(self) -> None:
         """Add the modules that there are now: all has been read."""
         for module in list(sys.modules.values()):
             path = getattr(module, "__file__", None)
@@ -238,17 +238,17 @@ class Zygote:
         """Import the leading imports of the command's script, then the modules `preload`, which the user has named,
         and `told`, which the agent has. Raises Cold."""
         before = set(forkable.descriptors())
-        counters.deferred, sys.modules[counters.NAME] = True, counters
+        counters.install_later, sys.modules[counters.NAME] = True, counters
         self.first = lead_path(self._words)
-        with watched(), uncollected(), forkable.without_driver(), self._seeds.noted():
+        with watch_environment(), without_collector(), forkable.without_driver(), self._seeds.note_choices():
             self._import_all(preload)
             for path, package in self._scripts():
                 self._lead(path, package)
             self._import_all(told)
             self._import_later()
-        self._files.loaded()
+        self._files.add_modules()
         self._written = {name: os.environ.get(name) for name in Reads.written}
-        if reason := forkable.unsafe() or forkable.opened(before | {self._line.fileno()}) or forkable.trial():
+        if reason := forkable.unsafe() or forkable.open_handles(before | {self._line.fileno()}) or forkable.trial():
             raise Cold(reason)
         gc.freeze()  # a collection in a fork must not write to all that it shares; a first one here took 0.2 s
 
@@ -365,7 +365,7 @@ class Zygote:
             os.dup2(stream, number)
             os.close(stream)
         self._line.close()
-        counters.deferred = False
+        counters.install_later = False
         for number in self._deaf:
             if signal.getsignal(number) is signal.SIG_IGN:
                 own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL

@@ -45,7 +45,7 @@ class Claim:
         """The largest of the jobs' weights. The sum would give more to who splits a job into several."""
         return self.steps[-1][0]
 
-    def allowed(self, level: float) -> float:
+    def share_at(self, level: float) -> float:
         """Nodes that the owner may have when the water is at `level`."""
         above = [weight * level + self.most - upto for weight, upto in self.steps]
         return max(0.0, min(self.most, min(above) - self.elsewhere))
@@ -136,7 +136,7 @@ def divide(scenario: Scenario) -> dict[str, int]:
     left = max(0, n - sum(given.values()))
     level = _level(claims, n)
     for one in sorted(claims, key=lambda one: (one.level(one.holds), one.owner)):
-        share = math.floor(one.allowed(level) * (1 + CLOSE) + CLOSE)
+        share = math.floor(one.share_at(level) * (1 + CLOSE) + CLOSE)
         now = given[one.owner]
         given[one.owner] = max(now, one.usable(min(share, now + left)))
         left -= given[one.owner] - now
@@ -149,7 +149,7 @@ def _level(claims: Sequence[Claim], nodes: int) -> float:
     they could. Between two bends the sum of what is allowed is a straight line."""
 
     def total(level: float) -> float:
-        return sum(one.allowed(level) for one in claims)
+        return sum(one.share_at(level) for one in claims)
 
     bends = sorted({0.0, *(level for one in claims for level in one.bends() if level < math.inf)})
     if total(bends[-1]) <= nodes:

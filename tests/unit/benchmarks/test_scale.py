@@ -11,7 +11,7 @@ from benchmarks.scale.agents import Agent, Layout
 from benchmarks.scale.history import DAY, DAYS, failures, fill_month
 from benchmarks.scale.zmtp import Connection, Lost
 from tests.support.world import World
-from unicron_ctl.shared.log.store import Store
+from unicron_ctl.shared.log.store import Holder, Store
 from unicron_ctl.shared.protocol import shared_plans, wire
 
 LIMIT = 5.0
@@ -132,6 +132,7 @@ def test_a_month_is_written_only_for_a_job_that_runs_with_all_its_ranks(tmp_path
     def filled(folder):
         folder.mkdir()
         store = Store(folder / "events.sqlite")
+        store.begin_term(Holder(7, "the controller that was stopped"), Holder())
         store.append(world.log)
         store.close()
         return fill_month(folder, 8, 2)

@@ -65,8 +65,8 @@ class Exchange:
     # ------------------------------------------------------------ sums and largest numbers
     def inside(self, numbers: Sequence[float]) -> list[float]:
         """Return the largest of each number over the ranks of the replica."""
-        told = self._largest(torch.tensor(numbers, dtype=torch.float64), self.replica, inside=True)
-        return [float(number) for number in told]
+        found = self._largest(torch.tensor(numbers, dtype=torch.float64), self.replica, inside=True)
+        return [float(number) for number in found]
 
     def begin_sum(self, tensor: torch.Tensor) -> Sum:
         """Begin to sum a tensor in place over the ranks at this place in all replicas."""
@@ -82,8 +82,8 @@ class Exchange:
         from megatron.core import parallel_state
 
         knows = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        told, bad = self.inside([loss if knows and math.isfinite(loss) else -math.inf, float(not math.isfinite(loss))])
-        return math.nan if bad else told
+        found, bad = self.inside([loss if knows and math.isfinite(loss) else -math.inf, float(not math.isfinite(loss))])
+        return math.nan if bad else found
 
     def commit(self, offer: Plan | None, first: bool, save: bool = False, busy: bool = False) -> CommitResult:
         """Commit the step with all members: each gives what holds for itself."""
@@ -103,8 +103,8 @@ class Exchange:
 
     def largest(self, number: int) -> int:
         """Return the largest number that a member gives."""
-        told = self._largest(torch.tensor([number], dtype=torch.int64), None)
-        return int(told)
+        found = self._largest(torch.tensor([number], dtype=torch.int64), None)
+        return int(found)
 
     def most(self, numbers: Sequence[float]) -> list[float]:
         """Return the largest of each number that a member gives; whole numbers up to 2^53 are exact."""
@@ -127,15 +127,15 @@ class Exchange:
         if dist.get_world_size(group) == 1:
             return tensor
         if self._process.backend == "gloo":
-            told, self._sending = largest_of_all(tensor, group)
+            found, self._sending = largest_of_all(tensor, group)
             self._check(None, inside)
-            return told
+            return found
         sent = tensor.to(self._process.device)
         work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group, async_op=True)
         work.wait()
-        told = sent.cpu()  # waits for the device
+        found = sent.cpu()  # waits for the device
         self._check(work, inside)
-        return told
+        return found
 
     def _check(self, work: Any, inside: bool = False) -> None:
         """Raise PeerLost where the result of a collective may be garbage: NCCL raises nothing when one fails."""
@@ -187,13 +187,13 @@ def largest_of_all(tensor: torch.Tensor, group: Any) -> tuple[torch.Tensor, list
     """
     group = dist.group.WORLD if group is None else group
     rank, size = group.rank(), group.size()
-    told, sending, step = tensor, [], 1
+    known, sending, step = tensor, [], 1
     while step < size:  # by the group's own methods: what torch's functions add takes longer than the message
-        came, tag = torch.empty_like(told), FIRST_TAG + step
-        sending.append((told, group.send([told], (rank + step) % size, tag)))
+        came, tag = torch.empty_like(known), FIRST_TAG + step
+        sending.append((known, group.send([known], (rank + step) % size, tag)))
         group.recv([came], (rank - step) % size, tag).wait()
-        told, step = torch.maximum(told, came), 2 * step
-    return told, sending
+        known, step = torch.maximum(known, came), 2 * step
+    return known, sending
 
 
 def at_commit(optimizer: Any, commit: Callable[[], None]) -> None:

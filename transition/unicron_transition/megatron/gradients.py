@@ -163,9 +163,9 @@ class Gradients(Accumulation):
                 output, loss_function = self.forward_step(data_iterator, model, *rest)
 
             def note_loss(*arguments: Any, **keywords: Any) -> Any:
-                told = loss_function(*arguments, **keywords)
-                found[index] = told[0].detach().clone(), told[1].detach().clone() if len(told) == 3 else 1
-                return told
+                result = loss_function(*arguments, **keywords)
+                found[index] = result[0].detach().clone(), result[1].detach().clone() if len(result) == 3 else 1
+                return result
 
             return output, note_loss
 
@@ -257,9 +257,9 @@ class Gradients(Accumulation):
         with own, self._auxiliary.reducing():
             (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
         proven = self._work.begin_sum(proof.to(self._device()))
-        told = proven.finish().cpu()
+        proof_sum = proven.finish().cpu()
         proven.check()
-        return told
+        return proof_sum
 
     def proven(self, tokens: float) -> float:
         return tokens if self.per_token else float(self.total)

@@ -10,7 +10,7 @@ from unicron_transition.iteration.rank_log import warn
 from unicron_transition.megatron_lm.arguments import Folders
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
 from unicron_transition.snapshot.folders import Found
-from unicron_transition.snapshot.foreign import Foreign, Wanted
+from unicron_transition.snapshot.foreign import Foreign, Selection
 from unicron_transition.snapshot.formats.tracker import TRACKER, megatrons_iteration
 from unicron_transition.snapshot.migrate import TrainingState
 
@@ -29,7 +29,7 @@ class SavedAndLoaded(Checkpoints):
         # Without --save-interval it finds its interval by itself.
         interval = (folders.interval or None) if folders.save else 0
         super().__init__(folder, interval, begin_from=folders.load)
-        self.begin = Wanted(folders.optimizer, folders.iteration)
+        self.begin = Selection(folders.optimizer, folders.iteration)
         self._writes = folders.save is not None
         self._needed, self._before = folders.needed, before
         self.choices()  # so that a folder that cannot be used is known before the model is built

@@ -215,11 +215,11 @@ class PlainGradients(Accumulation):
         return loss if tokens is not None else loss / self.total
 
     @staticmethod
-    def _parse_result(told: Any) -> tuple[torch.Tensor, Any]:
+    def _parse_result(result: Any) -> tuple[torch.Tensor, Any]:
         """Parse the result of a forward step as (loss, tokens or None)."""
-        loss, tokens = told if isinstance(told, tuple) and len(told) == 2 else (told, None)
+        loss, tokens = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, torch.Tensor) or loss.dim() or (tokens is not None and not _is_number(tokens)):
-            raise TypeError(f"{LOSS}, 0-d tensors: this one returned {_describe(told)}")
+            raise TypeError(f"{LOSS}, 0-d tensors: this one returned {_describe(result)}")
         return loss, tokens
 
     def evaluate(
@@ -266,10 +266,10 @@ class PlainGradients(Accumulation):
             self._begin_bucket(last)
         for each in self._sums:
             each.finish()
-        told = proof if last < 0 else self._buckets[last].proven()
+        proof_sum = proof if last < 0 else self._buckets[last].proven()
         for each in self._sums:
             each.check()
-        return told
+        return proof_sum
 
     def drain(self, unblock: Callable[[], Any]) -> None:
         wait_out([each.work for each in self._sums if each.work is not None], unblock)

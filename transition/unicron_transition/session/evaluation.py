@@ -71,9 +71,9 @@ class Evaluations:
             if index in found:
                 loss, weight = found[index]
                 losses[index], weights[index] = loss.double().cpu(), float(weight)
-        told = self._exchange.begin_sum(proof.to(self._device))
-        losses, weights, counts = told.finish().cpu()
-        told.check()
+        total_sum = self._exchange.begin_sum(proof.to(self._device))
+        losses, weights, counts = total_sum.finish().cpu()
+        total_sum.check()
         Ledger.check_counts(self._at_hand // MOST, counts.round().long().tolist())
         mean = float(losses.sum()) / max(float(weights.sum()), 1.0)
         value = self._exchange.from_last_stage(mean)
@@ -106,9 +106,9 @@ class Evaluations:
         """Take the value from members who have it."""
         mine = self._value if self._known == known else 0.0
         finite = math.isfinite(mine) and self._known == known
-        told, bad = self._exchange.most([mine if finite else -math.inf, float(not math.isfinite(mine))])
+        value, bad = self._exchange.most([mine if finite else -math.inf, float(not math.isfinite(mine))])
         if self._known < known:
-            self._known, self._value = known, math.nan if bad else told
+            self._known, self._value = known, math.nan if bad else value
 
     def catch_up(self) -> None:
         """Take part in what the others have begun before this rank came in."""

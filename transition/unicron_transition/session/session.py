@@ -127,12 +127,12 @@ class Session(Training):
             micro_batches_of,
             forward_step,
             fetch,
-            seq_length,
-            micro_batch_size,
-            start_iteration,
-            train_iterations,
-            checkpoints,
-            seed,
+            sequence=seq_length,
+            size=micro_batch_size,
+            start=start_iteration,
+            end=train_iterations,
+            checkpoints=checkpoints,
+            seed=seed,
         )
         self.finishes = True
 

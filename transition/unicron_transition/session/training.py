@@ -82,6 +82,7 @@ class Training:
         micro_batches_of: Callable[[int], int],
         forward_step: Callable[..., Any],
         fetch: Callable[[int, int], Any],
+        *,
         sequence: int,
         size: int,
         start: int,
@@ -253,8 +254,8 @@ class Training:
             counts[index] += 1
             if index in self._at.ledger.losses:
                 losses[index] = self._at.ledger.losses[index].double().cpu()
-            if (told := self._at.ledger.tokens.get(index)) is not None:
-                tokens[index] = float(told)
+            if (count := self._at.ledger.tokens.get(index)) is not None:
+                tokens[index] = float(count)
         counts, wishes, losses, tokens = self._gradients.reduce(self._at.ledger, proof)
         Ledger.check_counts(self._at.iteration, counts.round().long().tolist())
         self._stopping = bool(wishes[0] > 0)  # not in the commit: whoever steps, even by a plan, has to know it

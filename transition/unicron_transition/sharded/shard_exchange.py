@@ -114,16 +114,16 @@ class ShardExchange:
         """Return how many shards a set has, Adam's step, and which shards each rank of the group holds, from what this
         rank knows of it: 0, 0 and none where it has no part."""
         group = self._group()
-        told = torch.tensor([count, step, len(shards)], dtype=torch.float64, device=self._wire)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+        numbers = torch.tensor([count, step, len(shards)], dtype=torch.float64, device=self._wire)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
         self.check_alive()
-        most = max(int(told[2]), 1)
+        most = max(int(numbers[2]), 1)
         mine = torch.tensor([*shards, *[-1] * (most - len(shards))], dtype=torch.int64)
         table = torch.empty(group.size() * mine.numel(), dtype=torch.int64, device=self._wire)
         dist.all_gather_into_tensor(table, mine.to(self._wire), group=group)
         self.check_alive()
         rows = table.view(group.size(), -1).tolist()
-        return int(told[0]), float(told[1]), [{shard for shard in row if shard >= 0} for row in rows]
+        return int(numbers[0]), float(numbers[1]), [{shard for shard in row if shard >= 0} for row in rows]
 
     def header(self, mine: bytes, source: int) -> bytes:
         """Get the header of rank `source` of the group. Raises :class:`CopyFailed` where it was spoiled on its way."""

@@ -88,7 +88,7 @@ class Shards:
         self._before: tuple[int, int] | None = None  # what the next one is made from
         self._about: bytes | None = None
         self._passed: set[tuple[int, int]] = set()  # sets that nobody can go on from
-        self._told: tuple[int, int] | None = None  # of which this rank's image says what a checkpoint's file has to
+        self._with_file_head: tuple[int, int] | None = None  # the set of which this rank's image can be a file
 
     @property
     def group(self) -> Any:
@@ -155,8 +155,8 @@ class Shards:
         self._keep_only({self._confirmed})
         self._drop((self.base, version))
         header, about = self._header(extra), self.about(untrained) if file is not None else b""
-        told = file(about, self._step()) if file is not None and about else b""
-        with self._take_buffers(1, header, told) as (buffer,):
+        file_head = file(about, self._step()) if file is not None and about else b""
+        with self._take_buffers(1, header, file_head) as (buffer,):
             into: list[torch.Tensor] = []
             values: list[torch.Tensor] = []
             step = 0.0
@@ -166,23 +166,23 @@ class Shards:
                 step = float(tensors.get("step", step))
             copy_all(into, values)
         self._sets[self.base, version] = _Set(self.count, step, header)
-        self._add(version, self.index, buffer, told, cut)
-        self._told = (self.base, version) if told else None
+        self._add(version, self.index, buffer, file_head, cut)
+        self._with_file_head = (self.base, version) if file_head else None
 
     def set_aside(self, version: int, untrained: Path | None = None) -> bool:
         """Have the agent make a checkpoint's file of this rank's shard of `version`; False where it cannot. untrained:
         the image that goes into the same file."""
-        if self._told != (self.base, version):
+        if self._with_file_head != (self.base, version):
             return False
-        return self.pool.set_aside(self._sets[self._told].shards[self.index], version, untrained)
+        return self.pool.set_aside(self._sets[self._with_file_head].shards[self.index], version, untrained)
 
     @property
     def mark(self) -> str:
         """The mark of the files that are made of the sets of this generation."""
-        return set_mark(*self._parted_base)
+        return set_mark(*self._base_parts)
 
     @property
-    def _parted_base(self) -> tuple[int, str]:
+    def _base_parts(self) -> tuple[int, str]:
         """The generation's number and its mark."""
         generation, mark = divmod(self.base, 1 << MARK_BITS)
         return generation, f"{mark:0{MARK_BITS // 4}x}"
@@ -263,17 +263,17 @@ class Shards:
         self._add(version, self.index, buffer)
         return extra
 
-    def _add(self, version: int, shard: int, buffer: Buffer, told: bytes = b"", cut: bool = False) -> None:
-        """Add a buffer of the present generation, which has its content, to the set of `version`. told: for the readers
-        of its image as a checkpoint's file."""
+    def _add(self, version: int, shard: int, buffer: Buffer, file_head: bytes = b"", cut: bool = False) -> None:
+        """Add a buffer of the present generation, which has its content, to the set of `version`. file_head: for the
+        readers of its image as a checkpoint's file."""
         mine = self._sets[self.base, version]
         mine.shards[shard] = buffer
-        key = Key(SHARD, self.pool.slot, version, self._place, self._size, shard, mine.count, *self._parted_base)
-        self.pool.seal(buffer, key, self._head(mine.step, mine.header, told), cut)
+        key = Key(SHARD, self.pool.slot, version, self._place, self._size, shard, mine.count, *self._base_parts)
+        self.pool.seal(buffer, key, self._head(mine.step, mine.header, file_head), cut)
 
-    def _head(self, step: float, header: bytes, told: bytes = b"") -> bytes:
+    def _head(self, step: float, header: bytes, file_head: bytes = b"") -> bytes:
         """Return the head of an image."""
-        packed: bytes = msgpack.packb((self._model, step, header, told))
+        packed: bytes = msgpack.packb((self._model, step, header, file_head))
         return packed
 
     @property
@@ -413,9 +413,9 @@ class Shards:
         """Bytes of one shard of the present generation."""
         return self._elements * torch.float32.itemsize
 
-    def _take_buffers(self, count: int, header: bytes, told: bytes = b"") -> AbstractContextManager[list[Buffer]]:
+    def _take_buffers(self, count: int, header: bytes, file_head: bytes = b"") -> AbstractContextManager[list[Buffer]]:
         """Take memory for so many shards of the present generation."""
-        return self.pool.take_buffers(count, self._elements, len(self._head(0.0, header, told)))
+        return self.pool.take_buffers(count, self._elements, len(self._head(0.0, header, file_head)))
 
     def _drop(self, key: tuple[int, int]) -> None:
         if (old := self._sets.pop(key, None)) is not None:

@@ -27,14 +27,14 @@ import torch
 
 from unicron_transition.iteration.rank_log import inform, warn
 from unicron_transition.snapshot import contents, folders, foreign, parts
-from unicron_transition.snapshot.checkpoint_file import DAMAGED, finished, folder_name, stem, unfinished
+from unicron_transition.snapshot.checkpoint_file import DAMAGE_SUFFIX, folder_name, stem, writing
 from unicron_transition.snapshot.folders import Found
 from unicron_transition.snapshot.formats import exports, names, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint
-from unicron_transition.snapshot.image_format import SUFFIX, BadImage, Key, digest, file_front, read_page
+from unicron_transition.snapshot.image_format import SUFFIX, BadImage, Key, read_page
 from unicron_transition.snapshot.migrate import TrainingState
 from unicron_transition.snapshot.model_facts import other_arithmetic, other_heads
-from unicron_transition.snapshot.reading import LOST
+from unicron_transition.snapshot.reading import LOST_ERRORS
 from unicron_transition.snapshot.save_interval import Risk, SaveClock
 
 # Of ranks that end without a plan and hold the same, the first saves it at once, the second after so long, and so on up
@@ -127,7 +127,7 @@ class Checkpoints:
         self.clock = SaveClock() if given == AUTO else None
         self.minutes: float = 0.0 if given == AUTO else float(given)
         self.begin_from = Path(begin_from) if begin_from is not None else None
-        self.begin = foreign.Wanted(begin_with == "all", begin_with == "all", begin_names)
+        self.begin = foreign.Selection(begin_with == "all", begin_with == "all", begin_names)
         form = exports.form_of(export)
         self.exports = exports.Exports(self.folder, form, begin_names) if form else None
         self._last = time.monotonic()  # when one was due
@@ -259,7 +259,7 @@ class Checkpoints:
         replica do."""
         self.wait_written()
         writer = writer or Writer()
-        head, data = _copied(state, iteration, writer)
+        head, data = _copy(state, iteration, writer)
         self._error, self._written = None, (iteration, writer.mark)
         copied = head, data, iteration, writer
         self._thread = threading.Thread(target=self._write, args=copied, name="unicron-checkpoint")
@@ -323,26 +323,17 @@ class Checkpoints:
         return self.folder / folder_name(iteration) / writer.name
 
     def _write(self, head: bytes, data: torch.Tensor, iteration: int, writer: Writer) -> None:
-        path = self._path(iteration, writer)
-        new, begun = unfinished(path), time.monotonic()
+        path, begun = self._path(iteration, writer), time.monotonic()
         try:
             self._pruned(iteration, writer)  # the one before is whole by now
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with new.open("wb") as file:
-                content = data.numpy().data
-                file.write(file_front(writer.key(iteration), head, data.numel(), digest(content)))
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            finished(path, writer.mark)
+            with writing(path, writer.key(iteration), head, data.numel(), writer.mark) as write:
+                write(data.numpy().data)
             if self.clock is not None:
                 self.clock.note_written(time.monotonic() - begun)
             self.newest = iteration
             self._pruned(iteration, writer)
         except Exception as error:  # whatever it is, it must not count as written
             self._error = error
-            with contextlib.suppress(OSError):  # a file system that fails may fail at this too
-                new.unlink()
             warn(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
 
     def _pruned(self, iteration: int, writer: Writer) -> bool:
@@ -356,7 +347,7 @@ class Checkpoints:
 
 
 def _has_damaged(folder: Path) -> bool:
-    return any(folder.glob(f"iteration-*/*.{DAMAGED}"))
+    return any(folder.glob(f"iteration-*/*.{DAMAGE_SUFFIX}"))
 
 
 def _minutes(given: float | str) -> float | str:
@@ -373,9 +364,9 @@ def _minutes(given: float | str) -> float | str:
 
 
 # ------------------------------------------------------------ what is in a file
-def _copied(state: TrainingState, iteration: int, writer: Writer) -> tuple[bytes, torch.Tensor]:
+def _copy(state: TrainingState, iteration: int, writer: Writer) -> tuple[bytes, torch.Tensor]:
     """Copy what the file of this rank is to hold out of the state, which goes on changing."""
-    found, _ = contents.gathered(state)
+    found, _ = contents.gather(state)
     data = torch.empty(found.size, dtype=torch.uint8)
     contents.fill(found.tensors, found.offsets, data)
     return contents.head_of(state, found.about, iteration, writer.layout), data
@@ -385,20 +376,20 @@ def _load(state: TrainingState, found: Found) -> None:
     """Raises BadImage, OSError, or CheckpointError for what is sound and yet of no use."""
     first = found.paths[0]
     try:
-        _assemble(state, [contents.opened(read_page(path)) for path in found.paths], first.parent)
+        _assemble(state, [contents.open_image(read_page(path)) for path in found.paths], first.parent)
     except (BadImage, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in LOST:
+        if isinstance(error, OSError) and error.errno not in LOST_ERRORS:
             raise
         # So that ranks that read other files of it pass it over as well.
         with contextlib.suppress(OSError):
-            first.with_name(f"{found.mark}.{DAMAGED}").write_text(f"{error}\n")
+            first.with_name(f"{found.mark}.{DAMAGE_SUFFIX}").write_text(f"{error}\n")
         raise
 
 
 def load_image(state: TrainingState, path: Path) -> None:
     """Puts an image of this rank's own place into `state`. Raises OSError, BadImage for a damaged one, and
     :class:`CheckpointError` for one of another model."""
-    _assemble(state, [contents.opened(read_page(path))], path)
+    _assemble(state, [contents.open_image(read_page(path))], path)
 
 
 def _other_model(path: Path, why: object) -> CheckpointError:
@@ -408,7 +399,7 @@ def _other_model(path: Path, why: object) -> CheckpointError:
 
 
 def _name_as_here(
-    model: Sequence[Any], sources: dict[str, list[parts.Source]], saved: dict[str, list[parts.Saved]]
+    model: Sequence[Any], sources: dict[str, list[parts.Source]], saved: dict[str, list[parts.SavedState]]
 ) -> None:
     """A file that was imported has the names of where it came from. Raises parts.Missing, BadCheckpoint."""
     mine = parts.plain_names(model)
@@ -426,26 +417,26 @@ def _name_as_here(
         saved[fresh] = saved[old]
 
 
-def _assemble(state: TrainingState, files: list[contents.Opened], folder: Path) -> None:
+def _assemble(state: TrainingState, files: list[contents.ImageContent], folder: Path) -> None:
     there, mine = files[0].head.facts, state.facts
     if why := other_heads(there, mine):
         raise _other_model(folder, why)
     for difference in other_arithmetic(there.get("arguments") or {}, mine.get("arguments") or {}):
         warn(f"{folder} is of another model: {difference}")
     sources: dict[str, list[parts.Source]] = defaultdict(list)
-    saved: dict[str, list[parts.Saved]] = defaultdict(list)
+    saved: dict[str, list[parts.SavedState]] = defaultdict(list)
     for file in files:
         for name, whole, offset, extent, begin, end, keys, others in file.index():
 
-            def read(key: str, file: contents.Opened = file, keys: dict[str, int] = keys) -> torch.Tensor:
+            def read(key: str, file: contents.ImageContent = file, keys: dict[str, int] = keys) -> torch.Tensor:
                 return file.tensor(keys[key])
 
             box = parts.Box(name, tuple(whole), tuple(offset), tuple(extent))
             sources[name].append(parts.Source(box, begin, end, read))
-            saved[name].append(parts.Saved(box, [key for key in keys if key != parts.PARAMETER], others))
+            saved[name].append(parts.SavedState(box, [key for key in keys if key != parts.PARAMETER], others))
     try:
         _name_as_here(state.model, sources, saved)
-        parts.restore(state.model, state.optimizer, parts.Assembled(sources, saved))
+        parts.restore(state.model, state.optimizer, parts.AssembledBlocks(sources, saved))
     except (parts.Missing, BadCheckpoint, KeyError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise

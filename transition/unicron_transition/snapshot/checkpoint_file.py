@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 import xxhash
@@ -29,6 +29,7 @@ from unicron_transition.snapshot.image_format import (
     SUFFIX,
     UNTRAINED,
     BadImage,
+    Data,
     Found,
     Key,
     file_front,
@@ -36,13 +37,14 @@ from unicron_transition.snapshot.image_format import (
     read_page,
     write_note,
 )
-from unicron_transition.snapshot.reading import unpacked
+from unicron_transition.snapshot.reading import unpack
 
 NOTE = "files.msgpack"  # beside the images: where their checkpoints go
 ASIDE = "due-"  # how the second name of an image begins that is to become a file
 PIECE = 1 << 22  # bytes
 WORD = 8  # bytes: what stands behind a shard's data begins at a multiple
-DAMAGED = "damaged"  # how the name of a file ends that says what is wrong with the others of its mark
+Write = Callable[[Data], None]
+DAMAGE_SUFFIX = "damaged"  # how the name of a file ends that says what is wrong with the others of its mark
 
 
 def folder_name(iteration: int) -> str:
@@ -66,20 +68,40 @@ def file_head(key: Key, head: bytes) -> bytes:
     empty where no file can be made of the image. Raises ValueError."""
     if key.kind != SHARD:
         return head
-    *_, told = unpacked(head)
+    *_, told = unpack(head)
     return bytes(told)
 
 
-def unfinished(path: Path) -> Path:
+def unfinished_path(path: Path) -> Path:
     """The name under which this thread writes `path`."""
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_native_id()}.new")
 
 
-def finished(path: Path, mark: str) -> None:
-    """Give the file that this thread has written under its unfinished name, and is on disk, its own name."""
-    unfinished(path).replace(path)
-    with contextlib.suppress(FileNotFoundError):
-        (path.parent / f"{mark}.{DAMAGED}").unlink()
+@contextlib.contextmanager
+def writing(path: Path, key: Key, head: bytes, size: int, mark: str) -> Iterator[Write]:
+    """Write a file whose data, `size` bytes, are given to the function piece by piece. It gets its name when all of it
+    is on disk; where something fails nothing is left of it. mark: as in the file's name. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new, total = unfinished_path(path), xxhash.xxh3_128()
+    try:
+        with new.open("wb") as file:
+
+            def write(data: Data) -> None:
+                file.write(data)
+                total.update(data)
+
+            file.write(file_front(key, head, size, bytes(DIGEST)))
+            yield write
+            file.seek(0)
+            file.write(file_front(key, head, size, total.digest()))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        with contextlib.suppress(FileNotFoundError):
+            (path.parent / f"{mark}.{DAMAGE_SUFFIX}").unlink()
+    finally:
+        with contextlib.suppress(OSError):  # a file system that fails may fail at this too
+            new.unlink()
 
 
 class Destination(NamedTuple):
@@ -206,37 +228,23 @@ def persist(found: Found, folder: Path, pace: Callable[[int], None] = lambda siz
     """
     path = folder / folder_name(found.key.iteration) / f"{stem(found.key)}{SUFFIX}"
     mark = path.name.split(".")[0]
-    if path.exists() and not (path.parent / f"{mark}.{DAMAGED}").exists():
+    if path.exists() and not (path.parent / f"{mark}.{DAMAGE_SUFFIX}").exists():
         return path
     head = found.head()
     untrained = _untrained_of(found, head)
     size = found.data_bytes if untrained is None else behind(found.data_bytes) + untrained.data_bytes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new, total = unfinished(path), xxhash.xxh3_128()
-    try:
-        with new.open("wb") as file:
-            file.write(file_front(found.key, head, size, bytes(DIGEST)))
-            _copy(found, file, total, pace)
-            if untrained is not None:
-                padding = bytes(behind(found.data_bytes) - found.data_bytes)
-                file.write(padding)
-                total.update(padding)
-                _copy(untrained, file, total, pace)
-            file.seek(0)
-            file.write(file_front(found.key, head, size, total.digest()))
-            file.flush()
-            os.fsync(file.fileno())
+    with writing(path, found.key, head, size, mark) as write:
+        _copy(found, write, pace)
+        if untrained is not None:
+            write(bytes(behind(found.data_bytes) - found.data_bytes))
+            _copy(untrained, write, pace)
         if any(each is not None and read_page(each.path) != each for each in (found, untrained)):
             raise BadImage(f"{found.path}: overwritten while it was copied")
-        finished(path, mark)
-    finally:
-        with contextlib.suppress(OSError):
-            new.unlink()
     return path
 
 
-def _copy(found: Found, into: BinaryIO, total: xxhash.xxh3_128, pace: Callable[[int], None]) -> None:
-    """Write the data of an image, which are checked on the way, and add them to the digest of the whole file."""
+def _copy(found: Found, write: Write, pace: Callable[[int], None]) -> None:
+    """Write the data of an image, which are checked on the way."""
     own = xxhash.xxh3_128()
     with found.path.open("rb") as image:
         image.seek(found.offset)
@@ -245,9 +253,8 @@ def _copy(found: Found, into: BinaryIO, total: xxhash.xxh3_128, pace: Callable[[
             piece = image.read(min(PIECE, left))
             if not piece:
                 raise BadImage(f"{found.path}: cut off")
-            into.write(piece)
+            write(piece)
             own.update(piece)
-            total.update(piece)
             left -= len(piece)
             pace(len(piece))
     if own.digest() != found.digest and read_page(found.path) == found:

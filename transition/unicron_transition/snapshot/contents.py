@@ -15,7 +15,7 @@ from unicron_transition.seams import modules
 from unicron_transition.snapshot import checkpoint_file, parts
 from unicron_transition.snapshot.image_format import ALIGN, STEP, BadImage, Found, Image
 from unicron_transition.snapshot.migrate import Settings, TrainingState, as_plain, plain
-from unicron_transition.snapshot.reading import open_plain, read_into, unpacked
+from unicron_transition.snapshot.reading import open_plain, read_into, unpack
 
 SMALL = 1 << 15  # bytes of a tensor that torch copies with one thread, however many it has
 
@@ -33,7 +33,7 @@ class Contents:
     size: int = 0
 
     def __post_init__(self) -> None:
-        self.offsets, self.size = laid(self.tensors)
+        self.offsets, self.size = lay_out(self.tensors)
 
     def still(self) -> list[torch.Tensor]:
         """The tensors as they are to be copied: of what moves, copies."""
@@ -43,7 +43,7 @@ class Contents:
         return tensors
 
 
-def laid(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
     """(where each begins, bytes of all)."""
     offsets, at = [], 0
     for tensor in tensors:
@@ -67,7 +67,7 @@ class Gatherer:
         live = list(self.state.tensors())
         now = [tensor.data_ptr() for tensor in live]
         if self._contents is None or now != self._before or self.state.sharded:
-            self._contents, lasting = gathered(self.state, alone=True)
+            self._contents, lasting = gather(self.state, alone=True)
             known = {tensor.untyped_storage().data_ptr() for tensor in live}
             views = all(tensor.untyped_storage().data_ptr() in known for tensor in self._contents.tensors)
             self._before = now if lasting and views else []
@@ -105,7 +105,7 @@ def head_of(
     return packed
 
 
-def gathered(state: TrainingState, alone: bool = False) -> tuple[Contents, bool]:
+def gather(state: TrainingState, alone: bool = False) -> tuple[Contents, bool]:
     """This rank's part, and whether all of it that changes is in tensors. alone: with what another rank of the replica
     has too, so that this rank can go on from it without that one's."""
     tensors: list[torch.Tensor] = []
@@ -193,7 +193,7 @@ def read(found: Found) -> tuple[bytes, torch.Tensor]:
 
 
 @dataclass
-class Opened:
+class ImageContent:
     """An image whose head is as it was written. Its data are read tensor by tensor, when they are asked for.
 
     tensors: (dtype, elements, byte in the file, or None for the optimizer's step).
@@ -230,12 +230,12 @@ class Opened:
         return data.view(dtype)
 
 
-def opened(found: Found) -> Opened:
+def open_image(found: Found) -> ImageContent:
     """Raises BadImage, OSError. The data are not read."""
     head = found.head()
     try:
-        told = Head(**unpacked(checkpoint_file.file_head(found.key, head)))
-        about = unpacked(told.about)
+        told = Head(**unpack(checkpoint_file.file_head(found.key, head)))
+        about = unpack(told.about)
         tensors: list[tuple[torch.dtype, int, int | None]] = []
         at = 0
         for kind, count, *where in about["tensors"]:
@@ -248,6 +248,6 @@ def opened(found: Found) -> Opened:
                 raise ValueError(f"a tensor of it is outside of its {found.data_bytes} bytes")
             tensors.append((dtype, count, found.offset + begin))
             at += -(-length // ALIGN) * ALIGN
-        return Opened(found, told, about["index"], tensors)
+        return ImageContent(found, told, about["index"], tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadImage(f"{found.path}: not a training state of this release ({error})") from None

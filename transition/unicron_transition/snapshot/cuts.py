@@ -103,7 +103,7 @@ class ImageRing:
             del self._images[path]
 
 
-class Wanted(NamedTuple):
+class CutOrder(NamedTuple):
     """The wishes of the controller about the states in memory.
 
     at: the first state that is saved from this iteration on is to stay. good: the iteration that lies in enough
@@ -113,18 +113,18 @@ class Wanted(NamedTuple):
     good: int = -1
 
 
-def write_cut_note(folder: Path, wanted: Wanted) -> None:
+def write_cut_note(folder: Path, wanted: CutOrder) -> None:
     """Tell scripts without a session, to whom the agent cannot talk. Raises OSError."""
     write_note(folder / NOTE, msgpack.packb(list(wanted)))
 
 
-def read_cut_note(folder: Path) -> Wanted:
+def read_cut_note(folder: Path) -> CutOrder:
     """Read the note; nothing is wanted without one."""
     try:
         at, good = msgpack.unpackb((folder / NOTE).read_bytes())
-        return Wanted(int(at), int(good))
+        return CutOrder(int(at), int(good))
     except (OSError, ValueError, TypeError):
-        return Wanted()
+        return CutOrder()
 
 
 class Cuts:
@@ -141,7 +141,7 @@ class Cuts:
         unmap: Callable[[Path], None] = lambda path: None,
     ):
         self._folder, self._slot, self._say, self._unmap = folder, slot, say, unmap
-        self.wanted = Wanted()  # set by the channel's thread
+        self.wanted = CutOrder()  # set by the channel's thread
         self.unwanted = False  # ... too: no cut is to be kept, and what there is goes
         self._rings: dict[str, ImageRing] = {}
         self._warned = False
@@ -149,9 +149,9 @@ class Cuts:
     def on_order(self, message: Cut) -> None:
         """The agent says which iteration is to be kept, or that none is."""
         if message.none:
-            self.wanted, self.unwanted = Wanted(), True
+            self.wanted, self.unwanted = CutOrder(), True
         else:
-            self.wanted = Wanted(message.iteration, message.good)
+            self.wanted = CutOrder(message.iteration, message.good)
 
     def is_due(self, iteration: int) -> bool:
         """Whether the state with which `iteration` comes next is to stay."""

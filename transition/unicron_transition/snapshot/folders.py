@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from unicron_transition.snapshot.checkpoint_file import DAMAGED
+from unicron_transition.snapshot.checkpoint_file import DAMAGE_SUFFIX
 from unicron_transition.snapshot.image_format import Key
 
 FOREIGN = "foreign"  # in place of a mark: what the script begins from
 STALE_SECONDS = 86400.0  # a file that was being written, or a marker, when its process died
-HELD = "held."  # begins the name of a marker in a checkpoint's folder
+HOLDER_SUFFIX = "held."  # begins the name of a marker in a checkpoint's folder
 FOLDER = re.compile(r"iteration-(\d+)")
 _FILE = re.compile(r"([0-9a-f]{8})\.place-(\d+)-of-(\d+)\.shard-(\d+)-of-(\d+)\.image")
 Part = tuple[int, ...]  # of a checkpoint: place, of how many, shard, of how many
@@ -88,17 +88,17 @@ def prune(folder: Path, keep: int) -> int:
 def hold(path: Path, reader: str) -> None:
     """Have the checkpoint in the folder `path` stay until :func:`let_go`, or for a day: who reads it was killed then.
     reader: a name that nobody else has. Raises OSError, also where the folder is gone."""
-    (path / f"{HELD}{reader}").touch()
+    (path / f"{HOLDER_SUFFIX}{reader}").touch()
 
 
 def let_go(path: Path, reader: str) -> None:
     """The end of :func:`hold`, if there was one."""
     with contextlib.suppress(OSError):
-        (path / f"{HELD}{reader}").unlink()
+        (path / f"{HOLDER_SUFFIX}{reader}").unlink()
 
 
 @contextlib.contextmanager
-def held(path: Path, reader: str = "") -> Iterator[bool]:
+def holding(path: Path, reader: str = "") -> Iterator[bool]:
     """The checkpoint in the folder `path` stays meanwhile: a job removes its old ones, and a large one takes long to
     read. Gives False where the folder is gone or cannot be written to; then nothing is done. reader: by default a
     name for this call."""
@@ -120,7 +120,7 @@ def new_reader() -> str:
 
 
 def _is_held(path: Path) -> bool:
-    return any(name.startswith(HELD) and not _is_stale(path / name) for name in _names(path))
+    return any(name.startswith(HOLDER_SUFFIX) and not _is_stale(path / name) for name in _names(path))
 
 
 def _is_stale(path: Path) -> bool:
@@ -156,7 +156,7 @@ def begun(folder: Path, iteration: int) -> Iterator[Begun]:
     for at, path in _folders(folder):
         for name in (names := _names(path)) if at >= iteration else ():
             if file := _FILE.match(name):
-                sound = file.end() == len(name) and f"{file[1]}.{DAMAGED}" not in names
+                sound = file.end() == len(name) and f"{file[1]}.{DAMAGE_SUFFIX}" not in names
                 yield Begun(path / name, at, tuple(map(int, file.groups()[1:])), sound)
 
 
@@ -201,10 +201,10 @@ def _sets(folder: Path) -> list[tuple[Path, ...]]:
     names = _names(folder)
     for path in map(folder.joinpath, names):
         match = _FILE.fullmatch(path.name)
-        if match and f"{match[1]}.{DAMAGED}" not in names:
+        if match and f"{match[1]}.{DAMAGE_SUFFIX}" not in names:
             place, size, shard, count = map(int, match.groups()[1:])
             sets[match[1], size][place, count][shard] = path
-    return [chosen for (_, size), files in sorted(sets.items()) if (chosen := _chosen(files, size)) is not None]
+    return [chosen for (_, size), files in sorted(sets.items()) if (chosen := _choose(files, size)) is not None]
 
 
 def _names(folder: Path) -> set[str]:
@@ -214,7 +214,7 @@ def _names(folder: Path) -> set[str]:
     return set()
 
 
-def _chosen(files: dict[tuple[int, int], dict[int, Path]], size: int) -> tuple[Path, ...] | None:
+def _choose(files: dict[tuple[int, int], dict[int, Path]], size: int) -> tuple[Path, ...] | None:
     """For each place all its shards; None where some are missing. files: (place, count) -> shard -> path."""
     chosen: list[Path] = []
     for place in range(size):

@@ -20,7 +20,7 @@ TIED = "share_embeddings_and_output_weights"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Selection:
     """The parts that are taken of it. optimizer: its state and the schedule's progress; iteration: go on with it, not
     from the start; names: the table of names for a checkpoint of Hugging Face's ("" finds it)."""
 
@@ -44,7 +44,7 @@ class Foreign:
     Raises BadCheckpoint, OSError where it cannot be used.
     """
 
-    def __init__(self, folder: Path, index: Index, wanted: Wanted):
+    def __init__(self, folder: Path, index: Index, wanted: Selection):
         self.folder, self.index, self.wanted = folder, index, wanted
 
     @property
@@ -71,7 +71,7 @@ class Foreign:
         mine = {box.name: box.whole for _, boxes, _ in parts.places(state.model) for box in boxes}
         of_megatron, known = bool(state.facts.get("heads")), any(name in index.tensors for name in mine)
         if self.wanted.renames or (of_megatron and not known and index.format != own.FORMAT):
-            index = names.renamed(index, self.wanted.names, state.facts)
+            index = names.rename(index, self.wanted.names, state.facts)
         index = _of_plain(index, state.model)
         blocks = _Blocks(index, optimizer)
         blocks.check(mine)
@@ -108,7 +108,7 @@ def _say_unproven(folder: Path, index: Index, mine: Mapping[str, Any]) -> None:
         warn(f"{folder} is of another model: {difference}")
     if args.get("use_rope_scaling") and not mine.get("use_rope_scaling"):
         warn(f"config.json of {folder} scales the rotary embedding: is it scaled here, too? Nothing here says so")
-    if others := args.get(megatron_arguments.UNMATCHED):
+    if others := args.get(megatron_arguments.NO_COUNTERPART):
         warn(f"config.json of {folder} says {others}: does the model here compute so? Nothing here says it")
 
 
@@ -142,7 +142,7 @@ def _of_plain(index: Index, model: Sequence[Any]) -> Index:
             raise parts.Missing(f"{one} and {other} are one tensor here and two there")
     if found.beside:
         inform(f"left out, since the model here has not got it: {some(found.beside)}")
-    return names.taken(index, found.chosen)
+    return names.select(index, found.chosen)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -208,7 +208,7 @@ def _as_torch(tensor: Tensor, offset: tuple[int, ...], extent: tuple[int, ...], 
     return found if found.dtype == kind else found.contiguous().view(kind)
 
 
-def found_in(folder: Path, wanted: Wanted) -> Foreign | None:
+def found_in(folder: Path, wanted: Selection) -> Foreign | None:
     """The checkpoint in `folder`; None where there is none. Raises BadCheckpoint, also for an optimizer's state that is
     there and cannot be read, and OSError."""
     if (index := opening.find(folder)) is None:

@@ -44,11 +44,11 @@ class Untrained:
     @property
     def bytes(self) -> int:
         """Bytes of an image of them."""
-        return sum(_padded(each) for each in self._tensors)
+        return sum(_pad(each) for each in self._tensors)
 
     def offsets(self) -> dict[int, int]:
         """The address of each -> where its bytes begin in an image."""
-        sizes = itertools.accumulate((_padded(each) for each in self._tensors), initial=0)
+        sizes = itertools.accumulate((_pad(each) for each in self._tensors), initial=0)
         return {each.data_ptr(): offset for each, offset in zip(self._tensors, sizes, strict=False)}
 
     def update_image(self, version: int) -> str:
@@ -144,11 +144,11 @@ class Untrained:
 
     def _places(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return where each tensor's bytes are in an image."""
-        places = flat.split([_padded(each) for each in self._tensors])
+        places = flat.split([_pad(each) for each in self._tensors])
         return [(place[: each.nbytes], each) for place, each in zip(places, self._tensors, strict=True)]
 
 
-def _padded(tensor: torch.Tensor) -> int:
+def _pad(tensor: torch.Tensor) -> int:
     return -(-tensor.nbytes // WORD) * WORD
 
 

@@ -38,9 +38,9 @@ DIGEST = 16  # bytes
 _MAGIC = b"unicron\x00"
 _TORN, _WHOLE = struct.pack("<I", 0), struct.pack("<I", 1)
 # magic, version, state, length of the key, of the head, where the data begin, their length, digests of head and data
-_FIXED = struct.Struct(f"<8sI4sIIQQ{DIGEST}s{DIGEST}s")
+_FRONT = struct.Struct(f"<8sI4sIIQQ{DIGEST}s{DIGEST}s")
 _STATE = slice(12, 16)  # where the state is in it
-_KEY = _FIXED.size + DIGEST  # where the key begins, behind the digest of all that
+_KEY = _FRONT.size + DIGEST  # where the key begins, behind the digest of all that
 Data = bytes | bytearray | memoryview
 
 
@@ -143,7 +143,7 @@ def _page(key: Key, head: bytes, offset: int, data_bytes: int, data_digest: byte
     about = msgpack.packb(asdict(key))
     if _KEY + len(about) > PAGE:
         raise ValueError("the image's key is too long")
-    fixed = _FIXED.pack(
+    fixed = _FRONT.pack(
         _MAGIC, IMAGE.number, _WHOLE, len(about), len(head), offset, data_bytes, digest(head), data_digest
     )
     return bytes(fixed + digest(fixed + about) + about)
@@ -205,7 +205,7 @@ def read_page(path: Path) -> Found:
         page = file.read(PAGE)
     if len(page) < _KEY:
         raise BadImage(f"{path}: too short")
-    magic, version, state, key_bytes, *rest = _FIXED.unpack_from(page)
+    magic, version, state, key_bytes, *rest = _FRONT.unpack_from(page)
     if magic != _MAGIC:
         raise BadImage(f"{path}: not an image of this release")
     if refusal := IMAGE.refusal(version):
@@ -213,7 +213,7 @@ def read_page(path: Path) -> Found:
     if state != _WHOLE:
         raise BadImage(f"{path}: torn, its writer ended in the middle")
     about = page[_KEY : _KEY + key_bytes]
-    if digest(page[: _FIXED.size] + about) != page[_FIXED.size : _KEY]:
+    if digest(page[: _FRONT.size] + about) != page[_FRONT.size : _KEY]:
         raise BadImage(f"{path}: its first page does not match its checksum")
     try:
         key = Key(**msgpack.unpackb(about))

@@ -19,7 +19,7 @@ OF_CONFIG = (
     "is_hybrid_model",
 )
 # Its name -> the name in the configuration, and of an attribute of the model.
-RENAMED = {"num_experts": "num_moe_experts", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
+OTHER_NAMES = {"num_experts": "num_moe_experts", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 OF_MODEL = {
     "max_position_embeddings": "max_sequence_length",
     "position_embedding_type": "position_embedding_type",
@@ -108,7 +108,7 @@ def model_facts(model: Sequence[Any]) -> dict[str, Any]:
 def _arguments(config: Any, model: Any) -> dict[str, Any]:
     """Megatron-LM's arguments that would build the model. A session's script need not be Megatron-LM's."""
     found = {name: getattr(config, name, None) for name in OF_CONFIG}
-    found |= {name: getattr(config, its, None) for name, its in RENAMED.items()}
+    found |= {name: getattr(config, its, None) for name, its in OTHER_NAMES.items()}
     found |= {name: getattr(model, its, None) for name, its in OF_MODEL.items()}
     groups, heads = getattr(config, "num_query_groups", None), config.num_attention_heads
     activation = getattr(getattr(config, "activation_func", None), "__name__", "")
@@ -123,7 +123,7 @@ def _arguments(config: Any, model: Any) -> dict[str, Any]:
 
 def of_megatron_lm(args: Any) -> dict[str, Any]:
     """Return what Megatron-LM's own arguments say of the model."""
-    names = (*OF_CONFIG, *RENAMED, *OF_MODEL, *OTHERS)
+    names = (*OF_CONFIG, *OTHER_NAMES, *OF_MODEL, *OTHERS)
     return {name: value for name in names if _plain(value := getattr(args, name, None))}
 
 

@@ -68,7 +68,7 @@ class Missing(ValueError):
 
 # ------------------------------------------------------------ what there is in this rank
 @dataclass
-class _Held:
+class _OptimizerPart:
     """One parameter as the optimizer of this rank has it: elements [begin, end) of it."""
 
     main: torch.Tensor
@@ -83,9 +83,9 @@ def parts(model: Sequence[Any], optimizer: Any) -> Iterator[Part]:
     What the optimizer has as a main parameter is given by that alone, the others are whole. Raises Missing for a
     parameter whose place in the model is not known.
     """
-    held = _held(optimizer)
+    held = _optimizer_parts(optimizer)
     for parameter, boxes, duplicate in places(model):
-        own = held.get(id(parameter), _Held(parameter.detach(), 0, parameter.numel(), None))
+        own = held.get(id(parameter), _OptimizerPart(parameter.detach(), 0, parameter.numel(), None))
         if own.owner is None and parameter.requires_grad and is_sharded(optimizer):
             continue  # other ranks have it
         state = own.owner.state.get(own.main, {}) if own.owner is not None else {}
@@ -117,13 +117,13 @@ def is_sharded(optimizer: Any) -> bool:
     return any(hasattr(each, "model_param_gbuf_map") for each in _optimizers(optimizer))
 
 
-def _held(optimizer: Any) -> dict[int, _Held]:
+def _optimizer_parts(optimizer: Any) -> dict[int, _OptimizerPart]:
     """id of the model's parameter -> what the optimizer has of it."""
-    found: dict[int, _Held] = {}
+    found: dict[int, _OptimizerPart] = {}
     for each in _optimizers(optimizer):
         inner = getattr(each, "optimizer", each)
         for parameter, main, begin, end in _mains(each, inner):
-            found[id(parameter)] = _Held(main, begin, end, inner)
+            found[id(parameter)] = _OptimizerPart(main, begin, end, inner)
     return found
 
 
@@ -224,7 +224,7 @@ class Source(NamedTuple):
         return cls(box, begin, end, lambda key: flat)
 
 
-class Saved(NamedTuple):
+class SavedState(NamedTuple):
     """The keys of a block's optimizer state, and what else is in that."""
 
     box: Box
@@ -250,7 +250,7 @@ def assemble(box: Box, key: str, sources: Sequence[Source]) -> torch.Tensor:
         raise Missing(f"{box.name}: some of {box.numel} elements are not there, or there twice")
     found: torch.Tensor | None = None
     for block, pieces in blocks.items():
-        whole = _joined(block, key, pieces)
+        whole = _join(block, key, pieces)
         if block == box:
             return whole.view(box.extent)
         if found is None:
@@ -261,7 +261,7 @@ def assemble(box: Box, key: str, sources: Sequence[Source]) -> torch.Tensor:
     return found
 
 
-def _joined(box: Box, key: str, pieces: Sequence[Source]) -> torch.Tensor:
+def _join(box: Box, key: str, pieces: Sequence[Source]) -> torch.Tensor:
     """All elements of `box`, flat, from ranges of it."""
     ranges = sorted(pieces, key=lambda piece: (piece.begin, -piece.end))
     if ranges[0].begin == 0 and ranges[0].end == box.numel:
@@ -288,10 +288,10 @@ class Blocks(Protocol):
         """The keys of what torch's optimizer `owner` had for this very block, and what else is in that."""
 
 
-class Assembled:
+class AssembledBlocks:
     """The blocks of parts that were written in any layout. sources, saved: by tensor name."""
 
-    def __init__(self, sources: Mapping[str, Sequence[Source]], saved: Mapping[str, Sequence[Saved]]):
+    def __init__(self, sources: Mapping[str, Sequence[Source]], saved: Mapping[str, Sequence[SavedState]]):
         self._sources, self._saved = sources, saved
 
     def read(self, box: Box, key: str) -> torch.Tensor:
@@ -309,7 +309,7 @@ class Assembled:
 def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
     """Put what `blocks` have into this rank's model and optimizer. Raises :class:`Missing`; then part of the state may
     be the old one."""
-    held = _held(optimizer)
+    held = _optimizer_parts(optimizer)
     for parameter, boxes, _ in places(model):
         own = held.get(id(parameter))
         keys, others = blocks.state(boxes[0], own.owner if own is not None else None)
@@ -323,7 +323,7 @@ def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
 
 
 def _restore_state(
-    own: _Held, values: Mapping[str, torch.Tensor], keys: Iterable[str], others: Mapping[str, Any]
+    own: _OptimizerPart, values: Mapping[str, torch.Tensor], keys: Iterable[str], others: Mapping[str, Any]
 ) -> None:
     cut = slice(own.begin, own.end)
     own.main.detach().view(-1).copy_(values[PARAMETER][cut])
@@ -336,7 +336,7 @@ def _restore_state(
         own.owner.state[own.main] = state
 
 
-def _device(own: _Held, key: str) -> torch.device | str:
+def _device(own: _OptimizerPart, key: str) -> torch.device | str:
     """Return where torch has what an optimizer keeps for a parameter: step counts on the CPU, mostly."""
     on_device = any(group.get("fused") or group.get("capturable") for group in own.owner.param_groups)
     return "cpu" if key == "step" and not on_device else own.main.device

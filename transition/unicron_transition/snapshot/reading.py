@@ -43,7 +43,7 @@ STAND_INS = (
 FRONT = 256
 MOST_ENTRIES = 100_000  # names of a folder that are looked at
 # What a file system answers that has lost what it was given, or a part of it.
-LOST = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EREMOTEIO)
+LOST_ERRORS = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EREMOTEIO)
 
 
 def open_plain(path: Path, holes: bool = False) -> BinaryIO:
@@ -62,7 +62,7 @@ def open_plain(path: Path, holes: bool = False) -> BinaryIO:
             raise OSError(errno.EINVAL, "not a plain file", str(path))
         if _owners and found.st_uid not in _owners:
             raise OSError(errno.EPERM, "not of the owner of its folder: work as that user, not as root", str(path))
-        if not holes and found.st_size > ROOM + DENSE * _written(descriptor, found):
+        if not holes and found.st_size > ROOM + DENSE * _count_written(descriptor, found):
             raise OSError(errno.EFBIG, "larger than what is written in it: it is damaged", str(path))
         front = os.pread(descriptor, FRONT, 0) if found.st_size <= ROOM else b""
         if instead := next((what for begin, what in STAND_INS if re.match(begin, front, re.IGNORECASE)), ""):
@@ -117,7 +117,7 @@ def files_of(folder: Path) -> Iterator[None]:
         _owners.discard(owner)
 
 
-def _written(descriptor: int, found: os.stat_result) -> int:
+def _count_written(descriptor: int, found: os.stat_result) -> int:
     """Bytes that are written in a file, or enough of them. The count of blocks is quick to ask for, and may be low: of
     what is compressed, on tape, or not on disk yet."""
     data, at, enough = 512 * found.st_blocks, 0, found.st_size // DENSE
@@ -132,10 +132,10 @@ def _written(descriptor: int, found: os.stat_result) -> int:
     return data
 
 
-def written(path: Path) -> int:
+def count_written(path: Path) -> int:
     """Count the bytes of a file that are not holes, or enough of them. Raises OSError."""
     with open_plain(path, holes=True) as file:
-        return _written(file.fileno(), os.fstat(file.fileno()))
+        return _count_written(file.fileno(), os.fstat(file.fileno()))
 
 
 def behind_hole(descriptor: int, position: int) -> int:
@@ -151,7 +151,7 @@ def behind_hole(descriptor: int, position: int) -> int:
 def allowance(file: BinaryIO) -> int:
     """Return how many bytes of an open file may be read to learn what is in it."""
     found = os.fstat(file.fileno())
-    return ROOM + DENSE * _written(file.fileno(), found)
+    return ROOM + DENSE * _count_written(file.fileno(), found)
 
 
 def read_small(path: Path) -> bytes:
@@ -160,7 +160,7 @@ def read_small(path: Path) -> bytes:
         return b"".join(pieces(file, path, 0, os.fstat(file.fileno()).st_size))
 
 
-def parsed(data: bytes, each: int = 1, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse_json(data: bytes, each: int = 1, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """Parse JSON. It is looked at first: a few bytes may describe what takes a hundred times as many. each: how
     many values there are for one name; hook: as the module json has it.
 
@@ -173,7 +173,7 @@ def parsed(data: bytes, each: int = 1, hook: Callable[[list[tuple[str, Any]]], A
     return json.loads(data, object_pairs_hook=hook)
 
 
-def unpacked(data: bytes) -> Any:
+def unpack(data: bytes) -> Any:
     """Parse the MessagePack that describes an image. An empty list takes one byte there, and 64 in memory; what ranks
     write has four bytes and more for each list. Raises ValueError, also for far more lists."""
     left = LEAST_LISTS + len(data) // 3

@@ -37,7 +37,7 @@ def broadcast(
     flat = [raw_bytes(tensor) for tensor in tensors]
     for message in _messages(flat):
         with _on_wire(message, device, sends, receives) as wire:
-            dist.broadcast(_spoiled(wire) if spoil else wire, group=group, group_src=source)
+            dist.broadcast(_spoil(wire) if spoil else wire, group=group, group_src=source)
             moved(wire.numel())
     for tensor, raw in zip(tensors, flat, strict=True):
         if receives and raw.data_ptr() != tensor.data_ptr():
@@ -82,7 +82,7 @@ def send(
                 sends = kind is dist.isend
                 wire = staged.enter_context(_on_wire(message, device, sends, not sends))
                 if spoil and sends:
-                    wire, spoil = _spoiled(wire), False
+                    wire, spoil = _spoil(wire), False
                 operations.append(dist.P2POp(kind, wire, group=group, group_peer=rank))
             for work in dist.batch_isend_irecv(operations):
                 work.wait()  # a connection that is shut down ends it, with an error
@@ -159,7 +159,7 @@ def _on_wire(message: list[torch.Tensor], device: torch.device, sends: bool, rec
         copy_all(message, parts)
 
 
-def _spoiled(wire: torch.Tensor) -> torch.Tensor:
+def _spoil(wire: torch.Tensor) -> torch.Tensor:
     """An injected fault: a few bits flip on the way."""
     damaged = wire.clone()
     damaged.view(torch.uint8)[damaged.nbytes // 2] ^= 0x41

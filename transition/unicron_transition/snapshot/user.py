@@ -72,7 +72,7 @@ def load() -> Saved | None:
         if (content := world.fetch(images)) is not None:
             if (keeper := _keeper(world)) is not None:
                 keeper.needed = choice.iteration
-            return Saved(_unpacked(*content), choice.iteration)
+            return Saved(_unpack(*content), choice.iteration)
     return None
 
 
@@ -92,8 +92,8 @@ class _Keeper:
 
     def save(self, state: Any, iteration: int, replicated: bool) -> None:
         tensors: list[torch.Tensor] = []
-        packed = _packed(state, tensors)
-        offsets, size = contents.laid(tensors)
+        packed = _pack(state, tensors)
+        offsets, size = contents.lay_out(tensors)
         kinds = [_kind(*each) for each in zip(tensors, offsets, strict=True)]
         head = msgpack.packb({"state": packed, "tensors": kinds})
         world = self.world
@@ -169,7 +169,7 @@ def _kind(tensor: torch.Tensor, offset: int) -> tuple[str, list[int], int]:
 
 
 # ------------------------------------------------------------ plain values and tensors
-def _packed(state: Any, tensors: list[torch.Tensor]) -> bytes:
+def _pack(state: Any, tensors: list[torch.Tensor]) -> bytes:
     """Packs the state as MessagePack and appends its tensors to the list. Raises TypeError, one line."""
 
     def other(value: Any) -> msgpack.ExtType:
@@ -190,7 +190,7 @@ def _packed(state: Any, tensors: list[torch.Tensor]) -> bytes:
     return packed
 
 
-def _unpacked(head: bytes, data: torch.Tensor) -> Any:
+def _unpack(head: bytes, data: torch.Tensor) -> Any:
     """The state; its tensors are copies."""
     told = msgpack.unpackb(head, strict_map_key=False)
 

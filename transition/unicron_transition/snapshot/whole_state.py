@@ -110,7 +110,7 @@ class Beginnings:
         if (key.kind, key.place, key.size) != (image_format.STATE, writer.place, writer.size):
             return False
         try:
-            return bool(contents.opened(found).head.layout == writer.layout)
+            return bool(contents.open_image(found).head.layout == writer.layout)
         except (image_format.BadImage, OSError) as error:
             warn(f"training state in memory passed over: {error}")
             return False

@@ -68,7 +68,7 @@ def _tidy() -> Iterator[None]:
 def _of_folder(folder: Path) -> Iterator[Index]:
     """The index of a checkpoint that has no damage: a copy of a damaged one would have checksums that fit. No job
     removes it meanwhile. Raises OSError."""
-    with reading.files_of(folder), opening.held(folder) as at:
+    with reading.files_of(folder), opening.holding(folder) as at:
         index, wrong = opening.verify(at)
         if index is None or wrong:
             more = f" (and {len(wrong) - 1} more: see `unicronctl checkpoint verify`)" if len(wrong) > 1 else ""
@@ -76,15 +76,15 @@ def _of_folder(folder: Path) -> Iterator[Index]:
         yield index
 
 
-def _opened(folder: Path) -> Index:
+def _open(folder: Path) -> Index:
     try:
         with reading.files_of(folder):
             return opening.index_of(folder)
     except (BadCheckpoint, OSError) as error:
-        raise UserError(_said(error)) from None
+        raise UserError(_line_of(error)) from None
 
 
-def _said(error: Exception) -> str:
+def _line_of(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}"
     return str(error)
@@ -109,7 +109,7 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="For programs; the keys are stable.")
 def show(folder: Path, as_json: bool) -> None:
     """List the tensors of the newest checkpoint in FOLDER. None is read."""
-    index = _opened(folder)
+    index = _open(folder)
     if as_json:
         print_text(json.dumps(msgspec.to_builtins(report(index))))
         return
@@ -134,7 +134,7 @@ def verify_command(folder: Path) -> int:
         with reading.files_of(folder):
             index, wrong = opening.verify(folder)
     except OSError as error:
-        raise UserError(_said(error)) from None
+        raise UserError(_line_of(error)) from None
     for line in wrong:
         print_text(line, err=True)
     if wrong or index is None:
@@ -173,7 +173,7 @@ def export(
         with _tidy(), _of_job(source, saves or _folder_of(source), wait) if of_job else _of_folder(folder) as index:
             convert.export(index, out, form, names, config, dtype, lambda line: print_text(line, err=True))
     except (BadCheckpoint, OSError) as error:
-        raise UserError(_said(error)) from None
+        raise UserError(_line_of(error)) from None
     print_text(f"{out}: {form}, iteration {index.iteration}")
 
 
@@ -191,7 +191,7 @@ def import_command(folder: Path, out: Path, names: str, config: Path | None) -> 
         with _tidy(), _of_folder(folder) as index:
             at = convert.import_(index, out, names, config, lambda line: print_text(line, err=True))
     except (BadCheckpoint, OSError) as error:
-        raise UserError(_said(error)) from None
+        raise UserError(_line_of(error)) from None
     print_text(f"{at}: written")
 
 
@@ -216,12 +216,12 @@ def _folder_of(job: str) -> Path:
 def _of_job(job: str, saves: Path, wait: float) -> Iterator[Index]:
     """The index of a checkpoint for which the job is asked. The job does not remove it meanwhile. Raises
     BadCheckpoint."""
-    found = _asked(job, saves, wait)
-    with reading.files_of(saves), folders.held(found.folder):
+    found = _request(job, saves, wait)
+    with reading.files_of(saves), folders.holding(found.folder):
         yield own.read_sound(found)
 
 
-def _asked(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> folders.Found:
+def _request(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> folders.Found:
     """Ask a running job for a checkpoint, as SIGUSR2 does; returns it when it is whole."""
     from unicron_detector.health.program_output import run_program
 

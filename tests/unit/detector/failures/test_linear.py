@@ -12,7 +12,7 @@ import pytest
 from tests.support.depth import cases
 from unicron_detector.failures.classify import MAX_TEXT, Classifier
 from unicron_detector.failures.labels import label
-from unicron_detector.failures.prefilter import LONGEST_REPEAT, Alternative, bounded
+from unicron_detector.failures.prefilter import LONGEST_REPEAT, Alternative, bound_repeats
 from unicron_detector.failures.severity import default_table, parse_rule
 from unicron_detector.failures.statements import LONGEST_LINE, LONGEST_TEXT, head_and_tail, statements
 
@@ -151,7 +151,7 @@ def test_an_admins_pattern_gets_ends_too():
     rule = parse_rule({"pattern": r"Lost\w+\s*(a|b)+ [+*]{2,}\+x{3,5}+y*?", "cause": "others"}, TABLE.causes)
     most = LONGEST_REPEAT
     wanted = rf"lost\w{{1,{most}}}\s{{0,{most}}}(a|b){{1,{most}}} [+*]{{2,{most}}}\+x{{3,5}}+y{{0,{most}}}?"
-    assert rule.regex.pattern == wanted == bounded(wanted)
+    assert rule.regex.pattern == wanted == bound_repeats(wanted)
 
 
 def test_of_a_long_text_the_head_and_the_tail_of_each_line_are_kept():

@@ -108,7 +108,7 @@ def test_one_process_of_a_rank_counts_and_its_children_do_not(pair, folder):
     steps(other, other)
     assert count.page[counters.AT["done"]] == 1, "another process that lives counts already"
     count.page[counters.AT["pid"]] = os.getpid()
-    count.forked()
+    count.after_fork()
     steps(count, count)
     assert count.page[counters.AT["done"]] == 1
     again = Counters(f"{folder.path}/0")

@@ -20,7 +20,7 @@ def as_it_was() -> Iterator[None]:
 
 def _imports(*calls: Callable[[], object]) -> Seeds:
     found = Seeds()
-    with found.noted():
+    with found.note_choices():
         for call in calls:
             call()
     random.seed()  # as after a fork

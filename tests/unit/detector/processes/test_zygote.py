@@ -13,7 +13,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from unicron_detector.processes import zygote
-from unicron_detector.processes.zygote import Files, different, leading_imports, restore, uncollected, watched
+from unicron_detector.processes.zygote import (
+    Files,
+    different,
+    leading_imports,
+    restore,
+    watch_environment,
+    without_collector,
+)
 
 
 def imports(source: str) -> list[str]:
@@ -62,7 +69,7 @@ def test_reads_and_writes_are_told_apart(monkeypatch):
     monkeypatch.setattr(zygote.Reads, "seen", {})
     monkeypatch.setattr(zygote.Reads, "written", set())
     monkeypatch.setenv("GIVEN", "1")
-    with watched():
+    with watch_environment():
         os.environ.get("MISSING")
         os.environ["OWN"] = "mine"
         assert os.environ["OWN"] == "mine" and os.getenv("GIVEN") == "1" and "MISSING" not in os.environ
@@ -74,10 +81,10 @@ def test_reads_and_writes_are_told_apart(monkeypatch):
 def test_imports_are_made_without_the_collector_unless_they_choose_otherwise():
     before = gc.get_threshold()
     try:
-        with uncollected():
+        with without_collector():
             assert gc.get_threshold()[0] == 0 and gc.isenabled()
         assert gc.get_threshold() == before
-        with uncollected():
+        with without_collector():
             gc.set_threshold(123)
         assert gc.get_threshold()[0] == 123
     finally:
@@ -108,7 +115,7 @@ def test_a_file_that_changes_is_seen_and_so_is_one_that_changed_while_it_was_rea
     os.utime(script, (1, 1))
     files = Files()
     files.add(str(script))
-    files.loaded()
+    files.add_modules()
     assert files.changed(time.monotonic()) is None
     script.write_text("two")
     os.utime(script, (1, 1))
@@ -122,7 +129,7 @@ def test_a_file_that_changes_is_seen_and_so_is_one_that_changed_while_it_was_rea
     late = Files()
     (tmp_path / "late.py").write_text("x")
     late.add(str(tmp_path / "late.py"))
-    late.loaded()
+    late.add_modules()
     assert late.changed(time.monotonic()) == str(tmp_path / "late.py")
 
 
@@ -135,7 +142,7 @@ def test_ranks_that_are_asked_for_together_cost_one_look_and_what_was_edited_bef
     os.utime(script, (1, 1))
     files = Files()
     files.add(str(script))
-    files.loaded()
+    files.add_modules()
     plain = zygote.stamp
 
     def stamp(path):

@@ -92,6 +92,9 @@ def test_the_refusal_of_fsdp_names_restart_mode(world, snapshot):
 def test_what_looks_alike_and_can_be_healed_is_not_refused():
     frozen = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.BatchNorm1d(4, track_running_stats=False))
     frozen[0].weight.requires_grad_(False)
+    with pytest.raises(UnsupportedLayout):
+        plain(frozen.train()).check(Layout())
+    frozen[1].eval()
     plain(frozen).check(Layout())
     plain(torch.compile(nn.Linear(3, 3), backend="eager")).check(Layout())
 

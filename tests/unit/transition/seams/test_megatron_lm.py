@@ -45,6 +45,8 @@ def args(**more):
 
 # ------------------------------------------------------------ options
 def test_what_can_be_healed_is_not_refused():
+    with pytest.raises(CannotHeal):
+        arguments.check(args(num_experts=2))
     arguments.check(args())
     arguments.check(args(tensor_parallel_num_weight_shards=2, num_experts=None, fim_data=False, eval_iters=None))
 

@@ -16,7 +16,7 @@ from unicron_detector.processes.rank_messages import Cut
 from unicron_transition.sharded import buffer_pool
 from unicron_transition.sharded.buffer_pool import BufferPool, claimant
 from unicron_transition.snapshot import checkpoint_file, contents, image_format
-from unicron_transition.snapshot.cuts import Cuts, Wanted
+from unicron_transition.snapshot.cuts import CutOrder, Cuts
 from unicron_transition.snapshot.image_format import PAGE, SHARD, BadImage, Found, Key, read_page
 
 ELEMENTS = 3000
@@ -266,7 +266,7 @@ def test_of_a_cut_there_is_an_image_that_the_next_states_do_not_overwrite(tmp_pa
         return sorted(read_page(path).key.iteration for path in tmp_path.glob("cut-shard-3-*"))
 
     for version, good in ((4, -1), (6, 4), (8, 4), (9, 8)):
-        cuts.wanted = Wanted(version, good)
+        cuts.wanted = CutOrder(version, good)
         cut(version)
     assert kept() == [8, 9], "of two files the one that is not good was written over"
     found = BufferPool(tmp_path, 3, CPU).claim([3], 0, 1, usable)
@@ -330,7 +330,7 @@ def test_without_an_image_nothing_is_set_aside():
 def test_the_memory_of_cuts_is_let_go_of_when_none_are_wanted_any_more(tmp_path, said):
     cuts, flat = Cuts(tmp_path, 3, said.append), torch.ones(ELEMENTS)
     store = BufferPool(tmp_path, 3, CPU, tell=said.append, cuts=cuts)
-    cuts.wanted = Wanted(4)
+    cuts.wanted = CutOrder(4)
     assert write(cuts, key(3, 4), flat)
     store.remove_unwanted_cuts()
     store.wait_whole()
@@ -342,7 +342,7 @@ def test_the_memory_of_cuts_is_let_go_of_when_none_are_wanted_any_more(tmp_path,
     store.remove_unwanted_cuts()
     store.wait_whole()
     assert str(path) not in mapped.read_text() and not said
-    cuts.wanted = Wanted(6)
+    cuts.wanted = CutOrder(6)
     assert write(cuts, key(3, 6), flat) and read_page(path).key.iteration == 6, "and begun anew"
 
 
@@ -350,7 +350,7 @@ def test_the_training_does_not_wait_while_cuts_are_removed(tmp_path, said, monke
     """A state that is kept meanwhile is whole when they have gone."""
     cuts = Cuts(tmp_path, 3, said.append)
     store, go, unlink = BufferPool(tmp_path, 3, CPU, tell=said.append, cuts=cuts), threading.Event(), os.unlink
-    cuts.wanted = Wanted(4)
+    cuts.wanted = CutOrder(4)
     assert write(cuts, key(3, 4), torch.ones(ELEMENTS))
 
     def slowly(path, **how):

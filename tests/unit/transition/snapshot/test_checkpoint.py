@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unicron_transition.snapshot import checkpoint, folders, foreign, migrate, parts
+from unicron_transition.snapshot import checkpoint, checkpoint_file, folders, foreign, migrate, parts
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
 from unicron_transition.snapshot.formats import opening
 from unicron_transition.snapshot.migrate import TrainingState
@@ -185,7 +185,7 @@ def test_a_model_with_other_heads_is_another_one_though_all_shapes_fit(tmp_path,
             Checkpoints(tmp_path).load(training())
         with pytest.raises(parts.Missing, match="and here it is"):
             index = opening.index_of(tmp_path)
-            foreign.Foreign(tmp_path, index, foreign.Wanted(optimizer=False)).load(training())
+            foreign.Foreign(tmp_path, index, foreign.Selection(optimizer=False)).load(training())
     monkeypatch.setattr(migrate, "model_facts", lambda model: told | {"arguments": {"swiglu": False}})
     assert Checkpoints(tmp_path).load(training()) == 5
     assert "is of another model: swiglu is True there, and here it is False" in capfd.readouterr().err
@@ -238,7 +238,7 @@ def test_of_all_who_write_one_looks_for_older_ones_and_at_the_end_it_waits_for_t
 def test_what_somebody_reads_stays_until_it_is_read(tmp_path, state, monkeypatch):
     """Defect: a training that saves often removed the checkpoint that it exported, seen on a GPU."""
     written(tmp_path, state, 1, Writer())
-    with folders.held(tmp_path / "iteration-00000001"):
+    with folders.holding(tmp_path / "iteration-00000001"):
         for iteration in (2, 3, 4):
             written(tmp_path, state, iteration, Writer())
         assert iterations(tmp_path) == [1, 3, 4]
@@ -248,7 +248,7 @@ def test_what_somebody_reads_stays_until_it_is_read(tmp_path, state, monkeypatch
     monkeypatch.setattr(folders, "STALE_SECONDS", -1.0)
     written(tmp_path, state, 6, Writer())
     assert iterations(tmp_path) == [5, 6], "whoever read it was killed"
-    with folders.held(tmp_path / "iteration-00000004") as kept:
+    with folders.holding(tmp_path / "iteration-00000004") as kept:
         assert not kept and names(tmp_path) == ["iteration-00000005", "iteration-00000006"], "it is gone, and stays so"
 
 
@@ -257,8 +257,8 @@ def test_what_one_left_because_others_wrote_after_it_goes_before_the_next_one_is
     for iteration in (1, 2, 3):
         written(tmp_path, state, iteration, one, two)
     assert iterations(tmp_path) == [1, 2, 3]
-    seen, digest = [], checkpoint.digest
-    monkeypatch.setattr(checkpoint, "digest", lambda data: seen.append(iterations(tmp_path)) or digest(data))
+    seen, writing = [], checkpoint.writing
+    monkeypatch.setattr(checkpoint, "writing", lambda *args: seen.append(iterations(tmp_path)) or writing(*args))
     written(tmp_path, state, 4, one)
     assert seen == [[2, 3]]
 
@@ -294,7 +294,7 @@ def test_what_goes_wrong_costs_that_checkpoint_alone(tmp_path, state, monkeypatc
         raise ValueError("no such thing")
 
     with monkeypatch.context() as broken:
-        broken.setattr(checkpoint, "digest", fail)
+        broken.setattr(checkpoint_file, "file_front", fail)
         checkpoints = Checkpoints(tmp_path, interval=1)
         checkpoints.save(state, 1)
         checkpoints.wait_written()

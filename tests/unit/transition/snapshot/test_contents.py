@@ -20,10 +20,10 @@ from unicron_transition.snapshot.contents import (
     Head,
     copy_flat,
     fill,
-    gathered,
+    gather,
     head_of,
-    laid,
-    opened,
+    lay_out,
+    open_image,
     raw,
 )
 from unicron_transition.snapshot.image_format import Found, Image, Key, read_page
@@ -53,7 +53,7 @@ def test_a_repeated_copy_is_of_the_present_values_and_leaves_zeros_between_them(
 
 def test_behind_each_tensor_is_nothing_but_zeros_wherever_it_stands() -> None:
     for tensors in ([torch.full((3,), 7, dtype=torch.uint8)], [torch.ones(5), torch.rand(SMALL + 1), torch.ones(2)]):
-        offsets, size = laid(tensors)
+        offsets, size = lay_out(tensors)
         into = torch.full((size,), 255, dtype=torch.uint8)
         fill(tensors, offsets, into)
         for tensor, begin, end in zip(tensors, offsets, [*offsets[1:], size], strict=True):
@@ -64,7 +64,7 @@ def test_behind_each_tensor_is_nothing_but_zeros_wherever_it_stands() -> None:
 def test_each_tensor_begins_at_a_multiple_of_the_alignment() -> None:
     sizes = [1, ALIGN, ALIGN + 1, 0, 3]
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    assert laid(tensors) == ([0, ALIGN, 2 * ALIGN, 4 * ALIGN, 4 * ALIGN], 5 * ALIGN)
+    assert lay_out(tensors) == ([0, ALIGN, 2 * ALIGN, 4 * ALIGN, 4 * ALIGN], 5 * ALIGN)
 
 
 # ------------------------------------------------------------ gathering
@@ -102,8 +102,8 @@ def test_what_another_rank_of_the_replica_has_too_is_left_out_unless_the_rank_is
     every = list(parts.parts(state.model, state.optimizer))
     every[0].duplicate = True
     monkeypatch.setattr(parts, "parts", lambda model, optimizer: iter(every))
-    whole, lasting = gathered(state, alone=True)
-    part, _ = gathered(state)
+    whole, lasting = gather(state, alone=True)
+    part, _ = gather(state)
     assert lasting and len(whole.tensors) - len(part.tensors) == len(every[0].tensors) + len(every[0].others)
     assert len(Gatherer(state).contents().tensors) == len(whole.tensors), "what is kept in memory is for going on alone"
     frozen = [place for place, one in enumerate(every) if not one.stepped]
@@ -122,7 +122,7 @@ def image(folder: Path, head: bytes, data: torch.Tensor) -> Found:
 
 
 def saved(folder: Path, state: TrainingState) -> tuple[Contents, Found]:
-    found, _ = gathered(state, alone=True)
+    found, _ = gather(state, alone=True)
     data = torch.zeros(found.size, dtype=torch.uint8)
     fill(found.tensors, found.offsets, data)
     return found, image(folder, head_of(state, found.about, 7, "TP1"), data)
@@ -135,7 +135,7 @@ def test_what_was_gathered_is_read_back_with_its_settings(tmp_path: Path) -> Non
     parameter = state.model[0].module[0].bias
     state.optimizer.state[parameter]["history"] = {3: 0.5}
     found, written = saved(tmp_path, state)
-    told = opened(written)
+    told = open_image(written)
     assert (told.head.iteration, told.head.layout, told.head.step) == (7, "TP1", 0.0)
     assert told.head.scheduler is not None and 30 in told.head.scheduler["milestones"]
     for number, tensor in enumerate(found.tensors):
@@ -152,7 +152,7 @@ def test_data_are_checked_once_and_before_any_of_them_is_used(tmp_path: Path, mo
     _, written = saved(tmp_path, training())
     checks, check = [], Found.check_file
     monkeypatch.setattr(Found, "check_file", lambda self: checks.append(self) or check(self))
-    told = opened(written)
+    told = open_image(written)
     assert not checks
     told.tensor(0)
     told.tensor(1)
@@ -164,7 +164,7 @@ def test_tensors_stand_one_behind_the_other_or_where_the_head_says_so(tmp_path: 
     kinds = [("float32", 2), ("float32", 3, 128), ("float32", 2, STEP), ("uint8", 4), ("float32", 1)]
     about = msgpack.packb({"index": [], "tensors": kinds})
     head = vars(Head(1, "TP1", [], None, [], 0, None, 9.0, "", about))
-    told = opened(image(tmp_path, msgpack.packb(head), values))
+    told = open_image(image(tmp_path, msgpack.packb(head), values))
     assert [told._read(number).tolist() for number in range(len(kinds))] == [
         [0.0, 1.0],
         [32.0, 33.0, 34.0],

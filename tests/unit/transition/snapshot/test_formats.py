@@ -189,7 +189,7 @@ def test_a_hostile_pickle_is_refused_by_the_name_that_it_names(tmp_path, saved, 
 @pytest.mark.parametrize("name", ["builtins\neval", "builtins\n__import__", "subprocess\nPopen", "torch\nload"])
 def test_no_other_name_is_looked_up(name):
     with pytest.raises(BadCheckpoint, match="which no checkpoint needs"):
-        pickles.unpickled(f"c{name}\n(S'1'\ntR.".encode(), Path("x"))
+        pickles.unpickle(f"c{name}\n(S'1'\ntR.".encode(), Path("x"))
 
 
 def test_a_chunk_outside_of_its_folder_is_refused(tmp_path, saved):
@@ -268,8 +268,8 @@ def test_an_optimizer_with_other_names_is_refused(tmp_path):
     there = {"model": {"weight": torch.ones(3)}, "optim": {"slots": {"a": torch.ones(3)}}}
     dcp.save(there, checkpoint_id=tmp_path / "there")
     with pytest.raises(BadCheckpoint, match=r"names that are not known .*begin_with"):
-        foreign.found_in(tmp_path / "there", foreign.Wanted())
-    assert foreign.found_in(tmp_path / "there", foreign.Wanted(optimizer=False)) is not None
+        foreign.found_in(tmp_path / "there", foreign.Selection())
+    assert foreign.found_in(tmp_path / "there", foreign.Selection(optimizer=False)) is not None
 
 
 def test_the_newest_of_a_folder_is_the_newest_of_both_kinds(tmp_path, saved):

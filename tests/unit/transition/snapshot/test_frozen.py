@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unicron_transition.snapshot.cuts import Cuts, Wanted
+from unicron_transition.snapshot.cuts import CutOrder, Cuts
 from unicron_transition.snapshot.frozen import Untrained
 from unicron_transition.snapshot.image_format import UNTRAINED, inventory, read_page
 from unicron_transition.snapshot.migrate import TrainingState
@@ -137,7 +137,7 @@ def test_what_goes_with_a_cut_stays_and_is_written_again_by_whoever_begins_with_
     fill(first, 5.0)
     its = untrained(first, tmp_path, said)
     mark = its.update_image(7)
-    cuts.wanted = Wanted(8)
+    cuts.wanted = CutOrder(8)
     assert cuts.is_due(8) and not cuts.is_due(9) and its.keep_cut(cuts, 8)
     (cut,) = [each for each in inventory(tmp_path) if each.path.name.startswith("cut-")]
     assert (cut.key.kind, cut.key.iteration, cut.key.mark, cut.key.size) == (UNTRAINED, 8, mark, 2)

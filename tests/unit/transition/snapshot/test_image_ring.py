@@ -67,7 +67,7 @@ def test_without_room_it_is_an_error(paths):
 
 def test_the_note_of_a_cut(tmp_path):
     assert cuts.read_cut_note(tmp_path) == (-1, -1), "none"
-    cuts.write_cut_note(tmp_path, cuts.Wanted(12, 7))
+    cuts.write_cut_note(tmp_path, cuts.CutOrder(12, 7))
     assert cuts.read_cut_note(tmp_path) == (12, 7) and [path.name for path in tmp_path.iterdir()] == [cuts.NOTE]
     for spoiled in (b"", b"\x92\x01", b"\xa3abc", b"\x01"):
         (tmp_path / cuts.NOTE).write_bytes(spoiled)

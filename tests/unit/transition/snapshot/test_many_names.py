@@ -215,7 +215,7 @@ def test_metadata_larger_than_all_that_they_describe_are_not_read(tmp_path, monk
     monkeypatch.setattr(dcp, "FREE", 0)
     assert len(opening.index_of(metadata(tmp_path / "whole", 0)).tensors) == 200
     folder = metadata(tmp_path / "hole", 1 << 30)
-    monkeypatch.setattr(dcp, "unpickled", lambda *_: pytest.fail("they were read"))
+    monkeypatch.setattr(dcp, "unpickle", lambda *_: pytest.fail("they were read"))
     assert "larger than all" in refusal(folder)
     (folder / "__0_0.distcp").unlink()
     assert "larger than all" in refusal(folder)
@@ -239,7 +239,7 @@ def test_a_head_of_ours_that_describes_far_more_than_itself_is_refused(tmp_path,
     folder = image(tmp_path, b"\xdd" + count.to_bytes(4, "big") + empty * count)
     assert "far more than itself" in refusal(folder)
     with pytest.raises(BadImage, match="far more than itself"):
-        contents.opened(read_page(next(folder.glob(f"*/*{SUFFIX}"))))
+        contents.open_image(read_page(next(folder.glob(f"*/*{SUFFIX}"))))
 
 
 def test_the_smallest_tensors_that_ranks_write_are_not_far_more(tmp_path, monkeypatch):

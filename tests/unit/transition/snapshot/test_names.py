@@ -91,7 +91,7 @@ def test_a_pickled_model_is_imported_as_its_safetensors_are(tmp_path, of_llama):
 
 
 def test_queries_keys_and_values_lie_by_groups_in_megatron(of_llama):
-    found = names.renamed(opening.index_of(of_llama), "", {})
+    found = names.rename(opening.index_of(of_llama), "", {})
     rows = torch.from_numpy(found.tensors[QKV].read().copy()).view(torch.bfloat16)[1]
     q, k, v = (llama()[f"model.layers.1.self_attn.{one}_proj.weight"].view(-1, SIZE, HIDDEN) for one in "qkv")
     wanted = torch.cat([torch.cat([q[2 * g : 2 * g + 2], k[g : g + 1], v[g : g + 1]]) for g in range(GROUPS)])
@@ -103,7 +103,7 @@ def test_queries_keys_and_values_lie_by_groups_in_megatron(of_llama):
 
 def test_a_gpt2_comes_back_bit_for_bit_and_its_columns_are_rows(tmp_path):
     folder = saved(tmp_path / "hf", gpt2(), n_head=HEADS)
-    index = names.renamed(opening.index_of(folder), "", {})
+    index = names.rename(opening.index_of(folder), "", {})
     proj = index.tensors["decoder.layers.mlp.linear_fc2.weight"].read()
     assert np.array_equal(proj[1], gpt2()["transformer.h.1.mlp.c_proj.weight"].numpy().T)
     convert.import_(opening.index_of(folder), tmp_path / "own")
@@ -124,7 +124,7 @@ def test_a_model_that_is_saved_without_its_head_lacks_a_prefix(tmp_path, made):
     same(tmp_path / "back", whole)
     save_file(base | {"extra.weight": torch.ones(2)}, folder / "model.safetensors")
     with pytest.raises(BadCheckpoint, match=r"has no place for extra\.weight"):
-        names.renamed(opening.index_of(folder), "", {})
+        names.rename(opening.index_of(folder), "", {})
 
 
 @pytest.mark.parametrize("through", ["", "own", "dcp"])
@@ -179,7 +179,7 @@ def test_arguments_that_are_not_known_are_said(tmp_path):
 def test_gpt2_as_it_is_on_the_hub_with_a_head_beside_it(tmp_path):
     base = {name.removeprefix("transformer."): tensor for name, tensor in gpt2().items()}
     folder = saved(tmp_path / "hf", base | {"lm_head.weight": torch.ones(WORDS, HIDDEN)}, n_head=HEADS)
-    found = names.renamed(opening.index_of(folder), "", {})
+    found = names.rename(opening.index_of(folder), "", {})
     assert found.tensors["output_layer.weight"].read().all()
     assert found.tensors[QKV].shape == (LAYERS, 3 * HIDDEN, HIDDEN)
 
@@ -190,7 +190,7 @@ def test_consolidated_files_of_mistrals_are_not_read_beside_others_and_alone_ref
     (of_llama / "model.safetensors").unlink()
     index = opening.index_of(of_llama)
     for refused in (
-        lambda: names.renamed(index, "", {}),
+        lambda: names.rename(index, "", {}),
         lambda: convert.import_(index, tmp_path / "own"),
         lambda: convert.export(index, tmp_path / "out", "torch_dist"),
     ):
@@ -207,7 +207,7 @@ def test_a_tensor_without_a_place_is_no_tensor_left_out(tmp_path):
         num_key_value_heads=GROUPS,
     )
     with pytest.raises(BadCheckpoint, match=r"has no place for model\.extra\.weight"):
-        names.renamed(opening.index_of(folder), "llama", {"groups": GROUPS})
+        names.rename(opening.index_of(folder), "llama", {"groups": GROUPS})
 
 
 def test_a_table_of_ones_own(tmp_path, of_llama):
@@ -224,7 +224,7 @@ def test_a_table_of_ones_own(tmp_path, of_llama):
 
 def test_the_number_of_heads_has_to_be_known(tmp_path):
     with pytest.raises(BadCheckpoint, match=r"give the model's config\.json with --config"):
-        names.renamed(opening.index_of(saved(tmp_path / "hf", llama())), "", {})
+        names.rename(opening.index_of(saved(tmp_path / "hf", llama())), "", {})
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 1), (2, 2), (8, 2)])
@@ -302,7 +302,7 @@ def test_what_no_weight_shows_of_another_models_arithmetic_is_said(tmp_path, cap
     convert.export(opening.index_of(folder), tmp_path / "out", "torch_dist", say=lines.append)
     assert sum("only if its options say it" in line for line in lines) == sum("does" in each for each in said)
     told = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)["args"]
-    assert not hasattr(told, megatron_arguments.UNMATCHED)
+    assert not hasattr(told, megatron_arguments.NO_COUNTERPART)
 
 
 def test_a_config_of_another_model_is_refused_and_fills_what_is_not_known(tmp_path, of_llama):

@@ -117,13 +117,13 @@ def held(model: Gated) -> list[Source]:
 @pytest.mark.parametrize(("its", "mine"), [(1, 2), (2, 1), (2, 4)])
 def test_a_gated_layer_is_two_blocks(its, mine):
     found = [source for rank in range(its) for source in held(Gated(rank, its))]
-    saved = {"fc1": [parts.Saved(source.box, (), {}) for source in found]}
+    saved = {"fc1": [parts.SavedState(source.box, (), {}) for source in found]}
     for rank in range(mine):
         model = Gated(rank, mine)
         wanted = model.weight.detach().clone()
         model.weight.data.zero_()
         optimizer = SimpleNamespace(param_groups=[{"params": [model.weight]}], state={})
-        parts.restore([model], optimizer, parts.Assembled({"fc1": found}, saved))
+        parts.restore([model], optimizer, parts.AssembledBlocks({"fc1": found}, saved))
         assert torch.equal(model.weight, wanted)
 
 

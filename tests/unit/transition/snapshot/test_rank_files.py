@@ -162,8 +162,8 @@ def test_an_optimizer_whose_states_cannot_be_told_apart_is_left_out_only_if_one_
     index = opening.index_of(saved[0])
     assert re.search(says, index.common.unread) and not index.has_optimizer()
     with pytest.raises(BadCheckpoint, match=f"{says}.*or give --no-load-optim"):
-        foreign.found_in(saved[0], foreign.Wanted())
-    assert foreign.found_in(saved[0], foreign.Wanted(optimizer=False)).iteration == 3
+        foreign.found_in(saved[0], foreign.Selection())
+    assert foreign.found_in(saved[0], foreign.Selection(optimizer=False)).iteration == 3
 
 
 def test_a_file_that_is_missing_or_of_an_expert_is_named(saved):

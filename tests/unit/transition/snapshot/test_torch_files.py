@@ -110,7 +110,7 @@ def test_what_is_written_under_a_release_with_more_fields_is_read_by_all(tmp_pat
     monkeypatch.setattr(metadata.TensorProperties, "__getstate__", lambda self: (*of_torch(self)[:5], None))
     convert.export(opening.index_of(tmp_path / "there"), tmp_path / "dcp", "dcp")
     monkeypatch.undo()
-    found = pickles.unpickled((tmp_path / "dcp" / ".metadata").read_bytes(), tmp_path)
+    found = pickles.unpickle((tmp_path / "dcp" / ".metadata").read_bytes(), tmp_path)
     assert len(found.state_dict_metadata["a"].properties.state) == 5
     assert read_by_torch(tmp_path / "dcp", {"a": torch.zeros(5)})["a"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     six = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())

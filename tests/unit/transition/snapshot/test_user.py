@@ -12,7 +12,7 @@ import torch
 
 import unicron
 from unicron_transition.snapshot import user
-from unicron_transition.snapshot.cuts import Wanted, write_cut_note
+from unicron_transition.snapshot.cuts import CutOrder, write_cut_note
 from unicron_transition.snapshot.image_format import inventory, read_page
 
 
@@ -153,11 +153,11 @@ def test_a_world_that_begins_behind_an_earlier_ones_cut_keeps_its_own(memory, mo
         written()
         return sorted((each.key.base, each.key.iteration) for each in inventory(memory) if each.path.name[:4] == "cut-")
 
-    write_cut_note(memory, Wanted(500))
+    write_cut_note(memory, CutOrder(500))
     monkeypatch.setenv("UNICRON_GENERATION", "1")
     unicron.memory.save({"x": 1}, 500)
     assert kept() == [(1, 500)]
-    write_cut_note(memory, Wanted(103))
+    write_cut_note(memory, CutOrder(103))
     monkeypatch.setenv("UNICRON_GENERATION", "2")
     unicron.memory.save({"x": 1}, 103)
     assert kept() == [(1, 500), (2, 103)]

@@ -11,6 +11,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
+from syrupy.assertion import SnapshotAssertion
 
 from tests.support.world import FakeSlurm, World
 from unicron_ctl.cli import event_groups, events
@@ -101,19 +102,16 @@ def storm(store: Store, nodes: int = 500) -> None:
     store.append(happened)
 
 
-def test_on_a_terminal_one_failure_of_500_nodes_is_one_line(log: Store, terminal: None) -> None:
+def test_on_a_terminal_one_failure_of_500_nodes_is_one_line(
+    log: Store, terminal: None, snapshot: SnapshotAssertion
+) -> None:
     """Defect: it was 500, of which 100 were shown."""
     storm(log)
     lines = shown("-n", "5")
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines).replace("\n    ", " ").splitlines()
-    assert [line.split(" ", 1)[1] for line in text] == [
-        "steady job 1: works (2 times)",
-        "failure_detected job 1 g3 on gpu[001-500]: exited with 1: ecc_error (500 times)",
-        "failure_action job 1 g3: move 1_[0-499] off gpu[001-500] (500 times)",
-        "slurm_action job 1 g3: drain gpu[001-500] for job 1 (500 times)",
-        "break job 1 g3: slot [0-499] exited with 1 (500 times)",
-    ]
+    assert len(text) == 5 and sum("gpu[001-500]" in line for line in text) == 3
+    assert "\n".join(line.split(" ", 1)[1] for line in text) == snapshot
     assert text[1].split()[0] == moment(2000.0)
     assert len(ids("-n", "5")) == 5, "JSON stays event by event"
 
@@ -231,20 +229,17 @@ def test_what_comes_later_is_followed_without_reading_the_log_again(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        (("--kind", "nod_lost"), "no event is of kind 'nod_lost': did you mean node_lost?"),
-        (("--user", "anne"), "no job here is of user 'anne': did you mean ann?"),
-        (("--user", "root"), "no job here is of user 'root': users with jobs are ann"),
-        (("--partition", "mian"), "there is no partition 'mian': did you mean main?"),
-        (("--node", "n[1-9]"), "no node is called 'n4': nodes are n1, n2, n3"),
-        (("--node", "n11"), "no node is called 'n11': did you mean n1?"),
-        (("--node", "n[1-"), "'n[1-' is no list of nodes: write n1, or n[1-8,12],m3"),
+        *(("--kind", "nod_lost"), ("--user", "anne"), ("--user", "root"), ("--partition", "mian")),
+        *(("--node", "n[1-9]"), ("--node", "n11"), ("--node", "n[1-")),
     ],
+    ids=" ".join,
 )
-def test_a_wrong_value_is_one_line(log: Store, words: tuple[str, ...], said: str) -> None:
+def test_a_wrong_value_is_one_line(log: Store, words: tuple[str, ...], snapshot: SnapshotAssertion) -> None:
     done = run(*words)
-    assert isinstance(done.exception, UserError) and str(done.exception) == said
+    assert isinstance(done.exception, UserError) and "\n" not in str(done.exception)
+    assert str(done.exception) == snapshot
 
 
 NOW = datetime(2026, 11, 27, 14, 0).astimezone()

@@ -14,8 +14,9 @@ from tests.support.questions import told
 from tests.support.world import FakeSlurm, World
 from unicron_ctl.cli.unicronctl import unicronctl
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY
-from unicron_ctl.shared.protocol import answer_schema
-from unicron_ctl.shared.protocol.answer_schema import ADMIN, OWNER, Explanation, Job, Node, Status, without_fields
+from unicron_ctl.shared.protocol import answer_schema, audience
+from unicron_ctl.shared.protocol.answer_schema import ADMIN, OWNER, Explanation, Job, Node, Status
+from unicron_ctl.shared.protocol.audience import without_fields
 
 # What programs rely on; keys may be added.
 JOB_KEYS = set(
@@ -99,9 +100,9 @@ def test_others_get_the_defaults_of_what_is_not_for_them(world: World) -> None:
     assert all(full[key] == seen[key] for key in OPEN if key not in ("name", "user"))
 
 
-@pytest.mark.parametrize(("kind", "audience"), [(Job, OWNER), (Node, ADMIN)])
-def test_a_field_that_is_not_for_all_has_a_default_that_says_nothing(kind, audience) -> None:
-    defaults = answer_schema._defaults(kind, (audience,))
+@pytest.mark.parametrize(("kind", "of"), [(Job, OWNER), (Node, ADMIN)])
+def test_a_field_that_is_not_for_all_has_a_default_that_says_nothing(kind, of) -> None:
+    defaults = audience._defaults(kind, (of,))
     assert defaults and all(value in (None, "", [], {}) for value in defaults.values())
 
 

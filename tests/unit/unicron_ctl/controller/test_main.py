@@ -130,7 +130,7 @@ def test_a_life_from_start_to_stop(
 
     def during(server: FakeServer) -> None:
         servers.append(server)
-        assert hear() == "READY=1" and server.calls == ["catch_signals", "started", "run"]
+        assert hear() == "READY=1" and server.calls == ["catch_signals", "record_start", "run"]
         assert (state / "address").read_text() == "tcp://here:1\n"
         server.watchdog(100.0)
         assert hear() == "WATCHDOG=1"

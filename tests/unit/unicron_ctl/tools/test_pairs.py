@@ -13,7 +13,7 @@ from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.system.errors import UserError
 from unicron_ctl.tools import pair_test, pairs
 from unicron_ctl.tools.pair_test import report_of
-from unicron_detector.health.pair_probe import MARK, added, numbers, ports
+from unicron_detector.health.pair_probe import MARK, add_numbers, numbers, ports
 from unicron_detector.health.pair_test import Outcome
 
 
@@ -197,7 +197,7 @@ def test_numbers_add_up_one_by_one() -> None:
 
     parts = [numbers(seed, 1000) for seed in range(5)]
     read = [struct.unpack("<1000I", part) for part in parts]
-    assert struct.unpack("<1000I", added(parts)) == tuple(map(sum, zip(*read, strict=True)))
+    assert struct.unpack("<1000I", add_numbers(parts)) == tuple(map(sum, zip(*read, strict=True)))
     assert max(map(max, read)) < 1 << 16 and numbers(1) != numbers(2)
 
 

@@ -62,7 +62,7 @@ class Below:
 
     def look_below(self, folder: Path, levels: int = LEVELS) -> bool:
         """Whether nothing more is to be looked at after all that is in `folder`, and so many levels below it."""
-        names, inner = self._listed(folder)
+        names, inner = self._list(folder)
         files = {name for name in names if name.endswith(FILE) and name.isprintable()}.difference(inner)
         for path in self._newest_first(folder, inner if levels else [], files):
             if path.name in files:
@@ -75,7 +75,7 @@ class Below:
 
     def _look_at(self, path: Path, levels: int) -> bool:
         """A folder that may be a checkpoint, or have some."""
-        names, inner = self._listed(path)
+        names, inner = self._list(path)
         if _is_one(path, names, inner):
             self._note(path, named_unfinished(path) or without_metadata(path, names) or self._reason(path))
         elif why := named_unfinished(path) if names else "":
@@ -88,7 +88,7 @@ class Below:
             self.why_not = {each: why for each, why in self.why_not.items() if path not in each.parents}
         return False
 
-    def _listed(self, folder: Path) -> tuple[list[str], list[str]]:
+    def _list(self, folder: Path) -> tuple[list[str], list[str]]:
         """The names in a folder, and those of folders among them."""
         names, inner = [], []
         try:
@@ -135,7 +135,7 @@ class Below:
         for name in sorted(times, key=lambda name: -times[name]):
             if found := STEP.findall(name):
                 steps[name] = int(found[-1])
-            elif (step := self._told(folder / name, name in files)) is not None:
+            elif (step := self._find_step(folder / name, name in files)) is not None:
                 steps[name] = step
         last, most = max((times[name] for name in steps), default=0.0), max(steps.values(), default=0)
 
@@ -146,7 +146,7 @@ class Below:
 
         return [folder / name for name in sorted(times, key=rank, reverse=True)]
 
-    def _told(self, path: Path, is_file: bool) -> int | None:
+    def _find_step(self, path: Path, is_file: bool) -> int | None:
         """The step in the files of one checkpoint; None where they tell none, or enough were asked."""
         try:
             if is_file and self._asked > 0 and time.monotonic() < self._until:

@@ -14,7 +14,7 @@ from typing import Any
 from unicron_transition.snapshot.formats import deepspeed
 from unicron_transition.snapshot.formats.index import Index
 from unicron_transition.snapshot.formats.pickles import Archive, archive, plain
-from unicron_transition.snapshot.reading import MOST_ENTRIES, names_in, open_plain, parsed
+from unicron_transition.snapshot.reading import MOST_ENTRIES, names_in, open_plain, parse_json
 
 TRAINER = "trainer_state.json"  # of transformers' Trainer
 LIGHTNING = "meta.pt"  # of Lightning, beside what torch DCP has of its model
@@ -113,16 +113,16 @@ def _states(folder: Path, but: str) -> list[str]:
 
 def lightnings_step(found: Archive) -> int:
     """Return how many iterations Lightning's trainer has done. Raises ValueError where its file does not say it."""
-    return _checked(plain(found.content.get(STEP), found) if isinstance(found.content, dict) else None)
+    return _check_step(plain(found.content.get(STEP), found) if isinstance(found.content, dict) else None)
 
 
-def counted(found: Archive) -> tuple[int, str]:
+def count_iterations(found: Archive) -> tuple[int, str]:
     """(how many iterations a training script has done by its file, what is not sure about that)."""
     told = {key: plain(found.content[key], found) for key in COUNTS if key in found.content}
     if not told:
         return 0, "nothing in it says after how many iterations it was saved: this counts as iteration 0"
     try:
-        steps = {key: _checked(step) for key, step in told.items()}
+        steps = {key: _check_step(step) for key, step in told.items()}
     except ValueError:
         said = ", ".join(f"{key} is {repr(step)[:40]}" for key, step in told.items())
         return 0, f"{said}: this counts as iteration 0"
@@ -147,16 +147,16 @@ def _trainers_step(path: Path) -> int:
         data, size = file.read(MOST), os.fstat(file.fileno()).st_size
         end = os.pread(file.fileno(), 64, max(0, size - 64))
     if size <= MOST:
-        return _checked(parsed(data, 10)[STEP])
+        return _check_step(parse_json(data, 10)[STEP])
     found = LINE.search(
         data.partition(b'"log_history"')[0]
     )  # its names are sorted, so the long history comes behind it
     if not found or data.count(b"{", 0, found.start(1)) != 1 or not end.rstrip().endswith(b"}"):
         raise ValueError(f"no {STEP} in its first {MOST} bytes, or cut off")
-    return _checked(int(found[1]))
+    return _check_step(int(found[1]))
 
 
-def _checked(step: Any) -> int:
+def _check_step(step: Any) -> int:
     if type(step) is not int or not 0 <= step < MOST_STEP:
         raise ValueError(f"{STEP} is {repr(step)[:40]}")
     return step

@@ -249,9 +249,9 @@ def _placed(parameters: Sequence[_Parameter], buckets: Sequence[_Bucket]) -> lis
     found: list[tuple[_Parameter, _Bucket, int]] = []
     number = at = 0
     for parameter in reversed(parameters):
-        if at and sizes[number] in (at, aligned(at)):
+        if at and sizes[number] in (at, align(at)):
             number, at = number + 1, 0
-        at = aligned(at)
+        at = align(at)
         if number == len(sizes) or at + parameter.numel > sizes[number]:
             raise _Unfit
         found.append((parameter, buckets[number], at))
@@ -264,7 +264,7 @@ def _placed(parameters: Sequence[_Parameter], buckets: Sequence[_Bucket]) -> lis
     return found
 
 
-def aligned(at: int) -> int:
+def align(at: int) -> int:
     """Return where the next parameter begins in a bucket that is filled so far."""
     return -(-at // ALIGN) * ALIGN
 

@@ -17,7 +17,7 @@ from unicron_transition.snapshot.model_facts import other_arithmetic, other_head
 
 NO_ROOM = "{} cannot be written ({}): make room, or give another folder"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 def export(
@@ -70,11 +70,11 @@ def import_(
     _adopt(index, config)
     for line in index.common.lost():
         say(line)
-    if others := index.common.args.get(megatron_arguments.UNMATCHED):
+    if others := index.common.args.get(megatron_arguments.NO_COUNTERPART):
         say(f"config.json says {others}: no weight shows it, see that the model that is trained computes so")
     theirs = index.format == safetensors.FORMAT or (index.format == torch_files.FORMAT and index.common.facts)
-    if table or (theirs and names.chosen("", index, to_theirs=False) is not None):
-        index = names.renamed(index, table, index.common.facts)
+    if table or (theirs and names.choose("", index, to_theirs=False) is not None):
+        index = names.rename(index, table, index.common.facts)
     kinds = {tensor.dtype for tensor in index.parameters() if index.states(tensor.name)}
     if len(kinds) == 1 and not index.common.facts.get("dtype"):
         index.common.facts["dtype"] = kinds.pop()
@@ -90,7 +90,7 @@ def _whole(out: Path, write: Callable[[Path], None]) -> None:
     def fill() -> None:
         new.mkdir(parents=True)
         try:
-            _filled(new, out, write)
+            _fill(new, out, write)
             if out.exists():
                 out.rmdir()
             new.rename(out)
@@ -101,7 +101,7 @@ def _whole(out: Path, write: Callable[[Path], None]) -> None:
     _undone(out, fill)
 
 
-def _filled(new: Path, out: Path, write: Callable[[Path], None]) -> None:
+def _fill(new: Path, out: Path, write: Callable[[Path], None]) -> None:
     try:
         write(new)
     except RuntimeError as error:  # torch's, of a full disk for one
@@ -112,7 +112,7 @@ def _filled(new: Path, out: Path, write: Callable[[Path], None]) -> None:
         raise BadCheckpoint(NO_ROOM.format(out, why)) from None
 
 
-def _undone(out: Path, write: Callable[[], Made]) -> Made:
+def _undone(out: Path, write: Callable[[], Result]) -> Result:
     """Call `write`, which makes `out`, and return what it does; where it fails, no empty folder is left that was not
     there before. Raises BadCheckpoint, OSError."""
     made = [folder for folder in (out, *out.parents) if not folder.exists()]

@@ -26,8 +26,8 @@ from unicron_transition.snapshot.formats.index import (
     check_shape,
     some,
 )
-from unicron_transition.snapshot.formats.pickles import Archive, TensorReference, archive, plain, unpickled
-from unicron_transition.snapshot.reading import ROOM, parsed, read_small, written
+from unicron_transition.snapshot.formats.pickles import Archive, TensorReference, archive, plain, unpickle
+from unicron_transition.snapshot.reading import ROOM, count_written, parse_json, read_small
 
 DCP, TORCH_DIST = "dcp", "torch_dist"
 SUFFIX = ".distcp"  # of the files with the tensors
@@ -43,7 +43,7 @@ ITERATIONS = ("iteration", "step")  # names under which scripts save how far the
 PROGRESS = "train_state"  # under which torchtitan does, with other counts
 GROUPS = re.compile(r"(?:(.*?)\.)?param_groups\.(?:(.*)\.)?")  # of an optimizer: its root, and a parameter or number
 SCHEDULES = ("lr_scheduler", "scheduler")  # and the state of their learning rate's schedule
-TOLD = "unicron"  # beside Megatron's: what Unicron's own checkpoint says and Megatron's does not
+OWN_KEY = "unicron"  # beside Megatron's: what Unicron's own checkpoint says and Megatron's does not
 
 
 def is_one(folder: Path) -> bool:
@@ -53,7 +53,7 @@ def is_one(folder: Path) -> bool:
 def read(folder: Path) -> Index:
     """The index of the checkpoint in a folder. Raises BadCheckpoint, OSError."""
     _check_size(folder)
-    metadata = unpickled(read_small(folder / METADATA), folder / METADATA)
+    metadata = unpickle(read_small(folder / METADATA), folder / METADATA)
     try:
         index = Index(DCP, 0, "", {})
         objects = _add_tensors(index, folder, metadata)
@@ -79,7 +79,7 @@ def _check_size(folder: Path) -> None:
             if left <= 0:
                 return
             if each.name != METADATA and each.is_file():
-                left -= min(each.stat().st_size, written(folder / each.name))
+                left -= min(each.stat().st_size, count_written(folder / each.name))
     if left > 0:
         raise BadCheckpoint(f"{folder / METADATA} is larger than all that it describes: it is damaged, or a trap")
 
@@ -181,7 +181,7 @@ def _add_objects(index: Index, objects: dict[str, Any]) -> None:
     """Add what a plain script's checkpoint may say of the iteration, and its optimizer's state, under this index's
     names."""
     _strip_root(index, objects)
-    told = _object(objects.pop(TOLD)) if TOLD in objects else None
+    told = _object(objects.pop(OWN_KEY)) if OWN_KEY in objects else None
     _adopt_iteration(index, objects)
     several = _adopt_roots(index, objects)
     _adopt_torchs_optimizer(index, objects)
@@ -347,13 +347,13 @@ def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
     index.format = TORCH_DIST
     if (folder / CONFIG).is_file():
         try:
-            backend = parsed(read_small(folder / CONFIG))["sharded_backend"]
+            backend = parse_json(read_small(folder / CONFIG))["sharded_backend"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadCheckpoint(f"{folder / CONFIG}: not as Megatron writes it ({error!r})") from None
         if backend != TORCH_DIST:
             raise BadCheckpoint(f"{folder}: its tensors are {backend!r}: convert it to torch_dist with Megatron-LM")
     told: dict[str, Any] = {}
-    by_buckets = _taken(index)
+    by_buckets = _take_buckets(index)
     if (folder / COMMON).is_file():
         found = archive(folder / COMMON)
         told = plain(found.content, found)
@@ -370,8 +370,8 @@ def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
     if index.iteration < 0:
         raise BadCheckpoint(f"{folder}: {index.iteration} is no iteration")
     index.layout = layout_of(index.common.args)
-    if isinstance(told.get(TOLD), dict):
-        adopt_told(index, told[TOLD])
+    if isinstance(told.get(OWN_KEY), dict):
+        adopt_told(index, told[OWN_KEY])
     if by_buckets:
         try:
             buckets.unpack(index, by_buckets, int(index.common.args.get("tensor_model_parallel_size") or 0))
@@ -379,7 +379,7 @@ def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
             index.without_optimizer(str(error))
 
 
-def _taken(index: Index) -> list[Tensor]:
+def _take_buckets(index: Index) -> list[Tensor]:
     """The tensors of a distributed optimizer in the order of its buckets, which are in the index no longer."""
     return [index.tensors.pop(name) for name in list(index.tensors) if name.startswith(buckets.PREFIX)]
 

@@ -108,7 +108,7 @@ def main(folder: str, iteration: str, mark: str, form: str, table: str, reader: 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.nice(LEAST_PRIORITY)
     try:
-        with folders.held(Path(folder) / folder_name(int(iteration)), reader):
+        with folders.holding(Path(folder) / folder_name(int(iteration)), reader):
             out = export(Path(folder), int(iteration), mark, form, table)
     except (BadCheckpoint, OSError, SystemExit) as error:
         why = "SIGTERM has ended it" if isinstance(error, SystemExit) else str(error)

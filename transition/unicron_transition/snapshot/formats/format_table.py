@@ -18,7 +18,7 @@ from unicron_transition.snapshot.formats import (
     write_safetensors,
 )
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
-from unicron_transition.snapshot.formats.tracker import RELEASE, TRACKER, megatrons_iteration, problem, tracked
+from unicron_transition.snapshot.formats.tracker import RELEASE, TRACKER, megatrons_iteration, problem, read_tracker
 from unicron_transition.snapshot.formats.written import Options
 
 
@@ -65,7 +65,7 @@ def _read_megatrons(folder: Path) -> Index | None:
         return None
     if why := problem(folder):
         raise BadCheckpoint(why)
-    text = tracked(folder)
+    text = read_tracker(folder)
     at = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     if not at.is_dir():
         if (of_verl := folder / f"global_step_{text}").is_dir():
@@ -146,4 +146,4 @@ FORMATS = (
 )
 BY_NAME = {each.name: each for each in FORMATS}
 EXPORTS = tuple(each.name for each in FORMATS if each.write is not None)
-KNOWN = ", ".join(each.label for each in FORMATS)
+LABELS = ", ".join(each.label for each in FORMATS)

@@ -368,23 +368,37 @@ def overlap(one: tuple[Place, Place], other: tuple[Place, Place]) -> tuple[Slice
 
 @dataclass
 class Common:
-    """What is no tensor, as plain values. groups: settings of the optimizer's groups of parameters. step: its count of
-    steps, None where it has none. schedule: the state of the learning rate's schedule. scales: of gradient scalers.
-    facts: about the model, see `snapshot.contents.facts`. args: Megatron-LM's arguments. unread: why the optimizer's
-    state is not in the index though there is one, "" otherwise. left: what else is there and is not in the
-    index. doubt: what its files do not say, "" for nothing."""
+    """The part of a checkpoint that is no tensor, as plain values."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
+    """The settings of the optimizer's groups of parameters."""
+
     step: float | None = None
+    """The optimizer's count of steps, None where it has none."""
+
     schedule: dict[str, Any] | None = None
+    """The state of the learning rate's schedule."""
+
     scales: list[dict[str, Any]] = field(default_factory=list)
+    """The states of gradient scalers."""
+
     seed: int = 0
     loss: float | None = None
+
     facts: dict[str, Any] = field(default_factory=dict)
+    """Facts about the model (`snapshot.model_facts`)."""
+
     args: dict[str, Any] = field(default_factory=dict)
+    """Megatron-LM's arguments."""
+
     unread: str = ""
+    """Why the optimizer's state is not in the index though there is one, "" otherwise."""
+
     left: list[str] = field(default_factory=list)
+    """What else is there and is not in the index."""
+
     doubt: str = ""
+    """What its files do not say, "" for nothing."""
 
     def lost(self) -> list[str]:
         """List what is not in the index, in lines for people."""

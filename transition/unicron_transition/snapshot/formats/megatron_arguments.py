@@ -9,9 +9,13 @@ from typing import Any
 
 from unicron_transition.snapshot.formats.index import EMBEDDING, LAYERS, OUTPUT, BadCheckpoint, Index
 from unicron_transition.snapshot.model_facts import ACTIVATIONS
-from unicron_transition.snapshot.reading import parsed, read_small
+from unicron_transition.snapshot.reading import parse_json, read_small
 
-NEEDED = ("num_layers", "hidden_size", "num_attention_heads")  # `--load` compares these, unless there is --finetune
+LOAD_COMPARES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+)  # by `--load`, without --finetune
 WITH_VOCABULARY = ("max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type")  # with --vocab-file too
 POSITIONS = "embedding.position_embeddings.weight"
 
@@ -45,7 +49,7 @@ def arguments(index: Index) -> dict[str, Any]:
 def unknown(index: Index) -> Iterator[str]:
     """Lines that say which of them nobody knows, and what to do about it."""
     known = arguments(index)
-    if left := [name for name in NEEDED if name not in known]:
+    if left := [name for name in LOAD_COMPARES if name not in known]:
         yield (
             f"{', '.join(left)}: not known, so that Megatron-LM takes it with --finetune alone: give the model's "
             "config.json with --config"
@@ -57,7 +61,7 @@ def unknown(index: Index) -> Iterator[str]:
             "config.json scales the rotary embedding, which Megatron-LM takes from its options alone: give "
             "--use-rope-scaling if the scale is Llama 3's"
         )
-    if others := index.common.args.get(UNMATCHED):
+    if others := index.common.args.get(NO_COUNTERPART):
         yield f"config.json says {others}: Megatron-LM's model computes so only if its options say it"
     if left := [name for name in WITH_VOCABULARY if name not in known]:
         yield f"{', '.join(left)}: not known; Megatron-LM compares them if --vocab-file is given: give --finetune then"
@@ -88,7 +92,7 @@ def _of_tensors(index: Index) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------ of Hugging Face's
-TRIED = ("llama", "mistral", "qwen2", "qwen3", "gpt2")  # model types whose arithmetic Megatron's options give
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")  # model types whose arithmetic Megatron's options give
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
 # What layers of other models compute besides, and the values that change nothing.
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -98,14 +102,14 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "scale_attn_weights": (True,),
 }
-UNMATCHED = "unmatched"  # among the arguments: a text of what has no counterpart in them
-OURS = (UNMATCHED, "activation")  # which Megatron-LM's are not
+NO_COUNTERPART = "unmatched"  # among the arguments: a text of what has no counterpart in them
+OURS = (NO_COUNTERPART, "activation")  # which Megatron-LM's are not
 
 
 def of_config(path: Path) -> dict[str, Any]:
     """Read what a model's config.json says of them. Raises BadCheckpoint, OSError."""
     try:
-        told = parsed(read_small(path))
+        told = parse_json(read_small(path))
         found = {
             "max_position_embeddings": told.get("max_position_embeddings") or told.get("n_positions"),
             "attention_dropout": told.get("attention_dropout", told.get("attn_pdrop")),
@@ -115,7 +119,7 @@ def of_config(path: Path) -> dict[str, Any]:
         if "hidden_act" in told:
             found["swiglu"] = found["activation"] == "silu"
         found["layernorm_epsilon"] = next((float(told[name]) for name in EPSILONS if told.get(name)), None)
-        found[UNMATCHED] = ", ".join(_unmatched(told)) or None
+        found[NO_COUNTERPART] = ", ".join(_find_unmatched(told)) or None
         found |= _of_rotary(told)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: not a model's configuration ({error})") from None
@@ -126,9 +130,9 @@ def _activation(told: dict[str, Any]) -> str:
     return str(told.get("hidden_act") or told.get("activation_function") or "")
 
 
-def _unmatched(told: dict[str, Any]) -> Iterator[str]:
+def _find_unmatched(told: dict[str, Any]) -> Iterator[str]:
     """Name what changes the arithmetic, and no weight shows."""
-    if told.get("model_type") and told["model_type"] not in TRIED:
+    if told.get("model_type") and told["model_type"] not in MODEL_TYPES:
         yield f"model_type {told['model_type']}"
     if (activation := _activation(told)) and activation not in ACTIVATIONS:
         yield f"activation {activation}"

@@ -36,7 +36,7 @@ from unicron_transition.snapshot.formats.written import Out, cast, of
 TABLES = Path(__file__).with_name("names.toml")
 MEGATRON, AUTOMATIC = "megatron", "auto"
 MISTRALS = "tok_embeddings.weight"
-CONSOLIDATED = (
+OTHER_ROWS = (
     "the tensors are named as in Mistral's and Meta's consolidated files, whose queries and keys have another order of "
     "rows: take the repository's model*.safetensors, or convert them with transformers, or give a table with --names"
 )
@@ -128,7 +128,7 @@ def _entry(mine: str, value: Any) -> Entry:
     return Entry(mine, theirs, "qkv" in value, bool(value.get("transposed")))
 
 
-def chosen(names: str, index: Index, to_theirs: bool) -> Table | None:
+def choose(names: str, index: Index, to_theirs: bool) -> Table | None:
     """The table that `--names` gives: one of ours, FILE, FILE:TABLE, "auto" or "", which finds one of ours; None for
     Megatron's own names. Raises BadCheckpoint."""
     ours = tables()
@@ -145,7 +145,7 @@ def chosen(names: str, index: Index, to_theirs: bool) -> Table | None:
             raise BadCheckpoint(f"{path} has several tables: write {path}:{next(iter(found))}, for example")
         return found[name] if name else next(iter(found.values()))
     if not to_theirs and MISTRALS in index.tensors:
-        raise BadCheckpoint(CONSOLIDATED)
+        raise BadCheckpoint(OTHER_ROWS)
     fitting = [table for table in ours.values() if (_fits(table, index) if to_theirs else _is_of(table, index))]
     return fitting[0] if len(fitting) == 1 else None
 
@@ -161,10 +161,10 @@ def _fits(table: Table, index: Index) -> bool:
 
 def _is_of(table: Table, index: Index) -> bool:
     first = next(entry for entry in table.entries)
-    return first.theirs[0].format(0) in _prefixed(index, table).tensors
+    return first.theirs[0].format(0) in _add_prefix(index, table).tensors
 
 
-def _prefixed(index: Index, table: Table) -> Index:
+def _add_prefix(index: Index, table: Table) -> Index:
     """The index with the table's prefix in front of names that lack it."""
     if not table.prefix or any(name.startswith(table.prefix) for name in index.tensors):
         return index
@@ -207,10 +207,10 @@ def of_megatron(index: Index) -> bool:
     return EMBEDDING in index.tensors or "gated" in index.common.facts
 
 
-def renamed(index: Index, names: str, facts: Mapping[str, Any]) -> Index:
+def rename(index: Index, names: str, facts: Mapping[str, Any]) -> Index:
     """The index under Megatron's names. facts: about the model that is to have it; what the index says itself comes
     first. Raises BadCheckpoint."""
-    table = chosen(names, index, to_theirs=False)
+    table = choose(names, index, to_theirs=False)
     if table is None:
         if names == MEGATRON:
             return index
@@ -218,7 +218,7 @@ def renamed(index: Index, names: str, facts: Mapping[str, Any]) -> Index:
         raise BadCheckpoint(
             f"no table of names fits this checkpoint, whose tensors are {some}, ...: give one with --names FILE"
         )
-    index = _prefixed(index, table)
+    index = _add_prefix(index, table)
     told = dict(facts) | {key: value for key, value in index.common.facts.items() if value}
     found = Index(index.format, index.iteration, index.layout, {}, index.common)
     found.common.facts = told
@@ -310,7 +310,7 @@ def _part(tensor: Tensor, piece: Piece, transposed: bool) -> Raw:
 def outs(index: Index, names: str, dtypes: Mapping[str, str]) -> list[Out] | None:
     """The model's tensors under their names; None where no table fits and none was asked for. dtypes: by Megatron's
     name, "" for that of the index. Raises BadCheckpoint."""
-    table = chosen(names, index, to_theirs=True)
+    table = choose(names, index, to_theirs=True)
     if table is None:
         return None
     known = {entry.mine: entry for entry in table.entries}
@@ -432,7 +432,7 @@ def _heads(name: str, key: str) -> tuple[str, str] | None:
     return (begins[0], begins[1]) if count else None
 
 
-def taken(index: Index, chosen: Mapping[str, str]) -> Index:
+def select(index: Index, chosen: Mapping[str, str]) -> Index:
     """These tensors under other names (new -> old), and what the optimizer has for them."""
     found = replace(index, tensors={}, others={})
     for fresh, old in chosen.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unicron_transition.snapshot import folders
 from unicron_transition.snapshot.formats import below, beside, dcp, format_table, own
-from unicron_transition.snapshot.formats.format_table import KNOWN, newest_own
+from unicron_transition.snapshot.formats.format_table import LABELS, newest_own
 from unicron_transition.snapshot.formats.index import DAMAGE, BadCheckpoint, Index, Tensor, some
 from unicron_transition.snapshot.formats.tracker import TRACKER
 from unicron_transition.snapshot.reading import names_in
@@ -28,7 +28,7 @@ def index_of(folder: Path) -> Index:
             raise BadCheckpoint(f"{error}{hint(folder)}") from None
         raise
     if found is None:
-        raise BadCheckpoint(f"{folder} has no whole checkpoint of a format that is known ({KNOWN}){hint(folder)}")
+        raise BadCheckpoint(f"{folder} has no whole checkpoint of a format that is known ({LABELS}){hint(folder)}")
     return found
 
 
@@ -98,13 +98,13 @@ def _check_blocks(folder: Path, index: Index) -> None:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[Path]:
+def holding(folder: Path) -> Iterator[Path]:
     """Keep the checkpoint that :func:`index_of` finds meanwhile, though a job may remove its old ones and write new
     ones. Gives the folder to read it from. Raises OSError, and BadCheckpoint for one that was removed all the same."""
     with contextlib.ExitStack() as stack:
         at, kept = folder.resolve(), True
         while (whole := newest_own(at)) is not None:
-            kept = stack.enter_context(folders.held(whole.folder))
+            kept = stack.enter_context(folders.holding(whole.folder))
             if kept or whole.folder.exists():
                 at = whole.folder
                 break  # else it was removed just now, and there is a newer one

@@ -6,18 +6,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgpack
 import numpy as np
-import xxhash
 
 from unicron_transition.snapshot import checkpoint_file, folders, image_format
-from unicron_transition.snapshot.checkpoint_file import finished, folder_name, stem, unfinished
+from unicron_transition.snapshot.checkpoint_file import Write, folder_name, stem, writing
 from unicron_transition.snapshot.formats.index import (
     MAINS,
     PARAMETER,
@@ -31,18 +29,8 @@ from unicron_transition.snapshot.formats.index import (
     raw_type,
 )
 from unicron_transition.snapshot.formats.written import pieces_of
-from unicron_transition.snapshot.image_format import (
-    ALIGN,
-    DIGEST,
-    STEP,
-    SUFFIX,
-    BadImage,
-    Found,
-    Key,
-    file_front,
-    read_page,
-)
-from unicron_transition.snapshot.reading import unpacked
+from unicron_transition.snapshot.image_format import ALIGN, STEP, SUFFIX, BadImage, Found, Key, read_page
+from unicron_transition.snapshot.reading import unpack
 
 FORMAT = "unicron"
 
@@ -88,8 +76,8 @@ def read(found: folders.Found) -> Index:
 def _head(page: Found) -> dict[str, Any]:
     head = page.head()
     try:
-        told: dict[str, Any] = unpacked(checkpoint_file.file_head(page.key, head))
-        told["about"] = unpacked(told["about"])
+        told: dict[str, Any] = unpack(checkpoint_file.file_head(page.key, head))
+        told["about"] = unpack(told["about"])
     except (KeyError, TypeError, ValueError) as error:
         raise BadImage(f"{page.path}: not a training state of this release ({error})") from None
     return told
@@ -180,21 +168,12 @@ def write(folder: Path, index: Index) -> Path:
     path = at / f"{stem(key)}{SUFFIX}"
     size = sum(-(-block.nbytes // ALIGN) * ALIGN for block in tensors)
     at.mkdir(parents=True)
-    new = unfinished(path)
     try:
-        with new.open("wb") as file:
-            file.write(file_front(key, head, size, bytes(DIGEST)))
-            total = xxhash.xxh3_128()
+        with writing(path, key, head, size, mark) as write_data:
             for block in tensors:
-                _write(file, total, block)
-            file.seek(0)
-            file.write(file_front(key, head, size, total.digest()))
-            file.flush()
-            os.fsync(file.fileno())
-        finished(path, mark)
+                _write(write_data, block)
     except BaseException:
         with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
             at.rmdir()
         raise
     return at
@@ -209,15 +188,11 @@ class _Piece:
         self.nbytes = self.count * raw_type(tensor.dtype).itemsize
 
 
-def _write(file: BinaryIO, total: Any, block: _Piece) -> None:
+def _write(write_data: Write, block: _Piece) -> None:
     for part in pieces_of((block.offset, block.extent)):
         array = np.ascontiguousarray(block.tensor.read(*part))
-        data = memoryview(array.data).cast("B") if array.size else b""
-        file.write(data)
-        total.update(data)
-    padding = bytes(-block.nbytes % ALIGN)
-    file.write(padding)
-    total.update(padding)
+        write_data(memoryview(array.data).cast("B") if array.size else b"")
+    write_data(bytes(-block.nbytes % ALIGN))
 
 
 def _about(index: Index) -> tuple[bytes, list[_Piece]]:

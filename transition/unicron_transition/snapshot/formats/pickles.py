@@ -249,7 +249,15 @@ _RECORDS = (
     "signal.",
 )
 # What a pickle of Python 3 needs no longer, or what is outside of it.
-_UNUSED = (pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.OBJ, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
+_OTHER_CODES = (
+    pickle.EXT1,
+    pickle.EXT2,
+    pickle.EXT4,
+    pickle.INST,
+    pickle.OBJ,
+    pickle.NEXT_BUFFER,
+    pickle.READONLY_BUFFER,
+)
 _KEYS = (str, bytes, int, float, complex, type(None), Record, StorageReference)
 
 
@@ -265,13 +273,13 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes | list | tuple | dict | set | frozenset) else 1
 
 
-_CALLED = {id(each) for each in _NAMES.values() if callable(each)}
+_CALLABLES = {id(each) for each in _NAMES.values() if callable(each)}
 
 
 _InPython: Any = pickle._Unpickler  # whose methods the type checkers do not know
 
 
-def _checked(load: Any, step: int) -> Any:
+def _check_first(load: Any, step: int) -> Any:
     """Has a method look at the keys first: every so many of what is on the stack since the last mark."""
 
     def checked(self: Any) -> None:
@@ -281,11 +289,11 @@ def _checked(load: Any, step: int) -> Any:
     return checked
 
 
-class _Restricted(_InPython):  # type: ignore[misc]
+class _TableUnpickler(_InPython):  # type: ignore[misc]
     """Makes nothing but what the tables name."""
 
     dispatch: ClassVar[dict[int, Any]] = {
-        op: load for op, load in _InPython.dispatch.items() if bytes([op]) not in _UNUSED
+        op: load for op, load in _InPython.dispatch.items() if bytes([op]) not in _OTHER_CODES
     }
 
     def __init__(self, data: bytes, path: Path, budget: Budget):
@@ -295,7 +303,7 @@ class _Restricted(_InPython):  # type: ignore[misc]
     def _call(self, function: Any, args: Any, keywords: Any = None) -> Any:
         """The value of a function or class of the tables. Raises UnpicklingError for any other object."""
         record = isinstance(function, Record) or (isinstance(function, type) and issubclass(function, Record))
-        if not record and id(function) not in _CALLED:
+        if not record and id(function) not in _CALLABLES:
             raise pickle.UnpicklingError(f"a call of {type(function).__name__}")
         keywords = keywords or {}
         self._budget.spend(VALUE + sum(map(_length, args)) * 8 + len(keywords) * VALUE)
@@ -341,10 +349,10 @@ class _Restricted(_InPython):  # type: ignore[misc]
         (pickle.BYTEARRAY8, _bytearray8),
         (pickle.EMPTY_SET, _empty_set),
         (pickle.SETITEM, _set_item),
-        (pickle.SETITEMS, _checked(_InPython.load_setitems, 2)),
-        (pickle.DICT, _checked(_InPython.load_dict, 2)),
-        (pickle.ADDITEMS, _checked(_InPython.load_additems, 1)),
-        (pickle.FROZENSET, _checked(_InPython.load_frozenset, 1)),
+        (pickle.SETITEMS, _check_first(_InPython.load_setitems, 2)),
+        (pickle.DICT, _check_first(_InPython.load_dict, 2)),
+        (pickle.ADDITEMS, _check_first(_InPython.load_additems, 1)),
+        (pickle.FROZENSET, _check_first(_InPython.load_frozenset, 1)),
     ):
         dispatch[_op[0]] = _load
 
@@ -371,10 +379,10 @@ def _record(module: str, name: str) -> type[Record]:
     return type(name.rpartition(".")[2], (Record,), {"__module__": f"unread.{module}"})
 
 
-def unpickled(data: bytes, path: Path, budget: Budget | None = None) -> Any:
+def unpickle(data: bytes, path: Path, budget: Budget | None = None) -> Any:
     """Read a pickle as plain values and records. path: for people. Raises BadCheckpoint."""
     try:
-        return _Restricted(data, path, budget or Budget(path, len(data))).load()
+        return _TableUnpickler(data, path, budget or Budget(path, len(data))).load()
     except BadCheckpoint:
         raise
     except Exception as error:  # a pickle of others may do anything wrong, and each has an error of its own
@@ -453,7 +461,7 @@ def archive(path: Path, offset: int = 0, length: int | None = None) -> Archive:
         if offset < 0 or end > size:
             raise BadCheckpoint(f"{path} is cut off: it ends before byte {end}")
         try:
-            content, storages = _unpacked(path, file, offset, end)
+            content, storages = _unpack(path, file, offset, end)
         except (BadCheckpoint, OSError):
             raise
         except Exception as error:  # the module zipfile has many ways to be surprised
@@ -462,10 +470,10 @@ def archive(path: Path, offset: int = 0, length: int | None = None) -> Archive:
                 "or of a torch before 1.6 and has to be saved anew"
             ) from None
     budget = Budget(path, len(content))
-    return Archive(path, unpickled(content, path, budget), storages, budget)
+    return Archive(path, unpickle(content, path, budget), storages, budget)
 
 
-def _unpacked(path: Path, file: BinaryIO, offset: int, end: int) -> tuple[bytes, dict[str, tuple[int, int, int]]]:
+def _unpack(path: Path, file: BinaryIO, offset: int, end: int) -> tuple[bytes, dict[str, tuple[int, int, int]]]:
     """(the pickle in an archive, where its storages are)."""
     packed = zipfile.ZipFile(_Window(file, offset, end - offset))
     entries = packed.infolist()

@@ -69,7 +69,7 @@ AXES: dict[str, int | None] = {
     "output_layer.bias": 0,
     **dict.fromkeys(NORMS.values()),
 }
-GATED = (FC1, "mlp.linear_fc1.bias")  # each rank has rows of both halves
+OF_BOTH_HALVES = (FC1, "mlp.linear_fc1.bias")  # each rank has rows of both halves
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class _Model:
     def _places(self, own: _Own) -> tuple[Place, list[tuple[Place, Place]]]:
         """(the shape of the whole tensor, the boxes that this rank has of it)."""
         axis, extent = AXES[own.name], list(own.found.shape)
-        shape, pieces = list(extent), 2 if self._gated and own.name in GATED else 1
+        shape, pieces = list(extent), 2 if self._gated and own.name in OF_BOTH_HALVES else 1
         stack = () if own.layer is None else (own.layer,)
         ones = (1,) * len(stack)
         front = () if own.layer is None else (self._layers,)
@@ -297,7 +297,7 @@ class _Model:
         found: list[tuple[_Own, int]] = []
         bucket = at = 0
         for own in reversed(owns):
-            at = bucket + buckets.aligned(at - bucket)
+            at = bucket + buckets.align(at - bucket)
             if own.alone:
                 bucket = at
             found.append((own, at))
@@ -324,7 +324,7 @@ def _states(file: Archive, owns: Sequence[_Own]) -> Iterator[tuple[_Own, dict[st
     if not isinstance(inner, dict) or "state" not in inner:
         raise BadCheckpoint(f"{file.path}: its optimizer has no state: {INSTEAD}")
     mains = optimizer.get("fp32_from_fp16_params")
-    left = {True: _decayed(owns, True), False: _decayed(owns, False)}
+    left = {True: _has_decay(owns, True), False: _has_decay(owns, False)}
     for number, group in enumerate(inner["param_groups"]):
         numbers = group["params"]
         mine = left.pop(group.get("wd_mult") != 0.0, []) if numbers else []
@@ -341,6 +341,6 @@ def _states(file: Archive, owns: Sequence[_Own]) -> Iterator[tuple[_Own, dict[st
         raise BadCheckpoint(f"{file.path}: its optimizer does not step all parameters: {INSTEAD}")
 
 
-def _decayed(owns: Sequence[_Own], decayed: bool) -> list[_Own]:
+def _has_decay(owns: Sequence[_Own], decayed: bool) -> list[_Own]:
     """The parameters with weight decay, or those without: biases and vectors."""
     return [own for own in owns if (len(own.found.shape) > 1 and not own.name.endswith(".bias")) == decayed]

@@ -31,7 +31,7 @@ from unicron_transition.snapshot.reading import (
     MOST_NAMES,
     allowance,
     open_plain,
-    parsed,
+    parse_json,
     read_small,
     text_in,
 )
@@ -42,14 +42,14 @@ NAME = "model.safetensors"
 PICKLE = "pytorch_model.bin"  # what transformers takes where there is none of these
 CONFIG = "config.json"
 PAIRS = "float4_e2m1fn_x2"  # of torch, which counts two elements as one; files have them one by one
-NAMED = "transformers_weights"  # in config.json: the file that has the weights
+FILE_KEY = "transformers_weights"  # in config.json: the file that has the weights
 OFFSETS = "DCP_SHARDING_INFO"  # in the header of files that torch DCP writes by rank: where in the whole each piece is
 ADAPTER = "adapter_"  # how the files of an adapter begin
 NO_MODEL = "{} is an adapter, and no whole model: merge it into its base model first (peft: merge_and_unload)"
 VARIANT = re.compile(r"model\.[^.]+?(?:-\d+-of-\d+)?\.safetensors")  # as of model.fp16.safetensors
 SHARD = re.compile(r"((?!shard-).*)-(\d+)-of-(\d+)\.safetensors")
 RANK = re.compile(r"shard-(\d+)-.*\.safetensors")  # torch DCP's files by rank, of which the first is 1
-CONSOLIDATED = "consolidated"  # how files begin that Mistral has beside Hugging Face's, with the same weights
+MISTRALS = "consolidated"  # how files begin that Mistral has beside Hugging Face's, with the same weights
 MOST = 100_000_000  # bytes of a header, as the library has it
 VALUES, MOST_TEXTS = 6, 10_000  # of a header: for each tensor, torch's place of it included; and besides them
 Entry = tuple[str, Place, int, int]  # of a tensor: its kind as the library has it, its shape, its bytes
@@ -80,28 +80,28 @@ KINDS = {
 def files(folder: Path) -> list[Path]:
     """The files with the weights of a folder, of which transformers' `from_pretrained` takes the same; or the file, or
     index of files, that is named itself. Raises BadCheckpoint."""
-    return _chosen(folder)[0]
+    return _choose(folder)[0]
 
 
-def _chosen(folder: Path) -> tuple[list[Path], Collection[str]]:
+def _choose(folder: Path) -> tuple[list[Path], Collection[str]]:
     """(those files, the names of tensors that an index says are in them)."""
     if folder.is_file():
         if folder.suffix == SUFFIX:
             return _whole_models([folder]), ()
-        return listed(folder) if ".safetensors.index." in folder.name and folder.suffix == ".json" else ([], ())
+        return read_list(folder) if ".safetensors.index." in folder.name and folder.suffix == ".json" else ([], ())
     if not folder.is_dir():
         return [], ()
-    if named := _named(folder / CONFIG):
+    if named := _file_of_config(folder / CONFIG):
         return [folder / named], ()
     if (folder / NAME).is_file():
         return [folder / NAME], ()
     if (folder / f"{NAME}.index.json").is_file():
-        return listed(folder / f"{NAME}.index.json")
+        return read_list(folder / f"{NAME}.index.json")
     if any((folder / name).is_file() for name in (PICKLE, f"{PICKLE}.index.json")):
         return [], ()
     found = sorted(itertools.islice(folder.glob(f"*{SUFFIX}"), MOST_FILES + 1))
     _check_count(folder, len(found))
-    return _whole_models([path for path in found if not path.name.startswith(CONSOLIDATED)] or found), ()
+    return _whole_models([path for path in found if not path.name.startswith(MISTRALS)] or found), ()
 
 
 def _check_count(where: Path, count: int) -> None:
@@ -129,10 +129,10 @@ def _whole_models(found: list[Path]) -> list[Path]:
     return models
 
 
-def listed(index: Path) -> tuple[list[Path], Collection[str]]:
+def read_list(index: Path) -> tuple[list[Path], Collection[str]]:
     """The files that an index of Hugging Face's names, and the tensors. Raises BadCheckpoint."""
     try:
-        told = parsed(read_small(index))["weight_map"]
+        told = parse_json(read_small(index))["weight_map"]
         found = {str(name) for name in told.values()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{index}: not as Hugging Face writes it ({str(error)[:100]})") from None
@@ -142,13 +142,13 @@ def listed(index: Path) -> tuple[list[Path], Collection[str]]:
     return [index.parent / name for name in sorted(found)], told.keys()
 
 
-def _named(config: Path) -> str:
+def _file_of_config(config: Path) -> str:
     """The file that a model's config.json names for its weights; "" for none. Raises BadCheckpoint."""
     try:
-        told = parsed(read_small(config)) if config.is_file() else {}
+        told = parse_json(read_small(config)) if config.is_file() else {}
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{config}: not a model's configuration ({str(error)[:100]})") from None
-    name = told.get(NAMED) if isinstance(told, dict) else None
+    name = told.get(FILE_KEY) if isinstance(told, dict) else None
     return name if isinstance(name, str) and name.endswith(SUFFIX) and "/" not in name else ""
 
 
@@ -156,7 +156,7 @@ def read(folder: Path) -> Index | None:
     """The index of the files in a folder, or of one file; None where there are none. Raises BadCheckpoint, OSError."""
     index = Index(FORMAT, 0, "", {})
     pieces: dict[str, list[tuple[Place, Raw]]] = {}
-    paths, told = _chosen(folder)
+    paths, told = _choose(folder)
     if not paths:
         return None
     ranks, names, there = 0, _Names(folder), set[str]()
@@ -264,7 +264,7 @@ def _offsets(path: Path, about: Any) -> dict[str, Place] | None:
     if told is None:
         return None
     try:
-        found = {name: tuple(each["saved_offsets"]) for name, each in parsed(told.encode(), 3).items()}
+        found = {name: tuple(each["saved_offsets"]) for name, each in parse_json(told.encode(), 3).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: {OFFSETS} is not as torch writes it ({str(error)[:100]})") from None
     if not all(type(each) is int and each >= 0 for offset in found.values() for each in offset):
@@ -309,7 +309,7 @@ def _header(path: Path, names: _Names) -> tuple[dict[str, Entry], dict[str, Any]
     try:
         if data.count(b":") > VALUES * data.count(b'"data_offsets"') + MOST_TEXTS:
             raise ValueError(f"more than {MOST_TEXTS} texts beside its tensors")
-        told = parsed(data, VALUES, names.entry)
+        told = parse_json(data, VALUES, names.entry)
         about = told.pop("__metadata__", None) or {}
         if not isinstance(about, dict) or not all(type(each) is tuple for each in told.values()):
             raise ValueError("not as the library writes it")
@@ -329,7 +329,7 @@ def _adopt(index: Index, told: Any) -> None:
 def facts_of(config: Path) -> dict[str, Any]:
     """Read what a model's config.json says of it, as `model_facts` does. Raises BadCheckpoint, OSError."""
     try:
-        told = parsed(read_small(config))
+        told = parse_json(read_small(config))
         heads = told.get("num_attention_heads") or told.get("n_head")
         if not isinstance(heads, int):
             return {}

@@ -50,7 +50,7 @@ def read(path: Path) -> Index | None:
 
 def _of_hugging_face(found: Path, folder: Path) -> Index | None:
     """found: the file of weights, or the index of several; folder: what people named."""
-    paths, told = safetensors.listed(found) if found.suffix == ".json" else ([found], ())
+    paths, told = safetensors.read_list(found) if found.suffix == ".json" else ([found], ())
     index, there = Index(FORMAT, 0, "", {}), set[str]()
     for path in paths:
         part = archive(path)
@@ -96,7 +96,7 @@ def _of_training(path: Path) -> Index:
         )
     index = Index(FORMAT, 0, "", {})
     _add(index, found, content[models[0]])
-    index.iteration, doubt = beside.counted(found)
+    index.iteration, doubt = beside.count_iterations(found)
     if doubt:
         beside.doubt(index, f"{path}: {doubt}")
     known = (*models, *beside.COUNTS)

@@ -17,7 +17,7 @@ MOST = 64  # bytes that are read of it
 SECONDS = 1.0  # to read it before a process starts; a file system that hangs is the process's own matter
 
 
-def tracked(folder: Path) -> str:
+def read_tracker(folder: Path) -> str:
     """Read the file; "" for no file. Raises OSError."""
     path = folder / TRACKER
     if not path.is_file():
@@ -34,13 +34,13 @@ def is_number(text: str) -> bool:
 def megatrons_iteration(folder: Path) -> int:
     """Return the iteration of the newest checkpoint that Megatron-LM has in a folder, -1 where the file names none.
     Raises OSError."""
-    text = tracked(folder)
+    text = read_tracker(folder)
     return int(text) if is_number(text) else -1
 
 
 def problem(folder: Path) -> str:
     """Why the file in a folder is of no use, in one line; "" where it is, or is not there. Raises OSError."""
-    text = tracked(folder)
+    text = read_tracker(folder)
     if is_number(text) or text == RELEASE or not (folder / TRACKER).is_file():
         return ""
     return f"{folder / TRACKER}: {text[:40]!r} is no iteration: write the number of one that is there"
@@ -52,14 +52,14 @@ def problem_of(command: Sequence[str]) -> str:
     folders += [after for word, after in itertools.pairwise(command) if word == "--load"]
     found: list[str] = []
 
-    def read_tracker() -> None:
+    def look_at_tracker() -> None:
         try:
             found.append(problem(Path(folders[-1])))
         except (OSError, ValueError):
             found.append("")
 
     if folders:
-        looking = threading.Thread(target=read_tracker, name="unicron-tracker", daemon=True)
+        looking = threading.Thread(target=look_at_tracker, name="unicron-tracker", daemon=True)
         looking.start()
         looking.join(SECONDS)
     return found[0] if found else ""

@@ -19,7 +19,7 @@ import numpy as np
 
 from unicron_transition.seams import table, torch_chunks
 from unicron_transition.snapshot.formats import names
-from unicron_transition.snapshot.formats.dcp import COMMON, CONFIG, METADATA, RESHARDABLE, TOLD, TORCH_DIST
+from unicron_transition.snapshot.formats.dcp import COMMON, CONFIG, METADATA, OWN_KEY, RESHARDABLE, TORCH_DIST
 from unicron_transition.snapshot.formats.index import LAYERS, MAINS, STATE, Array, BadCheckpoint, Common, Index
 from unicron_transition.snapshot.formats.megatron_arguments import arguments, unknown
 from unicron_transition.snapshot.formats.tracker import RELEASE, TRACKER
@@ -134,7 +134,7 @@ def write_dcp(folder: Path, index: Index, options: Options) -> None:
     """Write all tensors under the names of the index. Raises BadCheckpoint, OSError."""
     if options.names:
         raise BadCheckpoint("--format dcp renames nothing: leave --names out, or give it to `checkpoint import` first")
-    _Writer(folder, "dcp").write(map(of, index.tensors.values()), {}, {TOLD: told_of(index)})
+    _Writer(folder, "dcp").write(map(of, index.tensors.values()), {}, {OWN_KEY: told_of(index)})
 
 
 # ------------------------------------------------------------ Megatron's
@@ -142,12 +142,12 @@ def write_megatrons(folder: Path, index: Index, options: Options) -> None:
     """Write a folder from which Megatron-LM loads, under its names: others are of no use to anybody. Raises
     BadCheckpoint, OSError."""
     if not names.of_megatron(index):
-        if not options.names and names.chosen("", index, to_theirs=False) is None:
+        if not options.names and names.choose("", index, to_theirs=False) is None:
             raise BadCheckpoint(
                 "torch_dist is for Megatron-LM, and these names are not a Megatron model's: write --format dcp or "
                 "safetensors, or give a table of names with --names FILE"
             )
-        index = names.renamed(index, options.names, index.common.facts)
+        index = names.rename(index, options.names, index.common.facts)
     elif options.names not in ("", names.MEGATRON):
         raise BadCheckpoint("the names are Megatron's already, as torch_dist has them: leave --names out")
     for line in unknown(index):
@@ -211,7 +211,7 @@ def _common(index: Index, writer: _Writer) -> dict[str, Any]:
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,
         },
-        TOLD: told_of(index),
+        OWN_KEY: told_of(index),
     }
     if index.has_optimizer():
         found["optimizer"] = _optimizer(common, writer)

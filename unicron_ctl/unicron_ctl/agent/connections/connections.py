@@ -1,4 +1,4 @@
-"""All through which an agent speaks and listens, and the log into which it writes."""
+"""An agent's connections, and the log into which it writes."""
 
 from __future__ import annotations
 
@@ -112,17 +112,17 @@ class Polling:
 
 @dataclass
 class Connections:
-    """An agent's sockets, and what reads and writes them.
-
-    line: to the controller; outbox: what goes there. ranks: the line to the ranks. polling: what the agent's loop
-    waits for.
-    """
+    """An agent's sockets, and the objects that read and write them."""
 
     context: zmq.Context[zmq.Socket[bytes]]
     line: Line
+    """The line to the controller"""
     outbox: Outbox
+    """Messages to the controller"""
     ranks: RankLine
+    """The line to the ranks"""
     polling: Polling
+    """The sockets and descriptors for which the agent's loop waits"""
     containment: Containment
     log: JobLog
 

@@ -23,13 +23,14 @@ TASKS_SECONDS = 300.0  # for all tasks of a node to begin: Slurm starts them tog
 
 @dataclass(frozen=True)
 class StepTask:
-    """A task of this node's, whose rank is to run as it would: with its environment, on its CPUs, and with its standard
-    output and error (descriptors). devices: the GPUs' files that it may open."""
+    """A task of this node's, whose rank is to run as it would."""
 
     environment: Mapping[str, str]
     cpus: frozenset[int]
     devices: tuple[str, ...]
+    """The GPUs' files that it may open"""
     stdout: int
+    """The descriptor of its standard output"""
     stderr: int
 
 

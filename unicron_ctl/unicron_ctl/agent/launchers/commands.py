@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unicron_ctl.agent.program_table import MODULES, NAMES, PROGRAMS
+from unicron_ctl.agent.ranks.warm_commands import PYTHON, VALUE_OPTIONS
 
-PYTHON = re.compile(r"python[\d.]*t?")
 SHELLS = PROGRAMS.shells.posix
 WRAPPERS = PROGRAMS.wrappers.of_a_rank
 ELSEWHERE = PROGRAMS.wrappers.elsewhere
@@ -23,7 +23,6 @@ _FLAG = re.compile(
     r"-[qvsgU]+|--(?:no-(?!extra$|group$|.*-package$).*|all-.*|active|dev|exact|frozen|isolated|live-stream|locked"
     r"|managed-python|offline|only-dev|quiet|recreate|refresh|reinstall|site-packages|system|upgrade|verbose)?"
 )
-VALUE_OPTIONS = ("-W", "-X", "--check-hash-based-pycs")  # of Python, which take the next word
 
 
 class LauncherStays(Exception):

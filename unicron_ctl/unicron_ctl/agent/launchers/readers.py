@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unicron_ctl.agent.launchers.accelerate import ask_accelerate
-from unicron_ctl.agent.launchers.commands import PYTHON, LauncherCommand, LauncherStays, find_launcher
+from unicron_ctl.agent.launchers.commands import LauncherCommand, LauncherStays, find_launcher
 from unicron_ctl.agent.launchers.launcher_options import Options, Unreadable, read_options, torch_defaults
 from unicron_ctl.agent.program_table import KINDS, LAUNCHERS, Launcher
 from unicron_ctl.agent.ranks.placeholders import placeholder
+from unicron_ctl.agent.ranks.warm_commands import PYTHON
 from unicron_ctl.shared.system.plain_file import read_beginning
 
 MOST_BYTES = 1 << 20  # that are read of a script

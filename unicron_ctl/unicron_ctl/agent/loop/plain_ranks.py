@@ -23,7 +23,7 @@ from typing import Any
 from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS, Agent
 from unicron_ctl.agent.ranks.counted import Folder, Progress
-from unicron_ctl.agent.ranks.fence import Fence
+from unicron_ctl.agent.ranks.fence import CUT_OFF, Fence
 from unicron_ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
 from unicron_ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outside_the_step
 from unicron_ctl.agent.ranks.zygote_client import Starter
@@ -275,7 +275,7 @@ class RestartAgent(Agent):
         """Programs hear nothing of the agent; what they save looks for a note beside the images."""
         if isinstance(message, wire.Cut) and self._snapshots.memory.folder is not None:
             with contextlib.suppress(OSError):  # a folder that is gone is said of, and made again
-                cuts.write_cut_note(self._snapshots.memory.folder, cuts.Wanted(message.iteration, message.good))
+                cuts.write_cut_note(self._snapshots.memory.folder, cuts.CutOrder(message.iteration, message.good))
 
     def _enter_world(self, plan: wire.Plan) -> None:
         outside = [rank for rank in self.ranks.values() if rank.slot not in plan.members]
@@ -380,7 +380,7 @@ class RestartAgent(Agent):
         # What the controller has given up for good it forms no other world of.
         closed, muted = self._net.outbox.closed, self._net.outbox.muted
         if self._fence.check_lease(self._net.line.up or closed, muted and not closed, pids, time.monotonic()):
-            self.log.warn(self._fence.reason())
+            self.log.warn(CUT_OFF)
             for rank in inside:
                 rank.kill()
         if self._reports.fenced != self._fence.holds:

@@ -25,11 +25,13 @@ Key = tuple[int, int, int]  # generation, iteration, total: what the reports of 
 
 @dataclass
 class _Group:
-    """The ranks' steps that become one report. since: when the first of them came."""
+    """The ranks' steps that become one report."""
 
     key: Key
     since: float
-    steps: dict[int, Step] = field(default_factory=dict)  # by slot
+    """The time at which the first of them came"""
+    steps: dict[int, Step] = field(default_factory=dict)
+    """By slot"""
 
 
 class StepReports:

@@ -27,6 +27,10 @@ REACH_SECONDS = 0.7  # for one door
 PASS_SECONDS = 2.0  # between two tries of all doors
 SIDE_BY_SIDE = 16
 WATCHDOG_SECONDS = 10.0  # before a watchdog that has ended is started again
+CUT_OFF = (
+    "neither the controller nor enough of the world's other nodes can be reached: the processes end, for a new world "
+    "may begin without them"
+)
 NEVER = 1e18  # an `until` that does not come
 
 
@@ -88,13 +92,6 @@ class Fence:
         until = self._lease.expires_at
         self._renew(NEVER if math.isinf(until) else until, pids)
         return now >= until
-
-    def reason(self) -> str:
-        """Why the processes end."""
-        return (
-            "neither the controller nor enough of the world's other nodes can be reached: the processes end, for a "
-            "new world may begin without them"
-        )
 
     # ------------------------------------------------------------ the others
     def _try_all(self, now: float) -> None:

@@ -40,21 +40,24 @@ _OF_TORCH = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @dataclass(frozen=True)
 class World:
-    """A node's part of the job. `node` of `nodes`, counted from 0; `master` is an address of the first node. `run`: the
-    job's id. `restarts`: how many worlds it has had before. `names`: of the nodes, where Slurm tells them.
-    """
+    """A node's part of the job."""
 
     node: int
+    """Its number, from 0"""
     nodes: int
     ranks_per_node: int
     master: str
+    """An address of the first node"""
     port: int
     run: str
+    """The job's id"""
     restarts: int = 0
+    """The worlds that the job has had before"""
     names: tuple[str, ...] = ()
+    """The nodes' names, where Slurm tells them"""
 
     def environment(self, local: int, base: Mapping[str, str]) -> dict[str, str]:
-        """`base` with all that torchrun sets for the node's rank `local` (torch.distributed.run, Environment
+        """Return `base` with all that torchrun sets for the node's rank `local` (torch.distributed.run, Environment
         Variables): programs that see a part of it take somebody else for their launcher. What Slurm tells of a step
         is told of this world. Where srun is the launcher of one job that is no array, nothing says that it is torchrun;
         submitit's functions set torch's variables themselves, and refuse those that are there.
@@ -115,16 +118,14 @@ def slurm_world(rank: int, size: int, local: int, per_node: int, node: int) -> d
 
 
 def outside_the_step(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what describes the Slurm step. Where that is one element of the job, it would tell a
-    program of a world of one node.
-    """
+    """Return the environment without what describes the Slurm step. Where that is one element of the job, it would tell
+    a program of a world of one node."""
     return {name: value for name, value in environment.items() if not _OF_THE_STEP.fullmatch(name)}
 
 
 def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> World:
-    """The world of this job as Slurm shows it now. Raises UserError when the job has several nodes and Slurm does not
-    tell which: each would train by itself, and all write the same files.
-    """
+    """Return the world of this job as Slurm shows it now. Raises UserError when the job has several nodes and Slurm
+    does not tell which: each would train by itself, and all write the same files."""
     port = FIRST_PORT + (int(place.job) + place.step // LAUNCHES) % PORTS  # steps may run at the same time
     ranks = place.settings.ranks_per_node
     if place.settings.max_nodes == 1:
@@ -150,9 +151,8 @@ def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> W
 
 
 def _wait_for_elements(job: str, own: int, block: int) -> dict[int, str]:
-    """element -> node of the elements that run, `own` among them, once the answer has stood still; else the last one
-    in time.
-    """
+    """Return element -> node of the elements that run, `own` among them, once the answer has stood still; else the last
+    one in time."""
     deadline = time.monotonic() + LIMIT_SECONDS
     last: dict[int, str] = {}
     since = time.monotonic()

@@ -31,12 +31,16 @@ _PAGE = float(os.sysconf("SC_PAGE_SIZE"))
 
 @dataclass(frozen=True)
 class Usage:
-    """A process at one moment: state letter, seconds of CPU time, bytes in memory, bytes read and written so far."""
+    """A process at one moment."""
 
     state: str
+    """Its letter in /proc"""
     cpu: float
+    """Seconds of CPU time"""
     memory: float
+    """Bytes in memory"""
     transferred: float
+    """Bytes read and written so far"""
 
 
 def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:

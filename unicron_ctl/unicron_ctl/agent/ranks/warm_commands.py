@@ -11,22 +11,22 @@ from unicron_ctl.agent.program_table import PROGRAMS
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 
 WARM, PRELOAD = "UNICRON_WARM", "UNICRON_PRELOAD"
-_PYTHON = re.compile(r"python[\d.]*t?")
+PYTHON = re.compile(r"python[\d.]*t?")
 _ALONE = re.compile(r"-[bBdEIOPqsSuv]+|-[WX].+")  # options of the interpreter that are a word each, python(1)
-_WITH_A_WORD = ("-W", "-X", "--check-hash-based-pycs")
+VALUE_OPTIONS = ("-W", "-X", "--check-hash-based-pycs")  # of Python, which take the next word
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def python_command(command: Sequence[str]) -> tuple[list[str], list[str]] | None:
     """Return (interpreter and its options, `SCRIPT ...` or `-m MODULE ...`) of a command that runs a Python script;
     None for any other."""
-    if not command or not _PYTHON.fullmatch(os.path.basename(command[0])):
+    if not command or not PYTHON.fullmatch(os.path.basename(command[0])):
         return None
     at = 1
     while at < len(command) and command[at].startswith("-") and command[at] != "-m":
-        if command[at] not in _WITH_A_WORD and not _ALONE.fullmatch(command[at]):
+        if command[at] not in VALUE_OPTIONS and not _ALONE.fullmatch(command[at]):
             return None
-        at += 2 if command[at] in _WITH_A_WORD else 1
+        at += 2 if command[at] in VALUE_OPTIONS else 1
     words = list(command[at:])
     sound = len(words) > 1 if words[:1] == ["-m"] else bool(words) and words[0].endswith(".py")
     return (list(command[:at]), words) if sound else None
@@ -37,7 +37,7 @@ def python_of(command: Sequence[str]) -> list[str]:
     environment that it is in; else this one."""
     if os.path.basename(command[0]).startswith("python"):  # also a wrapper, as python-of-the-project
         return [command[0]]
-    at = next((at for at, word in enumerate(command) if _PYTHON.fullmatch(os.path.basename(word))), None)
+    at = next((at for at, word in enumerate(command) if PYTHON.fullmatch(os.path.basename(word))), None)
     if at is None:
         return [sys.executable]
     first = next((start for start in range(at) if os.path.basename(command[start]) in PROGRAMS.wrappers.elsewhere), at)

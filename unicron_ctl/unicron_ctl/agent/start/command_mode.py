@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unicron_ctl.agent.program_table import PROGRAMS
 from unicron_ctl.shared.protocol.structs import RESTART, SESSION
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.plain_file import read_beginning
@@ -67,7 +68,6 @@ _MONITOR_PROGRAMS = set(
 )
 _SHELL_SYNTAX = re.compile(r"[;&|`$<>()\n]")
 _OF_SUBPROCESS = {"CalledProcessError", "DEVNULL", "PIPE", "STDOUT", "SubprocessError", "TimeoutExpired"}  # run nothing
-_SHELLS = ("bash", "sh", "dash", "ksh", "zsh")
 _SAY = "say --unicron-mode=session if it imports unicron"
 LAUNCHER = ("-m", "unicron.transition.megatron_lm")  # goes in front of such a program, and heals it unmodified
 
@@ -229,7 +229,7 @@ def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> t
             return Path(word).name, _read(folder / word)
         python = python or Path(word).name.startswith("python")
     name = Path(command[0]).name if command else "no command"
-    if name in _SHELLS:
+    if name in (*PROGRAMS.shells.posix, *PROGRAMS.shells.others):
         return f"{name} runs what is not read here: {_SAY}", None
     return f"{name} is no Python script" if command else name, None
 

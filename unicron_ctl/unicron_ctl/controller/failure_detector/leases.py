@@ -10,7 +10,7 @@ Living agents stand in the order of their last word (`Live.leases`), so a tick l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -269,20 +269,9 @@ class Evidence:
         """Return a finding, on the word of these answers. dead, spare: as in :class:`Finding`."""
         suspicion, told = self.suspicion, "; ".join(str(answer) for answer in answers)
         said = f"no message from {suspicion.node} for {self.silent_seconds:.2f} s" + (f" ({told})" if told else "")
-        return Finding(
-            what,
-            suspicion.job,
-            (),
-            self.view.now,
-            source,
-            said,
-            element=suspicion.element,
-            node=suspicion.node,
-            by=by,
-            dead=dead,
-            answers=what is What.AGENT_DIED and (dead or probes.slurmd_answers(suspicion)),
-            spare=spare,
-        )
+        element, node = suspicion.element, suspicion.node
+        found = Finding(what, suspicion.job, (), self.view.now, source, said, element, node, by, dead=dead, spare=spare)
+        return replace(found, answers=what is What.AGENT_DIED and (dead or probes.slurmd_answers(suspicion)))
 
     def conclude_unreachable(self) -> Finding:
         own = self.suspicion.answers.get(OWN)

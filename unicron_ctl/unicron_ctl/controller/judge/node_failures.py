@@ -22,6 +22,7 @@ from unicron_ctl.controller.judge.evidence import (
     merge_verdicts,
     pids_on,
 )
+from unicron_ctl.controller.judge.remedies import inside_of
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
@@ -128,17 +129,11 @@ def settle_node_events(view: View, queue: NodeEventQueue) -> Iterator[Outcome]:
 def _settle_event(view: View, seen: SeenEvent) -> Outcome | None:
     """Judge an event that waited; None while agents may still come back after a restart of this process."""
     out, node = Outcome(), seen.said.node
-    jobs = [
-        (job, agent)
-        for agent in view.live.on_node(node)
-        if agent.alive
-        and agent.job == seen.said.of_job
-        and (job := view.state.jobs.get(agent.job)) is not None
-        and not job.over
-    ]
-    aside = _nothing_to_leave(view, jobs[0][1]) if jobs else ""
+    job = view.state.jobs.get(seen.said.of_job)
+    agents = [a for a in view.live.on_node(node) if job is not None and not job.over and a.alive and a.job == job.job]
+    aside = _nothing_to_leave(view, agents[0]) if agents else ""
     action, why = after_waiting(seen.said, seen.time, view.state.nodes, aside, view.state.history.policy)
-    if action == ISOLATE and not jobs:
+    if action == ISOLATE and not agents:
         if view.now - view.started_at < view.config.restart_grace:
             return None
         action, why = REPORT, "only recorded: the job does not run there any more"
@@ -150,27 +145,16 @@ def _settle_event(view: View, seen: SeenEvent) -> Outcome | None:
     out.record(
         None, records.NodeVerdict(node=node, event=seen.id, action=action, of_job=seen.said.of_job, reason=verdict)
     )
-    if action == ISOLATE:
-        out.findings += [_unfit(view, job, agent, seen) for job, agent in jobs]
+    if action == ISOLATE and job is not None:
+        out.findings += [_unfit(view, job, agent, seen) for agent in agents]
     return out
 
 
 def _unfit(view: View, job: JobState, agent: AgentView, seen: SeenEvent) -> Finding:
     """The node's ranks of one job are to be given up."""
     said = f'{agent.node} is not fit for work: "{seen.said.text}" ({seen.said.cause})'
-    inside = [s for s in agent.slots if (s in job.members or s in job.joining) and s not in job.lost]
-    return Finding(
-        What.NODE,
-        job.job,
-        tuple(inside),
-        view.now,
-        Source.AGENT,
-        said,
-        element=agent.element,
-        node=agent.node,
-        by="kernel log",
-        seen=seen.id,
-    )
+    inside, where = tuple(inside_of(job, agent.slots)), (agent.element, agent.node)
+    return Finding(What.NODE, job.job, inside, view.now, Source.AGENT, said, *where, by="kernel log", seen=seen.id)
 
 
 def _same_line(known: NodeState, message: NodeEvent) -> bool:

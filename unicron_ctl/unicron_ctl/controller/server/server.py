@@ -64,8 +64,7 @@ Route = tuple[bytes, ...]
 class Server:
     """One controller at `ports`; `address` is where it can be reached, `key` its public key, empty when it encrypts
     nothing. connections: as many at once. progress: called every now and then while the log is read. tenure: the
-    right to act; by default it has that as long as it lives. Raises UserError when it can't start.
-    """
+    right to act; by default it has that as long as it lives. Raises UserError when it can't start."""
 
     def __init__(
         self,
@@ -126,8 +125,7 @@ class Server:
     # ------------------------------------------------------------ life
     def run(self) -> None:
         """Serves until `stop`. Raises StoreError when the log can no longer be written: nothing is done that it does
-        not hold.
-        """
+        not hold."""
         gc.collect()
         gc.freeze()  # what is there now stays: a collection in the midst of a recovery need not look at it
         gc.set_threshold(*COLLECT)
@@ -269,9 +267,8 @@ class Server:
         address = canonical(address)  # where both families are listened to, IPv4 is said in IPv6
         if not self._within_quota(key, address, len(data)):
             self.dropped["rate"] += 1
-            peer = origin(address)
-            self._complain(records.BadMessage(peer=peer, reason=f"dropped messages of {peer}: too many"))
-            return
+            reason = f"dropped messages of {origin(address)}: too many"
+            return self._complain(records.BadMessage(peer=origin(address), reason=reason))
         try:
             message = wire.decode(data) if self._is_agent(key) else self._decode_stranger(data)
         except wire.BadMessage as error:

@@ -80,7 +80,7 @@ class ReferenceRun:
         by_name = defaultdict(list)
         for source in sources:
             by_name[source.box.name].append(source)
-        parts.restore(self._chunks, self._whole, parts.Assembled(by_name, {}))
+        parts.restore(self._chunks, self._whole, parts.AssembledBlocks(by_name, {}))
 
     def _gradient(self, iteration: int) -> list[tuple[Any, Any]]:
         """(part, flat gradient) of the whole model."""

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log import forgetting, records
+from unicron_ctl.shared.log.forgetting import FORGET_RECORDS
 from unicron_ctl.shared.log.naming import nodes_of
 from unicron_ctl.shared.log.records import Event, Record
-from unicron_ctl.shared.log.thinning import POLICIES, Retention, redundant
+from unicron_ctl.shared.log.thinning import POLICIES, redundant
 from unicron_ctl.shared.system.errors import UserError
 from unicron_detector.formats import LOG
 
 BUSY_SECONDS = 2.0
 PEEK_SECONDS = 0.2
 BRIDGED_SECONDS = 3600.0
-FORGET_BYTES, FORGET_RECORDS = 8 << 20, 1000  # that go, and that are looked at, at once: some 30 ms
+FORGET_BYTES = 8 << 20  # that go at once; with FORGET_RECORDS some 30 ms
 LARGEST_BYTES = 128 << 20  # of the log: what is older than both states goes beyond it, whatever its kind
 FREE_BYTES = 32 << 20  # that the file has room for and nobody needs: beyond it, it shrinks
 STATES = 2  # that are kept; the log can be folded on from each
@@ -252,11 +253,11 @@ class Store:
         try:
             for kind, kept in POLICIES.items():
                 last = min(upto, summed) if kept.summed else upto
-                yield from self._in_pieces(self._aged(_tag(kind), kept, last, now - kept.seconds))
-            over = self._bytes() - LARGEST_BYTES
+                yield from self._in_pieces(forgetting.aged(self._db, _tag(kind), kept, last, now - kept.seconds))
+            over = forgetting.used_bytes(self._db) - LARGEST_BYTES
             if over > 0:
-                yield from self._in_pieces(self._oldest(upto, over))
-            while self._free() > FREE_BYTES:
+                yield from self._in_pieces(forgetting.oldest(self._db, upto, over))
+            while forgetting.free_bytes(self._db) > FREE_BYTES:
                 with self._transaction():
                     self._db.execute(f"PRAGMA incremental_vacuum({FORGET_RECORDS})").fetchall()
                 yield 0
@@ -278,52 +279,6 @@ class Store:
         if doomed:
             self._delete(doomed)
             yield len(doomed)
-
-    def _aged(self, kind: str, kept: Retention, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
-        """(id, bytes) of the records of a kind that may go, None for one that stays."""
-        if kept.last_of_node:
-            yield from self._aged_but_last(kind, upto, before)
-            return
-        for number, time, length in self._pages("time, length(payload)", "kind = ? AND id <= ?", (kind, upto)):
-            if time >= before:
-                return
-            yield number, length
-
-    def _aged_but_last(self, kind: str, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
-        """(id, bytes) of the records that may go; None for the last one of each node, which stays."""
-        latest: dict[str, tuple[int, int] | None] = {}
-        for number, time, payload in self._pages("time, payload", "kind = ?", (kind,)):
-            node = str(getattr(records.decode(kind, payload), "node", ""))
-            yield latest.get(node)
-            latest[node] = (number, len(payload)) if time < before and number <= upto else None
-
-    def _oldest(self, upto: int, size: int) -> Iterator[tuple[int, int]]:
-        """(id, bytes) of the oldest records, which make `size` bytes together."""
-        for number, length in self._pages("length(payload)", "id <= ?", (upto,)):
-            if size <= 0:
-                return
-            size -= length
-            yield number, length
-
-    def _bytes(self) -> int:
-        """Return the bytes that the log takes, without the room that is free in its file."""
-        return self._pragma("page_count") * self._pragma("page_size") - self._free()
-
-    def _free(self) -> int:
-        return self._pragma("freelist_count") * self._pragma("page_size")
-
-    def _pragma(self, name: str) -> int:
-        return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
-
-    def _pages(self, what: str, where: str, values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        """(id, what) of the records, oldest first; they may be deleted meanwhile."""
-        after = 0
-        query = f"SELECT id, {what} FROM event WHERE {where} AND id > ? ORDER BY id LIMIT {FORGET_RECORDS}"
-        while rows := self._db.execute(query, (*values, after)).fetchall():
-            yield from rows
-            if len(rows) < FORGET_RECORDS:
-                return
-            after = rows[-1][0]
 
     def _delete(self, doomed: Sequence[tuple[int]]) -> None:
         if doomed:

@@ -1,10 +1,13 @@
-"""Sends a message to a target of [notify]: a hook program, mail, Slack, a webhook. Slow: for a thread of its own."""
+"""Sends a message to a target of [notify]: a hook program, mail, Slack, a webhook. Slow: for a thread of its own.
+
+Each is told by a program that can be killed, whatever it waits for: the hook, or this module for mail, Slack and the
+webhook (``python -m unicron_ctl.shared.notices.notify_targets``, with an :class:`Order` on its standard input).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import email.utils
-import http.client
 import json
 import os
 import signal
@@ -12,24 +15,28 @@ import smtplib
 import socket
 import ssl
 import subprocess
+import sys
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from email.message import EmailMessage
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from unicron_ctl.shared.notices.notices import Message
 from unicron_ctl.shared.settings.notify import NotifyConfig, Secrets, unfit
 from unicron_ctl.shared.system.addresses import split
 from unicron_ctl.shared.system.errors import one_line, shorten
+from unicron_ctl.shared.system.printable import print_text
 from unicron_ctl.shared.system.redaction import without_values
 
 SUBMISSION = 587  # the port of mail that is submitted, always encrypted
 MOST_CHARACTERS = 300  # characters of what a target said
 WHOLE = 5.0  # times the section's time limit: what all answers of a server may take together
+PROGRAM = (sys.executable, "-P", "-m", "unicron_ctl.shared.notices.notify_targets")
 Deliver = Callable[[Message], None]
 
 
@@ -39,16 +46,12 @@ class NotTold(Exception):
 
 def targets(config: NotifyConfig, secrets: Secrets, hooks: Hooks) -> dict[str, Deliver]:
     """Name -> what tells it. Each raises NotTold, and ends within :data:`WHOLE` times the section's time limit."""
-    seconds = config.timeout
     found: dict[str, Deliver] = {}
     if config.hook:
-        found["hook"] = partial(hooks.run, config.hook, seconds)
-    if config.mail:
-        found["mail"] = partial(send_mail, config, secrets)
-    if secrets.slack:
-        found["slack"] = lambda message: post(secrets.slack, {"text": f"*{message.subject}*\n{message.text}"}, seconds)
-    if secrets.webhook:
-        found["webhook"] = lambda message: post(secrets.webhook, message.data, seconds, secrets.webhook_token)
+        found["hook"] = partial(hooks.run, config.hook, config.timeout)
+    for name, wanted in (("mail", config.mail), ("slack", secrets.slack), ("webhook", secrets.webhook)):
+        if wanted:
+            found[name] = partial(hooks.send, name, config, secrets)
     return {name: partial(_without_secrets, deliver, secrets.words) for name, deliver in found.items()}
 
 
@@ -60,8 +63,17 @@ def _without_secrets(deliver: Deliver, words: list[str], message: Message) -> No
         raise NotTold(shorten(without_values(text, words, 1), MOST_CHARACTERS)) from None
 
 
+class Order(msgspec.Struct, kw_only=True):
+    """A message for this module's own program to send."""
+
+    target: str
+    message: Message
+    config: NotifyConfig
+    secrets: Secrets
+
+
 class Hooks:
-    """The hook programs that run. None of them outlives the controller's end."""
+    """The programs that run. None of them outlives the controller's end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,40 +81,65 @@ class Hooks:
         self._closed = False
 
     def run(self, path: str, seconds: float, message: Message) -> None:
-        """Runs the program, without a shell, with the message as JSON on its standard input and little else. All that
-        it has started is killed when it takes too long. Raises NotTold."""
+        """Run the hook, without a shell, with the message as JSON on its standard input and little else. Raises
+        NotTold."""
         if why := unfit(path):
             raise NotTold(why)
-        process = self._start(path)
-        data = json.dumps({"subject": message.subject, **message.data}).encode()
-        with process:
-            try:
-                process.communicate(data, timeout=seconds)
-            except subprocess.TimeoutExpired:
-                _kill(process)
-                raise NotTold(f"the hook did not end within {seconds:g} s and was killed") from None
-            finally:
-                with self._lock:
-                    self._running.discard(process)
-        if process.returncode:
-            raise NotTold(f"the hook ended with status {process.returncode}")
-
-    def _start(self, path: str) -> subprocess.Popen[bytes]:
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin", "LC_ALL": "C.UTF-8"}
+        data = json.dumps({"subject": message.subject, **message.data}).encode()
+        try:
+            status, _ = self._play([path], environment, data, seconds)
+        except subprocess.TimeoutExpired:
+            raise NotTold(f"the hook did not end within {seconds:g} s and was killed") from None
+        if status:
+            raise NotTold(f"the hook ended with status {status}")
+
+    def send(self, name: str, config: NotifyConfig, secrets: Secrets, message: Message) -> None:
+        """Send the message to a server. Each byte begins the time limit of a socket anew, so the program has one for
+        the whole. Raises NotTold."""
+        data = msgspec.json.encode(Order(target=name, message=message, config=config, secrets=secrets))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        limit = WHOLE * config.timeout
+        try:
+            status, errors = self._play(PROGRAM, environment, data, limit, subprocess.PIPE)
+        except subprocess.TimeoutExpired:
+            raise NotTold(f"the server was not through within {limit:g} s") from None
+        if status:
+            raise NotTold("".join(errors.splitlines()[-1:]) or f"the program ended with status {status}")
+
+    def _play(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        data: bytes,
+        seconds: float,
+        errors: int = subprocess.DEVNULL,
+    ) -> tuple[int, str]:
+        """Run a program and return its status, and its errors where they are piped. All that it has started is killed
+        when it takes too long. Raises TimeoutExpired."""
         with self._lock:
             if self._closed:
                 raise NotTold("unicrond ends")
             process = subprocess.Popen(
-                [path],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=errors,
                 cwd="/",
                 env=environment,
                 start_new_session=True,
             )
             self._running.add(process)
-            return process
+        with process:
+            try:
+                _, text = process.communicate(data, timeout=seconds)
+            except subprocess.TimeoutExpired:
+                _kill(process)
+                raise
+            finally:
+                with self._lock:
+                    self._running.discard(process)
+        return process.returncode, (text or b"").decode(errors="replace")
 
     def close(self) -> None:
         """Kills those that run, with all that they have started; none is started any more."""
@@ -119,80 +156,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-class _Exchange:
-    """An exchange with a server. Each byte begins the time limit of a socket anew, so this has one for the whole: it
-    shuts the connections down then, and raises NotTold."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._until = time.monotonic() + seconds
-        self._over = False
-        self._connections: list[socket.socket] = []  # copies: TLS takes the first one away
-        self._timer = threading.Timer(seconds, self._end)
-        self._timer.daemon = True
-
-    def __enter__(self) -> _Exchange:
-        self._timer.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        self._timer.join()
-        for connection in self._connections:
-            connection.close()
-        if self._over:
-            raise NotTold(f"the server was not through within {self._seconds:g} s") from None
-
-    def _end(self) -> None:
-        self._over = True
-        for connection in list(self._connections):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def connect(self, address: tuple[str, int], timeout: float, source: Any = None) -> socket.socket:
-        """Connect as socket.create_connection does, whose limit is for each of the host's addresses."""
-        error = OSError("it has no address")
-        for *_, place in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
-            left = max(0.01, min(timeout, self._until - time.monotonic()))
-            try:
-                connection = socket.create_connection((str(place[0]), address[1]), left, source)
-            except OSError as reason:
-                error = reason
-                continue
-            connection.settimeout(timeout)
-            self._connections.append(connection.dup())
-            if self._over:
-                self._end()
-            return connection
-        raise error
-
-
-class _Smtp(smtplib.SMTP):
-    def __init__(self, exchange: _Exchange, host: str, port: int, timeout: float) -> None:
-        self._exchange = exchange
-        super().__init__(host, port, timeout=timeout)
-
-    def _get_socket(self, host: str, port: int, timeout: float) -> socket.socket:
-        return self._exchange.connect((host, port), timeout)
-
-
-class _Http(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    def __init__(self, exchange: _Exchange) -> None:
-        super().__init__()
-        self._exchange = exchange
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(self._connection, http.client.HTTPConnection), request)
-
-    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(self._connection, http.client.HTTPSConnection), request)
-
-    def _connection(self, kind: type[http.client.HTTPConnection], *names: Any, **options: Any) -> Any:
-        connection: Any = kind(*names, **options)
-        connection._create_connection = self._exchange.connect  # Python has no public name for it
-        return connection
-
-
 def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
     """Sends the message as plain text. Raises NotTold, OSError and SMTPException."""
     host, port = split(config.smtp)
@@ -206,8 +169,7 @@ def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
     mail.set_content(message.text)
     if message.html:
         mail.add_alternative(message.html, subtype="html")
-    exchange = _Exchange(WHOLE * config.timeout)
-    with exchange, _Smtp(exchange, host, port, config.timeout) as server:
+    with smtplib.SMTP(host, port, timeout=config.timeout) as server:
         if secrets.smtp_user or port == SUBMISSION:
             server.starttls(context=ssl.create_default_context())
         if secrets.smtp_user:
@@ -230,13 +192,32 @@ def post(url: str, data: dict[str, object], seconds: float, token: str = "") -> 
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url, json.dumps(data).encode(), headers, method="POST")
     try:
-        with _Exchange(WHOLE * seconds) as exchange:
-            opener = urllib.request.build_opener(_Stay, _Http(exchange))
-            with opener.open(request, timeout=seconds) as answer:
-                answer.read(1024)
+        with urllib.request.build_opener(_Stay).open(request, timeout=seconds) as answer:
+            answer.read(1024)
     except urllib.error.HTTPError as error:
         raise NotTold(f"the server answered with status {error.code}") from None
     except urllib.error.URLError as error:
         raise NotTold(f"the server cannot be reached: {error.reason}") from None
     except (OSError, ValueError) as error:
         raise NotTold(f"the server did not answer: {type(error).__name__}") from None
+
+
+def main() -> int:
+    """Send one order, and say in one line why it was not sent."""
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    message, secrets, seconds = order.message, order.secrets, order.config.timeout
+    try:
+        if order.target == "mail":
+            send_mail(order.config, secrets, message)
+        elif order.target == "slack":
+            post(secrets.slack, {"text": f"*{message.subject}*\n{message.text}"}, seconds)
+        else:
+            post(secrets.webhook, message.data, seconds, secrets.webhook_token)
+    except Exception as error:
+        print_text(one_line(f"{error}" if isinstance(error, NotTold) else f"{type(error).__name__}: {error}"), err=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

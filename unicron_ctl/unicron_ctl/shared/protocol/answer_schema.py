@@ -6,8 +6,7 @@ told to these only; others get its default. Keys may be added; none is renamed o
 
 from __future__ import annotations
 
-import functools
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -511,23 +510,6 @@ class Scenario(msgspec.Struct, kw_only=True):
 
     cluster: ScenarioCluster
     job: list[ScenarioJob]
-
-
-Answer = TypeVar("Answer", bound=msgspec.Struct)
-
-
-def without_fields(answer: Answer, *audiences: Meta) -> Answer:
-    """The answer with the defaults in all fields that are for one of these audiences only."""
-    return msgspec.structs.replace(answer, **_defaults(type(answer), audiences))
-
-
-@functools.cache
-def _defaults(kind: type[msgspec.Struct], audiences: tuple[Meta, ...]) -> dict[str, object]:
-    return {
-        field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-        for field in msgspec.structs.fields(kind)
-        if any(note in audiences for note in getattr(field.type, "__metadata__", ()))
-    }
 
 
 Jobs = list[Job]

@@ -4,9 +4,13 @@ asks once for all who look at it (docs/design/trust.md)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
+import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from unicron_ctl.shared.protocol.answer_schema import (
@@ -18,11 +22,25 @@ from unicron_ctl.shared.protocol.answer_schema import (
     Scenario,
     Sharing,
     Status,
-    without_fields,
 )
 
+Answer = TypeVar("Answer", bound=msgspec.Struct)
 LAST_FAILURES = 100  # that an answer tells
 JOBS, NODES = "jobs", "nodes"  # of PrivateData
+
+
+def without_fields(answer: Answer, *audiences: Meta) -> Answer:
+    """The answer with the defaults in all fields that are for one of these audiences only."""
+    return replace(answer, **_defaults(type(answer), audiences))
+
+
+@functools.cache
+def _defaults(kind: type[msgspec.Struct], audiences: tuple[Meta, ...]) -> dict[str, object]:
+    return {
+        field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        for field in msgspec.structs.fields(kind)
+        if any(note in audiences for note in getattr(field.type, "__metadata__", ()))
+    }
 
 
 def is_owner(uid: int | None, user: str, job_uid: int | None, job_user: str) -> bool:

@@ -198,13 +198,14 @@ def test_the_line_goes_to_whichever_controller_answers(monkeypatch: pytest.Monke
     monkeypatch.setattr(line._hello, "read", lambda: answers)
     monkeypatch.setattr(
         line._hello,
-        "believed",
+        "first_believed",
         lambda found: controller_discovery.ControllerKey(key, found[0].reached) if found else None,
     )
     line.learn(lambda: pytest.fail("the key is the same"))
     wait_for(lambda: served(line), "the answer is believed")
     assert line._endpoint.endswith(f":{ports[1]}")
-    monkeypatch.setattr(line._hello, "believed", lambda found: controller_discovery.ControllerKey(new_pair()[0], None))
+    found_key = controller_discovery.ControllerKey(new_pair()[0], None)
+    monkeypatch.setattr(line._hello, "first_believed", lambda found: found_key)
     line._known, line._theirs = key, key
     line.learn(lambda: pytest.fail("only the pinned key counts"))
     wait_for(lambda: served(line), "the answer is not believed")

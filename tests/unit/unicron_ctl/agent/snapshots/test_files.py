@@ -147,8 +147,8 @@ def test_what_a_rank_sets_aside_anew_while_the_agent_writes_the_one_before_becom
 
 
 def test_two_threads_of_one_process_write_no_file_of_the_same_name(tmp_path: Path) -> None:
-    names = [checkpoint_file.unfinished(tmp_path / "a")]
-    other = threading.Thread(target=lambda: names.append(checkpoint_file.unfinished(tmp_path / "a")))
+    names = [checkpoint_file.unfinished_path(tmp_path / "a")]
+    other = threading.Thread(target=lambda: names.append(checkpoint_file.unfinished_path(tmp_path / "a")))
     other.start()
     other.join()
     assert len(set(names)) == 2 and all(name.name.endswith(".new") for name in names)

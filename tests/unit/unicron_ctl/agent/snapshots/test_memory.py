@@ -254,7 +254,7 @@ def test_what_a_process_left_unfinished_that_is_no_more_is_nobodys_writing(left:
 def test_a_later_checkpoint_that_was_found_damaged_is_not_there(left: Memory, tmp_path: Path) -> None:
     file = unfinished(tmp_path, 20).with_name(f"{MARK}.place-0-of-1.shard-0-of-1.image")
     file.touch()
-    file.with_name(f"{MARK}.{checkpoint_file.DAMAGED}").touch()
+    file.with_name(f"{MARK}.{checkpoint_file.DAMAGE_SUFFIX}").touch()
     persist(left, lambda key: (0,))
     assert saved(tmp_path) == [8, 7]
 

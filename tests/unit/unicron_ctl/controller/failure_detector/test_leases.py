@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from tests.support.scenarios import calls, cut_off, failures, heal, nodes_asked, power_off, trained
+from tests.support.scenarios import calls, cut_off, failures, heal, power_off, trained
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.failure_detector import quorum
@@ -302,7 +302,7 @@ def test_an_agent_that_died_may_have_voted_for_those_who_are_silent(restarted: b
     assert [(failure.record.node, failure.record.kind_of_failure) for failure in world.job().failures] == [
         ("n3", "agent")
     ]
-    assert plans(world) == 1 and not nodes_asked(world, "down")
+    assert plans(world) == 1 and not calls(world, "down")
     show(world, ["n1", "n2"], {"DOWN", "NOT_RESPONDING"}, BURNT)
     world.run(10.0)
     assert plans(world) == 2 and 3 in world.job().members and not {0, 1} & world.job().members.keys()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.questions import told
-from tests.support.scenarios import follow
-from tests.support.world import FakeAgent, FakeSlurm, World
+from tests.support.scenarios import calls, follow, trained
+from tests.support.training import events
+from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.judge import node_failures as node_events
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.view import Outcome
@@ -45,22 +46,12 @@ class Speaker:
 
 def cluster(nodes: int = 4, **settings) -> tuple[World, list[FakeAgent]]:
     """A job on `nodes` nodes of a Slurm with a spare one, which trains."""
-    slurm = FakeSlurm(nodes + 1)
-    world = World(slurm, max_isolated_job_share=1.0, **settings)
-    slurm.submit("1", nodes)
-    agents = world.start_job(nodes=nodes)
-    world.run(3)
-    assert world.job().phase == "running" and len(world.job().members) == nodes
-    return world, agents
-
-
-def events(world: World, kind: str) -> list:
-    return [event for event in world.log if event.kind == kind]
+    return trained(nodes, 1, config={"max_isolated_job_share": 1.0, **settings}, seconds=3.0)
 
 
 def down(world: World) -> list[str]:
     """Nodes that were taken out of service."""
-    return [call[3] for call in world.slurm.calls if call[0] in ("down", "drain")]
+    return [call[3] for call in calls(world, "down", "drain")]
 
 
 def left(world: World) -> list[tuple[str, str]]:

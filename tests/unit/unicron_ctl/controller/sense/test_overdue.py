@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scenarios import follow
-from tests.support.world import FakeSlurm, World
+from tests.support.scenarios import asked, calls, follow, on_slurm, power_off
+from tests.support.world import World
 from unicron_ctl.controller.nodes.isolation import attention
 from unicron_ctl.controller.sense import overdue
 from unicron_ctl.controller.sense.overdue import lacking
@@ -21,19 +21,6 @@ ECC = structs.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC err
 def failed(world: World) -> list[tuple[str, str]]:
     """(action that failed, what follows) of all events."""
     return [(e.record.failed, e.record.action) for e in world.log if e.kind == "action_failed"]
-
-
-def on_slurm(nodes: int, elements: int, **settings) -> tuple[World, FakeSlurm]:
-    slurm = FakeSlurm(nodes)
-    world = World(slurm, **settings)
-    slurm.submit("1", elements)
-    follow(world, "1", elements)
-    world.run(0.6)
-    for agent in world.agents:
-        agent.ready()
-    world.run(3.0)
-    world.iterate("1", 0)
-    return world, slurm
 
 
 # ---------------------------------------------------------------- time limits
@@ -157,17 +144,6 @@ def test_a_newcomer_that_a_restart_mode_job_keeps_waiting_is_not_late():
 
 
 # ---------------------------------------------------------------- Slurm refuses
-def power_off(world: World, *nodes: str) -> None:
-    world.dead_nodes.update(nodes)
-    for agent in world.agents:
-        agent.silent = agent.silent or agent.node in nodes
-
-
-def asked(slurm: FakeSlurm, action: str) -> list[str]:
-    """The nodes for which this was asked."""
-    return [call[3] for call in slurm.calls if call[0] == action]
-
-
 def test_a_dead_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_called():
     world, slurm = on_slurm(3, 3)
     slurm.refuse_down = "slurm_update error: Invalid user id"
@@ -213,13 +189,13 @@ def test_what_a_controller_died_over_is_asked_of_slurm_again_but_not_by_a_listin
 
 # ---------------------------------------------------------------- many at once
 def test_a_job_leaves_so_many_of_its_nodes_and_no_more():
-    world, slurm = on_slurm(9, 5, max_isolated_job_share=0.4)
+    world, _ = on_slurm(9, 5, max_isolated_job_share=0.4)
     for element in (1, 2, 3):
         next(a for a in world.agents if a.element == element and not a.silent).set(element, fault=ECC)
         world.run(3)
         follow(world, "1", 5)
         world.run(1)
-    assert asked(slurm, "requeue_hold") == ["n2", "n3"] and not asked(slurm, "down") + asked(slurm, "drain")
+    assert asked(world.slurm, "requeue_hold") == ["n2", "n3"] and not calls(world, "down", "drain")
     event = next(e for e in world.log if e.kind == "isolation_withheld")
     assert event.record.node == "n4" and "has left n2, n3 within 3600 s" in event.record.reason
     assert {item.node for item in attention(world.core.view)} == {"n2", "n3", "n4"}

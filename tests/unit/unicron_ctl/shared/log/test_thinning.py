@@ -12,6 +12,7 @@ from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.core.state_snapshot import read_state
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.shared.log import records, savings, store
+from unicron_ctl.shared.log.forgetting import used_bytes
 from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.log.store import Store
 from unicron_ctl.shared.log.thinning import DAY, POLICIES
@@ -113,7 +114,7 @@ def test_beyond_its_largest_size_the_oldest_go_and_the_disk_gets_the_room(
         pass
     log._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     assert before > 16 << 20 and log.path.stat().st_size < 6 << 20
-    assert [event.id for event in log.replay()][-1] == 2000 and log._bytes() <= 4 << 20
+    assert [event.id for event in log.replay()][-1] == 2000 and used_bytes(log._db) <= 4 << 20
     log.close()
 
 
