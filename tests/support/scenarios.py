@@ -212,9 +212,9 @@ def calls(world: World, *actions: str) -> list[tuple[str, str, int, str]]:
     return [call for call in world.slurm.calls if call[0] in actions]
 
 
-def nodes_asked(world: World, *actions: str) -> list[str]:
-    """The nodes for which Slurm was asked for these actions, action by action."""
-    return [call[3] for action in actions for call in calls(world, action)]
+def asked(slurm: FakeSlurm, action: str) -> list[str]:
+    """The nodes for which Slurm was asked for this action."""
+    return [call[3] for call in slurm.calls if call[0] == action]
 
 
 def failures(world: World, job: str = "1") -> list[tuple[str, str]]:

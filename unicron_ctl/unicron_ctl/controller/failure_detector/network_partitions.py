@@ -15,7 +15,7 @@ from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.survey import Survey
+from unicron_ctl.controller.model.live import Survey
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire

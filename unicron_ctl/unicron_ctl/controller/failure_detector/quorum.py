@@ -12,8 +12,7 @@ from __future__ import annotations
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.live import ProgressWatch
-from unicron_ctl.controller.model.pacing import look_again
+from unicron_ctl.controller.model.live import ProgressWatch, look_again
 from unicron_ctl.controller.model.view import Order, Outcome, View
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.wire import Plan

@@ -24,7 +24,7 @@ from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding
 from unicron_ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.pacing import look_again
+from unicron_ctl.controller.model.live import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication.cuts import behind
 from unicron_ctl.controller.sense import members

@@ -21,7 +21,7 @@ from unicron_ctl.controller.job.candidates import (
 from unicron_ctl.controller.job.modes import Trigger, mode_of
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.pacing import look_again
+from unicron_ctl.controller.model.live import look_again
 from unicron_ctl.controller.model.state_machine import Event
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.plan.job_layouts import lost_seconds

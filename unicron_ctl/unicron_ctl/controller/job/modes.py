@@ -17,7 +17,7 @@ from unicron_ctl.controller.model import healing_modes
 from unicron_ctl.controller.model.agent_view import keeps
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.pacing import look_again
+from unicron_ctl.controller.model.live import look_again
 from unicron_ctl.controller.model.state_machine import Event
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication.script_states import newest_saved

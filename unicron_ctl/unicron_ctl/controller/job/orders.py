@@ -12,7 +12,7 @@ import msgspec
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import Ending, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.pacing import look_again
+from unicron_ctl.controller.model.live import look_again
 from unicron_ctl.shared.consensus.proposals import elements_of, proposers_of
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 from unicron_ctl.shared.protocol.ranges import MOST_DOORS

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView
 from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
-from unicron_ctl.controller.model.live import READY, Fence, Fetching, LastStep, ProgressWatch
-from unicron_ctl.controller.model.survey import Survey
+from unicron_ctl.controller.model.live import READY, Fence, Fetching, LastStep, ProgressWatch, Survey
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_ctl.shared.protocol.wire import Plan
 from unicron_transition.generations.layout import parse_layout

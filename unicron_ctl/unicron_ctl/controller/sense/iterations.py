@@ -14,7 +14,7 @@ from typing import NamedTuple
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import Identity, Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.pacing import look_again
+from unicron_ctl.controller.model.live import look_again
 from unicron_ctl.controller.model.view import Order, Outcome, View
 from unicron_ctl.controller.sense.findings import slot_finding
 from unicron_ctl.controller.sense.patience import STOPPED_BY_SIGNAL, Limit

@@ -13,7 +13,7 @@ from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import AGENT_DIED, AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.pacing import look_again
+from unicron_ctl.controller.model.live import look_again
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense.progress import last_copy
 from unicron_ctl.shared.protocol.structs import RankStatus

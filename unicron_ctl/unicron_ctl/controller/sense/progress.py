@@ -10,8 +10,7 @@ from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.model.job_view import AT_REST, JobView
-from unicron_ctl.controller.model.live import ProgressWatch
-from unicron_ctl.controller.model.pacing import look_again
+from unicron_ctl.controller.model.live import ProgressWatch, look_again
 from unicron_ctl.controller.model.view import Order, Outcome, View
 from unicron_ctl.controller.sense.findings import slot_finding
 from unicron_ctl.controller.sense.patience import STOPPED_BY_SIGNAL, outside

@@ -16,8 +16,7 @@ from unicron_ctl.controller.failure_detector import ending_nodes, leases, networ
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import AgentRecord
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.live import ProgressWatch
-from unicron_ctl.controller.model.survey import Survey
+from unicron_ctl.controller.model.live import ProgressWatch, Survey
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense import iterations, members, outliers, overdue, progress, slurm_states
 from unicron_ctl.controller.sense.timing import JobTimes

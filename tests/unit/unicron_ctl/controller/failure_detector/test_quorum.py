@@ -20,8 +20,7 @@ from unicron_ctl.controller.failure_detector.quorum import (
     waits_for_majority,
 )
 from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
-from unicron_ctl.controller.model.live import ProgressWatch
-from unicron_ctl.controller.model.pacing import look_again
+from unicron_ctl.controller.model.live import ProgressWatch, look_again
 from unicron_ctl.shared.protocol import structs, wire
 
 

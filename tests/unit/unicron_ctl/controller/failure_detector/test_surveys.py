@@ -24,7 +24,7 @@ from unicron_ctl.controller.failure_detector.network_partitions import (
 from unicron_ctl.controller.model.finding import Finding
 from unicron_ctl.controller.model.job_state import Identity, Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.survey import Survey
+from unicron_ctl.controller.model.live import Survey
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.shared.protocol import wire
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.scenarios import boundary, follow, kill_agent, on_slurm, power_off, start
+from tests.support.scenarios import asked, boundary, follow, kill_agent, on_slurm, power_off, start
 from tests.support.world import FakeSlurm, World
 from tests.unit.unicron_ctl.controller.nodes.test_admission import tell
 from unicron_ctl.controller.model.requests import Action, Run
@@ -20,11 +20,6 @@ from unicron_ctl.shared.settings.partitions import PartitionConfig
 from unicron_ctl.shared.slurm import drains
 from unicron_ctl.shared.slurm.slurm_client import SlurmError
 from unicron_detector.failures.escalation_table import MOVE
-
-
-def asked(slurm: FakeSlurm, action: str) -> list[str]:
-    """The nodes for which this was asked."""
-    return [call[3] for call in slurm.calls if call[0] == action]
 
 
 def taken(slurm: FakeSlurm) -> list[str]:
