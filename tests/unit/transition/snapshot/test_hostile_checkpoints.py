@@ -382,7 +382,7 @@ EXPANDING: dict[str, bytes] = {
     "announced bytes": b"\x80\x05\x96" + struct.pack("<Q", 1 << 38) + b"xx.",
     "announced text": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 38) + b"xx.",
     "bytes of a number": b"\x80\x02c__builtin__\nbytearray\nJ" + struct.pack("<i", 64 << 20) + b"\x85R.",
-    "a key that is never hashed": b"\x80\x02}" + pickle.dumps(pairs(60), 2)[2:-1] + b"K\1s.",
+    "a key that is never hashed": b"\x80\x02}" + pickle.dumps(pairs(12), 2)[2:-1] + b"K\1s.",
     "a frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 38) + b"N.",
 }
 
@@ -394,12 +394,6 @@ def test_what_expands_is_refused(tmp_path, what, where):
     if where == ".metadata":
         (folder / ".metadata").write_bytes(EXPANDING[what])
     assert refusal(folder)
-
-
-def test_torchs_own_reader_makes_room_for_what_a_pickle_only_announces(tmp_path):
-    """docs/behaviour/checkpoint-files.md: why ours is there."""
-    path = archive(tmp_path / "x", EXPANDING["bytes of a number"])
-    assert path.stat().st_size < 2000 and len(torch.load(path, weights_only=True, mmap=True)) == 64 << 20
 
 
 def test_a_far_place_in_the_memo_takes_no_room():
@@ -445,13 +439,14 @@ def test_honest_pickles_are_within_their_budget(tmp_path):
 
 def test_a_reading_of_a_pickle_is_interrupted_in_the_middle():
     data = pickle.dumps([{"a": n} for n in range(150_000)])
-    signal.setitimer(signal.ITIMER_REAL, 0.02)
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    before = signal.signal(signal.SIGVTALRM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt) as found:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.02)  # of this process's own time, however busy the machine is
             pickles.unpickle(data, Path("x"))
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
     assert any(Path(each.path).name == "pickle.py" for each in found.traceback), "and not when it was over"
 
 
