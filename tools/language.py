@@ -1,8 +1,8 @@
 """Checks the names and docstrings of the product; `make lint` runs it.
 
 Docstrings must begin with a subject or a verb, and those of classes not with a list of fields. Functions must not be
-named by a verb alone, and no two modules of one package may have the same name. Tests and scripts for the user are not
-looked at.
+named by a verb alone, nothing by a past participle alone, and no two modules of one package may have the same name.
+Tests and scripts for the user are not looked at. With paths as arguments, only those are checked.
 """
 
 from __future__ import annotations
@@ -16,16 +16,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = sorted(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("*/unicron*/__init__.py"))
-STARTS = re.compile(r"(As|Of|The same|Those|It|Whose)\b")
+STARTS = re.compile(r"(As|Of|The same|Those|It|Whose|What|How|Who|Where|Whom)\b|\.\.\.")
 FIELDS = re.compile(r"\w+(, \w+)*: ")
 VERBS = frozenset(
     "ask begin due enter give hear keep know leave look say settle take tell turn wait".split(),
 )
+# "open", "read" and "set" are left out: they are verbs as well. So are -ed words that name a thing.
+IRREGULAR = frozenset(
+    "begun bound broken brought built bought caught chosen come done drawn driven fallen felt forgotten found frozen"
+    " given gone grown heard held hidden kept known laid left lent lost made meant met paid parted run said seen sent"
+    " shown shut slept sold sought spent spoken stolen struck sworn taken taught"
+    " thought thrown told torn understood woken worn"
+    " written".split(),
+)
+NOUNS = frozenset("bed bound deed embed exceed feed heed need proceed run seed shed sled speed weed".split())
 
 
 def problems(path: Path) -> Iterator[str]:
     """Each problem of one file, as "path:line: what"."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for line, name in names(tree):
+        yield f"{path.relative_to(ROOT)}:{line}: {name} is a past participle: name the thing"
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
@@ -37,6 +49,37 @@ def problems(path: Path) -> Iterator[str]:
             yield f"{where}: {node.name}() does not say what it acts on"
 
 
+def participle(name: str) -> bool:
+    """Whether the word is a past participle and nothing else."""
+    word = name.lower()
+    return "_" not in word and word not in NOUNS and (word in IRREGULAR or (word.endswith("ed") and len(word) > 4))
+
+
+def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Classes, functions and module constants that a past participle names, with their lines.
+
+    Properties and functions that answer yes or no may be called `closed` or `finished`, as in the standard library;
+    and a record of the log has a noun with it, as `NodeLost`.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            if len(re.findall(r"[A-Z][a-z]*", node.name)) == 1 and participle(node.name.strip("_")):
+                yield node.lineno, node.name
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            decorators = {ast.unparse(one) for one in node.decorator_list}
+            says_yes_or_no = node.returns is not None and ast.unparse(node.returns) == "bool"
+            free = says_yes_or_no or decorators & {"property", "cached_property", "functools.cached_property"}
+            if participle(node.name.strip("_")) and not free:
+                yield node.lineno, node.name
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        for target in targets:
+            if isinstance(target, ast.Name) and participle(target.id.strip("_")):
+                yield node.lineno, target.id
+
+
 def twins(package: str) -> Iterator[str]:
     """The module names that a package has twice."""
     names = Counter(path.stem for path in (ROOT / package).rglob("*.py") if path.stem != "__init__")
@@ -45,14 +88,15 @@ def twins(package: str) -> Iterator[str]:
             yield f"{package}: {count} modules are called {name}"
 
 
-def main() -> int:
+def main(paths: list[str]) -> int:
     found = [line for package in PACKAGES for line in twins(package)]
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
+    for root in paths or PACKAGES:
+        top = (ROOT / root).resolve()
+        for path in [top] if top.is_file() else sorted(top.rglob("*.py")):
             found += problems(path)
     print("\n".join(found), end="\n" if found else "", file=sys.stderr)
     return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

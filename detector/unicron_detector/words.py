@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def counted(count: int, what: str) -> str:
+def plural(count: int, what: str) -> str:
     """ "1 node", "2 nodes"."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 

@@ -37,7 +37,7 @@ def losses(out) -> dict[int, float]:
 
 
 def whole(saves) -> list[int]:
-    return [each.iteration for each in Checkpoints(saves).found()]
+    return [each.iteration for each in Checkpoints(saves).whole_ones()]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.flips import flip
 from tests.support.jobs import World
-from unicron_transition.snapshot.image_format import Found, inventory
+from unicron_transition.snapshot.image_format import ImagePage, inventory
 
 pytestmark = pytest.mark.process
 SETTINGS = {"TINY_ITERATIONS": "100000", "TINY_SLOW": "0.02", "TINY_DISTOPT": "1"}
@@ -24,11 +24,11 @@ class Nodes(World):
     def memory(self, node: str) -> Path:
         return next(Path(self.array.environment["UNICRON_MEMORY_DIR"]).glob(f"unicron.*.{node}.*"))
 
-    def copies(self, node: str, *parts: tuple[int, int]) -> list[Found]:
+    def copies(self, node: str, *parts: tuple[int, int]) -> list[ImagePage]:
         """The newest cut of which a node has all these (place, shard) of others', and what goes with them, if there is
         one."""
         kinds = {"shard", "untrained"} if self.array.environment.get("TINY_FROZEN") == "1" else {"shard"}
-        by_version: dict[int, list[Found]] = {}
+        by_version: dict[int, list[ImagePage]] = {}
         for one in inventory(self.memory(node)):
             if one.path.name.startswith("copy-"):
                 by_version.setdefault(one.key.iteration, []).append(one)

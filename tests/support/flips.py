@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from unicron_transition.snapshot.image_format import Found
+from unicron_transition.snapshot.image_format import ImagePage
 
 
-def flip(found: Found) -> None:
+def flip(found: ImagePage) -> None:
     """One bit in the middle of its data, in place."""
     with found.path.open("r+b") as file:
         file.seek(found.offset + found.data_bytes // 2)

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from tests.support.jobs import World
-from unicron_transition.snapshot.image_format import Found, inventory
+from unicron_transition.snapshot.image_format import ImagePage, inventory
 
 SETTINGS = {"TINY_ITERATIONS": "100000", "TINY_SLOW": "0.02", "TINY_LAYOUT": "2 1 1"}
 
@@ -17,7 +17,7 @@ class Halves(World):
     def memory(self, node: str) -> Path:
         return next(Path(self.array.environment["UNICRON_MEMORY_DIR"]).glob(f"unicron.*.{node}.*"))
 
-    def copies(self, node: str, slot: int) -> list[Found]:
+    def copies(self, node: str, slot: int) -> list[ImagePage]:
         """What a node has of another one's state, the oldest first."""
         found = [one for one in inventory(self.memory(node)) if one.path.name.startswith("copy-")]
         return sorted((one for one in found if one.key.slot == slot), key=lambda one: one.key.iteration)

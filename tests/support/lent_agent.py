@@ -81,7 +81,7 @@ def lend(line: socket.socket, pid: int) -> None:
         socket.send_fds(line, [json.dumps(task).encode()], [*keep, its_stderr])
         os.close(its_stderr)
         line.close()
-        return Child.forked(pid, stderr)
+        return Child.of_fork(pid, stderr)
 
     setattr(zygote_client, "Child", start)  # noqa: B010
 

@@ -270,7 +270,9 @@ def test_a_zygote_that_was_installed_under_a_running_agent_says_that_its_ranks_s
 
 @pytest.mark.parametrize("step", FURTHER, ids=["older", "newer"])
 def test_an_agent_says_that_a_rank_is_of_another_release(step: int) -> None:
-    fields = msgpack.unpackb(rank_messages.encode(rank_messages.Moved(7), 0, 0)) | {"v": other(RANKS, step)}
+    fields = msgpack.unpackb(rank_messages.encode(rank_messages.CollectiveProgress(7), 0, 0)) | {
+        "v": other(RANKS, step)
+    }
     with pytest.raises(msgspec.ValidationError) as caught:
         from_rank(msgpack.packb(fields))
     assert is_refusal(str(caught.value), step)

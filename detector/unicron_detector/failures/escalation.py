@@ -24,7 +24,7 @@ from unicron_detector.failures.escalation_table import (
 )
 from unicron_detector.failures.fault_history import BLAMING, WHOLE_JOB, Fault, History, Policy, Stuck
 from unicron_detector.failures.severity import REPORT, Severity, Verdict
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 SEVERITY_OF_ACTION = {
     NOTHING: Severity.SEV3,
@@ -203,7 +203,7 @@ class Case:
             times = self.history.node_moments(fault.node, fault.time, fault)
             if times >= policy.flap_faults:
                 hours = policy.flap_window / 3600
-                return f"node {fault.node} has failed {counted(times, 'time')} in {hours:g} h: it flaps"
+                return f"node {fault.node} has failed {plural(times, 'time')} in {hours:g} h: it flaps"
         return None
 
     def dies_on_one_node(self) -> str | None:
@@ -252,7 +252,7 @@ class Case:
 
     def _died_quickly(self, times: int) -> str:
         within = f"within {self.history.policy.quick_seconds:g} s of its start"
-        return f"slot {self.fault.slot} died {counted(times, 'time')} {within}"
+        return f"slot {self.fault.slot} died {plural(times, 'time')} {within}"
 
     def _dies_everywhere(self) -> str:
         """Quick deaths on several nodes, or by an error of the program where no other node can be tried."""
@@ -271,7 +271,7 @@ class Case:
         own = [other for other in self.mine if other.scope in OF_PROGRAMS]
         if self.fault.scope not in OF_PROGRAMS or len(own) < self.history.policy.stuck_faults:
             return ""
-        failed = f"slot {self.fault.slot} failed {counted(len(own), 'time')}"
+        failed = f"slot {self.fault.slot} failed {plural(len(own), 'time')}"
         return f"{failed} and the job has not finished an iteration in between"
 
     def _never_began(self) -> str:
@@ -284,7 +284,7 @@ class Case:
         if nodes <= 1 and fault.scope not in ("application", "network"):
             return ""
         where = f"on all {nodes} nodes" if nodes > 1 else "on the job's only node"
-        died = f"slot {fault.slot} died {counted(deaths, 'time')} of {fault.cause} before the job's first iteration"
+        died = f"slot {fault.slot} died {plural(deaths, 'time')} of {fault.cause} before the job's first iteration"
         return f"{died}, and ranks died so {where}: the script's own failure, whatever its words"
 
 

@@ -29,7 +29,7 @@ from unicron_detector.health import kernel_check
 from unicron_detector.health.findings import BAD, GOOD, UNKNOWN, WARNING, Finding
 from unicron_detector.health.program_output import TooMuchOutput, run_program
 from unicron_detector.health.programs import HealthProgram, check_program
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 
 class HealthConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -114,7 +114,7 @@ def check_gpu(settings: Settings, run: Callable[..., subprocess.CompletedProcess
         return Finding(GOOD, "no GPU here and none expected", {"gpus": 0})
     if shutil.which("nvidia-smi") is None and run is run_program:
         if settings.gpus and not present:
-            return Finding(BAD, f"{counted(settings.gpus, 'GPU')} expected, the driver shows none", {"gpus": 0})
+            return Finding(BAD, f"{plural(settings.gpus, 'GPU')} expected, the driver shows none", {"gpus": 0})
         return Finding(UNKNOWN, "nvidia-smi is not installed, so the GPUs cannot be asked", {"gpus": present})
     command = ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
@@ -140,9 +140,9 @@ def judge_gpus(status: int, table: str, said: str, settings: Settings) -> Findin
     rows = [[cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.strip()]
     findings = [_judge_gpu(dict(zip(_SMI_FIELDS, row, strict=False))) for row in rows]
     if settings.gpus and len(rows) < settings.gpus:
-        findings.append(Finding(BAD, f"{counted(settings.gpus, 'GPU')} expected, {len(rows)} answer"))
+        findings.append(Finding(BAD, f"{plural(settings.gpus, 'GPU')} expected, {len(rows)} answer"))
     findings.append(Finding(GOOD, "", {"gpus": len(rows)}))
-    return _worst(findings, f"{counted(len(rows), 'GPU')} answer{'s' * (len(rows) == 1)}")
+    return _worst(findings, f"{plural(len(rows), 'GPU')} answer{'s' * (len(rows) == 1)}")
 
 
 def _judge_gpu(row: dict[str, str]) -> Finding:

@@ -19,7 +19,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file",
 _V2 = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
 
 
-class Left(NamedTuple):
+class MemoryLeft(NamedTuple):
     """Memory that is left for this process's group.
 
     size: bytes, below 0 for a group that is over its limit. folder: the group whose limit is the nearest.
@@ -29,7 +29,7 @@ class Left(NamedTuple):
     folder: Path
 
 
-def left(pid: int | str = "self", proc: Path = Path("/proc")) -> Left | None:
+def memory_left(pid: int | str = "self", proc: Path = Path("/proc")) -> MemoryLeft | None:
     """Return what the process's group and those above it leave; None where no limit is to be seen."""
     file = counter_file(pid, proc)
     if file is None:
@@ -43,7 +43,7 @@ def left(pid: int | str = "self", proc: Path = Path("/proc")) -> Left | None:
         except (OSError, ValueError):
             break  # above the first group, which has no limit in version 2
         if most.isdecimal():  # "max" is none
-            found.append(Left(int(most) - taken + _sum(folder / "memory.stat", cache), folder))
+            found.append(MemoryLeft(int(most) - taken + _sum(folder / "memory.stat", cache), folder))
     return min(found, default=None)
 
 

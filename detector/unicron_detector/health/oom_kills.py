@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # how a process ends by it; the second is a shell's word
+KILL_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # how a process ends by it; the second is a shell's word
 CLAIM_SECONDS = 60.0  # a process with much memory needs long to end after it was killed
 REPORT_SECONDS = 3.0  # a kill that no rank's end has explained by then hit another process of the cgroup
 
@@ -71,7 +71,7 @@ class OomKills:
             self._read_kills()
             return bool(self._open) and bool(self._open.pop())
 
-    def unclaimed(self) -> int:
+    def unclaimed_kills(self) -> int:
         """New kills that no rank's end explains: a process beside the ranks was hit. Each is told once."""
         with self._lock:
             self._read_kills()

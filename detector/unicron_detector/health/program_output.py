@@ -52,7 +52,7 @@ class Output:
             raise TooMuchOutput(f"it printed more than {self._most >> 20} MiB")
         self._parts[descriptor].append(data)
 
-    def taken(self) -> tuple[bytes, bytes]:
+    def texts(self) -> tuple[bytes, bytes]:
         """Standard output and standard error as far as they were read."""
         out, err = (b"".join(parts) for parts in self._parts.values())
         return out, err
@@ -71,5 +71,5 @@ def run_program(
         except BaseException:
             process.kill()
             raise  # the end of the block waits for it
-        out, err = output.taken()
+        out, err = output.texts()
         return subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -163,7 +163,9 @@ def _unfit(command: Sequence[str], user: str) -> str:
         except KeyError:
             return f"there is no user {user!r} here"
     others = [] if user else _files_named(command)
-    return next(filter(None, (untrusted(command[0]), *(untrusted(path, executed=False) for path in others))), "")
+    return next(
+        filter(None, (why_untrusted(command[0]), *(why_untrusted(path, executed=False) for path in others))), ""
+    )
 
 
 def _files_named(command: Sequence[str]) -> list[str]:
@@ -175,7 +177,7 @@ def _files_named(command: Sequence[str]) -> list[str]:
     return [path for path in paths if os.path.isfile(path) and (reads or os.access(path, os.X_OK))]
 
 
-def untrusted(program: str, executed: bool = True) -> str:
+def why_untrusted(program: str, executed: bool = True) -> str:
     """Why this process must not run the program, and what to do; empty when it may. Only root and this process's user
     may have written it, and whatever its path leads through: links, all folders up to /, the interpreters of a script.
     Then nobody else can change what the path names, and it can be run by that path, which a script may look at.
@@ -264,7 +266,7 @@ def _run(command: Sequence[str], user: str, timeout: float) -> tuple[int, bytes]
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise  # the end of the block waits for it
-        return process.returncode, b"\n".join(output.taken())
+        return process.returncode, b"\n".join(output.texts())
 
 
 def _environment() -> Mapping[str, str]:

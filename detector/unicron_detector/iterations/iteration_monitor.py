@@ -84,12 +84,12 @@ class IterationMonitor:
         self._degraded = False
         self._high = 0.0
 
-    def restarted(self) -> None:
+    def begin_again(self) -> None:
         """The job was restarted or regrouped: the next iterations are warm-up again; what was learned is kept."""
         self._to_skip = self.limits.skip
         self._recent.clear()
 
-    def resized(self) -> None:
+    def learn_anew(self) -> None:
         """The job's size changed, so its speed did too: learn anew."""
         self._window.clear()
         self._block.clear()
@@ -98,7 +98,7 @@ class IterationMonitor:
         self._baseline = None
         self._degraded = False
         self._high = 0.0
-        self.restarted()
+        self.begin_again()
 
     def observe(self, seconds: float, recovery: bool = False) -> Observation:
         """Judges one finished iteration and learns from it unless it is warm-up or failed. ``recovery``: a failure was

@@ -25,7 +25,7 @@ from unicron_detector.failures.classify import default_classifier
 from unicron_detector.failures.root_cause import one_line
 from unicron_detector.processes import rank_messages, stacks
 from unicron_detector.processes.log_format import log_line
-from unicron_detector.processes.rank_messages import Fault, FromRank, Inject, Moved, Status, ToRank
+from unicron_detector.processes.rank_messages import CollectiveProgress, Fault, FromRank, Inject, Status, ToRank
 
 LINGER_MS = 1000  # how long the end of a process waits for its last words to be sent
 PROGRESS_SECONDS = 0.2  # after a message, until mere progress is told
@@ -39,7 +39,7 @@ class RankChannel:
     def __init__(self, endpoint: str, slot: int, incarnation: int, on_message: Callable[[ToRank], None]):
         self.slot, self.incarnation = slot, incarnation
         self._on_message = on_message
-        self.on_quiet: Callable[[bool], Moved | None] | None = None
+        self.on_quiet: Callable[[bool], CollectiveProgress | None] | None = None
         """Called in the channel's thread whenever the main thread has said nothing for a while; fresh: for the first
         time since it did. What it returns is sent."""
         self.progress: Callable[[], Status | None] | None = None

@@ -89,7 +89,7 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """The agent has made a checkpoint's files of what its ranks have set aside at `iteration`."""
 
     kind: ClassVar[str] = "saved"
@@ -105,10 +105,10 @@ class Inject:
     seconds: float = 0.0
 
 
-MemoryMessage = Cut | Fetch | Save | Saved
+MemoryMessage = Cut | Fetch | Save | SavedCheckpoint
 ToRank = Break | Withdraw | Plan | StopRank | MemoryMessage | Inject
 TO_RANK: dict[str, type[ToRank]] = {
-    each.kind: each for each in (Break, Withdraw, Plan, StopRank, Cut, Fetch, Save, Saved, Inject)
+    each.kind: each for each in (Break, Withdraw, Plan, StopRank, Cut, Fetch, Save, SavedCheckpoint, Inject)
 }
 
 
@@ -161,7 +161,7 @@ class Status:
 
 
 @dataclass
-class Moved:
+class CollectiveProgress:
     """The network of the collective that the rank is in gets on: `moved` is another number than before."""
 
     kind: ClassVar[str] = "moved"
@@ -196,8 +196,8 @@ class Timing:
     seconds: dict[str, float]
 
 
-FromRank = Fault | Status | Moved | Step | Timing
-FROM_RANK: dict[str, type[FromRank]] = {each.kind: each for each in (Fault, Status, Moved, Step, Timing)}
+FromRank = Fault | Status | CollectiveProgress | Step | Timing
+FROM_RANK: dict[str, type[FromRank]] = {each.kind: each for each in (Fault, Status, CollectiveProgress, Step, Timing)}
 
 
 # ---------------------------------------------------------------- bytes

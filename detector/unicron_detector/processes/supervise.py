@@ -144,7 +144,7 @@ class Child:
             process.stderr.close()
 
     @classmethod
-    def forked(cls, pid: int, stderr: int, surroundings: Surroundings = USUAL) -> Child:
+    def of_fork(cls, pid: int, stderr: int, surroundings: Surroundings = USUAL) -> Child:
         """A child of this process that another one has forked, in a process group of its own; `stderr` is the reading
         end of its standard error."""
         child = cls.__new__(cls)

@@ -131,7 +131,7 @@ class Reads(os._Environ[str]):
         Reads.written.add(name)
 
 
-def given() -> dict[str, str]:
+def start_environment() -> dict[str, str]:
     """The environment with which this process was started: the interpreter itself changes it (PEP 538)."""
     with open("/proc/self/environ", "rb") as file:
         pairs = (entry.partition(b"=") for entry in file.read().split(b"\0") if entry)
@@ -203,7 +203,7 @@ class Files:
                 self.add(path)
         self._loaded = time.time_ns()
 
-    def changed(self, asked: float) -> str | None:
+    def first_change(self, asked: float) -> str | None:
         """The first that is another by now, or was written while it was read. asked: when a rank was, by the clock that
         all processes of a machine share (monotonic). A look that began later is one for this rank, too: those that are
         asked for together cost one or two, and whatever was edited before a rank was asked for is seen."""
@@ -228,7 +228,7 @@ class Zygote:
     def __init__(self, line: socket.socket, words: list[str], deaf: Sequence[signal.Signals]):
         self._line, self._words, self._deaf = line, words, deaf
         self._agent = os.getppid()
-        self._mine, self.first = given(), ""
+        self._mine, self.first = start_environment(), ""
         Reads.written |= {name for name, value in os.environ.items() if self._mine.get(name) != value}
         self._written: dict[str, str | None] = {}
         self._files = Files()
@@ -324,7 +324,7 @@ class Zygote:
             self.send_to_agent(number=message["number"], **answer)
 
     def _refusal(self, environment: Mapping[str, str], asked: float) -> dict[str, Any] | None:
-        if path := self._files.changed(asked):
+        if path := self._files.first_change(asked):
             return {"cold": f"{path} has changed since it was read", "stale": True}
         if name := different(Reads.seen, self._mine, environment):
             return {"cold": f"its imports depend on {name}, which this rank has otherwise"}

@@ -77,7 +77,7 @@ class Lookahead:
         for event in events:
             scenario = after(self.scenario, event, self.queue)
             alive.append(scenario)  # `known` goes by the identity of its jobs
-            found[event] = _solved(scenario, known)
+            found[event] = _solve(scenario, known)
         return found
 
     def _by_tables(self, events: list[Event]) -> dict[Event, dict[str, int]]:
@@ -90,7 +90,7 @@ class Lookahead:
         return found
 
 
-def _solved(scenario: Scenario, known: dict[tuple[int, int, tuple[int, ...]], dict[str, int]]) -> dict[str, int]:
+def _solve(scenario: Scenario, known: dict[tuple[int, int, tuple[int, ...]], dict[str, int]]) -> dict[str, int]:
     """The assignment of `solve`. known: those of owners that were worked out before, by n', the nodes that were
     offered, and the jobs (which live as long as `known`)."""
 

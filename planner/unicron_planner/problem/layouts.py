@@ -17,7 +17,7 @@ from unicron_planner.problem import megatron_costs
 from unicron_planner.problem.megatron_costs import Gpt, Hardware, Parallel
 from unicron_planner.problem.throughput import MODEL_ERROR, NOISE, PRIOR, SPREAD, Throughput, ridge
 
-Measured = Mapping[int, float]  # aggregate FLOP/s by node count
+NodeRates = Mapping[int, float]  # aggregate FLOP/s by node count
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def parallel(
 
 
 @dataclass(frozen=True)
-class Known:
+class JobFacts:
     """Facts about a job. gpus: of a node. model: None where it is not told. per_node: FLOP/s of a node where
     nothing has been measured."""
 
@@ -70,7 +70,7 @@ class Known:
 
 
 def rates(
-    splits: Sequence[Split], known: Known, measured: Mapping[str, Measured], sizes: Iterable[int]
+    splits: Sequence[Split], known: JobFacts, measured: Mapping[str, NodeRates], sizes: Iterable[int]
 ) -> dict[str, dict[int, float]]:
     """T(t,x) by split and node count, for each split that can be run on any of these sizes; 0 where it cannot.
 
@@ -89,14 +89,14 @@ def rates(
     return found
 
 
-def _whole(split: Split, known: Known, table: Measured, nodes: int) -> float:
+def _whole(split: Split, known: JobFacts, table: NodeRates, nodes: int) -> float:
     """Return the throughput of the replicas that `nodes` nodes complete: that of the fewest nodes with as many."""
     replicas = nodes * known.gpus // split.gpus
     least = -(-replicas * split.gpus // known.gpus)
     return table.get(least, table.get(nodes, 0.0)) if replicas else 0.0
 
 
-def _through(seen: Measured, guess: Measured) -> dict[int, float]:
+def _through(seen: NodeRates, guess: NodeRates) -> dict[int, float]:
     """Return the measured sizes, and the guess scaled to go through the nearest of them."""
     found = {}
     for nodes, rate in guess.items():
@@ -107,10 +107,10 @@ def _through(seen: Measured, guess: Measured) -> dict[int, float]:
 
 
 def _by_gpus(
-    splits: Sequence[Split], known: Known, measured: Mapping[str, Measured], sizes: Sequence[int]
+    splits: Sequence[Split], known: JobFacts, measured: Mapping[str, NodeRates], sizes: Sequence[int]
 ) -> dict[str, dict[int, float]]:
     """Each node as fast as in the split that was measured; where several sizes were, by a fit through them."""
-    best: Measured = {}
+    best: NodeRates = {}
     for split in splits:
         seen = {nodes: rate for nodes, rate in measured.get(split.name, {}).items() if rate > 0}
         if len(seen) > len(best) or (seen and len(seen) == len(best) and max(seen.values()) > max(best.values())):
@@ -132,7 +132,7 @@ def _by_gpus(
 
 
 def _by_model(
-    splits: Sequence[Split], known: Known, measured: Mapping[str, Measured], sizes: Sequence[int]
+    splits: Sequence[Split], known: JobFacts, measured: Mapping[str, NodeRates], sizes: Sequence[int]
 ) -> dict[str, dict[int, float]]:
     """By the cost model, scaled to all that was measured."""
     assert known.model is not None
@@ -158,6 +158,6 @@ def _by_model(
     return found
 
 
-def _features(known: Known, how: Parallel) -> np.ndarray:
+def _features(known: JobFacts, how: Parallel) -> np.ndarray:
     assert known.model is not None
     return np.array([*megatron_costs.parts(known.model, known.hardware, how), 1.0])

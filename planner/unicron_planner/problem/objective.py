@@ -163,7 +163,7 @@ class Job:
         """The most nodes that work; those above are spares."""
         return next(iter(self.spares)) - 1 if self.spares else 10**9
 
-    def kept(self, nodes: int) -> float:
+    def spare_gain(self, nodes: int) -> float:
         """Return what the spares among `nodes` nodes save, weighted FLOP/s."""
         return self.weight * self.spares.get(nodes, 0.0) if self.runs(nodes) else 0.0
 
@@ -297,7 +297,7 @@ class Scenario:
 
     def g_in(self, job: Job, nodes: int, layout: str | None) -> float:
         """G(t,x') in one layout; the size can be run."""
-        gain = (job.f(nodes, layout) + job.kept(nodes)) * self.d_running
+        gain = (job.f(nodes, layout) + job.spare_gain(nodes)) * self.d_running
         return gain - job.now * self.d_transition(job, nodes, layout) if job.disturbed(nodes, layout) else gain
 
     def layout(self, job: Job, nodes: int) -> str | None:

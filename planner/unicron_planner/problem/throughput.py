@@ -102,7 +102,7 @@ class Throughput:
         kept.append(float(seconds))
         del kept[:-MOST_SAMPLES]
 
-    def measured(self) -> dict[int, tuple[float, float]]:
+    def medians(self) -> dict[int, tuple[float, float]]:
         """(median seconds, its standard error) by size; the error is at least 1 % of the median."""
         out = {}
         for nodes, seconds in self.samples.items():
@@ -114,7 +114,7 @@ class Throughput:
     def table(self, sizes: Iterable[int]) -> dict[int, Estimate]:
         """An Estimate for every size that can be run, non-decreasing in size."""
         sizes = sorted(set(sizes))
-        seen = self.measured()
+        seen = self.medians()
         factors, covariance = self._fit(seen)
         raw: dict[int, Estimate] = {}
         for nodes in sizes:

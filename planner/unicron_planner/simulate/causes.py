@@ -71,7 +71,7 @@ CAUSES = {
     for severity, names in by_severity.items()
     for name in names
 }
-REPORTED = ("hardware_warning", "no_fault", "finished")  # only reported: they disturb nobody
+HARMLESS = ("hardware_warning", "no_fault", "finished")  # only reported: they disturb nobody
 
 
 def find(text: str) -> Cause | None:

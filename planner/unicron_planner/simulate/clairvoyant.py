@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unicron_planner.problem.objective import Job, Scenario
-from unicron_planner.simulate.causes import REPORTED, Cause
+from unicron_planner.simulate.causes import HARMLESS, Cause
 from unicron_planner.simulate.engine import Result, node_slots
 from unicron_planner.simulate.policies import ITERATION, POLICIES, Policy, detection_seconds
 from unicron_planner.simulate.trace import Trace
@@ -73,7 +73,7 @@ def spans(scenario: Scenario, trace: Trace) -> tuple[list[Span], int]:
             until(when)
             soon |= when <= lost + LONGEST_DETECTION
             present.add(number)
-        elif there and event.failure.name not in REPORTED:
+        elif there and event.failure.name not in HARMLESS:
             until(when)
             soon |= when <= lost + LONGEST_DETECTION
             if event.failure.severity == 1:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unicron_planner.problem.objective import PlanError, Scenario
-from unicron_planner.simulate.causes import REPORTED
+from unicron_planner.simulate.causes import HARMLESS
 from unicron_planner.simulate.placements import placement_of
 from unicron_planner.simulate.policies import ITERATION, Policy, detection_seconds
 from unicron_planner.simulate.simulated_job import (
@@ -226,7 +226,7 @@ class Simulation:
                     self.drop(holder, number)
                 self.placement.on_join(self)
             return
-        if number not in self.up or event.failure.name in REPORTED:
+        if number not in self.up or event.failure.name in HARMLESS:
             return
         job = self.owner.get(number)
         if event.failure.severity == 1:

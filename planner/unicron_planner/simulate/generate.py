@@ -113,7 +113,7 @@ def unicron(
     return poisson(nodes, seconds, per_node_day, UNICRON_MIX, seed, "unicron", repair)
 
 
-def counted(
+def trace_of_counts(
     nodes: int, seconds: float, severe: int, other: int, seed: int, name: str, repair: float = REPAIR_HOURS
 ) -> Trace:
     """Exactly `severe` failures of severity 1 and `other` others, at uniform times, causes by Unicron's mix."""
@@ -133,12 +133,12 @@ def counted(
 
 def trace_a(seed: int = 0, nodes: int = 16, repair: float = REPAIR_HOURS) -> Trace:
     """Unicron's trace-a as recalled: 8 weeks, 10 failures of severity 1 and 33 others."""
-    return counted(nodes, FIXED_DAYS["trace-a"] * DAY, 10, 33, seed, "trace-a", repair)
+    return trace_of_counts(nodes, FIXED_DAYS["trace-a"] * DAY, 10, 33, seed, "trace-a", repair)
 
 
 def trace_b(seed: int = 0, nodes: int = 16, repair: float = REPAIR_HOURS) -> Trace:
     """Unicron's trace-b as recalled: 7 days, 26 failures of severity 1 and 80 others."""
-    return counted(nodes, FIXED_DAYS["trace-b"] * DAY, 26, 80, seed, "trace-b", repair)
+    return trace_of_counts(nodes, FIXED_DAYS["trace-b"] * DAY, 26, 80, seed, "trace-b", repair)
 
 
 GENERATORS = {

@@ -90,14 +90,14 @@ def _with_spares(job: Job, nodes: int) -> str:
     if waiting <= 0:
         return ""
     words = f"{waiting} of them wait{'s' if waiting == 1 else ''} as hot spare{'s' if waiting > 1 else ''}"
-    return f"; {words}, which saves {flops_text(job.kept(nodes))} on average"
+    return f"; {words}, which saves {flops_text(job.spare_gain(nodes))} on average"
 
 
 def _other_spares(job: Job, nodes: int) -> str:
     """Nothing changes but the number of spares."""
     before, now = max(0, job.nodes - job.working), max(0, nodes - job.working)
     count = abs(now - before)
-    worth = flops_text(abs(job.kept(nodes) - job.kept(job.nodes)))
+    worth = flops_text(abs(job.spare_gain(nodes) - job.spare_gain(job.nodes)))
     spares = f"{count} hot spare{'s' if count > 1 else ''}, worth {worth} on average"
     if job.lost_worker:
         return f"lost a node; {nodes_text(min(nodes, job.working))} train, and there is no node for {spares}"

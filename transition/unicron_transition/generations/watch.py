@@ -27,7 +27,7 @@ from unicron_detector.processes.rank_messages import (
     MemoryMessage,
     Plan,
     Save,
-    Saved,
+    SavedCheckpoint,
     StopRank,
     ToRank,
     Withdraw,
@@ -96,7 +96,7 @@ class Watch:
                 with self._changed:
                     self._dismissed = True
                     self._changed.notify_all()
-            case Cut() | Fetch() | Save() | Saved():
+            case Cut() | Fetch() | Save() | SavedCheckpoint():
                 self.on_memory(message)
                 with self._changed:
                     self._came = self._came or isinstance(message, Fetch)

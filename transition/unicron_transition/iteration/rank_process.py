@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from unicron_detector.chaos.inject import injector
 from unicron_detector.processes.rank_channel import RankChannel
-from unicron_detector.processes.rank_messages import Moved
+from unicron_detector.processes.rank_messages import CollectiveProgress
 from unicron_transition.generations import groups
 from unicron_transition.generations.layout import Layout, StatedLayout, parse_layout
 from unicron_transition.generations.pulse import Pulse
@@ -41,9 +41,9 @@ class Process:
                 self._pulse = Pulse(self.unblocker.own)
                 self.channel.on_quiet = self._quiet
 
-    def _quiet(self, fresh: bool) -> Moved | None:
+    def _quiet(self, fresh: bool) -> CollectiveProgress | None:
         moved = self._pulse.measure(fresh)
-        return Moved(moved) if moved else None
+        return CollectiveProgress(moved) if moved else None
 
     @property
     def device(self) -> torch.device:

@@ -9,7 +9,7 @@ from typing import Any
 from unicron_transition.iteration.rank_log import warn
 from unicron_transition.megatron_lm.arguments import Folders
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
-from unicron_transition.snapshot.folders import Found
+from unicron_transition.snapshot.folders import WholeCheckpoint
 from unicron_transition.snapshot.foreign import Foreign, Selection
 from unicron_transition.snapshot.formats.tracker import TRACKER, megatrons_iteration
 from unicron_transition.snapshot.migrate import TrainingState
@@ -34,8 +34,8 @@ class SavedAndLoaded(Checkpoints):
         self._needed, self._before = folders.needed, before
         self.choices()  # so that a folder that cannot be used is known before the model is built
 
-    def found(self) -> list[Found]:
-        return super().found() if self._writes else []
+    def whole_ones(self) -> list[WholeCheckpoint]:
+        return super().whole_ones() if self._writes else []
 
     def load(self, state: TrainingState, iteration: int | None = None) -> int | None:
         found = super().load(state, iteration)
@@ -45,9 +45,9 @@ class SavedAndLoaded(Checkpoints):
             warn(f"--load {self.begin_from} has no checkpoint: the training starts anew")
         return found
 
-    def choices(self) -> list[Found]:
+    def choices(self) -> list[WholeCheckpoint]:
         found = super().choices()
-        own = self.found() if self.begin_from == self.folder else []
+        own = self.whole_ones() if self.begin_from == self.folder else []
         if own and (theirs := megatrons_iteration(self.folder)) > own[0].iteration:
             raise CheckpointError(
                 f"{self.folder} has Megatron-LM's own iteration {theirs}, and Unicron's newest is "

@@ -53,7 +53,7 @@ class Handover:
         trained."""
         if not (self._local.sharded and plan.boundary):
             return lambda tensor: False
-        trained = {each.data_ptr() for each in self._state.trained()}
+        trained = {each.data_ptr() for each in self._state.trained_tensors()}
         return lambda tensor: tensor.data_ptr() in trained
 
     def _migrate(self, plan: Plan, sender: int, newcomer: bool, iteration: int) -> int:

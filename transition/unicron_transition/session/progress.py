@@ -92,7 +92,7 @@ class RankReporter:
         keeps = member.inside and (self._gradients.undoable or not rests)
         return Status(
             state,
-            shards=self._local.held() if rests else [],
+            shards=self._local.shards_to_give() if rests else [],
             iteration=ledger.iteration if member.inside else at.iteration,
             phase=phase if member.inside else "computing",
             done=list(ledger.done) if keeps else [],
@@ -122,7 +122,7 @@ class RankReporter:
         """Return (iteration, mark) of the states with which this rank can go on where nobody trains any more."""
         if not self._local.reports or state not in ("waiting", "stopped", "standby"):
             return []
-        return self._local.told(self.next_one, self._persistence.writer())
+        return self._local.reachable_states(self.next_one, self._persistence.writer())
 
     def report_step(self, phases: dict[str, float]) -> None:
         """Report that the iteration at hand is stepped: one message has the proof and the rank's status. phases:

@@ -22,7 +22,17 @@ from unicron_transition.iteration.rank_log import warn
 from unicron_transition.snapshot import checkpoint_file, contents
 from unicron_transition.snapshot.checkpoint_file import Aside
 from unicron_transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX, Cuts
-from unicron_transition.snapshot.image_format import PAGE, SHARD, SUFFIX, BadImage, Found, Image, Key, digest, read_page
+from unicron_transition.snapshot.image_format import (
+    PAGE,
+    SHARD,
+    SUFFIX,
+    BadImage,
+    Image,
+    ImagePage,
+    Key,
+    digest,
+    read_page,
+)
 from unicron_transition.snapshot.worker import Worker
 
 LASTING = (CUT_PREFIX, COPY_PREFIX)  # how the names of images begin that nobody writes over while they are of use
@@ -224,7 +234,7 @@ class BufferPool:
         here: Sequence[int],
         place: int,
         size: int,
-        usable: Callable[[Found], str],
+        usable: Callable[[ImagePage], str],
         lacks: Callable[[Key], bool] | None = None,
     ) -> list[ClaimedImage]:
         """Return the sound images that earlier processes have left and that are this rank's to use, the newest first.
@@ -239,7 +249,7 @@ class BufferPool:
         if lacks is None:
             with contextlib.suppress(OSError):
                 checkpoint_file.remove_half_aside(folder, self.slot)
-        found: list[Found] = []
+        found: list[ImagePage] = []
         for path in sorted(folder.iterdir()):
             if path.name.startswith(LASTING) if lacks is not None else not path.name.startswith(checkpoint_file.ASIDE):
                 own = re.match(rf"{re.escape(self._own)}(\d+)\b", path.name)
@@ -263,8 +273,8 @@ class BufferPool:
         return claimed
 
     def _examine(
-        self, path: Path, here: Sequence[int], place: int, size: int, usable: Callable[[Found], str]
-    ) -> Found | None:
+        self, path: Path, here: Sequence[int], place: int, size: int, usable: Callable[[ImagePage], str]
+    ) -> ImagePage | None:
         """Read what an image says of itself, if it is this rank's to use. Raises BadImage for one that is of no use to
         anybody, OSError."""
         if not path.name.endswith(SUFFIX):

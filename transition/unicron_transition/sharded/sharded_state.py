@@ -28,7 +28,7 @@ from unicron_transition.sharded.shards import Shards
 from unicron_transition.snapshot import contents
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron_transition.snapshot.cuts import Cuts
-from unicron_transition.snapshot.frozen import Untrained
+from unicron_transition.snapshot.frozen import UntrainedTensors
 from unicron_transition.snapshot.image_format import memory_folder
 from unicron_transition.snapshot.keeper import wanted_copies
 from unicron_transition.snapshot.local_state import LocalState
@@ -55,7 +55,7 @@ class ShardedState(LocalState):
         pinned = memory.type == "cpu" and here.type == "cuda"
         pool = BufferPool(images, slot, memory, pinned=pinned, cuts=self._cuts)
         self.shards = Shards(state.model, state.optimizer, process.watch.lost, pool, process.device, slot % size, size)
-        self._untrained = Untrained(state, images, slot, slot % size, size, warn)
+        self._untrained = UntrainedTensors(state, images, slot, slot % size, size, warn)
         first = slot // self._per_node * self._per_node
         self._here = [each for each in range(first, first + self._per_node) if each % size == slot % size]
         self.shards.claim(self._here)
@@ -71,7 +71,7 @@ class ShardedState(LocalState):
         self._checkpoints, self._folder, self._start = checkpoints, memory_folder(), start
         saved = None
         if checkpoints is not None:
-            newest = next(iter(checkpoints.found()), None)
+            newest = next(iter(checkpoints.whole_ones()), None)
             self._unread = newest is not None and self.remembered >= newest.iteration
             saved = newest.iteration if newest is not None and self._unread else checkpoints.load(self._state)
         self.note_destination()
@@ -90,9 +90,9 @@ class ShardedState(LocalState):
     @property
     def remembered(self) -> int:
         """The newest version that earlier processes left in the memory of this node; -1 for none."""
-        return max((version for _, version, _, _ in self.held()), default=-1)
+        return max((version for _, version, _, _ in self.shards_to_give()), default=-1)
 
-    def held(self) -> list[tuple[int, int, int, list[int]]]:
+    def shards_to_give(self) -> list[tuple[int, int, int, list[int]]]:
         if self._came:
             self._came = False
             self.shards.claim(self._here, again=True)

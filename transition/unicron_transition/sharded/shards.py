@@ -37,7 +37,7 @@ from unicron_transition.sharded.buffer_pool import Buffer, BufferPool, ClaimedIm
 from unicron_transition.sharded.shard_exchange import Buckets, CopyFailed, MissingShard, ShardExchange
 from unicron_transition.snapshot import parts
 from unicron_transition.snapshot.checkpoint_file import behind, set_mark
-from unicron_transition.snapshot.image_format import SHARD, STEP, Found, Key
+from unicron_transition.snapshot.image_format import SHARD, STEP, ImagePage, Key
 from unicron_transition.snapshot.migrate import StateMismatch, as_before, plain
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -116,7 +116,7 @@ class Shards:
         found = self._sets.get((state_base(key.base, int(key.mark, 16)), key.iteration))
         return found is None or key.shard not in found.shards
 
-    def _misfit(self, found: Found) -> str:
+    def _misfit(self, found: ImagePage) -> str:
         """Return why an image is no shard of this model; empty if it is one."""
         key = found.key
         if not (0 <= key.shard < key.count and 0 <= key.base < MOST_GENERATIONS and _MARK.fullmatch(key.mark)):

@@ -28,7 +28,7 @@ import torch
 from unicron_transition.iteration.rank_log import inform, warn
 from unicron_transition.snapshot import contents, folders, foreign, parts
 from unicron_transition.snapshot.checkpoint_file import DAMAGE_SUFFIX, folder_name, stem, writing
-from unicron_transition.snapshot.folders import Found
+from unicron_transition.snapshot.folders import WholeCheckpoint
 from unicron_transition.snapshot.formats import exports, names, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint
 from unicron_transition.snapshot.image_format import SUFFIX, BadImage, Key, read_page
@@ -137,7 +137,7 @@ class Checkpoints:
         self.newest = 0  # that of the last one that it has read, or has on disk
 
     # ------------------------------------------------------------ reading
-    def found(self) -> list[Found]:
+    def whole_ones(self) -> list[WholeCheckpoint]:
         """All whole ones, the newest first."""
         return folders.whole(self.folder)
 
@@ -147,7 +147,7 @@ class Checkpoints:
 
         Raises :class:`CheckpointError` when there are some and none can be used: starting anew would hide that.
         """
-        wanted = [each for each in self.found() if iteration in (None, each.iteration)]
+        wanted = [each for each in self.whole_ones() if iteration in (None, each.iteration)]
         wanted = wanted or [each for each in self._beginning() if iteration in (None, each.iteration)]
         for each in wanted:
             if self.load_one(state, each):
@@ -158,7 +158,7 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder} has no whole checkpoint of iteration {iteration}")
         return None
 
-    def load_one(self, state: TrainingState, found: Found) -> bool:
+    def load_one(self, state: TrainingState, found: WholeCheckpoint) -> bool:
         """Puts one into `state`; False for a damaged one, which is said. Raises :class:`CheckpointError` for one of
         another model."""
         if found.foreign:
@@ -172,17 +172,17 @@ class Checkpoints:
         self.newest = found.iteration
         return True
 
-    def choices(self) -> list[Found]:
+    def choices(self) -> list[WholeCheckpoint]:
         """The checkpoints to go on from, the newest first; they are not read. Raises :class:`CheckpointError` where all
         that there are have been found damaged."""
-        found = self.found()
+        found = self.whole_ones()
         if not found and self._damaged():
             raise CheckpointError(self._nothing_sound())
         found = found or self._beginning()
         self.newest = max([self.newest, *(each.iteration for each in found)])
         return found
 
-    def _beginning(self) -> list[Found]:
+    def _beginning(self) -> list[WholeCheckpoint]:
         """List what the script begins from, while there is no checkpoint of its own: those of another job, the newest
         first, or the one of another format. Raises :class:`CheckpointError`."""
         if self.begin_from is None:
@@ -193,7 +193,7 @@ class Checkpoints:
             if _has_damaged(self.begin_from):
                 raise CheckpointError(self._nothing_sound(self.begin_from))
         there = self._foreign(self.begin_from)
-        return [] if there is None else [Found(there.iteration, (there.folder,), True)]
+        return [] if there is None else [WholeCheckpoint(there.iteration, (there.folder,), True)]
 
     def _foreign(self, folder: Path) -> foreign.Foreign | None:
         try:
@@ -308,8 +308,12 @@ class Checkpoints:
         part, patience = folders.part_of(writer.key(iteration)), RESCUE_SECONDS if apart is None else apart
         patience = max(2 * LOOK_SECONDS, patience * min(turn, RESCUERS)) if turn else 0.0
         waiting = folders.Turn({part: iteration}, patience, time.monotonic(), exactly=True, stall=RESCUE_SECONDS)
-        while not any(each.iteration > iteration for each in self.found()):
-            begun = [each for each in folders.begun(self.folder, iteration) if each.path.name.startswith(writer.mark)]
+        while not any(each.iteration > iteration for each in self.whole_ones()):
+            begun = [
+                each
+                for each in folders.files_in_progress(self.folder, iteration)
+                if each.path.name.startswith(writer.mark)
+            ]
             waiting.note_files(begun, time.monotonic())
             if not waiting.missing:
                 return
@@ -372,7 +376,7 @@ def _copy(state: TrainingState, iteration: int, writer: Writer) -> tuple[bytes, 
     return contents.head_of(state, found.about, iteration, writer.layout), data
 
 
-def _load(state: TrainingState, found: Found) -> None:
+def _load(state: TrainingState, found: WholeCheckpoint) -> None:
     """Raises BadImage, OSError, or CheckpointError for what is sound and yet of no use."""
     first = found.paths[0]
     try:

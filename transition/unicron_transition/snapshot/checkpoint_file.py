@@ -27,10 +27,10 @@ from unicron_transition.snapshot.image_format import (
     DIGEST,
     SHARD,
     SUFFIX,
-    UNTRAINED,
+    UNTRAINED_KIND,
     BadImage,
     Data,
-    Found,
+    ImagePage,
     Key,
     file_front,
     inventory,
@@ -172,7 +172,7 @@ class Aside:
 def _beside(aside: Path) -> Path:
     """The second name of the untrained tensors' image, where `aside` is that of the shard. It has a suffix of its own,
     so that a look for images finds the image once."""
-    return aside.with_suffix(f".{UNTRAINED}")
+    return aside.with_suffix(f".{UNTRAINED_KIND}")
 
 
 def _name_also(image: Path, name: Path) -> None:
@@ -192,7 +192,7 @@ def release_aside(aside: Path) -> None:
 
 def remove_half_aside(memory: Path, slot: int) -> None:
     """Remove what an earlier process of the slot had begun to set aside when it ended. Raises OSError."""
-    for path in memory.glob(f"{ASIDE}{slot}-*.{UNTRAINED}"):
+    for path in memory.glob(f"{ASIDE}{slot}-*.{UNTRAINED_KIND}"):
         if not path.with_suffix(SUFFIX).exists():
             path.unlink(missing_ok=True)
 
@@ -202,7 +202,7 @@ def is_aside(image: Path) -> bool:
     return image.stat().st_nlink > 1
 
 
-def asides(memory: Path, on_bad: Callable[[BadImage], None] = lambda error: None) -> list[Found]:
+def asides(memory: Path, on_bad: Callable[[BadImage], None] = lambda error: None) -> list[ImagePage]:
     """The images that are to become files, the oldest first. A bad one is removed, since its rank sets no other one
     aside before that; on_bad is called."""
     found = []
@@ -218,7 +218,7 @@ def asides(memory: Path, on_bad: Callable[[BadImage], None] = lambda error: None
     return sorted(found, key=lambda each: (each.key.iteration, each.path))
 
 
-def persist(found: Found, folder: Path, pace: Callable[[int], None] = lambda size: None) -> Path:
+def persist(found: ImagePage, folder: Path, pace: Callable[[int], None] = lambda size: None) -> Path:
     """Write an image as a file of the checkpoint in `folder`; returns its path, on disk. A file that is there stays,
     unless somebody has found its checkpoint damaged.
 
@@ -243,7 +243,7 @@ def persist(found: Found, folder: Path, pace: Callable[[int], None] = lambda siz
     return path
 
 
-def _copy(found: Found, write: Write, pace: Callable[[int], None]) -> None:
+def _copy(found: ImagePage, write: Write, pace: Callable[[int], None]) -> None:
     """Write the data of an image, which are checked on the way."""
     own = xxhash.xxh3_128()
     with found.path.open("rb") as image:
@@ -267,7 +267,7 @@ def behind(size: int) -> int:
     return -(-size // WORD) * WORD
 
 
-def _untrained_of(found: Found, head: bytes) -> Found | None:
+def _untrained_of(found: ImagePage, head: bytes) -> ImagePage | None:
     """The image of the untrained tensors that belong into the file of this shard. Raises BadImage where there is none,
     OSError."""
     try:
@@ -277,14 +277,14 @@ def _untrained_of(found: Found, head: bytes) -> Found | None:
         raise BadImage(f"{found.path}: not an image of this release ({error})") from None
     if not mark:
         return None
-    wanted = UNTRAINED, found.key.place, found.key.size, mark
+    wanted = UNTRAINED_KIND, found.key.place, found.key.size, mark
     for each in _images_near(found):
         if (each.key.kind, each.key.place, each.key.size, each.key.mark) == wanted:
             return each
     raise BadImage(f"{found.path}: what of the model is not trained is not in memory any more")
 
 
-def _images_near(found: Found) -> Iterator[Found]:
+def _images_near(found: ImagePage) -> Iterator[ImagePage]:
     with contextlib.suppress(BadImage, FileNotFoundError):
         yield read_page(_beside(found.path))
     yield from inventory(found.path.parent)

@@ -13,7 +13,7 @@ import torch
 
 from unicron_transition.seams import modules
 from unicron_transition.snapshot import checkpoint_file, parts
-from unicron_transition.snapshot.image_format import ALIGN, STEP, BadImage, Found, Image
+from unicron_transition.snapshot.image_format import ALIGN, STEP, BadImage, Image, ImagePage
 from unicron_transition.snapshot.migrate import Settings, TrainingState, as_plain, plain
 from unicron_transition.snapshot.reading import open_plain, read_into, unpack
 
@@ -185,7 +185,7 @@ def raw(data: memoryview) -> torch.Tensor:
 
 
 # ------------------------------------------------------------ reading
-def read(found: Found) -> tuple[bytes, torch.Tensor]:
+def read(found: ImagePage) -> tuple[bytes, torch.Tensor]:
     """(head, data as uint8, a private mapping) of an image that is as it was written. Raises BadImage, OSError."""
     head, mapped = found.read()
     found.check(mapped)
@@ -199,7 +199,7 @@ class ImageContent:
     tensors: (dtype, elements, byte in the file, or None for the optimizer's step).
     """
 
-    found: Found
+    found: ImagePage
     head: Head
     places: list[Any]  # as in the index of :class:`Contents`
     tensors: list[tuple[torch.dtype, int, int | None]]
@@ -230,7 +230,7 @@ class ImageContent:
         return data.view(dtype)
 
 
-def open_image(found: Found) -> ImageContent:
+def open_image(found: ImagePage) -> ImageContent:
     """Raises BadImage, OSError. The data are not read."""
     head = found.head()
     try:

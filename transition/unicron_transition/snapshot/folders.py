@@ -31,7 +31,7 @@ def part_of(key: Key) -> Part:
     return key.place, key.size, key.shard, key.count
 
 
-class Found(NamedTuple):
+class WholeCheckpoint(NamedTuple):
     """A checkpoint that has all its files. iteration: the one to go on with. foreign: it is of another format or
     another folder, and `paths` is the folder that the script has named."""
 
@@ -50,9 +50,9 @@ class Found(NamedTuple):
         return self.paths[0] if self.foreign else self.paths[0].parent
 
 
-def whole(folder: Path) -> list[Found]:
+def whole(folder: Path) -> list[WholeCheckpoint]:
     """All whole checkpoints in `folder`, the newest first. Raises OSError."""
-    found = [Found(iteration, paths) for iteration, path in _folders(folder) for paths in _sets(path)]
+    found = [WholeCheckpoint(iteration, paths) for iteration, path in _folders(folder) for paths in _sets(path)]
     return sorted(found, key=lambda each: (each.iteration, each.paths), reverse=True)
 
 
@@ -131,7 +131,7 @@ def _is_stale(path: Path) -> bool:
 
 
 # ------------------------------------------------------------ whose turn it is
-class Begun(NamedTuple):
+class FileInProgress(NamedTuple):
     """A file of a checkpoint. whole: it has its own name, and nobody has found its checkpoint damaged."""
 
     path: Path
@@ -151,13 +151,13 @@ class Begun(NamedTuple):
         return status.st_size, status.st_mtime_ns
 
 
-def begun(folder: Path, iteration: int) -> Iterator[Begun]:
+def files_in_progress(folder: Path, iteration: int) -> Iterator[FileInProgress]:
     """The files of all checkpoints from that of `iteration` on, also those that somebody writes."""
     for at, path in _folders(folder):
         for name in (names := _names(path)) if at >= iteration else ():
             if file := _FILE.match(name):
                 sound = file.end() == len(name) and f"{file[1]}.{DAMAGE_SUFFIX}" not in names
-                yield Begun(path / name, at, tuple(map(int, file.groups()[1:])), sound)
+                yield FileInProgress(path / name, at, tuple(map(int, file.groups()[1:])), sound)
 
 
 class Turn:
@@ -178,7 +178,7 @@ class Turn:
         self._there: set[Part] = set()
         self.until = now + patience
 
-    def note_files(self, begun: Iterable[Begun], now: float) -> None:
+    def note_files(self, begun: Iterable[FileInProgress], now: float) -> None:
         """begun: the files that there are."""
         ours = [each for each in begun if each.iteration >= self._due.get(each.part, each.iteration + 1)]
         seen = {each.path: each.progress for each in ours}

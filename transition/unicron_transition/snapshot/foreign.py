@@ -76,7 +76,7 @@ class Foreign:
         blocks = _Blocks(index, optimizer)
         blocks.check(mine)
         _say_rows(index, mine)
-        for line in index.common.lost():
+        for line in index.common.losses():
             inform(line)
         if of_megatron:
             _say_unproven(self.folder, index, state.facts.get("arguments") or {})

@@ -18,25 +18,27 @@ import torch.distributed as dist
 
 from unicron_transition.snapshot import contents
 from unicron_transition.snapshot.cuts import Cuts, ImageRing, ring_paths
-from unicron_transition.snapshot.image_format import UNTRAINED, BadImage, Image, Key, inventory
+from unicron_transition.snapshot.image_format import UNTRAINED_KIND, BadImage, Image, Key, inventory
 from unicron_transition.snapshot.migrate import TrainingState
 from unicron_transition.snapshot.tensor_transfer import broadcast_bytes, checksum
 
-KEPT = 3  # images: of the state that is confirmed, of the next one, and of one that it was not gone on from
+MOST_IMAGES = 3  # images: of the state that is confirmed, of the next one, and of one that it was not gone on from
 WORD = 8  # bytes; every tensor begins at a multiple
 
 
-class Untrained:
+class UntrainedTensors:
     """The untrained tensors of one rank. folder: where images are made, None for none; place: of the rank among the
     `size` of its replica."""
 
     def __init__(
         self, state: TrainingState, folder: Path | None, slot: int, place: int, size: int, say: Callable[[str], None]
     ):
-        trained = {each.data_ptr() for each in state.trained()}
+        trained = {each.data_ptr() for each in state.trained_tensors()}
         self._tensors = [each for each in state.model_tensors() if each.numel() and each.data_ptr() not in trained]
         self._folder, self._slot, self._place, self._size, self._say = folder, slot, place, size, say
-        self._ring = None if folder is None else ImageRing(ring_paths(folder, UNTRAINED, slot, KEPT), replace=True)
+        self._ring = (
+            None if folder is None else ImageRing(ring_paths(folder, UNTRAINED_KIND, slot, MOST_IMAGES), replace=True)
+        )
         self._kept = ""
         self._warned = False
         self.image: Path | None = None  # of this slot's, that of what was kept last; None where there is none
@@ -72,7 +74,7 @@ class Untrained:
         return cuts.write(self._key(version), b"", self.bytes, self._copy_into)
 
     def _key(self, version: int) -> Key:
-        return Key(UNTRAINED, self._slot, version, self._place, self._size, mark=self._kept)
+        return Key(UNTRAINED_KIND, self._slot, version, self._place, self._size, mark=self._kept)
 
     def _copy_into(self, image: Image) -> None:
         for place, tensor in self._places(contents.raw(image.data[: self.bytes])):
@@ -90,7 +92,7 @@ class Untrained:
         """A sound image of that mark and its content, whichever rank of this node has made it."""
         for found in inventory(self._folder) if self._folder is not None and mark else ():
             key = found.key
-            if (key.kind, key.place, key.size, key.mark) != (UNTRAINED, self._place, self._size, mark):
+            if (key.kind, key.place, key.size, key.mark) != (UNTRAINED_KIND, self._place, self._size, mark):
                 continue
             try:
                 _, flat = contents.read(found)

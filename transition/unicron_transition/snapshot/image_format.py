@@ -30,8 +30,8 @@ SUFFIX = ".image"
 STATE = "state"  # the kind of images that hold a rank's part of the state
 USER = "user"  # ... what a script without a session saved
 SHARD = "shard"  # ... a shard of a distributed optimizer
-UNTRAINED = "untrained"  # ... what of the model its optimizer does not change
-COPIED = (STATE, USER, SHARD, UNTRAINED)  # kinds of which other nodes get copies
+UNTRAINED_KIND = "untrained"  # ... what of the model its optimizer does not change
+COPY_KINDS = (STATE, USER, SHARD, UNTRAINED_KIND)  # kinds of which other nodes get copies
 SAME = "replicated"  # the mark of what all ranks have saved alike
 FOLDER = "UNICRON_MEMORY"  # the folder, as the agent tells its ranks
 DIGEST = 16  # bytes
@@ -150,7 +150,7 @@ def _page(key: Key, head: bytes, offset: int, data_bytes: int, data_digest: byte
 
 
 @dataclass(frozen=True)
-class Found:
+class ImagePage:
     """A whole image as its first page tells of it. The head and the data are checked by their readers."""
 
     path: Path
@@ -199,7 +199,7 @@ class Found:
             raise BadImage(f"{self.path}: its data do not match their checksum")
 
 
-def read_page(path: Path) -> Found:
+def read_page(path: Path) -> ImagePage:
     """The first page of an image file. Raises BadImage for a torn image and for another kind of file, OSError."""
     with open_plain(path) as file:
         page = file.read(PAGE)
@@ -220,7 +220,7 @@ def read_page(path: Path) -> Found:
     except (TypeError, ValueError) as error:
         raise BadImage(f"{path}: not an image of this release ({error})") from None
     head_bytes, offset, data_bytes, head_digest, data_digest = rest
-    return Found(path, key, head_bytes, head_digest, offset, data_bytes, data_digest)
+    return ImagePage(path, key, head_bytes, head_digest, offset, data_bytes, data_digest)
 
 
 def memory_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -229,7 +229,7 @@ def memory_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     return Path(name) if name else None
 
 
-def inventory(folder: Path, on_bad: Callable[[BadImage], None] = lambda error: None) -> Iterator[Found]:
+def inventory(folder: Path, on_bad: Callable[[BadImage], None] = lambda error: None) -> Iterator[ImagePage]:
     """All whole images in a folder. on_bad: called for each file that is torn or no image, which is passed over."""
     with contextlib.suppress(OSError):  # there is no such folder, or not any more
         for path in sorted(folder.iterdir()):

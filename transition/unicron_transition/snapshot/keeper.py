@@ -42,7 +42,7 @@ class Settings:
     every: int
 
     @classmethod
-    def chosen(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
         """Read the environment. Raises ValueError, one line, for what is no number."""
         every = _number(environment, EVERY, "iterations, 1 or more; 0 keeps nothing in memory")
         return cls(memory_folder(environment) if every else None, every)

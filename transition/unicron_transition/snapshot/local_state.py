@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from unicron_detector.processes.rank_messages import Cut, Fetch, MemoryMessage, Plan, Save, Saved
+from unicron_detector.processes.rank_messages import Cut, Fetch, MemoryMessage, Plan, Save, SavedCheckpoint
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron_transition.snapshot.checkpoint_file import Aside, Destination, note_destination
 from unicron_transition.snapshot.cuts import Cuts
@@ -44,12 +44,12 @@ class LocalState:
         saved = checkpoints.load(self._state) if checkpoints is not None else None
         return start if saved is None else saved
 
-    def told(self, own: int, writer: Writer) -> list[tuple[int, str]]:
+    def reachable_states(self, own: int, writer: Writer) -> list[tuple[int, str]]:
         """(iteration, mark) of the states with which this rank, at rest, could go on, the newest first. own: the
         iteration that comes next for the state of the job that it has, if it has one."""
         return []
 
-    def held(self) -> list[tuple[int, int, int, list[int]]]:
+    def shards_to_give(self) -> list[tuple[int, int, int, list[int]]]:
         """The shards that this rank, at rest, could give: (base, version, count of shards, which of them)."""
         return []
 
@@ -142,7 +142,7 @@ class LocalState:
                 self._came = True
             case Cut() if self._cuts is not None:
                 self._cuts.on_order(message)
-            case Saved() if self._checkpoints is not None:
+            case SavedCheckpoint() if self._checkpoints is not None:
                 self._checkpoints.newest = max(self._checkpoints.newest, message.iteration)
 
     def memory_text(self, parameters: int) -> str:

@@ -170,7 +170,7 @@ class TrainingState:
         self.seed, self.loss = int(data.get("seed", self.seed)), data.get("loss")
         return int(data["iteration"])
 
-    def trained(self) -> Iterator[torch.Tensor]:
+    def trained_tensors(self) -> Iterator[torch.Tensor]:
         """The model's parameters that the optimizer changes."""
         for chunk in self.model:
             yield from (each for each in chunk.module.parameters() if each.requires_grad and each.numel())

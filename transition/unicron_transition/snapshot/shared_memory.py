@@ -14,7 +14,7 @@ import os
 import time
 from pathlib import Path
 
-from unicron_detector.health.memory_limit import left
+from unicron_detector.health.memory_limit import memory_left
 
 BESIDE = 64 << 20  # bytes that must be left, too: what the kernel keeps of the pages, and each core ahead of its needs
 BESIDE_SHARE = 128  # ... and for so many bytes of the file one more
@@ -53,7 +53,7 @@ def _look_at_limit(path: Path) -> None:
     """A node's ranks make their images at the same time, so what each of them still lacks counts for all. That is
     looked at first: what they get meanwhile counts twice, and not at all the other way round."""
     lacks = sum(map(_lacks, path.parent.glob("*.new")))
-    limit = left()
+    limit = memory_left()
     if limit is None:
         return
     if lacks + lacks // BESIDE_SHARE + BESIDE > limit.size:

@@ -30,7 +30,7 @@ from unicron_transition.snapshot.worker import Worker
 _TENSOR, _TUPLE = 1, 2  # MessagePack's codes for what it does not know
 
 
-class Saved(NamedTuple):
+class UserState(NamedTuple):
     """The state that :func:`save` was given. Tensors are in the host's memory."""
 
     state: Any
@@ -53,7 +53,7 @@ def save(state: Any, iteration: int, replicated: bool = False) -> None:
         keeper.save(state, iteration, replicated)
 
 
-def load() -> Saved | None:
+def load() -> UserState | None:
     """The newest state that the ranks of the present world have in common, or None. All ranks call it, after
     `torch.distributed.init_process_group`, and get the same iteration; also those whose node has no memory.
 
@@ -72,7 +72,7 @@ def load() -> Saved | None:
         if (content := world.fetch(images)) is not None:
             if (keeper := _keeper(world)) is not None:
                 keeper.needed = choice.iteration
-            return Saved(_unpack(*content), choice.iteration)
+            return UserState(_unpack(*content), choice.iteration)
     return None
 
 
@@ -151,17 +151,17 @@ class _Keeper:
                 found.path.unlink(missing_ok=True)
 
 
-_kept: _Keeper | None = None
+_current: _Keeper | None = None
 
 
 def _keeper(world: World) -> _Keeper | None:
     """The keeper of this process; None where the node has no memory."""
-    global _kept
+    global _current
     if world.folder is None:
         return None
-    if _kept is None or _kept.world != world:
-        _kept = _Keeper(world, world.folder)
-    return _kept
+    if _current is None or _current.world != world:
+        _current = _Keeper(world, world.folder)
+    return _current
 
 
 def _kind(tensor: torch.Tensor, offset: int) -> tuple[str, list[int], int]:

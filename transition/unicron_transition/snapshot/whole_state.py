@@ -13,7 +13,7 @@ from unicron_transition.iteration.rank_log import inform, warn
 from unicron_transition.snapshot import contents, image_format
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer, load_image
 from unicron_transition.snapshot.cuts import BUFFERS
-from unicron_transition.snapshot.folders import Found
+from unicron_transition.snapshot.folders import WholeCheckpoint
 from unicron_transition.snapshot.keeper import Keeper, Settings, wanted_copies
 from unicron_transition.snapshot.local_state import LocalState
 from unicron_transition.snapshot.migrate import TrainingState
@@ -38,8 +38,8 @@ class Beginnings:
     def __init__(self, memory: Path | None, checkpoints: Checkpoints | None, start: int, writer: Writer):
         self._memory, self._checkpoints, self._start, self._writer = memory, checkpoints, start, writer
         self.untouched = True  # the state is what the script has made
-        self._images: list[image_format.Found] = []
-        self._files: list[Found] = []
+        self._images: list[image_format.ImagePage] = []
+        self._files: list[WholeCheckpoint] = []
         self._list_choices()
 
     @property
@@ -104,7 +104,7 @@ class Beginnings:
         if self.untouched:  # once, at the start: later on others are writing theirs
             warn(f"training state in memory passed over: {error}")
 
-    def _is_mine(self, found: image_format.Found) -> bool:
+    def _is_mine(self, found: image_format.ImagePage) -> bool:
         """Whether the image is of this rank's place in this layout."""
         writer, key = self._writer, found.key
         if (key.kind, key.place, key.size) != (image_format.STATE, writer.place, writer.size):
@@ -115,7 +115,7 @@ class Beginnings:
             warn(f"training state in memory passed over: {error}")
             return False
 
-    def _take_image(self, state: TrainingState, found: image_format.Found) -> bool:
+    def _take_image(self, state: TrainingState, found: image_format.ImagePage) -> bool:
         try:
             load_image(state, found.path)
         except (image_format.BadImage, OSError) as error:
@@ -146,7 +146,7 @@ class WholeState(LocalState):
 
     # ------------------------------------------------------------ before a generation
     def find_start(self, checkpoints: Checkpoints | None, start: int, writer: Callable[[], Writer]) -> int:
-        settings = Settings.chosen()
+        settings = Settings.from_environment()
         self._folder, self._checkpoints = settings.folder, checkpoints
         self.note_destination()
         self._beginnings = Beginnings(self._folder, checkpoints, start, writer())
@@ -155,7 +155,7 @@ class WholeState(LocalState):
             self._cuts, self._filing = keeper.cuts, keeper.aside
         return self._beginnings.newest
 
-    def told(self, own: int, writer: Writer) -> list[tuple[int, str]]:
+    def reachable_states(self, own: int, writer: Writer) -> list[tuple[int, str]]:
         if self._has_state or self._came:
             self._came = False
             self._beginnings.list_again(writer, self._has_state)

@@ -10,7 +10,7 @@ from unicron_ctl.doctor.slurm_lines import ADMINISTRATOR, CONF_LINES, administra
 from unicron_ctl.shared.settings.limits import PLANNED_SECONDS, RULES, names, number
 from unicron_ctl.shared.settings.partitions import ACT, DEFAULT
 from unicron_ctl.shared.slurm.slurm_settings import NO_LIMIT, SlurmSettings
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 SUPER_USER = "root"
 PROLOG_REST = 4  # seconds: all that prolog.d/50-unicron does besides the admission checks, at most
@@ -25,7 +25,7 @@ def slurm(case: Case) -> Iterator[Finding]:
             "see `scontrol ping`; a host without slurm.conf needs sackd, slurmd or SLURM_CONF",
         )
     else:
-        yield good(f"Slurm {case.site.settings.release}, {counted(len(case.site.nodes), 'node')}")
+        yield good(f"Slurm {case.site.settings.release}, {plural(len(case.site.nodes), 'node')}")
 
 
 def auth_type(case: Case) -> Iterator[Finding]:

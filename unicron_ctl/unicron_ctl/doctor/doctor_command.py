@@ -15,7 +15,7 @@ from unicron_ctl.shared.commands.options import controller_option
 from unicron_ctl.shared.slurm.host_lists import fold
 from unicron_ctl.shared.system.errors import PROBLEM_FOUND, UserError
 from unicron_ctl.shared.system.printable import print_text
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 if TYPE_CHECKING:
     from unicron_ctl.doctor.examination import Result
@@ -156,7 +156,7 @@ def _print(hosts: list[HostFacts], results: list[Result], verbose: bool) -> None
     from unicron_ctl.doctor.examination import by_weight, summary
 
     everybody = [host.name for host in hosts]
-    what = hosts[0].role if len(hosts) == 1 else f"{hosts[0].role}, and {counted(len(hosts) - 1, 'node')}"
+    what = hosts[0].role if len(hosts) == 1 else f"{hosts[0].role}, and {plural(len(hosts) - 1, 'node')}"
     print_text(f"{hosts[0].name} ({what}), Unicron {hosts[0].release}")
     for result in by_weight(results):
         if result.verdict == GOOD and not verbose:

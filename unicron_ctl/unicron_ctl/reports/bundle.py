@@ -33,7 +33,7 @@ from unicron_ctl.shared.settings.notify import load_secrets
 from unicron_ctl.shared.settings.places import program
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.redaction import secret_values, without_values
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 TAIL_BYTES = 64 << 10  # of each file of output
 MOST_FILES = 64  # ranks whose output is in it, those with failures first
@@ -241,7 +241,7 @@ def _logs(explained: Mapping[str, Any], job: str, user: str, left_out: list[str]
         except OSError as error:
             left_out.append(f"{path}: {error.strerror}")
     if len(order) > MOST_FILES:
-        left_out.append(f"the output of {counted(len(order) - MOST_FILES, 'rank')}")
+        left_out.append(f"the output of {plural(len(order) - MOST_FILES, 'rank')}")
 
 
 def _list_folder(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from unicron_ctl.shared.protocol.answer_schema import Report
 from unicron_ctl.shared.system.columns import Listing, plain
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 JOBS = 20  # listed; the others are counted
 
@@ -32,7 +32,7 @@ def summary(report: Report) -> list[str]:
         f"{report.spared_seconds:.0f} s of all nodes for each recovery (checkpoint_seconds, replacement_seconds)",
     ]
     if report.needed_admin:
-        lines.append(f"needed an admin: {counted(report.needed_admin, 'time')}; `unicronctl status` says what does now")
+        lines.append(f"needed an admin: {plural(report.needed_admin, 'time')}; `unicronctl status` says what does now")
     if report.cut_at is not None:
         lines.append(f"only since {_day(report.cut_at)}: there were too many events before")
     return lines + [f"observed: {line}" for line in report.observed]

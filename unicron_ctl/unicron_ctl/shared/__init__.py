@@ -1,1 +1,1 @@
-"""What controller, agent and commands share: messages, settings, Slurm, consensus, the system."""
+"""Code that controller, agent and commands share: messages, settings, Slurm, consensus, the system."""

@@ -10,7 +10,7 @@ from unicron_ctl.shared.commands.times import moment
 from unicron_ctl.shared.settings.config_file import load
 from unicron_ctl.shared.settings.places import state_dir
 from unicron_ctl.shared.system.printable import print_text
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 STATE_OPTION = click.option(
     "--state-dir", "state", type=click.Path(path_type=Path), help="unicrond's state folder [default: configuration]."
@@ -30,7 +30,7 @@ def command(file: Path, state: Path | None) -> None:
     found = backup(state or state_dir(load()), file)
     key = "and the key" if found.key else "no key (auth = none)"
     print_text(
-        f"{file}: {counted(found.events, 'event')} up to {found.last} of {_clock(found.at)}, {key}; read again: sound"
+        f"{file}: {plural(found.events, 'event')} up to {found.last} of {_clock(found.at)}, {key}; read again: sound"
     )
 
 
@@ -47,7 +47,7 @@ def restore(file: Path, state: Path | None) -> None:
 
     folder = state or state_dir(load())
     found, kept = put_back(file, folder)
-    print_text(f"{folder}: {counted(found.events, 'event')} up to {_clock(found.at)}")
+    print_text(f"{folder}: {plural(found.events, 'event')} up to {_clock(found.at)}")
     if kept is not None:
         print_text(f"what was there is in {kept}")
     print_text("start unicrond, look at `unicronctl status` and `unicronctl nodes`, then `unicronctl resume`")

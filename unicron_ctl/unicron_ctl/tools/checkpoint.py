@@ -17,7 +17,7 @@ import msgspec
 from unicron_ctl.shared.commands.options import Number
 from unicron_ctl.shared.system.errors import FAILURE, PROBLEM_FOUND, WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 from unicron_transition.snapshot import folders, reading
 from unicron_transition.snapshot.formats import convert, opening, own
 from unicron_transition.snapshot.formats.format_table import BY_NAME, EXPORTS
@@ -115,9 +115,9 @@ def show(folder: Path, as_json: bool) -> None:
         return
     size = sum(tensor.nbytes for tensor in index.tensors.values())
     layout = f", written by {index.layout}" if index.layout else ""
-    tensors = f"{counted(len(index.tensors), 'tensor')}, {size / 1e9:.3f} GB"
+    tensors = f"{plural(len(index.tensors), 'tensor')}, {size / 1e9:.3f} GB"
     print_text(f"{index.format}, iteration {index.iteration}{layout}: {tensors}")
-    for line in index.common.lost():
+    for line in index.common.losses():
         print_text(line, err=True)
     for tensor in index.tensors.values():
         print_text(f"{tensor.name}  {list(tensor.shape)}  {tensor.dtype}")
@@ -144,7 +144,7 @@ def verify_command(folder: Path) -> int:
     checks = BY_NAME[index.format].checksums
     known = "all whole" if checks else "of the right length (this format has no checksums)"
     print_text(
-        f"{folder}: {index.format}, iteration {index.iteration}: {counted(len(index.tensors), 'tensor')}, {known}"
+        f"{folder}: {index.format}, iteration {index.iteration}: {plural(len(index.tensors), 'tensor')}, {known}"
     )
     return 0
 
@@ -221,11 +221,11 @@ def _of_job(job: str, saves: Path, wait: float) -> Iterator[Index]:
         yield own.read_sound(found)
 
 
-def _request(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> folders.Found:
+def _request(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> folders.WholeCheckpoint:
     """Ask a running job for a checkpoint, as SIGUSR2 does; returns it when it is whole."""
     from unicron_detector.health.program_output import run_program
 
-    def whole() -> dict[tuple[int, str], folders.Found]:
+    def whole() -> dict[tuple[int, str], folders.WholeCheckpoint]:
         return {(each.iteration, each.mark): each for each in folders.whole(saves)}
 
     before = whole()

@@ -210,7 +210,7 @@ class Runner:
                 self._steps.end(token, process)
                 with contextlib.suppress(subprocess.TimeoutExpired, TooMuchOutput):
                     output.read(END_SECONDS)
-        out, err = (text.decode(errors="replace") for text in output.taken())
+        out, err = (text.decode(errors="replace") for text in output.texts())
         return read(number, group, out, err, process.returncode, late)
 
 

@@ -16,7 +16,7 @@ from unicron_ctl.shared.commands.options import Number
 from unicron_ctl.shared.system.columns import Listing, show
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 from unicron_planner.problem.objective import PlanError
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _replay_trace(options: Options) -> None:
     all_running = (
         [] if options.scenario else [simulate(case(CASE, nodes, all_run=True), trace, each) for each in policies]
     )
-    title = f"{trace.name}: {counted(cluster.nodes, 'node')}, {counted(len(cluster.jobs), 'job')}"
+    title = f"{trace.name}: {plural(cluster.nodes, 'node')}, {plural(len(cluster.jobs), 'job')}"
     _draw(options, results, trace, title)
     if options.json:
         _print_json(results, all_running, policies if options.sources else ())
@@ -214,7 +214,7 @@ def _judge_history(path: str, options: Options) -> None:
     left_out: list[str] = []
     found = history.judge(history.load(path, left_out), costs)
     if left_out:
-        said = f"{counted(len(left_out), 'record')} left out as unreadable; the first: {left_out[0]}"
+        said = f"{plural(len(left_out), 'record')} left out as unreadable; the first: {left_out[0]}"
         print_text(f"unicronctl: {said}", err=True)
     if options.figure:
         draw_history(found, options.figure, f"{Path(path).name}: node-hours lost to failures")
@@ -228,9 +228,9 @@ def _history_text(found: History, costs: Costs) -> Iterator[str]:
     told = found.to_dict()
     hours = told["node_hours"] or 1.0
     causes = ", ".join(f"{count} {name}" for name, count in told["causes"].items())
-    runs = f"{counted(found.runs, 'run')} of {counted(costs.least_nodes, 'node')} or more"
+    runs = f"{plural(found.runs, 'run')} of {plural(costs.least_nodes, 'node')} or more"
     yield f"{runs}: {told['node_hours']:.1f} node-hours"
-    yield f"{counted(len(found.failures), 'failure')} after which the job went on{f' ({causes})' if causes else ''}"
+    yield f"{plural(len(found.failures), 'failure')} after which the job went on{f' ({causes})' if causes else ''}"
     rows = (
         ("lost as it was", "lost_node_hours"),
         ("  of it waiting", "waiting_node_hours"),

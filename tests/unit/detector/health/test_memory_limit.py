@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron_detector.health.memory_limit import left
+from unicron_detector.health.memory_limit import memory_left
 
 V1 = "34 31 0:32 / {root} rw,relatime - cgroup cgroup rw,memory\n", "4:memory:{path}\n0::/\n"
 V2 = "25 30 0:23 / {root} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n", "0::{path}\n"
@@ -52,34 +52,34 @@ def test_the_nearest_limit_of_all_above_the_process_counts(groups: Groups) -> No
     groups.write("/slurm", None, 900)
     job = groups.write("/slurm/job_7", 1000, 700)
     step = groups.write(JOB, 2000, 600)
-    assert left(proc=groups.proc) == (300, job)
+    assert memory_left(proc=groups.proc) == (300, job)
     groups.write("/slurm/job_7", 3000, 700)
-    assert left(proc=groups.proc) == (1400, step)
+    assert memory_left(proc=groups.proc) == (1400, step)
     groups.write("/slurm", 950, 900)
-    assert left(proc=groups.proc) == (50, job.parent)
+    assert memory_left(proc=groups.proc) == (50, job.parent)
 
 
 def test_pages_of_files_can_be_given_back_and_shared_memory_cannot(groups: Groups) -> None:
     groups.write("/slurm", None, 900)
     groups.write("/slurm/job_7", 1000, 990, inactive=200, active=100)
     groups.write(JOB, None, 990)
-    assert left(proc=groups.proc).size == 310
+    assert memory_left(proc=groups.proc).size == 310
 
 
 def test_without_a_limit_nothing_is_in_the_way(tmp_path: Path) -> None:
-    assert left(proc=tmp_path) is None
+    assert memory_left(proc=tmp_path) is None
     second = Groups(tmp_path / "second", 2)
     for path in ("/slurm", "/slurm/job_7", JOB):
         second.write(path, None, 900)
-    assert left(proc=second.proc) is None
+    assert memory_left(proc=second.proc) is None
     first = Groups(tmp_path / "first", 1)
     first.write(JOB, None, 900)
-    assert left(proc=first.proc).size > 1 << 60
+    assert memory_left(proc=first.proc).size > 1 << 60
 
 
 def test_a_file_that_says_nothing_is_no_limit(groups: Groups) -> None:
     folder = groups.write(JOB, 1000, 700)
     (folder / "memory.stat").write_text("inactive_file many\n")
-    assert left(proc=groups.proc) == (300, folder)
+    assert memory_left(proc=groups.proc) == (300, folder)
     (folder / ("memory.usage_in_bytes" if groups.first else "memory.current")).write_text("\n")
-    assert left(proc=groups.proc) is None
+    assert memory_left(proc=groups.proc) is None

@@ -208,7 +208,7 @@ def test_the_counter_of_version_2_in_a_container_too(tmp_path, inside):
 def test_no_counter_is_no_error(tmp_path):
     assert counter_file(proc=tmp_path) is None
     kills = OomKills(None)
-    assert not kills.claim() and kills.unclaimed() == 0
+    assert not kills.claim() and kills.unclaimed_kills() == 0
     (tmp_path / "x").write_text("oom_kill many\n")
     assert read_count(tmp_path / "x") is None
 
@@ -221,7 +221,7 @@ def test_each_kill_explains_one_end_and_those_before_the_start_none(tmp_path):
     write(file, 7)
     assert kills.claim() and kills.claim() and not kills.claim()
     write(file, 8)
-    assert kills.unclaimed() == 0, "read, and too new to be told of"
+    assert kills.unclaimed_kills() == 0, "read, and too new to be told of"
     clock[0] += CLAIM_SECONDS + 1
     assert not kills.claim(), "too long ago"
     file.unlink()
@@ -233,9 +233,9 @@ def test_a_kill_of_another_process_of_the_cgroup_is_told_once(tmp_path):
     write(file, 0)
     kills = OomKills(file, lambda: clock[0])
     write(file, 2)
-    assert kills.unclaimed() == 0 and kills.claim(), "one of them was a rank"
+    assert kills.unclaimed_kills() == 0 and kills.claim(), "one of them was a rank"
     clock[0] += REPORT_SECONDS + 0.1
-    assert kills.unclaimed() == 1 and kills.unclaimed() == 0
+    assert kills.unclaimed_kills() == 1 and kills.unclaimed_kills() == 0
 
 
 # ---------------------------------------------------------------- links

@@ -107,9 +107,9 @@ def test_no_limit_while_learning_and_the_same_one_in_warm_up():
         monitor.observe(1.0)
     assert monitor.limit() == pytest.approx(3.0)
     assert not monitor.warming
-    monitor.restarted()
+    monitor.begin_again()
     assert monitor.warming and monitor.limit() == pytest.approx(3.0), "what was learned is kept"
-    monitor.resized()
+    monitor.learn_anew()
     assert monitor.warming and monitor.limit() is None
 
 
@@ -126,14 +126,14 @@ def test_warm_up_and_recoveries_are_not_learned():
 
 def test_after_a_restart_the_first_iterations_are_warm_up_again():
     monitor = steady()
-    monitor.restarted()
+    monitor.begin_again()
     assert monitor.observe(25.0).health is Health.LEARNING
     assert monitor.average == pytest.approx(1.0)
 
 
 def test_after_a_resize_all_is_learned_anew():
     monitor = steady()
-    monitor.resized()
+    monitor.learn_anew()
     for _ in range(3):
         monitor.observe(9.0)
     for _ in range(20):

@@ -116,21 +116,21 @@ def test_a_file_that_changes_is_seen_and_so_is_one_that_changed_while_it_was_rea
     files = Files()
     files.add(str(script))
     files.add_modules()
-    assert files.changed(time.monotonic()) is None
+    assert files.first_change(time.monotonic()) is None
     script.write_text("two")
     os.utime(script, (1, 1))
-    assert files.changed(time.monotonic()) is None or files.changed(time.monotonic()) == str(
+    assert files.first_change(time.monotonic()) is None or files.first_change(time.monotonic()) == str(
         script
     )  # size and times are the same: only the inode tells
     script.write_text("three")
-    assert files.changed(time.monotonic()) == str(script)
+    assert files.first_change(time.monotonic()) == str(script)
     script.unlink()
-    assert files.changed(time.monotonic()) == str(script)
+    assert files.first_change(time.monotonic()) == str(script)
     late = Files()
     (tmp_path / "late.py").write_text("x")
     late.add(str(tmp_path / "late.py"))
     late.add_modules()
-    assert late.changed(time.monotonic()) == str(tmp_path / "late.py")
+    assert late.first_change(time.monotonic()) == str(tmp_path / "late.py")
 
 
 def test_ranks_that_are_asked_for_together_cost_one_look_and_what_was_edited_before_one_of_them_was_is_seen(
@@ -151,9 +151,9 @@ def test_ranks_that_are_asked_for_together_cost_one_look_and_what_was_edited_bef
 
     monkeypatch.setattr(zygote, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(zygote, "stamp", stamp)
-    assert [files.changed(asked) for asked in (9.0, 9.0, 9.5)] == [None] * 3 and looks == [10.0]
+    assert [files.first_change(asked) for asked in (9.0, 9.0, 9.5)] == [None] * 3 and looks == [10.0]
     now[0] = 11.0
-    assert files.changed(9.9) is None and looks == [10.0], "it was asked for before that look began"
+    assert files.first_change(9.9) is None and looks == [10.0], "it was asked for before that look began"
     script.write_text("another")
-    assert files.changed(10.0) == str(script) and looks == [10.0, 11.0]
-    assert files.changed(10.5) == str(script) and looks == [10.0, 11.0]
+    assert files.first_change(10.0) == str(script) and looks == [10.0, 11.0]
+    assert files.first_change(10.5) == str(script) and looks == [10.0, 11.0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.depth import cases
 from unicron_planner.ahead.lookahead import Lookahead
 from unicron_planner.problem import layouts, megatron_costs
-from unicron_planner.problem.layouts import Known, Split
+from unicron_planner.problem.layouts import JobFacts, Split
 from unicron_planner.problem.megatron_costs import Gpt, Hardware, Parallel
 from unicron_planner.problem.objective import Job, PlanError, Scenario
 from unicron_planner.problem.scenario import from_dict
@@ -24,8 +24,8 @@ LARGE = Gpt(layers=48, hidden=8192, heads=64, global_batch=64)  # 39 billion par
 PAIR, ONE = Split("TP2", 2), Split("TP1")
 
 
-def known(model: Gpt | None = None, gpus: int = 8, **more) -> Known:
-    return Known(gpus, 1e15, model, Hardware(gpus=gpus), **more)
+def known(model: Gpt | None = None, gpus: int = 8, **more) -> JobFacts:
+    return JobFacts(gpus, 1e15, model, Hardware(gpus=gpus), **more)
 
 
 def job(tables: dict[str, dict[int, float]], layout: str | None, nodes: int, restart: float = 600.0, **more) -> Job:

@@ -128,12 +128,12 @@ def test_a_cluster_that_cannot_be_planned_for_is_refused():
 def test_spares_work_as_the_nodes_below_them_and_what_they_save_counts_where_the_job_runs():
     one = job(flops={1: 1.0, 2: 2.0}, spares={4: 0.5, 3: 0.25}, weight=2.0, max_nodes=3)
     assert dict(one.flops) == {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0} and one.working == 2
-    assert [one.kept(nodes) for nodes in (0, 2, 3, 4, 7)] == [0.0, 0.0, 0.5, 0.0, 0.0]
+    assert [one.spare_gain(nodes) for nodes in (0, 2, 3, 4, 7)] == [0.0, 0.0, 0.5, 0.0, 0.0]
     again = job(flops=one.flops, spares=one.spares)
     assert dict(again.flops) == dict(one.flops)
     split = job(flops={}, layouts={"TP1": {1: 1.0}, "TP2": {1: 2.0}}, spares={2: 0.5})
     assert dict(split.flops) == {1: 2.0, 2: 2.0} and dict(split.layouts["TP1"]) == {1: 1.0, 2: 1.0}
-    assert job().working >= 10**7 and job().kept(2) == 0.0
+    assert job().working >= 10**7 and job().spare_gain(2) == 0.0
 
 
 def test_a_job_brings_the_best_of_its_layouts_where_it_runs():

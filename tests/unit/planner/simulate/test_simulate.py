@@ -19,7 +19,7 @@ from unicron_planner.simulate.cases import CASES, case
 from unicron_planner.simulate.causes import CAUSES, find
 from unicron_planner.simulate.clairvoyant import spans
 from unicron_planner.simulate.figure import draw, page
-from unicron_planner.simulate.generate import DAY, GENERATORS, counted, llama3, rsc1, trace_a, trace_b, unicron
+from unicron_planner.simulate.generate import DAY, GENERATORS, llama3, rsc1, trace_a, trace_b, trace_of_counts, unicron
 from unicron_planner.simulate.policies import ITERATION, policy
 from unicron_planner.simulate.splits import split
 from unicron_planner.simulate.trace import TraceEvent, make, with_notice, write
@@ -268,7 +268,7 @@ def test_generators_are_deterministic_and_have_the_counts_of_their_sources():
 def test_a_node_never_fails_while_it_is_away():
     for seed in range(5):
         away = set()
-        for event in counted(4, 7 * DAY, 20, 20, seed, "t").events:
+        for event in trace_of_counts(4, 7 * DAY, 20, 20, seed, "t").events:
             if event.event == "join":
                 away.discard(event.node)
             else:

@@ -102,7 +102,7 @@ def test_after_a_loss_the_spare_is_what_is_missing():
 
 def test_the_waf_counts_who_trains():
     job = Job("a", linear(3), spares={4: 1e14})
-    assert job.f(4) == job.f(3) == 3e15 and job.kept(4) == 1e14 and job.kept(3) == 0.0
+    assert job.f(4) == job.f(3) == 3e15 and job.spare_gain(4) == 1e14 and job.spare_gain(3) == 0.0
 
 
 def test_a_scenario_with_spares_comes_back_from_its_file():

@@ -16,7 +16,7 @@ from unicron_transition.sharded.buffer_pool import BufferPool
 from unicron_transition.sharded.shards import STATES, Shards, state_base
 from unicron_transition.snapshot import checkpoint_file, contents, image_format
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
-from unicron_transition.snapshot.frozen import Untrained
+from unicron_transition.snapshot.frozen import UntrainedTensors
 from unicron_transition.snapshot.migrate import TrainingState
 
 MOST = 7
@@ -248,7 +248,7 @@ def kept_by(build, memory: Path, dtype, frozen=False) -> None:
         if frozen:
             for tensor in not_trained(model):
                 tensor.copy_((torch.arange(tensor.numel()) % 3).view_as(tensor))
-        rest = Untrained(state, memory, rank, 0, 1, print)
+        rest = UntrainedTensors(state, memory, rank, 0, 1, print)
         mark = rest.update_image(9) if rank == 0 else ""
         kept.export(
             9,
@@ -264,7 +264,7 @@ def not_trained(model) -> list[torch.Tensor]:
     return [rest.weight.data, rest.biases, rest.mask]
 
 
-def shards_in(memory: Path) -> list[image_format.Found]:
+def shards_in(memory: Path) -> list[image_format.ImagePage]:
     return [found for found in image_format.inventory(memory) if found.key.kind == image_format.SHARD]
 
 
@@ -315,7 +315,7 @@ def test_without_what_is_not_trained_there_is_no_file_of_the_first_shard_and_the
     with pytest.raises(image_format.BadImage, match="what of the model is not trained is not in memory"):
         checkpoint_file.persist(first, saves)
     assert [checkpoint_file.persist(found, saves).exists() for found in others] == [True, True]
-    assert not Checkpoints(saves).found() and not list(saves.glob("*/*.new"))
+    assert not Checkpoints(saves).whole_ones() and not list(saves.glob("*/*.new"))
 
 
 def test_a_tensor_that_is_in_no_image_leaves_the_file_to_the_rank(build, tmp_path):
@@ -324,7 +324,7 @@ def test_a_tensor_that_is_in_no_image_leaves_the_file_to_the_rank(build, tmp_pat
     become(model, optimizer, 3, 0)
     kept = Shards([model], optimizer, pool=BufferPool(tmp_path, 0, torch.device("cpu")))
     kept.count = 3
-    offsets = Untrained(TrainingState([model], optimizer, None), tmp_path, 0, 0, 1, print).offsets()
+    offsets = UntrainedTensors(TrainingState([model], optimizer, None), tmp_path, 0, 0, 1, print).offsets()
     offsets.pop(model.module.rest.biases.data_ptr())
     assert kept.about(offsets) == b""
     told = []

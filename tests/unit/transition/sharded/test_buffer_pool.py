@@ -17,7 +17,7 @@ from unicron_transition.sharded import buffer_pool
 from unicron_transition.sharded.buffer_pool import BufferPool, claimant
 from unicron_transition.snapshot import checkpoint_file, contents, image_format
 from unicron_transition.snapshot.cuts import CutOrder, Cuts
-from unicron_transition.snapshot.image_format import PAGE, SHARD, BadImage, Found, Key, read_page
+from unicron_transition.snapshot.image_format import PAGE, SHARD, BadImage, ImagePage, Key, read_page
 
 ELEMENTS = 3000
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def keep(store: BufferPool, number: float, about: Key, elements: int = ELEMENTS)
     return room
 
 
-def usable(found: Found) -> str:
+def usable(found: ImagePage) -> str:
     return ""
 
 

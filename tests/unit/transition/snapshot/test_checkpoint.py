@@ -131,9 +131,9 @@ def test_megatrons_schedule_is_as_far_as_it_was_and_else_what_the_script_says_to
 def test_without_all_its_files_it_is_no_checkpoint(tmp_path, state):
     written(tmp_path, state, 5, Writer())
     written(tmp_path, state, 7, Writer(place=1, size=2), Writer(place=0, size=2, shard=0, count=2))
-    assert [each.iteration for each in Checkpoints(tmp_path).found()] == [5]
+    assert [each.iteration for each in Checkpoints(tmp_path).whole_ones()] == [5]
     written(tmp_path, state, 7, Writer(place=0, size=2, shard=1, count=2))
-    assert [each.iteration for each in Checkpoints(tmp_path).found()] == [7, 5]
+    assert [each.iteration for each in Checkpoints(tmp_path).whole_ones()] == [7, 5]
     assert Checkpoints(tmp_path).load(state) == 7 and Checkpoints(tmp_path).load(state, 5) == 5
     with pytest.raises(CheckpointError, match="no whole checkpoint of iteration 6"):
         Checkpoints(tmp_path).load(state, 6)
@@ -142,7 +142,7 @@ def test_without_all_its_files_it_is_no_checkpoint(tmp_path, state):
 def test_files_of_two_runs_or_layouts_are_no_whole(tmp_path, state):
     halves = Writer(place=0, size=2, layout="TP2", loss=1.0), Writer(place=1, size=2, layout="TP2", loss=1.0 + 2**-52)
     written(tmp_path, state, 7, *halves, Writer(place=1, size=2, layout="PP2", loss=1.0))
-    assert Checkpoints(tmp_path).found() == [] and Checkpoints(tmp_path).load(state) is None
+    assert Checkpoints(tmp_path).whole_ones() == [] and Checkpoints(tmp_path).load(state) is None
 
 
 def test_a_damaged_one_is_passed_over_for_the_one_before_by_all(tmp_path, state, capsys):
@@ -156,9 +156,9 @@ def test_a_damaged_one_is_passed_over_for_the_one_before_by_all(tmp_path, state,
     path.write_bytes(damaged)
     assert Checkpoints(tmp_path).load(later) == 5 and same(later, state)
     assert "iteration 7 passed over" in capsys.readouterr().err
-    assert [each.iteration for each in Checkpoints(tmp_path).found()] == [5], "others read other files of it"
+    assert [each.iteration for each in Checkpoints(tmp_path).whole_ones()] == [5], "others read other files of it"
     written(tmp_path, later, 7, Writer(loss=1.0))
-    assert [each.iteration for each in Checkpoints(tmp_path).found()] == [7, 5], "written again it is sound"
+    assert [each.iteration for each in Checkpoints(tmp_path).whole_ones()] == [7, 5], "written again it is sound"
 
 
 def test_where_none_can_be_read_nothing_is_begun_anew(tmp_path, state):
@@ -302,13 +302,13 @@ def test_what_goes_wrong_costs_that_checkpoint_alone(tmp_path, state, monkeypatc
         with pytest.raises(CheckpointError, match="make room"):
             checkpoints.save_last(state, 1)
     checkpoints.save_last(state, 1)
-    assert [each.iteration for each in checkpoints.found()] == [1]
+    assert [each.iteration for each in checkpoints.whole_ones()] == [1]
     assert names(tmp_path / "iteration-00000001") == [Writer().name]
 
 
 # ------------------------------------------------------------ rescue
 def iterations(folder: Path) -> list[int]:
-    return sorted(each.iteration for each in Checkpoints(folder).found())
+    return sorted(each.iteration for each in Checkpoints(folder).whole_ones())
 
 
 def test_the_first_member_writes_at_once(tmp_path, state, capsys):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.flips import flip
 from unicron_transition.snapshot import checkpoint_file, contents
-from unicron_transition.snapshot.image_format import SHARD, SUFFIX, UNTRAINED, BadImage, Image, Key, read_page
+from unicron_transition.snapshot.image_format import SHARD, SUFFIX, UNTRAINED_KIND, BadImage, Image, Key, read_page
 
 MARK = "f00"
 
@@ -30,7 +30,7 @@ def shard(folder: Path, data: bytes, iteration: int = 4, mark: str = MARK) -> Pa
 
 
 def untrained(folder: Path, data: bytes, number: int = 1, mark: str = MARK) -> Path:
-    return image(folder, Key(UNTRAINED, 0, number, mark=mark), data)
+    return image(folder, Key(UNTRAINED_KIND, 0, number, mark=mark), data)
 
 
 @pytest.mark.parametrize("size", [4, 7, 8, 12, 4096, checkpoint_file.PIECE + 22])
@@ -49,7 +49,7 @@ def test_of_several_it_is_the_one_that_the_shard_names(tmp_path):
     found = read_page(shard(tmp_path, b"12345678"))
     for number, mark in enumerate(("bad", MARK, "abc")):
         untrained(tmp_path, bytes([number]) * 8, number, mark)
-    image(tmp_path, Key(UNTRAINED, 1, 9, place=1, size=2, mark=MARK), b"another ")
+    image(tmp_path, Key(UNTRAINED_KIND, 1, 9, place=1, size=2, mark=MARK), b"another ")
     _, data = contents.read(read_page(checkpoint_file.persist(found, tmp_path / "saves")))
     assert bytes(data.numpy()) == b"12345678" + b"\1" * 8
 

@@ -26,7 +26,7 @@ from unicron_transition.snapshot.contents import (
     open_image,
     raw,
 )
-from unicron_transition.snapshot.image_format import Found, Image, Key, read_page
+from unicron_transition.snapshot.image_format import Image, ImagePage, Key, read_page
 from unicron_transition.snapshot.migrate import TrainingState
 
 
@@ -114,14 +114,14 @@ def test_what_another_rank_of_the_replica_has_too_is_left_out_unless_the_rank_is
 
 
 # ------------------------------------------------------------ reading
-def image(folder: Path, head: bytes, data: torch.Tensor) -> Found:
+def image(folder: Path, head: bytes, data: torch.Tensor) -> ImagePage:
     made = Image(folder / "a.image", len(head), data.nbytes)
     copy_flat(data, made)
     made.mark_whole(Key("state", 0, 1), head, data.nbytes)
     return read_page(made.path)
 
 
-def saved(folder: Path, state: TrainingState) -> tuple[Contents, Found]:
+def saved(folder: Path, state: TrainingState) -> tuple[Contents, ImagePage]:
     found, _ = gather(state, alone=True)
     data = torch.zeros(found.size, dtype=torch.uint8)
     fill(found.tensors, found.offsets, data)
@@ -150,8 +150,8 @@ def test_what_was_gathered_is_read_back_with_its_settings(tmp_path: Path) -> Non
 
 def test_data_are_checked_once_and_before_any_of_them_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, written = saved(tmp_path, training())
-    checks, check = [], Found.check_file
-    monkeypatch.setattr(Found, "check_file", lambda self: checks.append(self) or check(self))
+    checks, check = [], ImagePage.check_file
+    monkeypatch.setattr(ImagePage, "check_file", lambda self: checks.append(self) or check(self))
     told = open_image(written)
     assert not checks
     told.tensor(0)

@@ -74,7 +74,7 @@ def test_an_optimizers_state_is_found_wherever_it_is_put(tmp_path, place, optimi
     for name, array in known.items():
         np.testing.assert_array_equal(short[name], array, err_msg=name)
     assert index.common.groups == wanted.common.groups and index.common.groups
-    assert index.common.step == wanted.common.step and index.common.lost() == []
+    assert index.common.step == wanted.common.step and index.common.losses() == []
     again = opening.index_of(convert.import_(index, tmp_path / "imported"))
     assert read(again).keys() == read(index).keys() and again.common.groups == index.common.groups
 
@@ -105,7 +105,7 @@ def test_of_several_optimizers_none_is_taken_and_it_is_said(tmp_path):
     model, nested, flat = states("AdamW")
     index = saved(tmp_path, {"model": model, "opt_g": nested, "opt_d": flat})
     assert sorted(index.tensors) == sorted(f"model.{name}" for name in model)
-    assert index.common.lost() == [
+    assert index.common.losses() == [
         "the optimizer's state is left out: there are several (opt_g, opt_d), and a session has one"
     ]
 

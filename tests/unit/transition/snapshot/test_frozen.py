@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from unicron_transition.snapshot.cuts import CutOrder, Cuts
-from unicron_transition.snapshot.frozen import Untrained
-from unicron_transition.snapshot.image_format import UNTRAINED, inventory, read_page
+from unicron_transition.snapshot.frozen import UntrainedTensors
+from unicron_transition.snapshot.image_format import UNTRAINED_KIND, inventory, read_page
 from unicron_transition.snapshot.migrate import TrainingState
 
 
@@ -32,8 +32,8 @@ def said() -> list[str]:
     return []
 
 
-def untrained(of: TrainingState, folder, said: list[str], slot: int = 0, place: int = 0) -> Untrained:
-    return Untrained(of, folder, slot, place, 2, said.append)
+def untrained(of: TrainingState, folder, said: list[str], slot: int = 0, place: int = 0) -> UntrainedTensors:
+    return UntrainedTensors(of, folder, slot, place, 2, said.append)
 
 
 def fill(of: TrainingState, number: float) -> None:
@@ -140,7 +140,7 @@ def test_what_goes_with_a_cut_stays_and_is_written_again_by_whoever_begins_with_
     cuts.wanted = CutOrder(8)
     assert cuts.is_due(8) and not cuts.is_due(9) and its.keep_cut(cuts, 8)
     (cut,) = [each for each in inventory(tmp_path) if each.path.name.startswith("cut-")]
-    assert (cut.key.kind, cut.key.iteration, cut.key.mark, cut.key.size) == (UNTRAINED, 8, mark, 2)
+    assert (cut.key.kind, cut.key.iteration, cut.key.mark, cut.key.size) == (UNTRAINED_KIND, 8, mark, 2)
     for path in tmp_path.glob("untrained-*"):
         path.unlink()
     other = state()

@@ -191,7 +191,7 @@ def test_the_weights_of_a_folder_are_those_that_transformers_takes(tmp_path, mad
     assert sorted(index.tensors) == sorted(NAMES)
     assert all((tensor.read() == 1.0).all() for tensor in index.tensors.values())
     with_adapter = (tmp_path / "adapter_config.json").exists()
-    assert any("an adapter" in line for line in index.common.lost()) == with_adapter
+    assert any("an adapter" in line for line in index.common.losses()) == with_adapter
 
 
 def variants_alone(folder: Path) -> None:
@@ -297,9 +297,9 @@ def test_a_pickle_or_its_index_is_read_by_name_and_a_part_of_a_model_is_not(tmp_
     pickles(tmp_path, 1.0)
     torch.save({"w": torch.ones(1)}, tmp_path / "pytorch_model.fp16.bin")
     index = opening.index_of(tmp_path / "pytorch_model.bin.index.json")
-    assert (index.format, sorted(index.tensors), index.common.lost()) == ("torch", sorted(NAMES), [])
+    assert (index.format, sorted(index.tensors), index.common.losses()) == ("torch", sorted(NAMES), [])
     assert list(opening.index_of(tmp_path / "pytorch_model.fp16.bin").tensors) == ["w"]
-    assert opening.index_of(tmp_path).common.lost() == []
+    assert opening.index_of(tmp_path).common.losses() == []
     with pytest.raises(BadCheckpoint, match="is one file of a checkpoint: name its folder"):
         opening.index_of(tmp_path / "pytorch_model-00001-of-00003.bin")
 
@@ -312,7 +312,7 @@ def test_a_tensor_that_only_an_index_of_pickles_names_is_said(tmp_path):
     at.write_text(json.dumps(told))
     for each in (tmp_path, at):
         said = f"{at} names tensors that are in none of its files: mtp.weight"
-        assert opening.index_of(each).common.lost() == [said]
+        assert opening.index_of(each).common.losses() == [said]
 
 
 def test_a_folder_of_pickles_is_found_below_and_says_what_its_config_says(tmp_path):
@@ -329,21 +329,21 @@ def test_a_tensor_that_an_index_names_and_no_file_has_is_said(tmp_path, variant)
     """Defect: it was lost without a word, and `verify` found nothing. transformers loads the others, and says so."""
     shards(tmp_path, 1.0, variant)
     at = tmp_path / f"model.safetensors.index{variant}.json"
-    assert opening.index_of(at if variant else tmp_path).common.lost() == []
+    assert opening.index_of(at if variant else tmp_path).common.losses() == []
     told = json.loads(at.read_text())
     told["weight_map"]["mtp.weight"] = told["weight_map"]["head.weight"]
     at.write_text(json.dumps(told))
     found = opening.index_of(at if variant else tmp_path)
     assert sorted(found.tensors) == sorted(NAMES)
     said = f"{at} names tensors that are in none of its files: mtp.weight"
-    assert found.common.lost() == [said]
+    assert found.common.losses() == [said]
     read, wrong = opening.verify(at if variant else tmp_path)
     assert read is not None and read.common.doubt == said and not wrong
 
 
 def test_an_index_of_files_that_are_not_taken_counts_for_nothing(tmp_path):
     stale_index(tmp_path)
-    assert opening.index_of(tmp_path).common.lost() == []
+    assert opening.index_of(tmp_path).common.losses() == []
 
 
 def test_a_variant_is_read_by_its_file_or_its_index(tmp_path):
@@ -375,7 +375,7 @@ def by_rank(folder: Path, cuts: list[int], kept: list[int]) -> Path:
 def test_files_by_rank_are_one_model(tmp_path, cuts):
     folder = by_rank(tmp_path / "there", cuts, list(range(len(cuts) - 1)))
     index = opening.index_of(folder)
-    assert index.layout == f"{len(cuts) - 1} ranks" and "whether there were more" in index.common.lost()[0]
+    assert index.layout == f"{len(cuts) - 1} ranks" and "whether there were more" in index.common.losses()[0]
     convert.export(index, tmp_path / "out", "safetensors")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], each) for name, each in WHOLE.items())

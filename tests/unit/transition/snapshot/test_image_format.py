@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.depth import cases
 from unicron_transition.snapshot import contents, image_format
-from unicron_transition.snapshot.image_format import PAGE, BadImage, Found, Image, Key, inventory, read_page
+from unicron_transition.snapshot.image_format import PAGE, BadImage, Image, ImagePage, Key, inventory, read_page
 
 KEY = Key("state", 3, 17, place=1, size=2, base=4, mark="0123abcd")
 HEAD = b"what is in it" * 20
@@ -29,7 +29,7 @@ def written(path: Path, key: Key = KEY, head: bytes = HEAD, count: int = 3000, s
     return image
 
 
-def sound(found: Found) -> tuple[Key, bytes, bytes]:
+def sound(found: ImagePage) -> tuple[Key, bytes, bytes]:
     """What a reader gets of it. Raises BadImage."""
     head, data = found.read()
     found.check(data)

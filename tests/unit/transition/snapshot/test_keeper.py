@@ -141,11 +141,11 @@ def test_who_no_longer_keeps_the_state_drops_its_files_once_the_other_has_as_muc
 
 
 def test_settings_are_read_and_what_is_no_number_is_one_line():
-    assert Settings.chosen({"UNICRON_MEMORY": "/dev/shm/x"}) == Settings(Path("/dev/shm/x"), 1)
-    assert Settings.chosen({"UNICRON_MEMORY": "/dev/shm/x", "UNICRON_MEMORY_EVERY": "0"}).folder is None
-    assert Settings.chosen({}).folder is None
+    assert Settings.from_environment({"UNICRON_MEMORY": "/dev/shm/x"}) == Settings(Path("/dev/shm/x"), 1)
+    assert Settings.from_environment({"UNICRON_MEMORY": "/dev/shm/x", "UNICRON_MEMORY_EVERY": "0"}).folder is None
+    assert Settings.from_environment({}).folder is None
     with pytest.raises(ValueError, match="UNICRON_MEMORY_EVERY='often': write a number"):
-        Settings.chosen({"UNICRON_MEMORY_EVERY": "often"})
+        Settings.from_environment({"UNICRON_MEMORY_EVERY": "often"})
 
 
 # ------------------------------------------------------------ what goes wrong
@@ -201,7 +201,7 @@ def test_an_agent_makes_a_checkpoint_of_an_image(tmp_path):
     for found in inventory(memory):
         path = checkpoint_file.persist(found, saves)
         assert path.name == WRITER.name and checkpoint_file.persist(found, saves) == path
-    assert [each.iteration for each in Checkpoints(saves).found()] == [5, 4]
+    assert [each.iteration for each in Checkpoints(saves).whole_ones()] == [5, 4]
     assert Checkpoints(saves).load(other) == 5
     assert same(everything(other), everything(state))
     spoil(path)

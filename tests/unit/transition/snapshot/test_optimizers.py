@@ -192,7 +192,7 @@ def test_numbered_states_are_left_out_with_a_line(tmp_path, way):
     elif way == "export":
         convert.export(index, tmp_path / "out", "dcp", say=said.append)
     else:
-        said = index.common.lost()
+        said = index.common.losses()
     (line,) = [line for line in said if line.startswith("the optimizer's state is left out: ")]
     assert "state with numbers (optimizer." in line
     with pytest.raises(CheckpointError, match=r"with numbers.*begin_with=.model"):

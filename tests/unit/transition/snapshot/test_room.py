@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unicron_detector.health.memory_limit import Left
+from unicron_detector.health.memory_limit import MemoryLeft
 from unicron_transition.snapshot import shared_memory
 from unicron_transition.snapshot.image_format import Image
 
@@ -31,7 +31,7 @@ def limit(monkeypatch):
     monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
 
     def leaves(size: int) -> None:
-        monkeypatch.setattr(shared_memory, "left", lambda: Left(size, Path("/sys/fs/cgroup/job_7")))
+        monkeypatch.setattr(shared_memory, "left", lambda: MemoryLeft(size, Path("/sys/fs/cgroup/job_7")))
 
     return leaves
 
@@ -69,9 +69,9 @@ def test_what_another_gets_during_the_look_counts_all_the_same(tmp_path, monkeyp
     other = (tmp_path / "other.image.77.new").open("wb")
     os.ftruncate(other.fileno(), 8 * MB)
 
-    def left() -> Left:
+    def left() -> MemoryLeft:
         os.posix_fallocate(other.fileno(), 0, 8 * MB)
-        return Left(NEEDED + 10 * MB, Path("/sys/fs/cgroup/job_7"))  # as it was before that
+        return MemoryLeft(NEEDED + 10 * MB, Path("/sys/fs/cgroup/job_7"))  # as it was before that
 
     monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
     monkeypatch.setattr(shared_memory, "left", left)

@@ -78,7 +78,7 @@ def test_a_kind_that_is_not_known_is_named_and_the_rest_is_read(tmp_path):
     )
     index = opening.index_of(tmp_path / "there")
     assert list(index.tensors) == ["a"]
-    assert index.common.lost() == ["left out, for nothing here reads it: b (float12, which is not supported)"]
+    assert index.common.losses() == ["left out, for nothing here reads it: b (float12, which is not supported)"]
 
 
 @pytest.fixture

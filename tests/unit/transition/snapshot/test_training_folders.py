@@ -46,7 +46,7 @@ def test_a_trainers_folder_has_its_iteration_and_says_what_is_not_read(tmp_path)
     (folder / "optimizer_0").mkdir()
     index = opening.index_of(folder)
     assert (index.format, index.iteration, len(index.tensors)) == ("safetensors", 1000, 2)
-    line = next(line for line in index.common.lost() if line.startswith("left out"))
+    line = next(line for line in index.common.losses() if line.startswith("left out"))
     names = "global_step1000 optimizer.pt optimizer_0 pytorch_model_fsdp_0 rng_state_*.pth scaler.pt scheduler.pt"
     assert all(name in line for name in names.split()) and "2 of them" in line and "training_args" not in line
     assert opening.index_of(folder / "model.safetensors").iteration == 1000
@@ -65,7 +65,7 @@ def test_a_model_without_states_has_no_line(tmp_path):
     folder = trainer(tmp_path / "model", names=("training_args.bin", "pytorch_model.bin"))
     (folder / "trainer_state.json").unlink()
     index = opening.index_of(folder)
-    assert (index.iteration, index.common.lost()) == (0, [])
+    assert (index.iteration, index.common.losses()) == (0, [])
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_damaged_state_is_a_line(tmp_path, text):
     (folder / "trainer_state.json").write_text(text)
     index = opening.index_of(folder)
     assert index.iteration == 0 and len(index.tensors) == 2
-    assert sum("trainer_state.json is damaged" in line for line in index.common.lost()) == 1
+    assert sum("trainer_state.json is damaged" in line for line in index.common.losses()) == 1
 
 
 def test_a_state_that_cannot_be_read_is_a_line(tmp_path):
@@ -88,7 +88,7 @@ def test_a_state_that_cannot_be_read_is_a_line(tmp_path):
 @pytest.mark.parametrize("step", [-1, True, None, 1.5, 10**16, {"global_step": 5}])
 def test_no_iteration_is_made_of_what_is_none(tmp_path, step):
     index = opening.index_of(trainer(tmp_path / "checkpoint-5", step))
-    assert index.iteration == 0 and any("damaged" in line for line in index.common.lost())
+    assert index.iteration == 0 and any("damaged" in line for line in index.common.losses())
 
 
 def test_a_long_history_is_not_read(tmp_path):
@@ -126,7 +126,7 @@ def test_a_folder_of_accelerate_says_that_no_iteration_is_known(tmp_path):
     (folder / "trainer_state.json").unlink()
     index = opening.index_of(folder)
     assert index.iteration == 0
-    said = "\n".join(index.common.lost())
+    said = "\n".join(index.common.losses())
     assert "says after how many iterations" in said and "random_states_0.pkl, scheduler.bin" in said
 
 
@@ -153,7 +153,7 @@ def test_a_folder_of_nemo_has_its_iteration(tmp_path):
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     torch.save({"epoch": 0, "global_step": 7, "state_dict": {}, "loops": {"a": 1}}, folder / "common.pt")
     index = opening.index_of(folder)
-    assert (index.format, index.iteration, index.common.lost()) == ("torch_dist", 7, [])
+    assert (index.format, index.iteration, index.common.losses()) == ("torch_dist", 7, [])
     with pytest.raises(BadCheckpoint, match=r": unicronctl checkpoint show .*/step=7/weights$"):
         opening.index_of(folder.parent)
 
@@ -172,7 +172,7 @@ def test_a_file_of_lightning_has_its_iteration_and_weights(tmp_path):
         opening.index_of(tmp_path)
     index = opening.index_of(path)
     assert (index.format, index.iteration, sorted(index.tensors)) == ("torch", 5, ["bias", "weight"])
-    assert [line.partition(":")[0] for line in index.common.lost()] == [
+    assert [line.partition(":")[0] for line in index.common.losses()] == [
         "the optimizer's state is left out",
         "left out, for nothing here reads it",
     ]
@@ -208,7 +208,7 @@ def test_one_file_of_metas_is_read(tmp_path):
     (folder / "params.json").write_text(json.dumps({"dim": 2, "n_heads": 1}))
     for at in (folder, folder / "consolidated.00.pth"):
         index = opening.index_of(at)
-        assert (index.format, list(index.tensors), index.common.lost()) == (
+        assert (index.format, list(index.tensors), index.common.losses()) == (
             "torch",
             ["layers.0.attention.wq.weight"],
             [],

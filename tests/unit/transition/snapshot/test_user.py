@@ -23,15 +23,15 @@ def memory(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("UNICRON_MEMORY", str(tmp_path))
     monkeypatch.delenv("UNICRON_AGENT", raising=False)
-    monkeypatch.setattr(user, "_kept", None)
+    monkeypatch.setattr(user, "_current", None)
     return tmp_path
 
 
 def written() -> None:
     """The last save is over; what follows is as in a new process."""
-    if user._kept is not None:
-        user._kept._worker.close()
-    user._kept = None
+    if user._current is not None:
+        user._current._worker.close()
+    user._current = None
 
 
 def state() -> dict:
@@ -100,7 +100,7 @@ def test_without_an_agent_nothing_is_kept(monkeypatch):
 def test_where_the_agent_has_no_memory_nothing_is_kept_and_all_ranks_take_part(memory, monkeypatch):
     monkeypatch.setenv("UNICRON_MEMORY", "")
     unicron.memory.save({"x": 1}, 1)
-    assert unicron.memory.load() is None and user._kept is None
+    assert unicron.memory.load() is None and user._current is None
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="init_process_group"):
         unicron.memory.load()

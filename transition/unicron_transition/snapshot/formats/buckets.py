@@ -222,7 +222,7 @@ class _Model:
             end = self._end(buffers[stage * self._tensor, chunk], begin, left, first, last)
             for rank in range(self._tensor):
                 buckets = buffers[stage * self._tensor + rank, chunk]
-                for parameter, bucket, at in _placed(self._chunk(rank, begin, end, first, last), buckets):
+                for parameter, bucket, at in _places(self._chunk(rank, begin, end, first, last), buckets):
                     if parameter.kept:
                         _add(found, parameter, bucket, at)
             begin = end
@@ -236,14 +236,14 @@ class _Model:
         ends = [self._layers] if last else sorted(range(begin, self._layers + 1), key=lambda end: abs(end - likely))
         for end in ends:
             try:
-                _placed(self._chunk(0, begin, end, first, last), buckets)
+                _places(self._chunk(0, begin, end, first, last), buckets)
             except _Unfit:
                 continue
             return end
         raise _Unfit
 
 
-def _placed(parameters: Sequence[_Parameter], buckets: Sequence[_Bucket]) -> list[tuple[_Parameter, _Bucket, int]]:
+def _places(parameters: Sequence[_Parameter], buckets: Sequence[_Bucket]) -> list[tuple[_Parameter, _Bucket, int]]:
     """Find where each begins, and in which bucket; no bucket has room for more."""
     sizes = [bucket.numel for bucket in buckets]
     found: list[tuple[_Parameter, _Bucket, int]] = []

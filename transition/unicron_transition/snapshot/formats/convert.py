@@ -38,7 +38,7 @@ def export(
     write = format_table.BY_NAME[form].write
     if write is None or (dtype and (dtype not in FLOATS or form != safetensors.FORMAT)):
         raise BadCheckpoint(f"--dtype is one of {', '.join(FLOATS)}, and for safetensors")
-    for line in index.common.lost():
+    for line in index.common.losses():
         say(line)
     options = Options(table, config, dtype, say)
     _whole(out, lambda folder: write(folder, index, options))
@@ -68,7 +68,7 @@ def import_(
     """Write the checkpoint as one of Unicron's own into the folder of checkpoints `out`; returns its folder. say: gets
     lines for people. Raises BadCheckpoint, OSError."""
     _adopt(index, config)
-    for line in index.common.lost():
+    for line in index.common.losses():
         say(line)
     if others := index.common.args.get(megatron_arguments.NO_COUNTERPART):
         say(f"config.json says {others}: no weight shows it, see that the model that is trained computes so")

@@ -48,7 +48,7 @@ class Format:
     """Whether damage to a tensor's bytes shows."""
 
 
-def newest_own(folder: Path) -> folders.Found | None:
+def newest_own(folder: Path) -> folders.WholeCheckpoint | None:
     """Return the newest checkpoint of Unicron's own, None where one of Megatron-LM's in that folder is newer."""
     whole = own.newest(folder) if folder.is_dir() else None
     return whole if whole is not None and whole.iteration >= megatrons_iteration(folder) else None

@@ -307,7 +307,7 @@ class Tensor:
             if overlap(block.box, (offset, extent)) is not None:
                 groups.setdefault(block.box, []).append(block)
         if (offset, extent) in groups:
-            return self._joined(groups[offset, extent])
+            return self._join(groups[offset, extent])
         places = {box: overlap((offset, extent), box) or ((), ()) for box in groups}
         if not tiles(extent, [box_of(mine) for mine, _ in places.values()]):
             raise BadCheckpoint(f"{self.name}: some of its {math.prod(self.shape)} elements are in no file, or in two")
@@ -315,10 +315,10 @@ class Tensor:
         for box, (mine, its) in places.items():
             blocks = groups[box]
             whole = next((block for block in blocks if block.whole), None)
-            into[mine] = whole.array(self.dtype, its) if whole is not None else self._joined(blocks)[its]
+            into[mine] = whole.array(self.dtype, its) if whole is not None else self._join(blocks)[its]
         return into
 
-    def _joined(self, blocks: Sequence[Block]) -> Array:
+    def _join(self, blocks: Sequence[Block]) -> Array:
         """One block, from ranges of it."""
         ranges = sorted(blocks, key=lambda block: (block.begin, -block.end))
         if ranges[0].whole:
@@ -400,7 +400,7 @@ class Common:
     doubt: str = ""
     """What its files do not say, "" for nothing."""
 
-    def lost(self) -> list[str]:
+    def losses(self) -> list[str]:
         """List what is not in the index, in lines for people."""
         found = [f"the optimizer's state is left out: {self.unread}"] if self.unread else []
         found += [self.doubt] if self.doubt else []

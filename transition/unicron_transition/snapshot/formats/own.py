@@ -29,20 +29,20 @@ from unicron_transition.snapshot.formats.index import (
     raw_type,
 )
 from unicron_transition.snapshot.formats.written import pieces_of
-from unicron_transition.snapshot.image_format import ALIGN, STEP, SUFFIX, BadImage, Found, Key, read_page
+from unicron_transition.snapshot.image_format import ALIGN, STEP, SUFFIX, BadImage, ImagePage, Key, read_page
 from unicron_transition.snapshot.reading import unpack
 
 FORMAT = "unicron"
 
 
-def newest(folder: Path) -> folders.Found | None:
+def newest(folder: Path) -> folders.WholeCheckpoint | None:
     """The newest whole checkpoint of a folder of checkpoints, or the one in that folder; None for neither."""
     if (match := folders.FOLDER.fullmatch(folder.name)) is not None:
         return next((each for each in folders.whole(folder.parent) if each.iteration == int(match[1])), None)
     return next(iter(folders.whole(folder)), None)
 
 
-def read(found: folders.Found) -> Index:
+def read(found: folders.WholeCheckpoint) -> Index:
     """The index of one. Raises BadCheckpoint, OSError."""
     try:
         pages = [read_page(path) for path in found.paths]
@@ -73,7 +73,7 @@ def read(found: folders.Found) -> Index:
     return _without_chunk(index)
 
 
-def _head(page: Found) -> dict[str, Any]:
+def _head(page: ImagePage) -> dict[str, Any]:
     head = page.head()
     try:
         told: dict[str, Any] = unpack(checkpoint_file.file_head(page.key, head))
@@ -95,7 +95,7 @@ def laid_out(tensors: list[Any], begin: int) -> list[tuple[str, int, int]]:
     return found
 
 
-def _tensors(page: Found, head: dict[str, Any], steps: list[float]) -> Iterator[tuple[Any, ...]]:
+def _tensors(page: ImagePage, head: dict[str, Any], steps: list[float]) -> Iterator[tuple[Any, ...]]:
     """Yield what :meth:`Index.add` takes, of each tensor in a file. steps: gets the counts of steps that it names."""
     places = laid_out(head["about"]["tensors"], page.offset)
     for name, whole, offset, extent, begin, end, keys, others, values in head["about"]["index"]:
@@ -134,14 +134,14 @@ def _without_chunk(index: Index) -> Index:
     return index
 
 
-def read_sound(found: folders.Found) -> Index:
+def read_sound(found: folders.WholeCheckpoint) -> Index:
     """The index of one, all of whose files are read before. Raises BadCheckpoint where one is damaged, and OSError."""
     if wrong := check(found):
         raise BadCheckpoint(wrong[0])
     return read(found)
 
 
-def check(found: folders.Found) -> list[str]:
+def check(found: folders.WholeCheckpoint) -> list[str]:
     """Read all files of one, and list what is wrong, a line each."""
     wrong = []
     for path in found.paths:

@@ -282,11 +282,11 @@ _InPython: Any = pickle._Unpickler  # whose methods the type checkers do not kno
 def _check_first(load: Any, step: int) -> Any:
     """Has a method look at the keys first: every so many of what is on the stack since the last mark."""
 
-    def checked(self: Any) -> None:
+    def load_checked(self: Any) -> None:
         _check_keys(self.stack[::step])
         load(self)
 
-    return checked
+    return load_checked
 
 
 class _TableUnpickler(_InPython):  # type: ignore[misc]

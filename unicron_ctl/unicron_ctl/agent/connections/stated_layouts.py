@@ -7,7 +7,7 @@ from itertools import product
 
 from unicron_ctl.shared.protocol import ranges
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 from unicron_transition.generations.layout import StatedLayout, parse_layout
 
 LAYOUTS, MODEL = "UNICRON_LAYOUTS", "UNICRON_MODEL"
@@ -61,9 +61,7 @@ def misfit(one: StatedLayout, per_node: int, nodes: int, model: Mapping[str, int
     """Return why no number of nodes can run it; empty where one can."""
     size = one.layout.size
     if size > per_node * nodes:
-        return (
-            f"needs {size} ranks, and the job has at most {per_node * nodes} ({counted(nodes, 'node')} of {per_node})"
-        )
+        return f"needs {size} ranks, and the job has at most {per_node * nodes} ({plural(nodes, 'node')} of {per_node})"
     if size % per_node and per_node % size:
         return f"is a replica of {size} ranks, which neither fills nodes of {per_node} ranks nor shares one evenly"
     for name, parts in (("heads", one.layout.tensor), ("layers", one.layout.pipeline * one.virtual)):
@@ -94,7 +92,7 @@ def _all(limits: list[str], per_node: int, nodes: int, model: Mapping[str, int])
     fit = [one for one in found if not misfit(one, per_node, nodes, model)]
     if not fit:
         raise _wrong(
-            LAYOUTS, f"no layout up to {most.text} fits this model and {counted(nodes, 'node')}", "name the layouts"
+            LAYOUTS, f"no layout up to {most.text} fits this model and {plural(nodes, 'node')}", "name the layouts"
         )
     return sorted(fit, key=lambda one: one.layout.size)
 

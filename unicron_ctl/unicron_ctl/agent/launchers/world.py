@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from unicron_ctl.agent.launchers.commands import LauncherStays
 from unicron_ctl.agent.launchers.readers import Launch
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 
 def count_ranks(launch: Launch, environment: Mapping[str, str], nodes: int, cpus: int, devices: int) -> int:
@@ -49,7 +49,7 @@ def fewest_nodes(launch: Launch, elements: int, block: int, spares: int, array: 
         return 0  # the launchers of each node, or element, were told of it alone
     if least == most and most not in (nodes, nodes - spares):
         raise LauncherStays(
-            f"{launch.launcher} was told of {counted(most, 'node')}, and the job has {nodes}: "
+            f"{launch.launcher} was told of {plural(most, 'node')}, and the job has {nodes}: "
             f"write --nnodes {nodes}, or leave the option out"
         )
     if least > nodes:
@@ -60,7 +60,7 @@ def fewest_nodes(launch: Launch, elements: int, block: int, spares: int, array: 
 
 def describe(launch: Launch, ranks: int) -> str:
     """Return the line in the job's log about the launcher that is left out."""
-    told = f"{launch.launcher} is left out: the agent starts {counted(ranks, 'rank')} on each node"
+    told = f"{launch.launcher} is left out: the agent starts {plural(ranks, 'rank')} on each node"
     if launch.replaced:
         told += f"; Unicron has its own way of {', '.join(launch.replaced)}"
     if launch.ignored:

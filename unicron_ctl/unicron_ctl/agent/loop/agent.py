@@ -42,7 +42,7 @@ from unicron_ctl.agent.ranks.ranks import (
 from unicron_ctl.agent.ranks.warm_start import WarmStart
 from unicron_ctl.agent.snapshots.snapshots import open_snapshots
 from unicron_ctl.shared.protocol import wire
-from unicron_detector.processes.rank_messages import Save, Saved, Step, Timing, ToRank
+from unicron_detector.processes.rank_messages import Save, SavedCheckpoint, Step, Timing, ToRank
 from unicron_detector.processes.supervise import adopt_orphans
 
 LOGS_SECONDS = 2.0  # without progress, for the files with the ranks' output
@@ -295,7 +295,7 @@ class Agent:
 
     def _on_files(self) -> None:
         for iteration in self._snapshots.files.results.take_all():
-            self._to_all(Saved(iteration=iteration))
+            self._to_all(SavedCheckpoint(iteration=iteration))
 
     def _explain(self, rank: Rank) -> None:
         """Find out why the rank's process has ended."""

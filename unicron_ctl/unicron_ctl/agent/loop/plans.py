@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 from unicron_transition.snapshot.image_format import SHARD, Key
 
 PLANS_HELD = 4  # the ranks are in one of the last
@@ -71,7 +71,7 @@ class Plans:
             return ""  # the agents agreed on it, and have said so
         plan = shared_plans.whole(self._held[generation])
         nodes = len({slot // len(self._slots) for slot in plan.members})
-        self._world = f"{counted(len(plan.members), 'rank')} on {counted(nodes, 'node')}"
+        self._world = f"{plural(len(plan.members), 'rank')} on {plural(nodes, 'node')}"
         if generation == 1 or plan.members[0] not in self._slots:
             return ""
         if plan.source is not None and not plan.boundary:

@@ -22,7 +22,7 @@ from unicron_ctl.shared.system.errors import UserError
 from unicron_detector.failures.classify import Classifier, default_classifier
 from unicron_detector.health.kernel_log import KMSG, KernelFaults, KernelLog, why_not
 from unicron_detector.health.links import LinkWatch, describe
-from unicron_detector.health.oom_kills import KILLED, OomKills, counter_file
+from unicron_detector.health.oom_kills import KILL_CODES, OomKills, counter_file
 
 TICK_SECONDS = 1.0  # files that cannot be polled, and the memory cgroup
 KEPT, KEPT_SECONDS = 100, 300.0  # events that are sent again to a controller that was restarted
@@ -73,7 +73,7 @@ class NodeWatch:
 
     def explain(self, end: structs.Exit) -> None:
         """Marks the end of a rank that was killed for want of memory."""
-        if end.code in KILLED:
+        if end.code in KILL_CODES:
             end.oom = end.oom or self.oom.claim()
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class NodeWatch:
             poll.unregister(log.fileno())
 
     def _memory(self) -> None:
-        killed = self.oom.unclaimed()
+        killed = self.oom.unclaimed_kills()
         if killed:
             text = f"out of memory: {killed} processes of the job's cgroup were killed, none of them a rank"
             self._add_event("memory", text, "oom_kill", killed)

@@ -22,7 +22,7 @@ from unicron_detector.failures.classify import default_classifier
 from unicron_detector.failures.root_cause import one_line
 from unicron_detector.processes.job_input import standard_input
 from unicron_detector.processes.job_output import JobOutput
-from unicron_detector.processes.rank_messages import Fault, FromRank, Moved, Status
+from unicron_detector.processes.rank_messages import CollectiveProgress, Fault, FromRank, Status
 from unicron_detector.processes.supervise import USUAL, Child, Surroundings
 
 QUIET_STATES = ("running",)  # a change within these may wait for the next beat of the agent's clock
@@ -188,7 +188,7 @@ class Rank:
                 before.fault = msgspec.convert({**vars(message), "fatal": True, "lived": lived}, structs.Fault)
                 before.changed = time.time()
                 return True
-            case Moved():
+            case CollectiveProgress():
                 before.moved, before.changed = msgspec.convert(message.moved, ranges.Count), time.time()
                 return False
             case Status():

@@ -70,7 +70,7 @@ class Coming:
         child = None
         if self.pid is not None and not self.cold:
             try:
-                child = Child.forked(self.pid, self.stderr, self.surroundings)
+                child = Child.of_fork(self.pid, self.stderr, self.surroundings)
             except ProcessLookupError:
                 pass
             except OSError as error:  # no descriptor is left; without its leave it ends

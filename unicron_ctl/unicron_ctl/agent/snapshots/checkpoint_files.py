@@ -18,7 +18,7 @@ from unicron_ctl.agent.snapshots.last_checkpoint import Before, LastCheckpoint
 from unicron_ctl.agent.snapshots.node_memory import Memory
 from unicron_ctl.shared.system.mailbox import Mailbox
 from unicron_transition.snapshot import checkpoint_file, folders
-from unicron_transition.snapshot.image_format import BadImage, Found, Key, read_page
+from unicron_transition.snapshot.image_format import BadImage, ImagePage, Key, read_page
 
 FILE_LOOK_SECONDS = 0.5
 MOST_LOOK_SECONDS = 60.0  # between two looks whether a checkpoint is whole, each twice as long after the last one
@@ -95,7 +95,7 @@ class Files:
                 self._write(found, where)
         self._prune(where)
 
-    def _write(self, found: Found, where: checkpoint_file.Destination) -> None:
+    def _write(self, found: ImagePage, where: checkpoint_file.Destination) -> None:
         try:
             path = checkpoint_file.persist(found, where.folder, self._pace())
             self._log_change(f"the training state of iteration {found.key.iteration} was saved in {path.parent}", False)

@@ -11,11 +11,11 @@ import msgspec
 
 from unicron_ctl.agent.snapshots import image_stream as stream
 from unicron_ctl.shared.system.addresses import split
-from unicron_transition.snapshot.image_format import BadImage, Found, Key
+from unicron_transition.snapshot.image_format import BadImage, ImagePage, Key
 
 
 def put(
-    found: Found,
+    found: ImagePage,
     address: str,
     token: str,
     meter: stream.Meter,
@@ -43,7 +43,7 @@ def put(
             raise stream.ChecksumError(f"{address} has not kept it: it came damaged")
 
 
-def get(key: Key, folder: Path, address: str, token: str, meter: stream.Meter) -> Found:
+def get(key: Key, folder: Path, address: str, token: str, meter: stream.Meter) -> ImagePage:
     """Get an image from the agent at `address` into `folder`. Raises OSError, Busy, NoRoom where this side cannot take
     it, BadImage."""
     with _connect(address, token, stream.Request(key)) as connection:

@@ -36,13 +36,13 @@ import xxhash
 
 from unicron_transition.snapshot.cuts import COPY_PREFIX
 from unicron_transition.snapshot.image_format import (
-    COPIED,
+    COPY_KINDS,
     PAGE,
     STATE,
     SUFFIX,
     USER,
     BadImage,
-    Found,
+    ImagePage,
     Key,
     inventory,
     read_page,
@@ -151,12 +151,12 @@ class Draft:
         if receive(connection, len(WHOLE)) != WHOLE:
             raise TransferError("it was overwritten while it was sent")
 
-    def keep_image(self) -> Found:
+    def keep_image(self) -> ImagePage:
         """Give the file its name. Raises BadImage where its first page is not sound, ChecksumError where the rest is
         not."""
         self._file.flush()
         found = read_page(self._path)
-        if found.key.kind not in COPIED:
+        if found.key.kind not in COPY_KINDS:
             raise BadImage(f"an image of the kind {found.key.kind!r} is no copy")
         if found.used != self._length:
             raise BadImage(f"an image of {found.used} bytes came as {self._length}")
@@ -171,7 +171,7 @@ class Draft:
         self._path.unlink(missing_ok=True)
 
 
-def _head_is_sound(found: Found) -> bool:
+def _head_is_sound(found: ImagePage) -> bool:
     try:
         found.head()
     except BadImage:
@@ -184,12 +184,12 @@ def no_room(folder: Path, length: int, error: Exception) -> tuple[str, str]:
     return f"there is no room for {length / 1e6:.1f} MB in {folder}", f": {getattr(error, 'strerror', '') or error}"
 
 
-def find(folder: Path, key: Key) -> Found | None:
+def find(folder: Path, key: Key) -> ImagePage | None:
     """The image in the folder, if it is there and whole."""
     return next((found for found in inventory(folder) if found.key == key), None)
 
 
-def examine(found: Found) -> str:
+def examine(found: ImagePage) -> str:
     """Somebody got it damaged. Where it is so here it is removed, and the text says so; empty where it is not."""
     try:
         _, data = found.read()
@@ -234,7 +234,7 @@ def _fill(connection: socket.socket, piece: memoryview, meter: Meter) -> None:
 
 def send_image(
     connection: socket.socket,
-    found: Found,
+    found: ImagePage,
     rate: float,
     meter: Meter,
     room: float = 0.0,
@@ -251,12 +251,14 @@ def send_image(
     connection.sendall(WHOLE)
 
 
-def _compare(found: Found) -> None:
+def _compare(found: ImagePage) -> None:
     if read_page(found.path) != found:
         raise BadImage(f"{found.path}: overwritten while it was sent")
 
 
-def _send_bytes(connection: socket.socket, found: Found, rate: float, meter: Meter, room: float, wanted: Check) -> None:
+def _send_bytes(
+    connection: socket.socket, found: ImagePage, rate: float, meter: Meter, room: float, wanted: Check
+) -> None:
     began, sent, until = time.monotonic(), 0, _latest(found.used)
     with found.path.open("rb") as file:
         while sent < found.used:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from unicron_transition.snapshot import checkpoint_file, folders
 from unicron_transition.snapshot.folders import Part
-from unicron_transition.snapshot.image_format import SHARD, STATE, BadImage, Found, Key, inventory
+from unicron_transition.snapshot.image_format import SHARD, STATE, BadImage, ImagePage, Key, inventory
 
 NEWEST = 2  # iterations of each part that are written
 WRITERS = 3  # nodes that have the same place: the first writes it, the others what those before did not
@@ -53,11 +53,11 @@ class LastCheckpoint:
             self._write_in_turn(_newest((each for each in images if each.key.iteration == cut), 1), exactly=True)
         self._write_in_turn(_newest((each for each in images if each.key.iteration not in cuts), NEWEST))
 
-    def _write_in_turn(self, parts: list[list[Found]], exactly: bool = False) -> None:
+    def _write_in_turn(self, parts: list[list[ImagePage]], exactly: bool = False) -> None:
         """The first nodes begin at once. A later one writes what is missing when those before it have done nothing for
         TURN_SECONDS each: they may have no memory. It looks before it writes what it is first for, which may take long:
         so it sees what went on meanwhile. exactly: files of later iterations are of no use in place of these."""
-        by_turn: dict[Before, dict[Part, list[Found]]] = defaultdict(dict)
+        by_turn: dict[Before, dict[Part, list[ImagePage]]] = defaultdict(dict)
         for each in parts:
             before = self._turn_of(each[0].key)
             if before is not None and len(before) < WRITERS:
@@ -85,16 +85,16 @@ class LastCheckpoint:
     def _still_missing(self, turns: list[folders.Turn]) -> list[folders.Turn]:
         """Look at the checkpoints; returns the turns of which something is missing."""
         assert self._where is not None
-        begun: list[folders.Begun] = []
+        begun: list[folders.FileInProgress] = []
         if oldest := [iteration for each in turns for iteration in each.missing.values()]:
             with contextlib.suppress(OSError):
-                begun.extend(folders.begun(self._where.folder, min(oldest)))
+                begun.extend(folders.files_in_progress(self._where.folder, min(oldest)))
         now = time.monotonic()
         for each in turns:
             each.note_files(begun, now)
         return [each for each in turns if each.missing]
 
-    def _write_files(self, images: list[Found], last_first: bool = False) -> None:
+    def _write_files(self, images: list[ImagePage], last_first: bool = False) -> None:
         """Write their files, the newest first. last_first: of each iteration the last part first. So a node that writes
         what another one writes after all, which it could not see, meets it in the middle: what is there stays."""
         assert self._where is not None
@@ -111,9 +111,9 @@ class LastCheckpoint:
                 folders.prune(self._where.folder, self._where.keep)
 
 
-def _newest(images: Iterable[Found], most: int) -> list[list[Found]]:
+def _newest(images: Iterable[ImagePage], most: int) -> list[list[ImagePage]]:
     """The newest `most` images of each part of a checkpoint, the newest first."""
-    states: dict[tuple[int, ...], dict[tuple[int, int], Found]] = defaultdict(dict)
+    states: dict[tuple[int, ...], dict[tuple[int, int], ImagePage]] = defaultdict(dict)
     for found in images:
         states[found.key.place, found.key.shard, found.key.count][_age(found.key)] = found
     return [[each[age] for age in sorted(each, reverse=True)[:most]] for each in states.values()]
@@ -123,7 +123,7 @@ def _age(key: Key) -> tuple[int, int]:
     return key.iteration, key.base
 
 
-def _is_part(found: Found) -> bool:
+def _is_part(found: ImagePage) -> bool:
     """Whether an image is a whole part of a checkpoint. A shard is one where its head says what is in it."""
     if found.key.kind not in (STATE, SHARD):
         return False

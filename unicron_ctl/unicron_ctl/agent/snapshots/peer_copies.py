@@ -28,7 +28,7 @@ from unicron_ctl.agent.snapshots import image_client, image_server, image_stream
 from unicron_ctl.shared.protocol import ranges, structs, wire
 from unicron_ctl.shared.system.mailbox import Mailbox
 from unicron_transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX
-from unicron_transition.snapshot.image_format import COPIED, STATE, UNTRAINED, USER, Found, Key, inventory
+from unicron_transition.snapshot.image_format import COPY_KINDS, STATE, UNTRAINED_KIND, USER, ImagePage, Key, inventory
 from unicron_transition.snapshot.worker import Worker
 
 VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # where a job says it
@@ -90,7 +90,7 @@ class _Task:
     key: Key
     holder: structs.Holder
     """The other node's agent"""
-    found: Found | None = None
+    found: ImagePage | None = None
     """The image to be given; None: it is to be got"""
     failures: int = 0
     """Images that could not be given to that agent, or got from it, before this one"""
@@ -218,10 +218,12 @@ class Copies:
         self._look_at = now + CUT_LOOK_SECONDS
         mine = [found for found in self._images(CUT_PREFIX) if found.key.iteration >= self.cut.iteration]
         todo = [(one, to) for one in mine for to in self.cut.targets if (one.key, to.element) not in self._sent]
-        parts = {(one.key.place, one.key.shard) for one in mine if one.key.kind != UNTRAINED}  # which come first
+        parts = {(one.key.place, one.key.shard) for one in mine if one.key.kind != UNTRAINED_KIND}  # which come first
         if not todo and len(parts) >= self.cut.parts:
             self._look_at = float("inf")
-        for found, holder in sorted(todo, key=lambda each: each[0].key.kind != UNTRAINED):  # shards are no use without
+        for found, holder in sorted(
+            todo, key=lambda each: each[0].key.kind != UNTRAINED_KIND
+        ):  # shards are no use without
             if now >= self._rests.get(holder.address, 0.0):
                 self._submit(_Task(found.key, holder, found, self._failures[holder.address, True]), now)
 
@@ -272,7 +274,7 @@ class Copies:
         if folder is None or (trains and (self.cut.iteration < 0 or self.cut.none)):
             return []
         stays = (CUT_PREFIX, COPY_PREFIX)
-        found = (one for one in inventory(folder) if one.key.kind in COPIED)
+        found = (one for one in inventory(folder) if one.key.kind in COPY_KINDS)
         all_states = () if trains else (STATE,)
         return [row(one) for one in found if one.path.name.startswith(stays) or one.key.kind in all_states]
 
@@ -296,7 +298,7 @@ class Copies:
         self.results.close()
 
     # ------------------------------------------------------------ inside
-    def _images(self, prefix: str) -> Iterable[Found]:
+    def _images(self, prefix: str) -> Iterable[ImagePage]:
         folder = self._folder()
         found = inventory(folder) if folder is not None else ()
         return [each for each in found if each.path.name.startswith(prefix)]
@@ -319,7 +321,7 @@ class Copies:
 
         for prefix in (COPY_PREFIX, CUT_PREFIX) if order.none or back else (COPY_PREFIX,):
             for found in self._images(prefix):
-                if found.key.kind in COPIED and not needed(found.key.iteration):
+                if found.key.kind in COPY_KINDS and not needed(found.key.iteration):
                     self._remove(found.path)
         self._sent = {(key, element) for key, element in self._sent if needed(key.iteration)}
         self._not_before.clear()
@@ -405,7 +407,7 @@ def _blames(task: _Task, error: Exception) -> bool:
     return isinstance(error, OSError) and not isinstance(error, image_stream.Busy) and error.filename is None
 
 
-def row(found: Found) -> structs.Image:
+def row(found: ImagePage) -> structs.Image:
     """Return the controller's row about an image."""
     return structs.Image(**asdict(found.key), bytes=found.used)
 

@@ -16,7 +16,7 @@ from unicron_ctl.controller.model.job_state import AgentRecord, Failure, JobStat
 from unicron_ctl.controller.plan.inputs import bounds, waiting, weight, why_fixed
 from unicron_ctl.controller.plan.reconcile import shortage
 from unicron_ctl.shared.protocol import answer_schema as schema
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 
 def visible_jobs(core: Core, asker: Asker, brief: bool = False) -> list[schema.Job]:
@@ -99,7 +99,7 @@ def explanation(core: Core, state: JobState) -> schema.Explanation:
 
 def _bounds(core: Core, state: JobState) -> str:
     if why := why_fixed(core.view, state):
-        nodes = counted(state.settings.max_nodes, "node")
+        nodes = plural(state.settings.max_nodes, "node")
         return f"it is one allocation, of {nodes}, which the plan leaves as it is: {why}"
     if state.settings.allocation:
         least = state.settings.min_nodes

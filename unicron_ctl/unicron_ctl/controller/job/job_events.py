@@ -29,7 +29,7 @@ from unicron_ctl.controller.plan.reconcile import must_end
 from unicron_ctl.controller.replication.forming import formable
 from unicron_ctl.controller.sense import fencing
 from unicron_ctl.controller.sense.progress import ENTER_TRIES, offer_ignored, offer_taken
-from unicron_detector.words import all_of, counted
+from unicron_detector.words import all_of, plural
 
 FEW = 64  # elements that are looked through at each turn; many are now and then
 START_SECONDS = 60.0  # of a process, on a file system that is busy
@@ -111,9 +111,7 @@ def _any_strayed(view: View, job: JobView) -> Trigger | None:
     """The members took an offer while it was being withdrawn."""
     if not job.strayed:
         return None
-    return Trigger(
-        Event.FAULT, f"{counted(len(job.strayed), 'member')} took an offer that was withdrawn: all try again"
-    )
+    return Trigger(Event.FAULT, f"{plural(len(job.strayed), 'member')} took an offer that was withdrawn: all try again")
 
 
 # ---------------------------------------------------------------- forming

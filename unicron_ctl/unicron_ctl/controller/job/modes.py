@@ -23,7 +23,7 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication.script_states import newest_saved
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.settings.config import ControllerConfig
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 STEADY_SECONDS = 600.0  # a world that has run so long has worked: what failed before is forgiven
 MOST_RESTARTS = 16  # after losses, in a row without progress in between
@@ -156,10 +156,10 @@ def _proof(job: JobView, age: float) -> records.WorldProved | None:
     before it had when they broke. A world that fails at the same iteration again and again saves none."""
     ranks, saved = len(job.state.members), newest_saved(job)
     if saved is not None and saved.iteration > job.state.reached:
-        reason = f"the world of {counted(ranks, 'rank')} has saved the state of iteration {saved.iteration}"
+        reason = f"the world of {plural(ranks, 'rank')} has saved the state of iteration {saved.iteration}"
         return records.WorldProved(reason=reason)
     if age >= STEADY_SECONDS:
-        return records.WorldProved(reason=f"the world of {counted(ranks, 'rank')} has run for {STEADY_SECONDS:.0f} s")
+        return records.WorldProved(reason=f"the world of {plural(ranks, 'rank')} has run for {STEADY_SECONDS:.0f} s")
     return None
 
 

@@ -33,7 +33,7 @@ from unicron_ctl.shared.protocol.structs import Settings
 from unicron_ctl.shared.settings.partitions import OFF
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.states import OCCUPIES
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 CONFIRM_SECONDS = 5.0  # then an agent is taken in although Slurm does not answer
 LISTING_SECONDS = 30.0  # a listing that is older confirms nobody
@@ -247,10 +247,10 @@ def _unlike_the_others(case: Case) -> wire.Message | None:
 def _differences(name: str, mine: Settings, its: Settings) -> Iterator[str]:
     """Each difference between an agent's settings and those of its job that keeps them apart."""
     if mine.ranks_per_node != its.ranks_per_node:
-        had = counted(its.ranks_per_node, "rank")
+        had = plural(its.ranks_per_node, "rank")
         yield f"job {name} has {had} per node, this agent {mine.ranks_per_node}: they must be the same"
     if mine.block != its.block:
-        had = counted(its.block, "node")
+        had = plural(its.block, "node")
         yield f"job {name} has elements of {had}, this one {mine.block}: give sbatch --nodes={its.block}"
     if mine.mode != its.mode:
         why = f"this agent would be in {mine.mode} mode ({mine.mode_reason})"
@@ -284,7 +284,7 @@ def _too_many(case: Case) -> wire.Message | None:
     for jobs, (most_jobs, most_agents) in ((of_user, OF_A_USER), (unconfirmed, OF_ALL)):
         agents = sum(len(one.agents) for one in jobs) + mine
         if len(jobs) + new > most_jobs or agents >= most_agents:
-            said = f"Slurm has not confirmed {counted(len(jobs), 'job')} with {counted(agents, 'agent')}"
+            said = f"Slurm has not confirmed {plural(len(jobs), 'job')} with {plural(agents, 'agent')}"
             return wire.Refusal(reason=f"{said}: job {case.message.job} waits for its word")
     return None
 
@@ -335,7 +335,7 @@ def admission(case: Case, confirmed: bool) -> Outcome:
         news += _beginning(case)
     elif info is not None and job is not None and job.nodes and info.restarts != job.nodes_of_restart:
         nodes, restarts = nodes_of(case.view.slurm.seen, message.job)
-        reason = f"Slurm has requeued job {message.job} on {counted(len(nodes), 'node')}"
+        reason = f"Slurm has requeued job {message.job} on {plural(len(nodes), 'node')}"
         news.append(records.JobReallocated(nodes=nodes, restarts=restarts, reason=reason))
     if known is None or known.agent != message.agent:
         out.hurry = True
@@ -386,7 +386,7 @@ def _beginning(case: Case) -> Iterator[records.Record]:
             block=info.block,
         )
     least, most = settings.min_nodes, settings.max_nodes
-    size = f"{least} to {most} nodes" if least < most else counted(most, "node")
+    size = f"{least} to {most} nodes" if least < most else plural(most, "node")
     yield records.JobRegistered(
         settings=settings,
         step=message.step,

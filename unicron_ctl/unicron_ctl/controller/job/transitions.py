@@ -33,7 +33,7 @@ from unicron_ctl.shared.consensus import survivors_plan
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.wire import Plan
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 from unicron_transition.generations import layout
 
 SAVE_SECONDS = 600.0  # for ranks that are to end, to write what a checkpoint needs
@@ -243,8 +243,8 @@ def _account(job: JobState) -> str:
     if job.goodput is None:
         return ""
     return (
-        f"{counted(job.iteration + 1, 'iteration')}, goodput {100.0 * job.goodput:.1f} %, "
-        f"{job.lost_seconds:.1f} s lost in {counted(len(job.failures), 'failure')}"
+        f"{plural(job.iteration + 1, 'iteration')}, goodput {100.0 * job.goodput:.1f} %, "
+        f"{job.lost_seconds:.1f} s lost in {plural(len(job.failures), 'failure')}"
     )
 
 

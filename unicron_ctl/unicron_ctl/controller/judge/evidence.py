@@ -19,7 +19,7 @@ from unicron_detector.failures.classify import Classifier
 from unicron_detector.failures.escalation_table import ISOLATE
 from unicron_detector.failures.fault_history import Policy
 from unicron_detector.failures.severity import REPORT, Severity, Verdict
-from unicron_detector.health.oom_kills import KILLED
+from unicron_detector.health.oom_kills import KILL_CODES
 
 BEFORE_SECONDS, AFTER_SECONDS = 10.0, 3.0  # a rank that ends within these of an event may have ended by it
 LINK_SECONDS = 60.0  # a collective that breaks so long after a flap may have broken by it
@@ -114,10 +114,10 @@ def explains(said: records.NodeEvent, code: int, pid: int, own: Verdict, pids: I
     if said.pid is not None and said.pid != pid and said.pid in set(pids):
         return False
     if said.cause == "host_out_of_memory":  # whether a rank was killed for it, its agent knows from the cgroup
-        return said.pid == pid if code in KILLED else own.rule == "dataloader-child"
+        return said.pid == pid if code in KILL_CODES else own.rule == "dataloader-child"
     if said.cause == "exited_abnormally":  # the kernel's line about a crash
         return code in CRASH_CODES
-    if code in KILLED:
+    if code in KILL_CODES:
         return said.pid == pid
     return said.scope in ("hardware", "unknown", "storage") and said.cause != "task_hang"
 

@@ -18,7 +18,7 @@ from unicron_detector.failures.escalation import Decision
 from unicron_detector.failures.escalation_table import END_JOB, ISOLATE, MOVE, REATTEMPT, RESTART
 from unicron_detector.failures.fault_history import WHOLE_JOB
 from unicron_detector.failures.severity import REPORT, Severity, Verdict
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 NETWORK_ERROR = "other_network_error"
 
@@ -219,9 +219,7 @@ def _same_time_out(view: View, job: JobView, finding: Finding) -> str:
         known = evidence.known_fault(view.classifier, status.fault) if status and status.fault else None
         if known is None or known.cause != "nccl_timeout":
             return ""
-    return (
-        f"{counted(len(finding.slots), 'rank')} stopped because a collective took too long, and none of them says why"
-    )
+    return f"{plural(len(finding.slots), 'rank')} stopped because a collective took too long, and none of them says why"
 
 
 def hang(view: View, job: JobView, finding: Finding) -> Outcome:

@@ -14,7 +14,7 @@ from unicron_ctl.controller.model.requests import Action
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.settings.config import ControllerConfig
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 MINUTE = 60.0  # seconds in which requeues and holds of all jobs are counted
 
@@ -126,7 +126,7 @@ class Bounds:
 def _limit(whose: str, done: str, count: int, seconds: float, most: int, name: str) -> str:
     if count < most:
         return ""
-    taken = f"{counted(count, 'element')}{whose} {'was' if count == 1 else 'were'} {done}"
+    taken = f"{plural(count, 'element')}{whose} {'was' if count == 1 else 'were'} {done}"
     return f"{taken} within {seconds:g} s, and no more than {most} may be ({name})"
 
 

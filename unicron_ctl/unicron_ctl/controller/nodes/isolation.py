@@ -29,7 +29,7 @@ from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.slurm.states import OCCUPIES, TAKEN_OUT
 from unicron_ctl.shared.system.errors import one_line
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 AWAY_SECONDS = 60.0  # without an answer of Slurm's, after which an admin is called
 DRAIN_SECONDS = 5.0  # for a node that is proven bad to drain itself; then it is drained from here
@@ -106,7 +106,7 @@ def _why_needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> s
     spare = any(other != agent.element and other not in job.inside for other in view.live.jobs[job.job].ready)
     why = _must_stay(view, job, agent.node, suspect or spare)
     if not why and not spare and len(job.inside) <= max(1, job.settings.min_nodes):
-        why = f"the job has {counted(len(job.inside), 'node')}, and needs {job.settings.min_nodes}"
+        why = f"the job has {plural(len(job.inside), 'node')}, and needs {job.settings.min_nodes}"
     return why
 
 

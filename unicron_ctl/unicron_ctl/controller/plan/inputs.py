@@ -20,7 +20,7 @@ from unicron_ctl.shared.slurm import pending_reasons
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.squeue import nodes_of
 from unicron_ctl.shared.slurm.states import ENDED_BADLY, OCCUPIES
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 from unicron_planner.problem.gpus import BEST
 from unicron_planner.solver.plan import flops_text
 from unicron_planner.solver.solve import Plan
@@ -378,7 +378,7 @@ def bounds(view: View, job: JobState, jobs: Sequence[JobState]) -> str:
     for one in waiting(view, job):
         if not one.starts:
             count = len(one.elements)
-            said.append(f"{counted(count, 'element')} cannot start: {one.reason} ({one.words})")
+            said.append(f"{plural(count, 'element')} cannot start: {one.reason} ({one.words})")
     if within.barred:
         barred = sorted(within.barred.items(), key=lambda item: (-item[1], item[0]))
         said.append("out of reach: " + ", ".join(f"{count} {why}" for why, count in barred[:5]))

@@ -15,10 +15,10 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.plan.planning import NOMINAL_RATE, JobInput
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.structs import Settings
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 from unicron_planner.problem import layouts as planner
 from unicron_planner.problem.gpus import gpu_memory, gpu_peak
-from unicron_planner.problem.layouts import Known, Split
+from unicron_planner.problem.layouts import JobFacts, Split
 from unicron_planner.problem.megatron_costs import Gpt, Hardware
 from unicron_transition.generations.layout import parse_layout
 
@@ -70,7 +70,7 @@ def tables(
 
 @lru_cache(maxsize=256)
 def _rates(
-    ways: tuple[Split, ...], known: Known, seen: tuple[tuple[str, tuple[tuple[int, float], ...]], ...], most: int
+    ways: tuple[Split, ...], known: JobFacts, seen: tuple[tuple[str, tuple[tuple[int, float], ...]], ...], most: int
 ) -> dict[str, dict[int, float]]:
     """Asked for at each look at Slurm, and much work for a large job: the same again, as long as nothing changes."""
     return planner.rates(ways, known, {name: dict(table) for name, table in seen}, range(1, most + 1))
@@ -100,16 +100,16 @@ def splits(settings: Settings) -> list[Split]:
     return [Split(one.text, one.layout.tensor, one.layout.pipeline, one.virtual) for one in found]
 
 
-def _planner_facts(settings: Settings, gres: str, per_node: float) -> Known:
+def _planner_facts(settings: Settings, gres: str, per_node: float) -> JobFacts:
     gpus, sizes = max(1, settings.ranks_per_node), settings.model
     hardware = Hardware(gpus, gpu_peak(gres) or Hardware.peak, gpu_memory(gres))
     if not sizes:
-        return Known(gpus, per_node, None, hardware)
+        return JobFacts(gpus, per_node, None, hardware)
     names = ("layers", "hidden", "heads", "seq-length", "vocab", "global-batch")
     if (batch := sizes.get("micro-batch", 1)) < 1:
         raise ValueError(f"the model's micro-batch must be a whole number of 1 or more, not {batch}")
     model = Gpt(*(sizes[name] for name in names))
-    return Known(gpus, per_node, model, hardware, sizes.get("micro-batch", 1), bool(sizes.get("recompute")))
+    return JobFacts(gpus, per_node, model, hardware, sizes.get("micro-batch", 1), bool(sizes.get("recompute")))
 
 
 def _measurements(view: View, settings: Settings, job: JobState | None) -> dict[str, dict[int, float]]:
@@ -159,7 +159,7 @@ def first(view: View, settings: Settings, node: str) -> tuple[str, str]:
         return name, f"{name}, the first that it states: by the model, none fits into the GPUs' memory"
     best = max(found, key=lambda name: found[name][most])
     others = f" of {', '.join(settings.layouts)}" if len(settings.layouts) > 1 else ""
-    return best, f"{best}, the best{others} on {counted(most, 'node')}"
+    return best, f"{best}, the best{others} on {plural(most, 'node')}"
 
 
 def wishes(view: View, jobs: Sequence[JobState]) -> Outcome:

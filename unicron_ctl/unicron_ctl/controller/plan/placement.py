@@ -21,7 +21,7 @@ from unicron_ctl.shared.slurm.pending_reasons import Bar
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo
 from unicron_ctl.shared.slurm.squeue import names_of, nodes_of
 from unicron_ctl.shared.slurm.states import OCCUPIES, WORKS
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 REQUEUE_SECONDS = 30.0  # between two requeues of an element that ended before its agent came
 KICK_SECONDS = 3.0  # a pinned element that still waits is told to start again
@@ -295,7 +295,7 @@ def _hold(work: _Place, need: Need, wanted: Collection[int]) -> None:
     """
     soon = max(0, _missing(work, need)) if not need.avoid else 0
     kept = {*wanted, *(e.element for e in _candidates(work, need, soon))}
-    why = f"the plan gives {counted(need.size, 'node')} to job {need.job}, and no more"
+    why = f"the plan gives {plural(need.size, 'node')} to job {need.job}, and no more"
     _hold_some(work, need, (number for number in work.groups[need.job]["waiting"] if number not in kept), why)
 
 
@@ -377,7 +377,7 @@ def _give_free_nodes(work: _Place, needs: Sequence[Need]) -> None:
             if not node:
                 continue
             free = [name for name in free if name not in names_of(node)]
-            work.start(e, node, f"job {need.job} is to have {counted(need.size, 'node')} and {node} is free")
+            work.start(e, node, f"job {need.job} is to have {plural(need.size, 'node')} and {node} is free")
             work.act("start_now", e, node, "no need to wait: the node is free")
             work.started[need.job].add(e.element)
 
@@ -480,7 +480,7 @@ def _hand_over(
     for need, gifts in donors:
         donor, names = gifts[0], [name for e in gifts for name in nodes_of(e)]
         node = ",".join(names)
-        why = f"the plan gives {counted(need.size, 'node')} to job {need.job}" + (f": {need.why}" if need.why else "")
+        why = f"the plan gives {plural(need.size, 'node')} to job {need.job}" + (f": {need.why}" if need.why else "")
         if need.allocation:
             staying = ",".join(name for name in need.allocation if name not in names)
             work.act("shrink", replace(donor, element=0), node, why, staying)

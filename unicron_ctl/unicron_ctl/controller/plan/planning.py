@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 from unicron_planner.ahead.lookahead import Keeper
 from unicron_planner.problem.objective import Job, Scenario
 from unicron_planner.problem.throughput import Throughput
@@ -207,7 +207,7 @@ def _with_fixed(found: Plan, fixed: Mapping[str, int], jobs: Sequence[JobInput],
 
 
 def _keep_reason(count: int) -> str:
-    return f"keeps {counted(count, 'node')}: its training state lives there and nowhere else"
+    return f"keeps {plural(count, 'node')}: its training state lives there and nowhere else"
 
 
 # ---------------------------------------------------------------- the plan for the next event

@@ -42,7 +42,7 @@ from unicron_ctl.shared.slurm.admin_comment import HOLD_PREFIX, own_part
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.squeue import names_of, nodes_of
 from unicron_ctl.shared.slurm.states import ENDED_BADLY, OCCUPIES, OVER, WORKS
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 # How the elements of a job may end that has not trained to its end, the most telling first
 ENDS_BEFORE_FINISH = (*sorted(OVER - ENDED_BADLY - {"COMPLETED"}), *sorted(ENDED_BADLY))
@@ -86,7 +86,7 @@ def shortage(view: View, job: JobState) -> Shortage | None:
         return None
     lasting = sum(element not in ended or not _stays_away(view, job, element) for element in listed)
     final = lasting < needs and not fencing.holds(view, view.job(job))
-    return Shortage(f"it needs {counted(needs, 'node')}, has {has}, and an allocation gets no other", final)
+    return Shortage(f"it needs {plural(needs, 'node')}, has {has}, and an allocation gets no other", final)
 
 
 def _stays_away(view: View, job: JobState, element: int) -> bool:
@@ -406,7 +406,7 @@ def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState])
     plan, _ = plan_for(view, found, Aheads())
     for job in jobs:
         nodes, name = plan.assignment[job.job], job.job
-        would = f"give {counted(nodes, 'node')} to job {name}"
+        would = f"give {plural(nodes, 'node')} to job {name}"
         why = permission.of_job(view, name).refusal("requeue_hold")
         reason = f"would {would}: {plan.reasons[name]}; not done, for {why}"
         out.record(job, records.ActionObserved(would=would, action="plan", nodes=nodes, reason=reason))

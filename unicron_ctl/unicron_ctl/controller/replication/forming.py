@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from unicron_ctl.shared.consensus.survivors_plan import newest_state
 from unicron_ctl.shared.protocol.structs import RankStatus
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 from unicron_transition.generations import layout
 
 
@@ -44,7 +44,7 @@ def formable(reports: Mapping[int, RankStatus], size: int) -> FormableGeneration
     if saved is None or (found is not None and found.iteration >= saved.iteration):
         return found
     missing = (
-        f"the nodes' memory has only a part of the state after {counted(held, 'step')}" if found is None else found.why
+        f"the nodes' memory has only a part of the state after {plural(held, 'step')}" if found is None else found.why
     )
     return replace(saved, why=f"{missing}: all go on from what ranks start with, iteration {saved.iteration}")
 
@@ -116,7 +116,7 @@ def _from_shards(reports: Mapping[int, RankStatus], size: int) -> FormableGenera
     sources = [replica for replica in first if holders.issuperset(replica)]
     joiners = sorted(slot for slot in members if slot not in holders or slot in anew)
     kept = any(_has_been_in(status) for status in reports.values())
-    why = "" if kept else f"the nodes' memory has the state after {counted(state[1], 'step')}"
+    why = "" if kept else f"the nodes' memory has the state after {plural(state[1], 'step')}"
     return FormableGeneration(members, joiners, min(sources)[0] if sources else None, state[1], state, why)
 
 

@@ -23,7 +23,7 @@ from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_transition.generations import layout
 from unicron_transition.generations.sharding import MARK_BITS, partner_shifts, state_base
-from unicron_transition.snapshot.image_format import SHARD, UNTRAINED
+from unicron_transition.snapshot.image_format import SHARD, UNTRAINED_KIND
 
 Part = tuple[int, int]  # (place, shard)
 Where = dict[str, tuple[AgentView, structs.Image]]  # node -> who has it
@@ -120,7 +120,7 @@ def untrained_tensors(agents: Iterable[AgentView], version: int) -> dict[int, Wh
     found: dict[int, Where] = defaultdict(dict)
     for agent in agents:
         for image in agent.status.images:
-            if image.kind == UNTRAINED and image.iteration == version:
+            if image.kind == UNTRAINED_KIND and image.iteration == version:
                 found[image.place][agent.node] = agent, image
     return found
 
@@ -130,7 +130,7 @@ def incomplete(agents: Iterable[AgentView], version: int) -> set[int]:
     versions: dict[int, set[int]] = defaultdict(set)
     for agent in agents:
         for image in agent.status.images:
-            if image.kind == UNTRAINED:
+            if image.kind == UNTRAINED_KIND:
                 versions[image.place].add(image.iteration)
     return {place for place, there in versions.items() if version not in there}
 

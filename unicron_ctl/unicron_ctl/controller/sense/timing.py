@@ -186,10 +186,10 @@ class JobTimes:
             if self.monitor.learned:
                 self.memory = self.monitor.average * max(1.0, self.nodes / nodes)
                 self.patience.early.clear()  # of another size
-            self.monitor.resized()
+            self.monitor.learn_anew()
             self.usual, self.degraded = {}, None
         else:
-            self.monitor.restarted()
+            self.monitor.begin_again()
         self.generation, self.nodes, self.healthy = generation, nodes or self.nodes, 0
         old = job.worked if job.mode.keeps_state else {}  # else all processes are new
         self.newcomers = {slot for slot, process in job.members.items() if old.get(slot) != process}

@@ -46,7 +46,7 @@ from unicron_ctl.shared.system.addresses import canonical, origin
 from unicron_ctl.shared.system.mailbox import Mailbox
 from unicron_ctl.shared.system.throttle import Throttle
 from unicron_detector.failures.classify import Classifier
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 log = logging.getLogger("unicron.controller")
 TICK_SECONDS, PAUSE_SECONDS = 0.05, 0.2  # between two ticks: from begin to begin at least, from end to begin at most
@@ -180,7 +180,7 @@ class Server:
     def record_start(self) -> None:
         """Records the start, once the controller can be reached."""
         jobs = sum(1 for job in self.core.state.jobs.values() if not job.ended)
-        reason = f"controller started with {counted(jobs, 'job')} from its log"
+        reason = f"controller started with {plural(jobs, 'job')} from its log"
         self.core.append(
             "", 0, records.ControllerStarted(pid=os.getpid(), address=self.address, jobs=jobs, reason=reason)
         )

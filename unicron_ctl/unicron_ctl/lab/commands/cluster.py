@@ -16,7 +16,7 @@ from unicron_ctl.lab.cluster.cluster_status import LinksStatus
 from unicron_ctl.lab.cluster.link_faults import share_of
 from unicron_ctl.shared.system.columns import Listing, show
 from unicron_ctl.shared.system.printable import print_text
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 _state_dir = click.option(
     "--state-dir",
@@ -80,7 +80,7 @@ def up(
             protection.stop(layout)
         raise
     are_up = "is up; reach it" if nodes == 1 else "are up; reach them"
-    print_text(f"{counted(nodes, 'node')} {are_up} with: export SLURM_CONF={cluster.env()['SLURM_CONF']}")
+    print_text(f"{plural(nodes, 'node')} {are_up} with: export SLURM_CONF={cluster.env()['SLURM_CONF']}")
     if protected:
         print_text('Unicron is on them: eval "$(unicronctl cluster env)", then sbatch --unicron ...')
 

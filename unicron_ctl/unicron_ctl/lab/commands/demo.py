@@ -14,7 +14,7 @@ import click
 from unicron_ctl.shared.system.columns import show
 from unicron_ctl.shared.system.errors import UserError
 from unicron_ctl.shared.system.printable import print_text
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +63,7 @@ def command(json_path: Path | None, python: Path, keep: bool) -> None:
 
 def _size(job: DemoJob) -> str:
     ranks = f" of {job.ranks_per_node} ranks" if job.ranks_per_node > 1 else ""
-    return f"up to {counted(job.elements, 'node')}{ranks}"
+    return f"up to {plural(job.elements, 'node')}{ranks}"
 
 
 def console() -> Console:

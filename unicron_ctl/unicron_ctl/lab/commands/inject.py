@@ -20,7 +20,7 @@ from unicron_ctl.shared.protocol.questions import InjectOrder
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 from unicron_detector.chaos.inject import EXCEPTIONS, FAULTS, InjectError, parse
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 DEFAULT_FAULTS = (
     "rank-kill,exception:python,exception:nccl,hang-stop,slow:1.5,full-disk,corrupt-message,corrupt-checkpoint"
@@ -191,11 +191,11 @@ def punish(
     finally:
         _restore(off, state_dir, float("inf"))
     if not as_json:
-        words = (f", {counted(idle, 'time')} nobody trained" if idle else "") + (
+        words = (f", {plural(idle, 'time')} nobody trained" if idle else "") + (
             f", {refused} not injected" if refused else ""
         )
         print_text(
-            f"{counted(count, 'fault')} in {minutes:g} minutes (seed {seed}){words}; "
+            f"{plural(count, 'fault')} in {minutes:g} minutes (seed {seed}){words}; "
             "`unicronctl status` shows what became of them"
         )
 

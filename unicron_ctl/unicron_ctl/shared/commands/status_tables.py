@@ -18,7 +18,7 @@ from unicron_ctl.shared.commands.times import duration, short
 from unicron_ctl.shared.protocol.answer_schema import Explanation, Failure, Job, JobBase, Node, NodeEvent, Status
 from unicron_ctl.shared.slurm.host_lists import fold, natural
 from unicron_ctl.shared.system.columns import Cell, Listing
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 _HEALTHS = {"bad": "red"}
@@ -188,16 +188,16 @@ def _obstacle_notes(job: Job) -> Iterator[str]:
     if job.waits:
         yield f"{job.waits}: {see}"
     for one in job.barred:
-        yield f"{counted(len(one.elements), 'element')} cannot start: {one.reason} ({one.words})"
+        yield f"{plural(len(one.elements), 'element')} cannot start: {one.reason} ({one.words})"
 
 
 def _rank_notes(job: Job) -> Iterator[str]:
     ranks = [rank for element in job.elements for rank in element.ranks] if not job.ended else []
     see = f"see `unicronctl explain {job.job}`"
     if cold := sum(rank.start.startswith("cold") for rank in ranks):
-        yield f"{cold} of {counted(len(ranks), 'rank')} started cold: {see}"
+        yield f"{cold} of {plural(len(ranks), 'rank')} started cold: {see}"
     if forgets := sum(bool(rank.forgets) for rank in ranks):
-        yield f"{forgets} of {counted(len(ranks), 'rank')} keep no state in memory: {see}"
+        yield f"{forgets} of {plural(len(ranks), 'rank')} keep no state in memory: {see}"
 
 
 def replicas(job: JobBase) -> str:
@@ -209,10 +209,10 @@ def replicas(job: JobBase) -> str:
     count, standbys = job.replicas, job.standbys
     named = f"{job.layout}: " if job.layout else ""
     waiting = f", standbys: slots {_few(standbys)}" if standbys else ""
-    size = counted(job.replica, "rank")
+    size = plural(job.replica, "rank")
     planned = job.planned_layout or job.layout
     also = f"; goes on as {planned}" if planned != job.layout else f"; or {', '.join(others)}" if others else ""
-    return f"{named}{counted(count, 'replica')} of {size}{waiting}{also}"
+    return f"{named}{plural(count, 'replica')} of {size}{waiting}{also}"
 
 
 def goodput(job: JobBase) -> str:
@@ -432,7 +432,7 @@ def obstacles(data: Explanation) -> list[str]:
     if data.bounds:
         lines.append(f"bounds: {data.bounds}")
     if data.plan_reason and data.planned_nodes is not None:
-        lines.append(f"plan: {counted(data.planned_nodes, 'node')}; {data.plan_reason} ({data.plan_trigger})")
+        lines.append(f"plan: {plural(data.planned_nodes, 'node')}; {data.plan_reason} ({data.plan_trigger})")
     if data.alternative:
         lines.append(f"now: {data.alternative.text}")
     return lines

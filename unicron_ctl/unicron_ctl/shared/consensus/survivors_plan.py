@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unicron_ctl.shared.protocol.structs import RankStatus
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 from unicron_transition.generations import layout
 
 
@@ -363,5 +363,5 @@ def _why(
             f"iteration {way.step} was reduced completely before the loss: {who} {step} on with {way.iteration}{wait}"
         )
     kept = f"{reused} of {total} micro-batches are kept, {recomputed} finished ones are computed again"
-    since = f" from the state after {counted(way.state[1], 'step')}" if way.state is not None else ""
+    since = f" from the state after {plural(way.state[1], 'step')}" if way.state is not None else ""
     return f"{who} {'goes' if one else 'go'} on with iteration {way.iteration}{since}: {kept}{wait}"

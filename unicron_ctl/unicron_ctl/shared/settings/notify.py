@@ -16,7 +16,7 @@ from unicron_ctl.shared.settings.limits import Range
 from unicron_ctl.shared.system.addresses import is_loopback, split
 from unicron_ctl.shared.system.errors import UserError
 from unicron_ctl.shared.system.plain_file import open_plain
-from unicron_detector.health.programs import untrusted
+from unicron_detector.health.programs import why_untrusted
 
 NoticeKind = Literal["admin", "healed", "left"]
 
@@ -118,7 +118,7 @@ def usable(config: NotifyConfig) -> tuple[NotifyConfig, Secrets, bool]:
 
 def unfit(hook: str) -> str:
     """Why the hook must not be run; empty when it may be."""
-    return f'hook = "{hook}": {why}' if (why := untrusted(hook)) else ""
+    return f'hook = "{hook}": {why}' if (why := why_untrusted(hook)) else ""
 
 
 def load_secrets(config: NotifyConfig) -> Secrets:

@@ -12,7 +12,7 @@ from unicron_ctl.shared.slurm.slurm_client import NodeInfo, SlurmClient, SlurmEr
 from unicron_ctl.shared.slurm.states import DRAINED, TAKEN_OUT
 from unicron_ctl.shared.system.errors import UserError, one_line
 from unicron_ctl.shared.system.printable import printable
-from unicron_detector.words import counted
+from unicron_detector.words import plural
 
 OURS = "unicron["  # how the reason of a node begins that Unicron or its checks took out of service
 HEALTH = f"{OURS}health]"  # its checks, or a pair test, prove it bad
@@ -87,5 +87,5 @@ def _too_many(nodes: Mapping[str, NodeInfo], name: str, most: int) -> str:
     """Why no other node may be drained by its check; empty when it may."""
     others = sum(bool(node.states & DRAINED) and HEALTH in node.reason for node in nodes.values() if node.name != name)
     most = max(most, len(nodes) // 10)
-    drained = f"{counted(others, 'node')} {'is' if others == 1 else 'are'} drained by checks"
+    drained = f"{plural(others, 'node')} {'is' if others == 1 else 'are'} drained by checks"
     return f"{drained}, and no more than {most} may be" if others >= most else ""

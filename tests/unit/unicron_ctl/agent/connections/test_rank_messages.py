@@ -15,13 +15,22 @@ from unicron_ctl.agent.ranks.ranks import AGENTS_OWN
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_detector.formats import RANKS
 from unicron_detector.processes import rank_messages
-from unicron_detector.processes.rank_messages import FROM_RANK, TO_RANK, Fault, Moved, Plan, Status, Step, Timing
+from unicron_detector.processes.rank_messages import (
+    FROM_RANK,
+    TO_RANK,
+    CollectiveProgress,
+    Fault,
+    Plan,
+    Status,
+    Step,
+    Timing,
+)
 
 OF_THE_CONTROLLER = {kind: each for each in wire.Message.__subclasses__() if (kind := each.__struct_config__.tag)}
 STEP = Step(1, 3, [0, 2], [0, 2, 2], 4, 0.5, 2.5, 1000.0, {"data": 0.1}, Status("running", done=[0, 2]))
 
 
-AGENTS_MESSAGES = [rank_messages.Save(), rank_messages.Saved(7)]
+AGENTS_MESSAGES = [rank_messages.Save(), rank_messages.SavedCheckpoint(7)]
 
 
 @pytest.mark.parametrize("kind", sorted(TO_RANK.keys() - {each.kind for each in AGENTS_MESSAGES}))
@@ -58,7 +67,7 @@ def test_a_status_says_what_is_the_ranks_to_say():
 
 
 @pytest.mark.parametrize(
-    "said", [STEP, Moved(7), Timing(3, 9.0, {"stepped": 1.5}), Fault("OSError", "no", 5.0, "", "", 3, 1)]
+    "said", [STEP, CollectiveProgress(7), Timing(3, 9.0, {"stepped": 1.5}), Fault("OSError", "no", 5.0, "", "", 3, 1)]
 )
 def test_what_a_rank_says_arrives_as_it_was_said(said):
     head, arrived = from_rank(rank_messages.encode(said, 5, 2))

@@ -7,7 +7,7 @@ import pytest
 
 from unicron_ctl.agent.ranks.ranks import Rank
 from unicron_ctl.shared.protocol import structs, wire
-from unicron_detector.processes.rank_messages import Fault, Moved, Status
+from unicron_detector.processes.rank_messages import CollectiveProgress, Fault, Status
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_what_the_agent_knows_better_stays_as_it_is(rank):
 def test_progress_of_a_transfer_is_told_with_the_next_status(rank):
     assert rank.on_message(Status("entering", entering=4))
     assert not rank.on_message(Status("entering", entering=4, moved=1 << 30)) and rank.status.moved == 1 << 30
-    assert not rank.on_message(Moved(1 << 31)), "from the channel's own thread"
+    assert not rank.on_message(CollectiveProgress(1 << 31)), "from the channel's own thread"
     assert rank.status.state == "entering" and rank.status.entering == 4 and rank.status.moved == 1 << 31
     assert rank.on_message(Status("running")) and rank.status.moved == 0
 

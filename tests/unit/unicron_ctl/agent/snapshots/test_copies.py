@@ -18,7 +18,7 @@ from unicron_ctl.agent.loop.reports import Reports
 from unicron_ctl.agent.snapshots import image_server, image_stream, peer_copies
 from unicron_ctl.agent.snapshots.peer_copies import AGAIN_SECONDS, FAILING_SECONDS, Copies, collectives_address
 from unicron_ctl.shared.protocol import ranges, structs, wire
-from unicron_detector.health.memory_limit import Left
+from unicron_detector.health.memory_limit import MemoryLeft
 from unicron_transition.snapshot import shared_memory
 from unicron_transition.snapshot.image_format import SUFFIX, Image, Key, inventory
 
@@ -250,7 +250,7 @@ def test_who_has_no_room_itself_blames_nobody(sides: tuple[Side, Side], monkeypa
     one, other = sides
     other.image(name="copy")
     monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
-    monkeypatch.setattr(shared_memory, "left", lambda: Left(0, Path("/sys/fs/cgroup/job")))
+    monkeypatch.setattr(shared_memory, "left", lambda: MemoryLeft(0, Path("/sys/fs/cgroup/job")))
     one.copies.fetch(order(other.holder(1)), one.now)
     one.until(lambda: one.copies.failed == 1)
     assert one.copies.failing(one.now) == {} and "there is no room" in one.said[0]
@@ -308,7 +308,7 @@ def test_who_has_no_room_takes_nothing_until_there_is_some_and_can_still_give(
     one, other = sides
     one.image()
     monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
-    monkeypatch.setattr(shared_memory, "left", lambda: Left(0, Path("/sys/fs/cgroup/job")))
+    monkeypatch.setattr(shared_memory, "left", lambda: MemoryLeft(0, Path("/sys/fs/cgroup/job")))
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
     one.until(lambda: one.copies.failed == 1)
     (told,) = one.copies.refusing(one.now).values()

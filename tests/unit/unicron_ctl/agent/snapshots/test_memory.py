@@ -23,7 +23,7 @@ from unicron_ctl.agent.snapshots.node_memory import Memory, sweep, within
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.system.errors import UserError
 from unicron_transition.snapshot import checkpoint_file, folders
-from unicron_transition.snapshot.image_format import Found, Image, Key
+from unicron_transition.snapshot.image_format import Image, ImagePage, Key
 
 MARK = "0a1b2c3d"
 PLACES = 8  # of a replica, where there are several
@@ -268,7 +268,7 @@ def test_where_a_node_was_lost_a_cut_is_written_whole_before_the_newest_states(
     order: list[tuple[int, int]] = []
     plain = checkpoint_file.persist
 
-    def noted(found: Found, folder: Path) -> Path:
+    def noted(found: ImagePage, folder: Path) -> Path:
         order.append((found.key.place, found.key.iteration))
         return plain(found, folder)
 
@@ -337,7 +337,7 @@ class Ending:
                 new.rename(path)
         return False
 
-    def persist(self, found: Found, folder: Path) -> Path:
+    def persist(self, found: ImagePage, folder: Path) -> Path:
         self.written.append((self.now, found.key.iteration, found.key.place))
         self.wait(self.file_seconds)
         return self._persist(found, folder)
@@ -426,7 +426,7 @@ def test_an_image_that_cannot_be_saved_for_whatever_reason_costs_no_other_one(
     kept(memory, 7, 8)
     plain = checkpoint_file.persist
 
-    def stumbles(found: Found, folder: Path) -> Path:
+    def stumbles(found: ImagePage, folder: Path) -> Path:
         if found.key.iteration == 8:
             raise RuntimeError("whatever")
         return plain(found, folder)

@@ -15,9 +15,9 @@ from unicron_ctl.agent.snapshots import image_client, image_server, image_stream
 from unicron_ctl.agent.snapshots.image_client import get, put
 from unicron_ctl.agent.snapshots.image_server import Server
 from unicron_ctl.agent.snapshots.image_stream import Meter, NoRoom, TransferError, copy_name, find
-from unicron_detector.health.memory_limit import Left
+from unicron_detector.health.memory_limit import MemoryLeft
 from unicron_transition.snapshot import shared_memory
-from unicron_transition.snapshot.image_format import SUFFIX, USER, BadImage, Found, Image, Key, inventory, read_page
+from unicron_transition.snapshot.image_format import SUFFIX, USER, BadImage, Image, ImagePage, Key, inventory, read_page
 
 DATA = bytes(range(256)) * 40_000  # three pieces
 METER = Meter()
@@ -41,7 +41,7 @@ def there(tmp_path: Path):
     server.close()
 
 
-def image(folder: Path, key: Key, data: bytes = DATA) -> tuple[Image, Found]:
+def image(folder: Path, key: Key, data: bytes = DATA) -> tuple[Image, ImagePage]:
     made = Image(folder / f"cut-{key.slot}-0{SUFFIX}", 100, len(data))
     made.mark_torn()
     made.data[: len(data)] = data
@@ -142,7 +142,7 @@ def test_nor_does_what_the_memory_limit_of_the_job_leaves_no_room_for(
     folder, server, came = there
     _, found = image(here, KEY)
     monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
-    monkeypatch.setattr(shared_memory, "left", lambda: Left(5_000_000, Path("/sys/fs/cgroup/job")))
+    monkeypatch.setattr(shared_memory, "left", lambda: MemoryLeft(5_000_000, Path("/sys/fs/cgroup/job")))
     with pytest.raises(TransferError, match=r"no room for 10\.2 MB .* 5 MB are left of the job's memory limit"):
         put(found, server.address, server.token, METER)
     assert not list(folder.iterdir()) and came.wait(5.0)
@@ -155,7 +155,7 @@ def test_who_cannot_take_what_it_asked_for_says_that_of_itself(
     folder, server, _ = there
     image(folder, KEY)
     monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
-    monkeypatch.setattr(shared_memory, "left", lambda: Left(5_000_000, Path("/sys/fs/cgroup/job")))
+    monkeypatch.setattr(shared_memory, "left", lambda: MemoryLeft(5_000_000, Path("/sys/fs/cgroup/job")))
     with pytest.raises(NoRoom, match=r"no room for 10\.2 MB .* 5 MB are left"):
         get(KEY, here, server.address, server.token, METER)
     assert not list(here.iterdir())
