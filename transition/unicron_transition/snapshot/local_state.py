@@ -18,7 +18,7 @@ class LocalState:
     """The state of one rank. The base class, for ranks without an agent, keeps nothing: the state is in files alone.
 
     sharded: its parts are in different ranks, with copies in others. reports: a rank at rest says what it could begin
-    with (:meth:`told`) and reads nothing before a plan asks it to.
+    with (:meth:`reachable_states`) and reads nothing before a plan asks it to.
     """
 
     sharded = False
@@ -60,7 +60,7 @@ class LocalState:
     def restore(self, plan: Plan, own: int) -> int | None:
         """The groups of `plan` are there. Where it has this rank begin with something, from its node's memory or from
         files, the state is that now: returns the iteration. None where the rank has what it needs, or gets it. own: as
-        for :meth:`told`."""
+        for :meth:`reachable_states`."""
         return None
 
     def enter_generation(self, plan: Plan, iteration: int) -> None:
