@@ -74,7 +74,7 @@ def test_each_setting_and_each_option_of_the_plugin_is_described(files: dict[str
         assert field.name in ("partitions", "planner") or f"\n{field.name} (default: " in settings, field.name
     plugin = shown(files["man/man8/unicron-plugin.8"])
     registered = re.findall(r'^\t\t"((?:no-)?unicron[\w-]*)",', (ROOT / "slurm_plugin/spank/args.c").read_text(), re.M)
-    assert len(registered) == 7
+    assert "unicron" in registered and len(registered) == len(set(registered)) > 3
     for option in registered:
         assert f"\n--{option}" in plugin, option
     for argument in ("agent=", "controller=", "config=", "default="):

@@ -39,7 +39,7 @@ class Range(NamedTuple):
 
 class Rule(NamedTuple):
     """`low` must be below `high`, or at most equal where `equal` says so. Each side is a sum of names: a field of
-    [controller], `lease`, or a key of FIXED or VARIABLES. `slurm`: only for a controller with Slurm."""
+    [controller], `lease`, or a key of FIXED_LIMITS or VARIABLES. `slurm`: only for a controller with Slurm."""
 
     low: str
     high: str
@@ -152,7 +152,7 @@ def number(value: float) -> str:
 
 
 def fixed_values(environment: Mapping[str, str]) -> tuple[dict[str, float], list[str]]:
-    """Return the values of FIXED and VARIABLES by name, and what is wrong with those that the environment sets."""
+    """Return the values of FIXED_LIMITS and VARIABLES by name, and what is wrong with those that the environment sets."""
     values, found = {**FIXED_LIMITS, **VARIABLES}, []
     for name in VARIABLES:
         if text := environment.get(name):
