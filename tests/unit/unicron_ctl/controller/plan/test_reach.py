@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.controller.model.view import Listing
 from unicron_ctl.controller.plan import eligible_nodes
@@ -148,10 +149,10 @@ def test_a_pending_job_of_higher_priority_keeps_the_nodes_that_it_may_get(rival:
     assert _reach(_ground(rival), "n1") == left
 
 
-def test_why_nodes_are_out_of_reach_is_counted() -> None:
+def test_why_nodes_are_out_of_reach_is_counted(snapshot: SnapshotAssertion) -> None:
     ask = replace(ASK, excluded_nodes=frozenset({"n2"}))
     found = _ground(replace(RIVAL, planned_nodes=frozenset({"n3"}))).reach([ask], {"n1", "n2", "n3"}, ())
-    assert found.barred == {"excluded by the job": 1, "about to go to pending job 9": 1}
+    assert found.barred == snapshot
     assert found.asks == "partition gpu, gpu:8" and found.peak == 8 * 312e12
 
 
@@ -245,11 +246,11 @@ def test_a_node_is_large_enough(asked: Needs, why: str) -> None:
     assert misfit(replace(ASK, asked=asked), NODE, 1000.0) == "", "a size that Slurm did not say bars nothing"
 
 
-def test_where_slurm_deals_out_no_memory_only_the_nodes_own_counts() -> None:
+def test_where_slurm_deals_out_no_memory_only_the_nodes_own_counts(snapshot: SnapshotAssertion) -> None:
     """Seen in all releases with CR_Core: 4 CPUs of 300 MB each start on a node of 1000 MB, 1500 MB for it do not."""
     node = replace(SIZED, size=replace(SIZED.size, memory=1000, to_give=None))
     assert misfit(replace(ASK, asked=Needs(cpus=4, memory=300, in_all=1200, per_cpu=300)), node, 0.0) == ""
-    assert misfit(replace(ASK, asked=Needs(memory=1500, in_all=1500)), node, 0.0) == "with fewer than 1500 MB of memory"
+    assert misfit(replace(ASK, asked=Needs(memory=1500, in_all=1500)), node, 0.0) == snapshot
 
 
 @pytest.mark.parametrize(
@@ -271,9 +272,9 @@ def test_a_partition_allows_it(partition: str, limits: dict[str, float], why: st
     assert misfit(ask, node, 0.0) == why
 
 
-def test_of_too_many_cpus_for_a_partition_slurm_gives_no_reason_of_its_own() -> None:
+def test_of_too_many_cpus_for_a_partition_slurm_gives_no_reason_of_its_own(snapshot: SnapshotAssertion) -> None:
     node = replace(NODE, limits=(PartitionInfo("gpu", 9, "UP", max_cpus=3.0),))
-    assert misfit(replace(ASK, asked=Needs(cpus=4, cpus_in_all=4)), node, 0.0) == "beyond the limits of partition gpu"
+    assert misfit(replace(ASK, asked=Needs(cpus=4, cpus_in_all=4)), node, 0.0) == snapshot
     assert misfit(replace(ASK, asked=Needs(cpus=4, cpus_in_all=1)), node, 0.0) == "", "--mincpus does not count"
 
 
@@ -341,10 +342,10 @@ def test_of_a_choice_in_brackets_all_nodes_have_the_same(asks: ElementInfo, wher
     assert _by_features(asks).reach([own], everywhere, ()).nodes == set(where)
 
 
-def test_a_reach_says_that_too_few_nodes_have_the_same_feature() -> None:
+def test_a_reach_says_that_too_few_nodes_have_the_same_feature(snapshot: SnapshotAssertion) -> None:
     own = replace(_choice("[a|b|c]", 2), job="1")
     barred = _by_features(own).reach([own], {"n1", "n2", "n3", "n4"}, ()).barred
-    assert barred == {"without a feature of [a|b|c] that is on 2 nodes": 2}
+    assert barred == snapshot
 
 
 def test_a_choice_in_one_component_of_a_heterogeneous_job_counts_for_the_whole() -> None:
