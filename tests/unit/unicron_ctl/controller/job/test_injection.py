@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.support.questions import told
@@ -46,20 +48,21 @@ def test_a_dry_run_breaks_nothing(world):
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    "args",
     [
-        ({"fault": "typo"}, "no fault is called 'typo'"),
-        ({"fault": "rank-kill", "slot": 9}, "no living rank in slot 9"),
-        ({"fault": "rank-kill", "node": "n9"}, "no living rank in node n9"),
-        ({"fault": "rank-kill", "slot": "1"}, "slot"),
-        ({"fault": "rank-kill", "seconds": -1}, "seconds"),
-        ({"fault": "rank-kill", "job": "77"}, "no job is called '77'"),
+        {"fault": "typo"},
+        {"fault": "rank-kill", "slot": 9},
+        {"fault": "rank-kill", "node": "n9"},
+        {"fault": "rank-kill", "slot": "1"},
+        {"fault": "rank-kill", "seconds": -1},
+        {"fault": "rank-kill", "job": "77"},
     ],
 )
-def test_what_cannot_be_broken_is_said_in_one_line(world, args, says):
+def test_what_cannot_be_broken_is_said_in_one_line(world, args, snapshot):
     with pytest.raises(answers.Unanswerable) as caught:
         ask(world, **args)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    said = re.sub("Expected .* at", "Expected ... at", str(caught.value))  # msgspec's own words
+    assert said == snapshot and "\n" not in said
     assert not orders(world)
 
 

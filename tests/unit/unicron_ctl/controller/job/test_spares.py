@@ -201,20 +201,14 @@ def test_a_node_whose_processes_start_slowly_is_not_waited_for_again(snapshot):
     assert offer.joiners == [0] and world.now - died < 0.5 and offer.reason == snapshot
 
 
-@pytest.mark.parametrize(
-    ("nodes", "wanted", "min_nodes", "members", "word"),
-    [
-        (3, 5, 1, 1, "5 spares were asked for"),
-        (3, 1, 3, 3, "1 spare was asked for, but at least 3 of 3 elements have to train: none wait"),
-        (3, 2, 2, 2, "2 spares were asked for, but at least 2 of 3 elements have to train: 1 waits"),
-    ],
-)
-def test_a_number_of_spares_that_does_not_fit_is_said_once_and_ends_nothing(nodes, wanted, min_nodes, members, word):
+@pytest.mark.parametrize(("nodes", "wanted", "min_nodes", "members"), [(3, 5, 1, 1), (3, 1, 3, 3), (3, 2, 2, 2)])
+def test_a_number_of_spares_that_does_not_fit_is_said_once_and_ends_nothing(
+    nodes, wanted, min_nodes, members, snapshot
+):
     world, _ = started(nodes, wanted, min_nodes=min_nodes)
     world.run(10.0)
     assert len(world.job().members) == members and world.job().phase == "running"
-    said = [e.record.reason for e in world.log if e.kind == "spares" and word in e.record.reason]
-    assert len(said) == 1, [e.record.reason for e in world.log if e.kind == "spares"]
+    assert [e.record.reason for e in world.log if e.kind == "spares"] == snapshot
 
 
 def test_several_ranks_a_node_come_in_together():

@@ -260,22 +260,22 @@ def test_a_rank_of_another_layout_does_not_come_in():
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    "settings",
     [
-        ({"layouts": ["TP2 nonsense"]}, "job 1: nonsense is no part of a layout"),
-        ({"layouts": ["PP2 TP2"]}, "job 1: layouts are written as TP2 PP2"),
-        ({"model": {"layers": 3}}, "job 1: the model's hidden is missing"),
-        ({"model": MODEL | {"layers": 0}}, "job 1: the model's layers must be a whole number of 1 or more, not 0"),
+        {"layouts": ["TP2 nonsense"]},
+        {"layouts": ["PP2 TP2"]},
+        {"model": {"layers": 3}},
+        {"model": MODEL | {"layers": 0}},
     ],
 )
-def test_nonsense_from_the_wire_is_refused(settings, says):
+def test_nonsense_from_the_wire_is_refused(settings, snapshot):
     world = World()
     agent = FakeAgent(world, "1", 0, "n1")
     for name, value in settings.items():
         setattr(agent.settings, name, value)
     agent.register()
     (refused,) = [message for message in agent.heard if isinstance(message, wire.Refusal)]
-    assert refused.reason.startswith(says) and refused.final and "1" not in world.core.state.jobs
+    assert refused.reason == snapshot and refused.final and "1" not in world.core.state.jobs
 
 
 def test_a_model_rules_out_what_does_not_fit():

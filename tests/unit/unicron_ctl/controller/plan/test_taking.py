@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from tests.support.scenarios import asked, boundary, follow, kill_agent, on_slurm, power_off, start
 from tests.support.world import FakeSlurm, World
@@ -209,7 +210,7 @@ def beside(slurm: FakeSlurm, node: str, state: str = "RUNNING") -> dict[str, Any
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED", "COMPLETING"])
-def test_other_jobs_on_a_lost_node_are_not_ended_with_it(state: str, snapshot):
+def test_other_jobs_on_a_lost_node_are_not_ended_with_it(state: str, snapshot: SnapshotAssertion):
     """Defect: a node that was cut off for seconds was set DOWN, and Slurm ended all that ran there."""
     world, slurm = on_slurm(4, 3)
     other = beside(slurm, "n2", state)
@@ -307,7 +308,7 @@ def test_what_began_on_a_node_that_slurm_did_not_set_down_is_not_ended_later():
 
 
 @pytest.mark.parametrize("mode", ["observe", "act"])
-def test_draining_a_lost_node_needs_the_permission_to_drain(mode: str, snapshot):
+def test_draining_a_lost_node_needs_the_permission_to_drain(mode: str, snapshot: SnapshotAssertion):
     rules = PartitionConfig(mode=mode, actions=["down"], max_weight=100.0)
     world, slurm = on_slurm(4, 3, partitions={"default": rules})
     beside(slurm, "n2")
