@@ -53,7 +53,7 @@ def test_owner_readers_and_admins_read_all(site, asker):
 
 
 @STRANGERS
-def test_others_are_told_what_squeue_shows(site, asker):
+def test_others_are_told_what_squeue_shows(site, asker, snapshot):
     (job,) = ask(site, "jobs", asker)
     full = ask(site, "jobs", ANN)[0]
     assert job.keys() == full.keys(), "commands find every key"
@@ -62,8 +62,9 @@ def test_others_are_told_what_squeue_shows(site, asker):
     shown = json.dumps([ask(site, what, asker) for what in ("status", "jobs", "nodes", "events", "scenario")])
     assert SECRET not in shown and "1-0-n1-0" not in shown and "127.0.0.1" not in shown
     assert ask(site, "events", asker) == [] and ask(site, "status", asker)["failures"] == []
-    with pytest.raises(answers.Unanswerable, match="only the job's owner, readers and admins"):
+    with pytest.raises(answers.Unanswerable) as refused:
         ask(site, "explain", asker, job="1")
+    assert str(refused.value) == snapshot
 
 
 @pytest.mark.parametrize("private", [(), ("jobs", "nodes")], ids=str)
@@ -87,13 +88,14 @@ def test_a_reader_is_told_what_an_admin_is_and_orders_nothing(site, private):
 
 
 @STRANGERS
-def test_where_slurm_keeps_jobs_private_others_do_not_hear_of_them(site, asker):
+def test_where_slurm_keeps_jobs_private_others_do_not_hear_of_them(site, asker, snapshot):
     site[0].core.view.slurm.private = frozenset({"jobs"})
     assert ask(site, "jobs", asker) == [] and ask(site, "scenario", asker)["job"] == []
     assert all(node["used_by"] == [] for node in ask(site, "nodes", asker))
     for what in ("explain", "events", "inject"):
-        with pytest.raises(answers.Unanswerable, match="no job is called '1': jobs are none yet"):
+        with pytest.raises(answers.Unanswerable) as refused:
             ask(site, what, asker, job="1", fault="rank-kill")
+        assert str(refused.value) == snapshot(name="unknown")
     assert ask(site, "jobs", ANN) and any(node["used_by"] for node in ask(site, "nodes", ANN))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.support.questions import told
@@ -46,20 +48,21 @@ def test_a_dry_run_breaks_nothing(world):
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    "args",
     [
-        ({"fault": "typo"}, "no fault is called 'typo'"),
-        ({"fault": "rank-kill", "slot": 9}, "no living rank in slot 9"),
-        ({"fault": "rank-kill", "node": "n9"}, "no living rank in node n9"),
-        ({"fault": "rank-kill", "slot": "1"}, "slot"),
-        ({"fault": "rank-kill", "seconds": -1}, "seconds"),
-        ({"fault": "rank-kill", "job": "77"}, "no job is called '77'"),
+        {"fault": "typo"},
+        {"fault": "rank-kill", "slot": 9},
+        {"fault": "rank-kill", "node": "n9"},
+        {"fault": "rank-kill", "slot": "1"},
+        {"fault": "rank-kill", "seconds": -1},
+        {"fault": "rank-kill", "job": "77"},
     ],
 )
-def test_what_cannot_be_broken_is_said_in_one_line(world, args, says):
+def test_what_cannot_be_broken_is_said_in_one_line(world, args, snapshot):
     with pytest.raises(answers.Unanswerable) as caught:
         ask(world, **args)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    said = re.sub("Expected .* at", "Expected ... at", str(caught.value))  # msgspec's own words
+    assert said == snapshot and "\n" not in said
     assert not orders(world)
 
 
@@ -83,11 +86,11 @@ def test_a_nodes_power_is_not_the_agents_matter(world):
     assert [e.record.fault for e in world.log if e.kind == "injected"] == ["lost-node"]
 
 
-def test_what_an_agent_cannot_inject_is_an_event(world):
+def test_what_an_agent_cannot_inject_is_an_event(world, snapshot):
     done = ask(world, fault="oom-kill", slot=1)
     world.to_core(world.agents[1], wire.InjectRefused(job="1", slot=1, fault="oom-kill", reason="it takes root"))
     event = world.log[-1]
     assert event.kind == "inject_refused" and event.id > done["event"]
-    assert event.record.reason == "oom-kill was not injected into slot 1: it takes root"
+    assert event.record.reason == snapshot
     world.to_core(world.agents[0], wire.InjectRefused(job="1", slot=1, fault="oom-kill", reason="not my slot"))
     assert world.log[-1] == event

@@ -61,21 +61,20 @@ def test_as_many_iterations_as_may_be_open_are_open():
     assert account.iteration == 0 and account.unreported == [1, 2, 3] and account.problems == []
 
 
-def test_without_a_disturbance_all_members_reports_prove_a_gap_only_when_they_go_on():
+def test_without_a_disturbance_all_members_reports_prove_a_gap_only_when_they_go_on(snapshot):
     ledger = JobLedger()
     assert ledger.add(step(0, 0, [0, 1]), {0}, no) == []
     (account,) = ledger.add(step(0, 1, [0, 1]), {0}, no)
-    assert account.iteration == 0 and account.problems == ["micro-batches [2, 3] are in nobody's gradient"]
+    assert account.iteration == 0 and account.problems == snapshot
     assert list(ledger.open) == [1]
 
 
-def test_a_stranger_is_no_micro_batch_that_is_missing_or_doubled():
+def test_a_stranger_is_no_micro_batch_that_is_missing_or_doubled(snapshot):
     ledger = JobLedger()
     ledger.add(step(0, 0, [0, 1, 4]), {0, 1}, no)
     accounts = ledger.add(step(1, 0, [-1, 2, 4]), {0, 1}, no)
     (account,) = accounts
-    assert account.problems[:2] == ["micro-batch -1 does not exist", "micro-batch 4 does not exist"]
-    assert account.problems[2:] == ["micro-batches [3] are in nobody's gradient"] or account.unreported == [3]
+    assert account.problems == snapshot
 
 
 def test_who_has_to_report_is_found_anew_when_the_members_change():
@@ -88,11 +87,11 @@ def test_who_has_to_report_is_found_anew_when_the_members_change():
     assert entry.all_in(others)
 
 
-def test_what_is_computed_twice_without_being_dropped_is_a_violation():
+def test_what_is_computed_twice_without_being_dropped_is_a_violation(snapshot):
     ledger = JobLedger()
     ledger.add(step(0, 0, [0, 2]), {0, 1}, lambda i: True)
     (account,) = ledger.add(step(1, 0, [1, 3], [3, 0]), {0, 1}, lambda i: True)
-    assert account.problems == ["micro-batch 0 was computed 2 times by ranks that lived on"]
+    assert account.problems == snapshot
 
 
 def test_a_dead_ranks_missing_report_is_named_and_no_violation():
@@ -102,7 +101,7 @@ def test_a_dead_ranks_missing_report_is_named_and_no_violation():
     assert account.unreported == [3] and account.problems == []
 
 
-def test_gaps_doubles_and_strangers_are_violations():
+def test_gaps_doubles_and_strangers_are_violations(snapshot):
     ledger = JobLedger()
     reports = [
         step(0, 0, [0, 1, 9], [0, 0, 1]),
@@ -114,9 +113,7 @@ def test_gaps_doubles_and_strangers_are_violations():
     ]
     accounts = [account for report in reports for account in ledger.add(report, {0, 1}, lambda i: False)]
     assert [account.iteration for account in accounts] == [0, 1, 2] and accounts[2].problems == []
-    text = "; ".join(problem for account in accounts for problem in account.problems)
-    assert "micro-batch 1 is in 2 gradients" in text and "computed 2 times" in text and "9 does not exist" in text
-    assert "micro-batches [2, 3] are in nobody's gradient" in text
+    assert [account.problems for account in accounts[:2]] == snapshot
 
 
 def test_a_rank_that_keeps_no_copies_may_drop_what_it_computed_when_a_generation_breaks():
@@ -127,12 +124,11 @@ def test_a_rank_that_keeps_no_copies_may_drop_what_it_computed_when_a_generation
         assert bool(account.problems) is not disturbed and account.computed == 6
 
 
-def test_what_is_missing_although_all_have_reported_is_named_beside_what_is_doubled():
+def test_what_is_missing_although_all_have_reported_is_named_beside_what_is_doubled(snapshot):
     ledger = JobLedger()
     ledger.add(step(0, 0, [0, 2]), {0, 1}, lambda i: False)
     (account,) = ledger.add(step(1, 0, [1, 2]), {0, 1}, lambda i: False)
-    assert "micro-batch 2 is in 2 gradients" in account.problems
-    assert "micro-batches [3] are in nobody's gradient" in account.problems and account.unreported == []
+    assert account.problems == snapshot and account.unreported == []
 
 
 def test_the_ledger_is_checked():

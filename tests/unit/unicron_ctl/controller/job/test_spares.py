@@ -65,18 +65,17 @@ def test_it_does_not_wait_for_the_spare_to_begin():
     assert standing(world) == {3: "ready"} and world.job().generation == 1
 
 
-def test_a_lost_node_is_replaced_by_the_offer_that_follows_its_loss_at_once():
+def test_a_lost_node_is_replaced_by_the_offer_that_follows_its_loss_at_once(snapshot):
     world, _agents = started()
     power_off(world, "n2")
     offer = until_offered(world)
     assert (offer.members, offer.joiners, offer.boundary) == ([0, 2, 3], [3], True)
     entered = [e.time for e in world.log if e.kind == "entered"][-1]
     assert [e.time for e in world.log if e.kind == "offer"] == [entered], "nothing is waited for"
-    assert "spare element 3 on n4" in offer.reason and "takes the place of element 1 on n2" in offer.reason
     boundary(world)
     failure = world.job().failures[0]
     assert sorted(world.job().members) == [0, 2, 3] and failure.whole_at is not None and failure.restored_at is None
-    assert any("spare element 3 on n4" in text for text in failure.actions)
+    assert [offer.reason, failure.actions] == snapshot
     assert standing(world) == {}
     world.check_replay()
 
@@ -168,11 +167,11 @@ def test_a_process_that_is_soon_there_again_keeps_its_place():
     world.check_replay()
 
 
-def test_a_process_that_is_not_soon_there_again_loses_its_place_and_becomes_the_spare():
+def test_a_process_that_is_not_soon_there_again_loses_its_place_and_becomes_the_spare(snapshot):
     world, agents = started()
     agents[1].die(1)
     offer = until_offered(world)
-    assert offer.joiners == [3] and "its process is not there again after 1.0 s" in offer.reason
+    assert offer.joiners == [3] and offer.reason == snapshot
     boundary(world)
     assert sorted(world.job().members) == [0, 2, 3] and standing(world) == {1: "starting"}
     agents[1].set(1, state="waiting")
@@ -182,7 +181,7 @@ def test_a_process_that_is_not_soon_there_again_loses_its_place_and_becomes_the_
     world.check_replay()
 
 
-def test_a_node_whose_processes_start_slowly_is_not_waited_for_again():
+def test_a_node_whose_processes_start_slowly_is_not_waited_for_again(snapshot):
     world, agents = started()
     agents[1].die(1)
     until_offered(world)
@@ -199,23 +198,17 @@ def test_a_node_whose_processes_start_slowly_is_not_waited_for_again():
     died = world.now
     agents[1].die(1)
     offer = until_offered(world)
-    assert offer.joiners == [0] and world.now - died < 0.5 and "to start again the last time" in offer.reason
+    assert offer.joiners == [0] and world.now - died < 0.5 and offer.reason == snapshot
 
 
-@pytest.mark.parametrize(
-    ("nodes", "wanted", "min_nodes", "members", "word"),
-    [
-        (3, 5, 1, 1, "5 spares were asked for"),
-        (3, 1, 3, 3, "1 spare was asked for, but at least 3 of 3 elements have to train: none wait"),
-        (3, 2, 2, 2, "2 spares were asked for, but at least 2 of 3 elements have to train: 1 waits"),
-    ],
-)
-def test_a_number_of_spares_that_does_not_fit_is_said_once_and_ends_nothing(nodes, wanted, min_nodes, members, word):
+@pytest.mark.parametrize(("nodes", "wanted", "min_nodes", "members"), [(3, 5, 1, 1), (3, 1, 3, 3), (3, 2, 2, 2)])
+def test_a_number_of_spares_that_does_not_fit_is_said_once_and_ends_nothing(
+    nodes, wanted, min_nodes, members, snapshot
+):
     world, _ = started(nodes, wanted, min_nodes=min_nodes)
     world.run(10.0)
     assert len(world.job().members) == members and world.job().phase == "running"
-    said = [e.record.reason for e in world.log if e.kind == "spares" and word in e.record.reason]
-    assert len(said) == 1, [e.record.reason for e in world.log if e.kind == "spares"]
+    assert [e.record.reason for e in world.log if e.kind == "spares"] == snapshot
 
 
 def test_several_ranks_a_node_come_in_together():
@@ -266,11 +259,10 @@ def test_where_a_replica_spans_nodes_the_spares_make_a_whole_one():
     world.check_replay()
 
 
-def test_spares_are_rounded_to_whole_replicas():
+def test_spares_are_rounded_to_whole_replicas(snapshot):
     world, _ = started(nodes=6, wanted=1, replica=2)
     assert sorted(world.job().members) == [0, 1, 2, 3]
-    said = [e.record.reason for e in world.log if e.kind == "spares"]
-    assert any("they come and go 2 at a time: 4 of 6 train" in reason for reason in said)
+    assert [e.record.reason for e in world.log if e.kind == "spares"] == snapshot
 
 
 def test_in_restart_mode_the_new_world_takes_the_spare_in_at_once():
@@ -335,7 +327,7 @@ def test_slurm_refills_the_spare_after_the_swap():
     world.check_replay()
 
 
-def test_the_spare_goes_to_a_job_that_gains_more_from_its_node_and_nobody_stops_for_it():
+def test_the_spare_goes_to_a_job_that_gains_more_from_its_node_and_nobody_stops_for_it(snapshot):
     world, slurm = on_slurm(6, 4, spares=1)
     (spare,) = standing(world)
     members, generation = sorted(world.job().members), world.job().generation
@@ -346,31 +338,31 @@ def test_the_spare_goes_to_a_job_that_gains_more_from_its_node_and_nobody_stops_
     power_off(world, others[1].node)
     world.run(6.0)
     assert world.core.state.assignment == {"1": 3, "2": 2}
-    assert "gives up 1 hot spare" in world.core.state.plan_report.reasons["1"]
+    assert world.core.state.plan_report.reasons["1"] == snapshot
     assert slurm.queue["1", spare]["reason"] == "job requeued in held state"
     assert slurm.queue["2", 1]["state"] == "RUNNING"
     assert sorted(world.job().members) == members and world.job().generation == generation
     explained = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)
-    assert "gives up 1 hot spare" in explained.plan_reason
+    assert explained.plan_reason == world.core.state.plan_report.reasons["1"]
     world.check_replay()
 
 
-def test_a_hot_spare_is_among_the_nodes_that_the_partition_keeps_free():
+def test_a_hot_spare_is_among_the_nodes_that_the_partition_keeps_free(snapshot):
     keeps = {"default": PartitionConfig(max_weight=100.0, spare_nodes=1)}
     world, _ = on_slurm(4, 4, spares=1, partitions=keeps)
     world.run(3.0)
     assert world.core.state.assignment == {"1": 4} and len(standing(world)) == 1
-    assert "of the nodes that are kept free waits ready as its hot spare" in world.core.state.plan_report.reasons["1"]
+    assert world.core.state.plan_report.reasons["1"] == snapshot
 
 
-def test_status_jobs_nodes_and_explain_tell_the_spare():
+def test_status_jobs_nodes_and_explain_tell_the_spare(snapshot):
     world, _ = on_slurm(4, 4, spares=1)
     (spare,) = standing(world)
     node = world.job().agents[spare].node
     (job,) = answers.answer(world.core, None, "jobs", {}, EVERYBODY)
     assert job.spares == [Spare(element=spare, node=node, state="ready")]
     assert (job.spares_wanted, job.spares_ready) == (1, 1)
-    assert f"element {spare} ({node}): spare, ready" in status_tables.spares(job)
+    shown = [status_tables.spares(job)]
     listed = {item.node: item.spare_of for item in answers.answer(world.core, None, "nodes", {}, EVERYBODY)}
     assert {name: waits for name, waits in listed.items() if waits} == {node: {f"1_{spare}": "ready"}}
     explained = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)
@@ -380,4 +372,4 @@ def test_status_jobs_nodes_and_explain_tell_the_spare():
     world.agents[spare].die(spare)
     world.run(0.3)
     (job,) = answers.answer(world.core, None, "jobs", {}, EVERYBODY)
-    assert f"element {spare} ({node}): spare, starting" in status_tables.spares(job) and job.spares_ready == 0
+    assert [*shown, status_tables.spares(job)] == snapshot and job.spares_ready == 0

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from tests.support.questions import told
 from tests.support.world import FakeAgent, FakeSlurm, World
@@ -130,16 +131,19 @@ def test_what_a_limit_keeps_from_starting_is_held_where_its_job_gives_up_nodes()
     assert not place([Need("1", desired=3)], run + wait, nodes).actions, "where nothing is taken it stays as it is"
 
 
-def test_explain_and_status_name_the_reason_in_plain_words() -> None:
+def test_explain_and_status_name_the_reason_in_plain_words(snapshot: SnapshotAssertion) -> None:
     world = Watched(Limited(6))
     world.submit("1", 4)
     world.turns(8.0)
     said = told(world.core, "explain", ADMIN, job="1")
-    words = "its QOS lets a user have no more jobs at once"
-    assert said["waiting"] == [
-        {"elements": [2, 3], "reason": "QOSMaxJobsPerUserLimit", "words": words, "starts": False}
-    ]
-    assert f"2 elements cannot start: QOSMaxJobsPerUserLimit ({words})" in said["bounds"]
+    (waiting,) = said["waiting"]
+    assert waiting | {"words": ""} == {
+        "elements": [2, 3],
+        "reason": "QOSMaxJobsPerUserLimit",
+        "words": "",
+        "starts": False,
+    }
+    assert [waiting["words"], said["bounds"]] == snapshot
     (job,) = told(world.core, "jobs", ADMIN)
     assert job["barred"] == said["waiting"]
 
@@ -291,7 +295,7 @@ def test_nodes_that_are_awake_are_taken_first() -> None:
     assert (first.action, first.node) == ("pin", "n2")
 
 
-def test_an_admin_is_called_when_slurm_gives_no_answer_for_long() -> None:
+def test_an_admin_is_called_when_slurm_gives_no_answer_for_long(snapshot: SnapshotAssertion) -> None:
     """Its programs hang, for one."""
     world = Watched(FakeSlurm(2))
     world.run(2.0)
@@ -302,7 +306,7 @@ def test_an_admin_is_called_when_slurm_gives_no_answer_for_long() -> None:
     assert not attention(world.core.view), "it may be started again"
     world.run(40.0)
     (item,) = attention(world.core.view)
-    assert "Slurm has not answered for" in item.reason and "does not end when it is killed" in item.reason
+    assert item.reason == snapshot
     world.slurm.refuse = ""
     world.run(5.0)
     assert not attention(world.core.view)

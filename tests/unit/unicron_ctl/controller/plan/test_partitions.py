@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from tests.support.questions import told
 from tests.support.scenarios import start, submit
@@ -67,7 +69,7 @@ def test_a_job_in_several_partitions_may_what_all_of_them_allow() -> None:
     assert slurm.calls == [] and would(world) == ["hold 1_2"]
 
 
-def test_what_is_not_among_the_actions_is_only_said() -> None:
+def test_what_is_not_among_the_actions_is_only_said(snapshot: SnapshotAssertion) -> None:
     world, slurm = world_of(3, default=PartitionConfig(mode="act", actions=["hold", "pin"]))
     submit(world, "1", 4)
     world.run(4.0)
@@ -77,10 +79,10 @@ def test_what_is_not_among_the_actions_is_only_said() -> None:
     world.run(4.0)
     assert "down" not in {call[0] for call in slurm.calls} and "down n2" in would(world)
     said = next(event.record.reason for event in world.log if event.kind == "observed")
-    assert said.endswith("not done, for the actions of partition main do not include down")
+    assert said == snapshot
 
 
-def test_a_pause_changes_nothing_in_slurm_until_it_is_over() -> None:
+def test_a_pause_changes_nothing_in_slurm_until_it_is_over(snapshot: SnapshotAssertion) -> None:
     world, slurm = world_of(2, main=PartitionConfig(mode="act"))
     answer = told(world.core, "pause", seconds=30)
     assert answer["until"] == {"": world.core.now + 30} and answer["modes"] == {"default": "observe", "main": "observe"}
@@ -88,27 +90,27 @@ def test_a_pause_changes_nothing_in_slurm_until_it_is_over() -> None:
     world.run(4.0)
     assert slurm.calls == [] and would(world) == ["hold 1_2"] and world.job().phase == "running"
     said = next(event.record.reason for event in world.log if event.kind == "observed")
-    assert said.endswith("not done, for partition main is paused, until `unicronctl resume`")
+    assert said == snapshot
     assert replay(world.log).paused == world.core.state.paused, "a restart does not end it"
     world.run(30.0)
     assert ("hold", "1", 2, "") in slurm.calls and answers.modes(world.core)["main"] == "act"
 
 
-def test_one_partition_is_paused_and_resumed_by_admins_alone() -> None:
+def _refusal(world: World, order: str, **args: Any) -> str:
+    with pytest.raises(answers.Unanswerable) as refused:
+        told(world.core, order, **args)
+    return str(refused.value)
+
+
+def test_one_partition_is_paused_and_resumed_by_admins_alone(snapshot: SnapshotAssertion) -> None:
     world, _ = world_of(2, gpu=PartitionConfig(mode="act"), main=PartitionConfig(mode="act"))
     assert told(world.core, "pause", partition="gpu")["modes"]["gpu"] == "observe"
     assert told(world.core, "status")["controller"]["modes"]["main"] == "act"
     assert told(world.core, "status")["controller"]["paused"] == {"gpu": 0.0}
-    with pytest.raises(answers.Unanswerable, match=r"there is no partition 'cpu': did you mean gpu\?"):
-        told(world.core, "pause", partition="cpu")
-    with pytest.raises(answers.Unanswerable, match="there is no partition 'default'"):  # a table of unicron.toml
-        told(world.core, "pause", partition="default")
-    for order in ("pause", "resume"):
-        with pytest.raises(answers.Unanswerable, match="only root and admins"):
-            told(world.core, order, asker=NOBODY)
+    refused = [_refusal(world, "pause", partition=name) for name in ("cpu", "default")]  # a table of unicron.toml
+    refused += [_refusal(world, order, asker=NOBODY) for order in ("pause", "resume")]
     told(world.core, "pause")
-    with pytest.raises(answers.Unanswerable, match="all partitions are paused"):
-        told(world.core, "resume", partition="gpu")
+    assert [*refused, _refusal(world, "resume", partition="gpu")] == snapshot
     assert told(world.core, "resume") == {
         "time": world.core.now,
         "until": {},
@@ -116,7 +118,7 @@ def test_one_partition_is_paused_and_resumed_by_admins_alone() -> None:
     }
 
 
-def test_in_a_partition_that_is_off_agents_are_told_to_train_unprotected() -> None:
+def test_in_a_partition_that_is_off_agents_are_told_to_train_unprotected(snapshot: SnapshotAssertion) -> None:
     world, slurm = world_of(2, main=PartitionConfig(mode="off"))
     slurm.submit("1", 1)
     agent = FakeAgent(world, "1", 0, "n1")
@@ -126,7 +128,7 @@ def test_in_a_partition_that_is_off_agents_are_told_to_train_unprotected() -> No
     world.run(1.5)
     (told,) = [message for message in agent.heard if isinstance(message, wire.Refusal) and message.final]
     assert not told.replaced
-    assert told.reason == 'partition main is "off" in the configuration of unicrond' and not world.core.state.jobs
+    assert told.reason == snapshot and not world.core.state.jobs
 
 
 def test_without_slurm_the_default_says_whether_jobs_are_protected() -> None:
@@ -137,17 +139,18 @@ def test_without_slurm_the_default_says_whether_jobs_are_protected() -> None:
     assert [m.final for m in agent.heard if isinstance(m, wire.Refusal)] == [True]
 
 
-def test_a_weight_counts_for_no_more_than_its_account_or_qos_may_claim() -> None:
+def test_a_weight_counts_for_no_more_than_its_account_or_qos_may_claim(snapshot: SnapshotAssertion) -> None:
     main = PartitionConfig(
         mode="act", account={"lab": Claim(max_weight=4.0)}, qos={"high": Claim(max_weight=8.0)}, max_weight=2.0
     )
+    bounds = []
     for facts, counts in (({}, 2.0), ({"account": "lab"}, 4.0), ({"account": "lab", "qos": "high"}, 8.0)):
         world, _slurm = world_of(2, main=main)
         submit(world, "1", 2, weight=1e6, **facts)
         world.run(3.0)
         assert f"w{counts:g} " in world.core.state.plan_inputs
-        said = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY).bounds  # type: ignore[arg-type]
-        assert f"weight {counts:g} of the 1e+06 asked for: partition main" in said
+        bounds.append(answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY).bounds)  # type: ignore[arg-type]
+    assert bounds == snapshot
 
 
 def test_a_huge_weight_takes_no_nodes_of_others() -> None:
@@ -167,7 +170,7 @@ def test_flops_are_compared_among_the_jobs_of_one_user_unless_the_admin_says_oth
         assert world.core.state.plan_inputs.endswith(f"of {owner}")
 
 
-def test_an_element_is_not_sent_where_slurm_would_not_start_it() -> None:
+def test_an_element_is_not_sent_where_slurm_would_not_start_it(snapshot: SnapshotAssertion) -> None:
     """Release 0.1 pinned an 8-GPU element to a CPU node."""
     world, slurm = world_of(4, default=PartitionConfig(mode="act"))
     slurm.node_facts["n4"] = {"gres": "", "partitions": ("main", "cpu")}
@@ -181,7 +184,7 @@ def test_an_element_is_not_sent_where_slurm_would_not_start_it() -> None:
     world.run(4.0)
     assert "n4" not in {call[3] for call in slurm.calls if call[0] == "pin"}
     said = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY).bounds  # type: ignore[arg-type]
-    assert "in reach (partition main, gpu:1)" in said and "out of reach: 1 without gpu:1" in said
+    assert said == snapshot
 
 
 def test_a_node_that_is_about_to_go_to_a_pending_job_of_higher_priority_is_left_to_it() -> None:
@@ -325,11 +328,11 @@ def test_flops_are_bounded_by_what_the_nodes_gpus_can_do() -> None:
     assert shown.gpus == 1
 
 
-def test_the_event_of_a_pause_says_what_is_paused_and_for_how_long() -> None:
+def test_the_event_of_a_pause_says_what_is_paused_and_for_how_long(snapshot: SnapshotAssertion) -> None:
     world, _ = world_of(2, gpu=PartitionConfig(mode="act"))
     told(world.core, "pause", partition="gpu", seconds=7200)
     told(world.core, "pause")
     told(world.core, "resume")
     world.run(0.1)
     said = [event.record.reason.partition(": ")[0] for event in world.log if event.kind in ("paused", "unpaused")]
-    assert said == ["partition gpu for 2:00:00", "everything until it is resumed", "everything"]
+    assert said == snapshot

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.controller.model.view import Listing
 from unicron_ctl.controller.plan import eligible_nodes
@@ -148,10 +149,10 @@ def test_a_pending_job_of_higher_priority_keeps_the_nodes_that_it_may_get(rival:
     assert _reach(_ground(rival), "n1") == left
 
 
-def test_why_nodes_are_out_of_reach_is_counted() -> None:
+def test_why_nodes_are_out_of_reach_is_counted(snapshot: SnapshotAssertion) -> None:
     ask = replace(ASK, excluded_nodes=frozenset({"n2"}))
     found = _ground(replace(RIVAL, planned_nodes=frozenset({"n3"}))).reach([ask], {"n1", "n2", "n3"}, ())
-    assert found.barred == {"excluded by the job": 1, "about to go to pending job 9": 1}
+    assert found.barred == snapshot
     assert found.asks == "partition gpu, gpu:8" and found.peak == 8 * 312e12
 
 
@@ -203,77 +204,78 @@ SIZED = replace(NODE, size=Size(cpus=8, sockets=2, cores=2, threads=2, memory=40
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("asked", "fewer_than"),
     [
         (Needs(cpus=8, memory=3500, in_all=3500, tmp=100, sockets=2, cores=2, threads=2), ""),
-        (Needs(cpus=9), "with fewer than 9 CPUs"),
-        (Needs(cpus=5, threads=1), "with fewer than 5 CPUs"),  # --hint=nomultithread: four cores
+        (Needs(cpus=9), "9 CPUs"),
+        (Needs(cpus=5, threads=1), "5 CPUs"),  # --hint=nomultithread: four cores
         (Needs(cpus=4, threads=1), ""),
-        (Needs(tasks=5, tasks_per_core=1), "with fewer than 5 cores"),
-        (Needs(tasks=5, tasks_per_socket=2), "with fewer than 3 sockets"),
-        (Needs(tasks=1, tasks_per_socket=5), "with fewer than 5 CPUs a socket"),  # seen in all releases
+        (Needs(tasks=5, tasks_per_core=1), "5 cores"),
+        (Needs(tasks=5, tasks_per_socket=2), "3 sockets"),
+        (Needs(tasks=1, tasks_per_socket=5), "5 CPUs a socket"),  # seen in all releases
         (Needs(tasks=1, tasks_per_core=4, room=4), ""),
         (Needs(tasks=2, tasks_per_core=8, room=8), ""),  # seen: of the node, and not of a socket
-        (Needs(tasks=1, tasks_per_core=9, room=9), "with fewer than 9 CPUs"),
-        (Needs(tasks=1, tasks_per_socket=3, room=3, cpus_per_task=3), "with fewer than 9 CPUs"),
+        (Needs(tasks=1, tasks_per_core=9, room=9), "9 CPUs"),
+        (Needs(tasks=1, tasks_per_socket=3, room=3, cpus_per_task=3), "9 CPUs"),
         (
             Needs(tasks=3, cpus=3, tasks_per_socket=1),
             "",
         ),  # 22.05 starts it: a core of each socket has two threads
-        (Needs(tasks=5, cpus=5, tasks_per_socket=1), "with fewer than 3 sockets"),
-        (Needs(tasks=3, cpus=6, tasks_per_socket=1, cpus_per_task=2), "with fewer than 3 sockets"),
-        (Needs(sockets=3), "with fewer than 3 sockets"),
-        (Needs(cores=3), "with fewer than 3 cores a socket"),
-        (Needs(threads=4), "with fewer than 4 threads a core"),
-        (Needs(memory=3501), "with fewer than 3501 MB of memory"),
+        (Needs(tasks=5, cpus=5, tasks_per_socket=1), "3 sockets"),
+        (Needs(tasks=3, cpus=6, tasks_per_socket=1, cpus_per_task=2), "3 sockets"),
+        (Needs(sockets=3), "3 sockets"),
+        (Needs(cores=3), "3 cores a socket"),
+        (Needs(threads=4), "4 threads a core"),
+        (Needs(memory=3501), "3501 MB of memory"),
         (
             Needs(cpus=3, memory=900, in_all=2700, per_cpu=900),
-            "with fewer than 3600 MB of memory",
+            "3600 MB of memory",
         ),  # of whole cores
         (Needs(cpus=3, memory=900, in_all=2700, per_cpu=900, threads=1), ""),
         (
             Needs(cpus=2, tasks=2, memory=900, in_all=1800, per_cpu=900, tasks_per_core=1),
-            "with fewer than 3600 MB of memory",
+            "3600 MB of memory",
         ),
         (Needs(cpus=2, memory=900, in_all=1800, per_cpu=900, tasks_per_core=1, cpus_per_task=2), ""),
         (Needs(cpus=2, memory=900, in_all=1800, per_cpu=900, tasks_per_core=2), ""),
-        (Needs(tmp=101), "with fewer than 101 MB of local disk"),
+        (Needs(tmp=101), "101 MB of local disk"),
     ],
 )
-def test_a_node_is_large_enough(asked: Needs, why: str) -> None:
+def test_a_node_is_large_enough(asked: Needs, fewer_than: str) -> None:
+    why = f"with fewer than {fewer_than}" if fewer_than else ""
     assert misfit(replace(ASK, asked=asked), SIZED, 1000.0) == why
     assert misfit(replace(ASK, asked=asked), NODE, 1000.0) == "", "a size that Slurm did not say bars nothing"
 
 
-def test_where_slurm_deals_out_no_memory_only_the_nodes_own_counts() -> None:
+def test_where_slurm_deals_out_no_memory_only_the_nodes_own_counts(snapshot: SnapshotAssertion) -> None:
     """Seen in all releases with CR_Core: 4 CPUs of 300 MB each start on a node of 1000 MB, 1500 MB for it do not."""
     node = replace(SIZED, size=replace(SIZED.size, memory=1000, to_give=None))
     assert misfit(replace(ASK, asked=Needs(cpus=4, memory=300, in_all=1200, per_cpu=300)), node, 0.0) == ""
-    assert misfit(replace(ASK, asked=Needs(memory=1500, in_all=1500)), node, 0.0) == "with fewer than 1500 MB of memory"
+    assert misfit(replace(ASK, asked=Needs(memory=1500, in_all=1500)), node, 0.0) == snapshot
 
 
 @pytest.mark.parametrize(
-    ("partition", "limits", "why"),
+    ("partition", "limits", "allows"),
     [
-        ("gpu", {"max_seconds": 60.0}, ""),  # Slurm says it of the whole job, and a QOS may allow it
-        ("gpu,other", {"max_seconds": 60.0}, "beyond the limits of partition gpu,other"),
-        ("gpu,all", {"max_seconds": 60.0}, ""),  # by the other one it may come there
-        ("gpu,other", {"max_seconds": 3600.0}, ""),
-        ("gpu,other", {"max_nodes": 1.0}, "beyond the limits of partition gpu,other"),
-        ("gpu,other", {"min_nodes": 3.0}, "beyond the limits of partition gpu,other"),
-        ("gpu,other", {"max_memory": 999.0}, "beyond the limits of partition gpu,other"),
-        ("gpu", {"max_cpus": 3.0}, ""),  # those two nodes may share them
+        ("gpu", {"max_seconds": 60.0}, True),  # Slurm says it of the whole job, and a QOS may allow it
+        ("gpu,other", {"max_seconds": 60.0}, False),
+        ("gpu,all", {"max_seconds": 60.0}, True),  # by the other one it may come there
+        ("gpu,other", {"max_seconds": 3600.0}, True),
+        ("gpu,other", {"max_nodes": 1.0}, False),
+        ("gpu,other", {"min_nodes": 3.0}, False),
+        ("gpu,other", {"max_memory": 999.0}, False),
+        ("gpu", {"max_cpus": 3.0}, True),  # those two nodes may share them
     ],
 )
-def test_a_partition_allows_it(partition: str, limits: dict[str, float], why: str) -> None:
+def test_a_partition_allows_it(partition: str, limits: dict[str, float], allows: bool) -> None:
     node = replace(NODE, limits=(PartitionInfo("gpu", 9, "UP", **limits),))
     ask = replace(ASK, partition=partition, asked=Needs(nodes=2, cpus=4, memory=1000, in_all=1000))
-    assert misfit(ask, node, 0.0) == why
+    assert misfit(ask, node, 0.0).rpartition(" ")[2] == ("" if allows else partition)
 
 
-def test_of_too_many_cpus_for_a_partition_slurm_gives_no_reason_of_its_own() -> None:
+def test_of_too_many_cpus_for_a_partition_slurm_gives_no_reason_of_its_own(snapshot: SnapshotAssertion) -> None:
     node = replace(NODE, limits=(PartitionInfo("gpu", 9, "UP", max_cpus=3.0),))
-    assert misfit(replace(ASK, asked=Needs(cpus=4, cpus_in_all=4)), node, 0.0) == "beyond the limits of partition gpu"
+    assert misfit(replace(ASK, asked=Needs(cpus=4, cpus_in_all=4)), node, 0.0) == snapshot
     assert misfit(replace(ASK, asked=Needs(cpus=4, cpus_in_all=1)), node, 0.0) == "", "--mincpus does not count"
 
 
@@ -341,10 +343,10 @@ def test_of_a_choice_in_brackets_all_nodes_have_the_same(asks: ElementInfo, wher
     assert _by_features(asks).reach([own], everywhere, ()).nodes == set(where)
 
 
-def test_a_reach_says_that_too_few_nodes_have_the_same_feature() -> None:
+def test_a_reach_says_that_too_few_nodes_have_the_same_feature(snapshot: SnapshotAssertion) -> None:
     own = replace(_choice("[a|b|c]", 2), job="1")
     barred = _by_features(own).reach([own], {"n1", "n2", "n3", "n4"}, ()).barred
-    assert barred == {"without a feature of [a|b|c] that is on 2 nodes": 2}
+    assert barred == snapshot
 
 
 def test_a_choice_in_one_component_of_a_heterogeneous_job_counts_for_the_whole() -> None:

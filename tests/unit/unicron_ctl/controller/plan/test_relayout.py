@@ -94,14 +94,14 @@ class Stage:
         return job_answer(self.world.core, self.job, EVERYBODY)
 
 
-def test_a_job_begins_in_the_best_of_its_layouts():
+def test_a_job_begins_in_the_best_of_its_layouts(snapshot):
     stage = Stage()
     assert (stage.job.phase, stage.job.layout, stage.job.plan.replica) == ("running", "TP2", 2)
     assert stage.job.plan.members == [0, 1]
     assert {message.layout for message in stage.told(wire.Welcome)} == {"TP2"}
     assert stage.world.core.state.layouts == {"1": "TP2"}
     assert stage.status().layouts == ["TP2", "TP1"] and stage.status().layout == "TP2"
-    assert status_tables.replicas(stage.status()) == "TP2: 1 replica of 2 ranks; or TP1"
+    assert status_tables.replicas(stage.status()) == snapshot
     stage.world.check_replay()
 
 
@@ -110,7 +110,7 @@ def test_a_job_with_one_node_begins_in_what_fits_it():
     assert (stage.job.phase, stage.job.layout, stage.job.plan.members) == ("running", "TP1", [0])
 
 
-def test_what_a_loss_leaves_goes_on_in_another_layout():
+def test_what_a_loss_leaves_goes_on_in_another_layout(snapshot):
     """The plan is the one that says so, and everybody is told why."""
     stage = Stage(saved=2)
     stage.train(4)
@@ -118,12 +118,12 @@ def test_what_a_loss_leaves_goes_on_in_another_layout():
     stage.world.run(2.0)
     assert (stage.job.layout, stage.job.phase) == ("TP1", "forming")
     (start,) = [message for message in stage.told(wire.StartRank) if message.slot == 0]
-    assert start.layout == "TP1" and start.reason == "the job goes on as TP1"
+    assert start.layout == "TP1"
     stage.ready()
     stage.world.run(3.0)
     assert (stage.job.phase, stage.job.plan.members, stage.job.plan.replica) == ("running", [0], 1)
     wanted = next(event.record for event in stage.world.log if isinstance(event.record, records.LayoutWanted))
-    assert "goes from TP2 to TP1 on 1 node: as TP2 it cannot run there" in wanted.reason
+    assert [start.reason, wanted.reason] == snapshot
     assert wanted.reason in [decided.reason for decided in stage.job.decisions]
     assert [failure.record.kind_of_failure for failure in stage.job.failures] == ["node"], (
         "an end that was asked for is none"
@@ -157,12 +157,12 @@ def test_who_is_missing_is_waited_for_as_long_as_the_work_is_worth():
     assert stage.job.layout == "TP1"
 
 
-def test_without_checkpoints_nobody_throws_away_what_was_trained():
+def test_without_checkpoints_nobody_throws_away_what_was_trained(snapshot):
     stage = Stage(saved=-1)
     stage.train(4)
     stage.power_off("n2")
     stage.world.run(20.0)
-    assert stage.job.layout == "TP2" and "nobody else has the training state" in stage.job.waits
+    assert stage.job.layout == "TP2" and stage.job.waits == snapshot
     assert stage.agents()[0].ranks[0].incarnation == 0, "its state waits for the other half"
     stage.world.check_replay()
 
@@ -178,10 +178,10 @@ def grown() -> Stage:
     return stage
 
 
-def test_a_better_layout_waits_for_its_nodes_and_then_all_save_and_start_again():
+def test_a_better_layout_waits_for_its_nodes_and_then_all_save_and_start_again(snapshot):
     stage = grown()
     assert stage.world.core.state.layouts == {"1": "TP1"} and stage.job.relayout == "", "its node has no agent yet"
-    assert status_tables.replicas(stage.status()).endswith("; goes on as TP1")
+    assert status_tables.replicas(stage.status()) == snapshot
     stage.follow()
     stage.world.run(2.0)
     saving = [message for message in stage.told(wire.StopRank) if message.save]
@@ -260,22 +260,22 @@ def test_a_rank_of_another_layout_does_not_come_in():
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    "settings",
     [
-        ({"layouts": ["TP2 nonsense"]}, "job 1: nonsense is no part of a layout"),
-        ({"layouts": ["PP2 TP2"]}, "job 1: layouts are written as TP2 PP2"),
-        ({"model": {"layers": 3}}, "job 1: the model's hidden is missing"),
-        ({"model": MODEL | {"layers": 0}}, "job 1: the model's layers must be a whole number of 1 or more, not 0"),
+        {"layouts": ["TP2 nonsense"]},
+        {"layouts": ["PP2 TP2"]},
+        {"model": {"layers": 3}},
+        {"model": MODEL | {"layers": 0}},
     ],
 )
-def test_nonsense_from_the_wire_is_refused(settings, says):
+def test_nonsense_from_the_wire_is_refused(settings, snapshot):
     world = World()
     agent = FakeAgent(world, "1", 0, "n1")
     for name, value in settings.items():
         setattr(agent.settings, name, value)
     agent.register()
     (refused,) = [message for message in agent.heard if isinstance(message, wire.Refusal)]
-    assert refused.reason.startswith(says) and refused.final and "1" not in world.core.state.jobs
+    assert refused.reason == snapshot and refused.final and "1" not in world.core.state.jobs
 
 
 def test_a_model_rules_out_what_does_not_fit():
@@ -286,12 +286,12 @@ def test_a_model_rules_out_what_does_not_fit():
     assert list(job["layouts"]) == ["TP4", "PP4"]
 
 
-def test_agents_with_other_layouts_are_refused():
+def test_agents_with_other_layouts_are_refused(snapshot):
     stage = Stage(nodes=3, elements=3)
     late = FakeAgent(stage.world, "1", 2, "n3", nodes=3, layouts=("TP2",), name="late")
     late.register()
     (refused,) = [message for message in late.heard if isinstance(message, wire.Refusal)]
-    assert refused.reason == ("job 1 has the layouts TP2, TP1, this agent TP2: UNICRON_LAYOUTS must be the same")
+    assert refused.reason == snapshot
 
 
 @pytest.mark.parametrize("layouts", [(), PAIR])

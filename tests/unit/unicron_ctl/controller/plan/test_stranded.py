@@ -11,7 +11,6 @@ from unicron_ctl.controller.plan.reconcile import QUIET_SECONDS, REFUSED_SECONDS
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.settings.partitions import PartitionConfig
 
-REASON = "it needs 3 nodes, has 2, and an allocation gets no other"
 AGAIN = ("requeue", "1", 0)
 DISABLED = "scontrol requeue 1: Requested operation is presently disabled"
 
@@ -51,18 +50,17 @@ def notes(agents: list[FakeAgent]) -> set[str]:
     return {message.text for agent in agents for message in agent.heard if isinstance(message, wire.Note)}
 
 
-def test_a_job_below_its_minimum_is_requeued_once_slurm_has_taken_the_node_and_trains_on_the_new_ones():
+def test_a_job_below_its_minimum_is_requeued_once_slurm_has_taken_the_node_and_trains_on_the_new_ones(snapshot):
     """Defect: it waited on its paid nodes without an end, and nothing said for what."""
     world, agents = lose_node()
     world.run(8.0)
     stop(agents)
     world.run(60.0)
-    assert told(world.core, "explain", job="1")["waits"] == REASON and not [
-        call[:3] for call in calls(world, "requeue", "cancel")
-    ], "the node may come back"
+    waits = told(world.core, "explain", job="1")["waits"]
+    assert waits and not [call[:3] for call in calls(world, "requeue", "cancel")], "the node may come back"
     world.slurm.queue["1", 0]["node"] = "n[1-2]"
     world.run(5.0)
-    assert asked(world)[:1] == [AGAIN] and f"{REASON}: Slurm is asked to requeue the job" in notes(agents)
+    assert asked(world)[:1] == [AGAIN] and [waits, notes(agents)] == snapshot
     for agent in agents:
         agent.silent = agent.killed = True
     world.slurm.queue["1", 0] = allocation_row("n[1-2,4]", restarts=1)
@@ -83,7 +81,7 @@ def test_a_node_that_only_stops_answering_is_waited_for_before_the_requeue():
 
 
 @pytest.mark.parametrize(("said", "seconds"), [(DISABLED, 10.0), ("scontrol requeue 1: no answer", REFUSED_SECONDS)])
-def test_a_job_that_slurm_does_not_requeue_ends_with_the_reason(said, seconds):
+def test_a_job_that_slurm_does_not_requeue_ends_with_the_reason(said, seconds, snapshot):
     world, agents = lose_node()
     world.slurm.refuse_requeue = said
     world.slurm.queue["1", 0]["node"] = "n[1-2]"
@@ -91,12 +89,12 @@ def test_a_job_that_slurm_does_not_requeue_ends_with_the_reason(said, seconds):
     stop(agents)
     world.run(seconds + 80.0)
     ended = world.job().ended
-    assert ended is not None and ended.code == 1 and ended.reason.startswith(f"{REASON}; Slurm does not requeue it: ")
-    assert any(isinstance(message, wire.End) and REASON in message.reason for message in agents[0].heard)
+    assert ended is not None and ended.code == 1 and ended.reason == snapshot
+    assert any(isinstance(message, wire.End) and ended.reason in message.reason for message in agents[0].heard)
     world.check_replay()
 
 
-def test_a_job_ends_where_the_admin_allows_no_requeue_and_one_above_its_minimum_goes_on():
+def test_a_job_ends_where_the_admin_allows_no_requeue_and_one_above_its_minimum_goes_on(snapshot):
     world, agents = lose_node()
     world.core.config.partitions["default"] = PartitionConfig(mode="act", actions=["drain"])
     world.slurm.queue["1", 0]["node"] = "n[1-2]"
@@ -104,7 +102,7 @@ def test_a_job_ends_where_the_admin_allows_no_requeue_and_one_above_its_minimum_
     stop(agents)
     world.run(80.0)
     ended = world.job().ended
-    assert ended is not None and ended.code == 1 and REASON in ended.reason and not asked(world)
+    assert ended is not None and ended.code == 1 and ended.reason == snapshot and not asked(world)
     world, agents = lose_node(least=2)
     world.slurm.queue["1", 0]["node"] = "n[1-2]"
     world.run(8.0)
@@ -113,7 +111,7 @@ def test_a_job_ends_where_the_admin_allows_no_requeue_and_one_above_its_minimum_
     assert set(world.job().members) == {0, 1} and not asked(world)
 
 
-def test_a_new_world_names_the_lost_node_and_no_end_that_followed_from_it():
+def test_a_new_world_names_the_lost_node_and_no_end_that_followed_from_it(snapshot):
     """Defect: "slot 0 exited with 1", which it did because the node of another rank was gone."""
     world, agents = lose_node(least=2)
     agents[0].die(0, 1, last_line="RuntimeError: Connection closed by peer")
@@ -123,4 +121,4 @@ def test_a_new_world_names_the_lost_node_and_no_end_that_followed_from_it():
     world.run(80.0)
     plan = world.job().plan
     assert plan is not None and plan.members == [0, 1]
-    assert plan.reason.startswith("lost n3; 2 nodes are ready without n3") and "iteration" not in plan.reason
+    assert plan.reason == snapshot

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from tests.support.scenarios import asked, boundary, follow, kill_agent, on_slurm, power_off, start
 from tests.support.world import FakeSlurm, World
@@ -53,7 +54,7 @@ def test_what_kills_a_rank_from_outside_or_by_its_own_fault_never_blames_the_nod
     world.check_replay()
 
 
-def test_a_job_without_another_node_is_restarted_in_place_for_what_blames_nobody():
+def test_a_job_without_another_node_is_restarted_in_place_for_what_blames_nobody(snapshot):
     world, slurm = on_slurm(3, 3)
     for _ in range(3):
         agent = next(a for a in world.agents if a.element == 1)
@@ -64,7 +65,7 @@ def test_a_job_without_another_node_is_restarted_in_place_for_what_blames_nobody
         boundary(world, 0.0)
         world.iterate("1", world.job().iteration + 1)
     assert not asked(slurm, "requeue_hold") and sorted(world.job().members) == [0, 1, 2]
-    assert any("no other node is free" in text for failure in world.job().failures for text in failure.actions)
+    assert [failure.actions for failure in world.job().failures] == snapshot
 
 
 def test_slurm_does_not_start_a_moved_element_on_the_node_that_it_left():
@@ -139,7 +140,7 @@ def test_a_node_that_drained_itself_is_given_back_and_one_that_an_admin_drained_
     world.check_replay()
 
 
-def test_a_proven_bad_node_that_slurm_has_down_is_drained_as_it_would_have_drained_itself():
+def test_a_proven_bad_node_that_slurm_has_down_is_drained_as_it_would_have_drained_itself(snapshot):
     """Defect: it was left, and came back into service by itself with the next word of its slurmd."""
     world, slurm = on_slurm(5, 3)
     slurm.node_states["n4"], slurm.reasons["n4"] = {"DOWN"}, "Not responding"
@@ -147,7 +148,7 @@ def test_a_proven_bad_node_that_slurm_has_down_is_drained_as_it_would_have_drain
     for node in ("n4", "n5"):
         tell(world, node, "bad", "gpu: 7 of 8", drain=True)
     world.run(10)
-    assert asked(slurm, "drain") == ["n4"] and slurm.reasons["n4"] == "unicron[health]: gpu: 7 of 8"
+    assert asked(slurm, "drain") == ["n4"] and slurm.reasons["n4"] == snapshot
     world.check_replay()
 
 
@@ -209,7 +210,7 @@ def beside(slurm: FakeSlurm, node: str, state: str = "RUNNING") -> dict[str, Any
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED", "COMPLETING"])
-def test_other_jobs_on_a_lost_node_are_not_ended_with_it(state: str):
+def test_other_jobs_on_a_lost_node_are_not_ended_with_it(state: str, snapshot: SnapshotAssertion):
     """Defect: a node that was cut off for seconds was set DOWN, and Slurm ended all that ran there."""
     world, slurm = on_slurm(4, 3)
     other = beside(slurm, "n2", state)
@@ -217,11 +218,8 @@ def test_other_jobs_on_a_lost_node_are_not_ended_with_it(state: str):
     power_off(world, "n2")
     world.run(60)
     assert asked(slurm, "down") == [] and asked(slurm, "drain") == ["n2"] and other["state"] == state
-    assert slurm.reasons["n2"] == (
-        "unicron[node_problem]: lost heartbeat of 1_1; other jobs run there: drained, Slurm itself sets it down"
-    )
     (failure,) = world.job().failures
-    assert any("drain n2 in Slurm" in text and "other jobs run there" in text for text in failure.actions)
+    assert [slurm.reasons["n2"], failure.actions] == snapshot
     assert any(e.kind == "slurm_action" and "9_0" in e.record.reason for e in world.log), "it says whose"
     assert sorted(world.job().members) == [0, 2] and not asked(slurm, "requeue") + asked(slurm, "requeue_hold")
     assert world.core.state.isolated.keys() == {"n2"}, "it counts against the limit"
@@ -310,7 +308,7 @@ def test_what_began_on_a_node_that_slurm_did_not_set_down_is_not_ended_later():
 
 
 @pytest.mark.parametrize("mode", ["observe", "act"])
-def test_draining_a_lost_node_needs_the_permission_to_drain(mode: str):
+def test_draining_a_lost_node_needs_the_permission_to_drain(mode: str, snapshot: SnapshotAssertion):
     rules = PartitionConfig(mode=mode, actions=["down"], max_weight=100.0)
     world, slurm = on_slurm(4, 3, partitions={"default": rules})
     beside(slurm, "n2")
@@ -319,8 +317,7 @@ def test_draining_a_lost_node_needs_the_permission_to_drain(mode: str):
     world.run(10)
     assert not taken(slurm) and sorted(world.job().members) == [0, 2]
     (said,) = [e.record for e in world.log if e.kind == "observed" and e.record.node == "n2"]
-    assert said.would == "drain n2" and "other jobs run there (9_0)" in said.reason
-    assert any("n2 is not drained" in text for text in world.job().failures[-1].actions)
+    assert said.would == "drain n2" and [said.reason, world.job().failures[-1].actions] == snapshot
 
 
 def test_slurms_word_on_a_node_that_was_only_drained_is_its_own():
@@ -370,7 +367,7 @@ def test_a_node_that_is_back_has_to_pass_its_checks_where_nodes_report_them():
 
 
 # ---------------------------------------------------------------- limits
-def test_requeues_of_a_job_are_bounded_and_another_job_is_not_held_up():
+def test_requeues_of_a_job_are_bounded_and_another_job_is_not_held_up(snapshot):
     world, slurm = on_slurm(6, 3, max_requeues_per_job=3, isolation_window_seconds=300.0)
     for _ in range(4):
         kill_agent(world, 1)
@@ -383,7 +380,7 @@ def test_requeues_of_a_job_are_bounded_and_another_job_is_not_held_up():
         boundary(world, 0.0)
     assert len(asked(slurm, "requeue")) == 3
     (item,) = [item for item in attention(world.core.view) if not item.node]
-    assert "3 elements of job 1 were requeued within 300 s" in item.reason and "max_requeues_per_job" in item.reason
+    assert item.reason == snapshot
     assert sorted(world.job().members) == [0, 2], "it goes on with those that it has"
     world.run(310)
     assert not [item for item in attention(world.core.view) if not item.node]

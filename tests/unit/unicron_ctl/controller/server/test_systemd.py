@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.controller.server.systemd import SystemdNotifier
 from unicron_ctl.controller.server.worker import VERIFIERS, WORKERS
@@ -99,17 +100,16 @@ def test_without_systemd_nothing_happens(manager: socket.socket, monkeypatch: py
         assert heard(manager) == messages
 
 
-def test_a_manager_that_is_gone_is_complained_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_manager_that_is_gone_is_complained_about_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, snapshot: SnapshotAssertion
+) -> None:
     notifier = SystemdNotifier({"NOTIFY_SOCKET": str(tmp_path / "gone"), "WATCHDOG_USEC": "2000000"})
     with caplog.at_level(logging.WARNING):
         notifier.ready()
         for turn in range(5):
             notifier.watchdog(float(turn))
         SystemdNotifier({"NOTIFY_SOCKET": "/" + "x" * 200}).ready()
-    assert [record.getMessage() for record in caplog.records] == [
-        "cannot notify systemd (READY=1): No such file or directory",
-        "cannot notify systemd (READY=1): AF_UNIX path too long",
-    ]
+    assert [record.getMessage() for record in caplog.records] == snapshot
 
 
 def test_a_manager_that_does_not_read_is_not_waited_for(manager: socket.socket) -> None:
