@@ -87,13 +87,13 @@ def test_a_wrong_file_gives_one_line_that_names_the_key(tmp_path: Path, text: st
     assert said in str(caught.value) and caught.value.exit_code == 2
 
 
-def test_of_notify_only_unicrond_is_told_what_is_wrong(tmp_path: Path) -> None:
+def test_of_notify_only_unicrond_is_told_what_is_wrong(tmp_path: Path, snapshot) -> None:
     """Defect: a mistake in an address of mail left all jobs unprotected, for agents read the same file."""
     path = tmp_path / "unicron.toml"
     path.write_text("[notify]\nkinds = ['admn']\nmail = ['ops']\n[agent]\nlink_seconds = 7.0\n")
     assert load(path).agent.link_seconds == 7.0
     found = examine(path, ANY_ENVIRONMENT)[1]
-    assert "[notify] kinds: 'admn': use some of admin, healed, left" in found and len(found) == 2
+    assert found == snapshot
     path.write_text("[notify]\nkinds = ['admn']\n[agent]\nlink_seconds = 0.0\n")
     with pytest.raises(UserError, match="link_seconds = 0 must be"):
         load(path)
@@ -129,7 +129,7 @@ def test_without_munge_only_this_machine_is_served(
     load(path)  # others than the controller read the file as well
 
 
-def test_all_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
+def test_all_that_is_wrong_is_found_at_once(tmp_path: Path, snapshot) -> None:
     path = tmp_path / "unicron.toml"
     path.write_text(
         "[controller]\nheartbeat_period = 20\nhearbeat = 1\nallow_inject = 'yes'\nauth = 'x'\n"
@@ -149,8 +149,9 @@ def test_all_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
         "[agent] link_seconds = 0",
     ]
     assert len(found) == len(starts) and all(map(str.startswith, found, starts)), found
-    with pytest.raises(UserError, match=r"unknown section.* \(and 2 more: `unicrond --check` prints all\)$"):
+    with pytest.raises(UserError) as refused:
         load(path)
+    assert str(refused.value).replace(str(path), "FILE") == snapshot
 
 
 def test_a_value_out_of_range_breaks_no_rule_besides() -> None:
@@ -163,23 +164,18 @@ def test_without_slurm_its_time_outs_do_not_matter() -> None:
     assert problems(ControllerConfig(**settings)) and not problems(ControllerConfig(slurm="none", **settings))
 
 
-def test_only_unicrond_checks_against_the_limits_of_agents_and_ranks(tmp_path: Path) -> None:
+def test_only_unicrond_checks_against_the_limits_of_agents_and_ranks(tmp_path: Path, snapshot) -> None:
     """An agent that refuses its configuration would leave its job unprotected."""
     path = tmp_path / "unicron.toml"
     path.write_text("[controller]\nreport_timeout = 5\n")
     assert load(path).controller.report_timeout == 5.0
-    assert examine(path, ANY_ENVIRONMENT)[1] == [
-        "[controller] report_timeout = 5 must be above PLANNED_SECONDS = 8: "
-        "a restart-mode script may take so long to save its state"
-    ]
+    assert examine(path, ANY_ENVIRONMENT)[1] == snapshot
 
 
-def test_a_variable_that_the_site_sets_counts() -> None:
+def test_a_variable_that_the_site_sets_counts(snapshot) -> None:
     config = ControllerConfig(restart_seconds=900.0)
     assert problems(config, {"UNICRON_PLAN_TIMEOUT": "1200"}) == []
-    assert problems(config, {"UNICRON_PLAN_TIMEOUT": "soon"}) == [
-        "UNICRON_PLAN_TIMEOUT = 'soon' must be a number of seconds, 0 or more"
-    ]
+    assert problems(config, {"UNICRON_PLAN_TIMEOUT": "soon"}) == snapshot
 
 
 def every_number() -> list[msgspec.structs.FieldInfo]:
@@ -277,13 +273,13 @@ def test_a_login_node_asks_the_host_that_the_file_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["head", "tcp://0.0.0.0:7451", "tcp://*:1", "tcp://head:0", "tcp://:7451"])
-def test_an_address_that_nobody_can_reach_is_refused(address: str) -> None:
-    assert problems(ControllerConfig(address=address)) == [
-        f'address = "{address}": write tcp://HOST:PORT, the name of unicrond\'s host as all nodes know it'
-    ]
+def test_an_address_that_nobody_can_reach_is_refused(address: str, snapshot) -> None:
+    assert problems(ControllerConfig(address=address)) == snapshot
 
 
-def test_where_nothing_says_which_host_the_error_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_says_which_host_the_error_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     (tmp_path / "u.toml").write_text(
@@ -291,8 +287,9 @@ def test_where_nothing_says_which_host_the_error_does(tmp_path: Path, monkeypatc
     )
     monkeypatch.setenv("UNICRON_CONFIG", str(tmp_path / "u.toml"))
     monkeypatch.delenv("UNICRON_CONTROLLER", raising=False)
-    with pytest.raises(UserError, match=r'no other is configured: write address = "tcp://HOST:PORT" into'):
+    with pytest.raises(UserError) as refused:
         ask_controller({"kind": "ping"}, timeout=0.1)
+    assert str(refused.value) == snapshot
 
 
 def test_what_is_shipped_names_the_port_on_which_unicrond_listens() -> None:
@@ -302,7 +299,7 @@ def test_what_is_shipped_names_the_port_on_which_unicrond_listens() -> None:
     assert address.rpartition(":")[2] == ControllerConfig().listen.rpartition(":")[2]
 
 
-def test_a_standby_is_a_second_address() -> None:
+def test_a_standby_is_a_second_address(snapshot) -> None:
     both = ["tcp://head1:7451", "tcp://head2:7451"]
     for given in (both, ", ".join(both)):
         config = parse({"controller": {"address": given}})
@@ -310,15 +307,15 @@ def test_a_standby_is_a_second_address() -> None:
         assert controller_address(None, config, {}) == "tcp://head1:7451,tcp://head2:7451"
     assert parse({}).controller.addresses == []
     assert problems(ControllerConfig(address=[both[0], "head2"]))[0].startswith('address = "head2": write tcp://')
-    assert problems(ControllerConfig(address=[both[0]] * 2)) == ['address = "tcp://head1:7451": named twice']
+    assert problems(ControllerConfig(address=[both[0]] * 2)) == snapshot
     assert "the most" in problems(ControllerConfig(address=[f"tcp://h{n}:1" for n in range(5)]))[0]
 
 
-def test_an_address_with_another_port_than_listen_is_told_of() -> None:
+def test_an_address_with_another_port_than_listen_is_told_of(snapshot) -> None:
     """Defect: agents tried a port at which nobody listened, and nothing said so. A forwarded port is no mistake."""
     two = ["tcp://head1:7451", "tcp://[fd00::2]:7000"]
     config = parse({"controller": {"address": two, "listen": "tcp://0.0.0.0:7451"}})
     (line,) = port_notes(config.controller)
-    assert "connect to port 7000, and unicrond listens at 7451" in line and two[1] in line
+    assert line == snapshot
     for section in ({"address": two[0]}, {"listen": "tcp://0.0.0.0:9000"}, {"address": two, "listen": "tcp://*:0"}):
         assert port_notes(ControllerConfig(**section)) == [], section  # type: ignore[arg-type]
