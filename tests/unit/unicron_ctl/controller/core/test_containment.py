@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -241,7 +242,7 @@ def test_a_damaged_state_is_passed_over(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["none", "other fields", "newest cut"])
-def test_a_log_that_lost_its_beginning_folds_to_the_same_state(tmp_path: Path, damage: str) -> None:
+def test_a_log_that_lost_its_beginning_folds_to_the_same_state(tmp_path: Path, damage: str, snapshot) -> None:
     world = disturbed()
     store, state = stored(tmp_path, world), world.core.state
     half, most = (replay(world.log[:n]) for n in (len(world.log) // 2, len(world.log) - 3))
@@ -255,8 +256,9 @@ def test_a_log_that_lost_its_beginning_folds_to_the_same_state(tmp_path: Path, d
         store._db.execute("UPDATE state SET state = substr(state, 1, 99) WHERE event = ?", (most.last_event,))
     assert read_state(store) == state
     store._db.execute("UPDATE state SET state = x'00'")
-    with pytest.raises(StoreError, match=r"the state that it begins with cannot be read .*: go back to the release"):
+    with pytest.raises(StoreError) as refused:
         read_state(store)
+    assert re.sub(r"\(.*\)", "(WHY)", str(refused.value).replace(str(tmp_path), "FOLDER")) == snapshot
 
 
 def test_a_damaged_record_in_the_log_costs_its_own_job_only(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_what_a_silence_comes_to(scenario: Scenario):
     assert {f"n{element + 1}" for element in world.job().members} == {"n1", "n2", "n3", "n4"} - lost
 
 
-def test_a_silent_agent_that_is_not_lost_is_shown_with_the_reason():
+def test_a_silent_agent_that_is_not_lost_is_shown_with_the_reason(snapshot):
     world, _ = trained(4, 1)
     silent(world, 1)
     world.run(10.0)
@@ -211,7 +211,7 @@ def test_a_silent_agent_that_is_not_lost_is_shown_with_the_reason():
     assert any("others reach it" in event.record.reason for event in world.log if event.kind == "silence")
     power_off(world, "n2")
     world.run(5.0)
-    assert "the controller: agent silent, slurmd silent" in world.job().failures[0].record.reason
+    assert world.job().failures[0].record.reason == snapshot
 
 
 # ---------------------------------------------------------------- a majority may go on by itself
@@ -387,7 +387,7 @@ def test_a_user_who_lies_about_his_own_agent_takes_no_node():
     assert not world.core.state.isolated
 
 
-def test_an_agent_that_registers_again_is_where_it_was():
+def test_an_agent_that_registers_again_is_where_it_was(snapshot):
     """Defect: after a restart of the controller an agent could name a dead node, which was then taken for its own."""
     world, agents = trained(3, 5)
     world.dead_nodes.add("n8")
@@ -398,7 +398,7 @@ def test_an_agent_that_registers_again_is_where_it_was():
     world.run(4.0)
     assert world.core.view.live.agent("1", 0) is None
     refused = [m.reason for to, m in world.sent if to == agents[0].agent and isinstance(m, wire.Refusal)]
-    assert any("has another node than before" in reason for reason in refused)
+    assert sorted(set(refused)) == snapshot
     del agents[0].registration
     lies(agents[0], door=BLACK_HOLE)
     world.run(3.0)

@@ -34,7 +34,7 @@ def raise_in(world: World, agent: FakeAgent, index: int, text: str = NAN, kind: 
     world.run(15)
 
 
-def test_one_that_fails_on_two_ranks_ends_the_job_and_is_named() -> None:
+def test_one_that_fails_on_two_ranks_ends_the_job_and_is_named(snapshot) -> None:
     world, agents = trained()
     raise_in(world, agents[2], 1)
     assert world.job().phase != "ended"
@@ -42,7 +42,7 @@ def test_one_that_fails_on_two_ranks_ends_the_job_and_is_named() -> None:
     raise_in(world, agents[0], 1)
     job = world.job()
     assert job.phase == "ended" and job.ended.code == 1
-    assert "micro-batch 1 of iteration 5 failed with numerical_error on slot 2 on n3 and on slot 0" in job.ended.reason
+    assert job.ended.reason == snapshot
     assert not job.avoid
     world.check_replay()
 
@@ -74,7 +74,7 @@ def test_a_job_of_one_rank_tries_it_three_times() -> None:
     assert "on slot 0, 3 times" in world.job().ended.reason
 
 
-def test_a_loss_that_is_no_number_is_said_until_it_is_one() -> None:
+def test_a_loss_that_is_no_number_is_said_until_it_is_one(snapshot) -> None:
     world, agents = trained(nodes=1)
 
     def step(iteration: int, loss: float) -> Job:
@@ -84,7 +84,7 @@ def test_a_loss_that_is_no_number_is_said_until_it_is_one() -> None:
     assert step(5, 2.0).nan_since is None
     assert step(6, math.nan).nan_since == 6
     told = step(7, math.inf)
-    assert told.nan_since == 6 and "loss is nan since iteration 6" in status_tables.not_finite(told)
+    assert told.nan_since == 6 and status_tables.not_finite(told) == snapshot
     world.check_replay()
     told = step(8, 1.0)
     assert told.nan_since is None and status_tables.not_finite(told) == ""

@@ -141,7 +141,7 @@ def test_users_can_take_no_nodes_out_of_service_whatever_they_print():
     world.check_replay()
 
 
-def test_what_many_nodes_of_a_job_say_at_once_moves_it_off_none():
+def test_what_many_nodes_of_a_job_say_at_once_moves_it_off_none(snapshot):
     world, agents = cluster(5)
     for agent in agents[:3]:
         Speaker(agent).say(GPU_LOST)
@@ -150,16 +150,16 @@ def test_what_many_nodes_of_a_job_say_at_once_moves_it_off_none():
     assert not left(world) and world.job().phase == "running" and not world.job().failures
     verdicts = events(world, "node_verdict")
     assert [event.record.action for event in verdicts] == ["shared"] * 3
-    assert "no single node is to blame" in verdicts[0].record.reason
+    assert verdicts[0].record.reason == snapshot
     world.check_replay()
 
 
-def test_it_is_only_recorded_where_the_configuration_or_slurm_leaves_it_at_that():
+def test_it_is_only_recorded_where_the_configuration_or_slurm_leaves_it_at_that(snapshot):
     world, agents = cluster(act_on_node_events=False)
     Speaker(agents[1]).say(GPU_LOST)
     world.run(3)
     assert not left(world) and not world.job().failures and world.job().phase == "running"
-    assert "act_on_node_events = false" in events(world, "node_event")[0].record.reason
+    assert events(world, "node_event")[0].record.reason == snapshot
 
     alone = World()
     agent = alone.start_job(nodes=2)[1]
@@ -349,15 +349,14 @@ def test_an_element_that_slurm_shows_ended_is_found_without_waiting_for_the_leas
     assert failure.record.detected_by == "its port is closed" and failure.detected_at - began < 2.5
 
 
-def test_a_hints_status_names_no_cause() -> None:
+def test_a_hints_status_names_no_cause(snapshot) -> None:
     """Defect: whoever sent a datagram said how the agent had died, in Slurm's name."""
     world, agents = cluster()
     agents[1].silent = True
     world.core.hint(datagrams.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9), world.now)
     world.run(1, heartbeats=True)
     failure = world.job().failures[0]
-    assert failure.record.cause != "killed_from_outside" and "Slurm saw" not in failure.record.reason
-    assert "a datagram, which proves nothing, says of its task: process killed by SIGKILL" in failure.record.reason
+    assert failure.record.cause != "killed_from_outside" and failure.record.reason == snapshot
 
 
 def test_few_of_those_who_said_something_are_remembered() -> None:

@@ -253,13 +253,13 @@ def test_what_others_train_too_is_copied_from_those_that_have_a_memory(kinds, gi
     assert "no_copies" not in world.kinds()
 
 
-def test_what_is_trained_without_a_memory_alone_keeps_all_from_copies_which_is_said_once():
+def test_what_is_trained_without_a_memory_alone_keeps_all_from_copies_which_is_said_once(snapshot):
     world, agents = mixed([Node, Bare], replica=2)
     world.run(10.0)
     assert not any(agent.orders(wire.Cut) for agent in agents)
     (said,) = [event.record for event in world.log if event.kind == "no_copies"]
     assert (said.nodes, said.places) == (["n2"], [1])
-    assert "the memory of n2, and what is trained there alone (places [1])" in said.reason
+    assert said.reason == snapshot
     agents[1].memory = True
     agents[1].register()
     world.run(2.0)
@@ -386,7 +386,7 @@ def given(agents: list[Node]) -> list[list[int]]:
     return [elements(agent.orders(wire.Cut)[-1]) for agent in agents]
 
 
-def test_who_takes_no_copy_is_passed_over_and_the_same_cut_becomes_good():
+def test_who_takes_no_copy_is_passed_over_and_the_same_cut_becomes_good(snapshot):
     """Defect: one node without room kept all cuts from becoming good, each for two minutes."""
     world, agents = started(nodes=3, replica=3)
     first = agents[0].orders(wire.Cut)[0]
@@ -405,7 +405,7 @@ def test_who_takes_no_copy_is_passed_over_and_the_same_cut_becomes_good():
     assert third.good == first.iteration < third.iteration and elements(third) == [2]
     (said,) = [event.record for event in world.log if event.kind == "copies_refused"]
     assert said.ways == [("n1", "n2")]
-    assert "from n1 to n2 (there is no room for 38.1 MB; another node gets it)" in said.reason
+    assert said.reason == snapshot
     assert said.reason in [one.reason for one in world.job().decisions]
     refuse(agents[0])
     world.run(cuts.CUT_SECONDS + 2.0)
@@ -417,13 +417,13 @@ def test_who_takes_no_copy_is_passed_over_and_the_same_cut_becomes_good():
     world.check_replay()
 
 
-def test_where_nobody_takes_copies_it_is_as_it_was_and_said_once_of_each():
+def test_where_nobody_takes_copies_it_is_as_it_was_and_said_once_of_each(snapshot):
     world, agents = started(nodes=3, replica=3)
     refuse(agents[0], "n2", "n3")
     world.run(cuts.CUT_SECONDS)
     assert given(agents) == [[1], [2], [0]] and len(agents[0].orders(wire.Cut)) == 1
     (said,) = [event.record for event in world.log if event.kind == "copies_refused"]
-    assert said.ways == [("n1", "n2"), ("n1", "n3")] and "no other node has taken it" in said.reason
+    assert said.ways == [("n1", "n2"), ("n1", "n3")] and said.reason == snapshot
     for nodes in ((), ("n2", "n3")):
         refuse(agents[0], *nodes)
         world.run(2 * cuts.CUT_SECONDS)
@@ -584,7 +584,7 @@ def test_whoever_does_not_give_an_image_is_not_asked_again_while_another_one_has
     assert plan.iteration == 40 and "place 1: n7 from n3 (" in plan.reason and "not from n1: timed out" in plan.reason
 
 
-def test_an_image_that_does_not_come_is_not_waited_for_for_ever():
+def test_an_image_that_does_not_come_is_not_waited_for_for_ever(snapshot):
     world, agents = started(nodes=2, replica=2)
     for agent in agents:
         agent.has(40, 0, 1)
@@ -594,8 +594,7 @@ def test_an_image_that_does_not_come_is_not_waited_for_for_ever():
     world.run(10.0)
     plan = world.job().plan
     assert world.job().phase == "running" and plan.iteration == 0
-    assert "iteration 40 is left behind" in plan.reason
-    assert "(iteration 40 did not come: place 1: n7 from n1 (" in plan.reason
+    assert plan.reason == snapshot
     assert len(other.orders(wire.Fetch)) > 10
 
 

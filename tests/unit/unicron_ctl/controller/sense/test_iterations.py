@@ -41,7 +41,7 @@ def answer_stacks(world: World, text: str = "in fetch") -> None:
         )
 
 
-def test_a_hanging_rank_is_named_dumped_stopped_and_replaced(trained):
+def test_a_hanging_rank_is_named_dumped_stopped_and_replaced(trained, snapshot):
     world = trained
     began = world.now
     hang(world, [1])
@@ -54,8 +54,7 @@ def test_a_hanging_rank_is_named_dumped_stopped_and_replaced(trained):
         and found[0].record.severity == 2
     )
     assert found[0].record.detected_by == "statistics" and found[0].time - began <= 3 * USUAL + 0.5
-    reason = events(world, "hang")[0].record.reason
-    assert "slot 1 is in micro-batch 1 of iteration 20, 2 others wait in the reduce of iteration 20" in reason
+    assert events(world, "hang")[0].record.reason == snapshot
     assert [m.slot for m in sent(world, wire.Stacks)] == [1, 0], "the culprit, and one who waits"
     assert not sent(world, ORDERS), "the stacks come first"
     answer_stacks(world)
@@ -220,8 +219,9 @@ def test_a_rank_outside_an_iteration_has_its_time(world, longest, process: dict,
     for seconds, idle, hangs in ((quiet, 0.0, False), (then, quiet, True)):
         outside(world, 0, seconds, step, **(process if process is BUSY else {**process, "idle": idle}))
         assert bool(events(world, "hang")) == hangs, seconds
-    last = world.job("1").iteration
-    assert f"slot 0 is in the script's own code after iteration {last}" in events(world, "hang")[0].record.reason
+    (hung,) = (event.record for event in events(world, "hang"))
+    assert hung.iteration == world.job("1").iteration + 1
+    assert [(culprit.slot, culprit.phase) for culprit in hung.culprits] == [(0, "stepped")]
 
 
 def test_stacks_that_do_not_come_are_not_waited_for_long(trained):
@@ -320,12 +320,11 @@ def test_most_ranks_behind_get_more_time(trained):
     assert sent(trained, wire.Break)[0].lost == [0, 1]
 
 
-def test_a_process_stopped_by_a_signal_outside_an_iteration_hangs_at_once(trained):
+def test_a_process_stopped_by_a_signal_outside_an_iteration_hangs_at_once(trained, snapshot):
     outside(trained, 0, 3 * USUAL + 0.6, process="T")
     hung = events(trained, "hang")
     assert hung[0].record.culprits == [records.HangCulprit(0, "n1", "stepped")]
-    assert "its process is stopped by a signal" in hung[0].record.reason
-    assert "stopped by a signal" in events(trained, "failure_detected")[0].record.reason
+    assert [hung[0].record.reason, events(trained, "failure_detected")[0].record.reason] == snapshot
 
 
 def test_an_idle_rank_that_was_stopped_wrongly_has_more_time_the_next_time(trained):
@@ -335,13 +334,13 @@ def test_an_idle_rank_that_was_stopped_wrongly_has_more_time_the_next_time(train
     assert events(trained, "hang") and trained.core.runtimes["1"].sensors.times.patience.longest_outside > 20
 
 
-def test_a_process_stopped_in_the_same_collective_is_named(trained):
+def test_a_process_stopped_in_the_same_collective_is_named(trained, snapshot):
     hang(trained, [])
     trained.agents[2].set(2, process="T")
     trained.run(3 * USUAL + 0.5)
     (failure,) = [event.record for event in events(trained, "failure_detected")]
     assert failure.slots == [2] and failure.cause == "task_hang"
-    assert "in the reduce of iteration 20 like the others, its process is stopped by a signal" in failure.reason
+    assert failure.reason == snapshot
 
 
 def test_a_job_that_somebody_has_suspended_as_a_whole_is_left_alone(trained):
@@ -362,7 +361,7 @@ def test_only_who_has_no_excuse_is_stopped(trained):
     assert sent(trained, wire.Break)[0].lost == [2]
 
 
-def test_a_collective_that_hangs_again_and_again_leads_to_restarts_in_turn_and_costs_no_node(trained):
+def test_a_collective_that_hangs_again_and_again_leads_to_restarts_in_turn_and_costs_no_node(trained, snapshot):
     world = trained
     seen = []
     for _ in range(4):
@@ -385,7 +384,7 @@ def test_a_collective_that_hangs_again_and_again_leads_to_restarts_in_turn_and_c
     started = [sorted(m.slot for m in group) for group in _starts(world)]
     assert started == [[1, 2], [0, 2], [1, 2]] or len({tuple(group) for group in started}) > 1
     assert {slot for group in started for slot in group} == {0, 1, 2}, "each process was replaced"
-    assert "no node can be named" in events(world, "failure_detected")[-1].record.reason
+    assert events(world, "failure_detected")[-1].record.reason == snapshot
     assert not [e for e in world.log if e.kind in ("slurm_action", "isolated", "reform", "job_ended")]
     world.check_replay()
 
@@ -484,13 +483,13 @@ def test_uneven_shares_are_no_slowness(world):
     assert events(world, "degraded")[0].record.slot is None, "the whole job is slower, no rank differs"
 
 
-def test_a_rank_that_is_slow_from_the_start_is_named(world):
+def test_a_rank_that_is_slow_from_the_start_is_named(world, snapshot):
     """The job's baseline is learned with it."""
     train(world, 60, slow={1: 1.5})
     degraded = events(world, "degraded")
     assert len(degraded) == 1 and degraded[0].record.slot == 1 and degraded[0].record.phase == "backward"
     assert 1.2 < degraded[0].record.slowdown < 1.6
-    assert "in all of the last 48 iterations" in degraded[0].record.reason
+    assert degraded[0].record.reason == snapshot
     train(world, 100, slow={1: 1.5})
     assert len(events(world, "degraded")) == 1
     train(world, 24)

@@ -53,7 +53,7 @@ def test_the_scripts_own_code_has_its_time_also_when_a_peer_dies():
     world.check_replay()
 
 
-def test_that_time_runs_from_when_it_went_outside_and_then_the_others_go_on():
+def test_that_time_runs_from_when_it_went_outside_and_then_the_others_go_on(snapshot):
     world = started()
     goes_outside(world, 1)
     world.run(300)
@@ -63,18 +63,18 @@ def test_that_time_runs_from_when_it_went_outside_and_then_the_others_go_on():
     world.run(3)
     assert world.job().plan.members == [0] and world.job().phase == "running"
     (failure,) = [f for f in world.job().failures if f.record.slots == [1]]
-    assert "the script's own code after iteration 19 within 600 s" in failure.record.reason
+    assert failure.record.reason == snapshot
     world.check_replay()
 
 
-def test_a_process_stopped_by_a_signal_there_is_not_waited_for():
+def test_a_process_stopped_by_a_signal_there_is_not_waited_for(snapshot):
     world = started(report_timeout=5.0)
     goes_outside(world, 1)
     world.agents[1].set(1, process="T")
     world.agents[2].die(2)
     world.run(6)
     assert world.job().plan.members == [0]
-    assert "its process is stopped by a signal" in world.job().failures[-1].record.reason
+    assert world.job().failures[-1].record.reason == snapshot
 
 
 def test_an_idle_process_there_has_the_time_that_it_has_in_any_iteration():
@@ -111,7 +111,7 @@ def test_a_survivor_that_compiles_in_its_first_iteration_has_that_time():
 
 
 # ---------------------------------------------------------------- the last copy
-def test_who_holds_the_last_copy_is_never_banished_by_time():
+def test_who_holds_the_last_copy_is_never_banished_by_time(snapshot):
     world = started(report_timeout=5.0)
     for slot in (0, 1):
         world.agents[slot].obedient = False  # in no code of their own: they simply do not stop
@@ -119,7 +119,7 @@ def test_who_holds_the_last_copy_is_never_banished_by_time():
     world.run(900)
     assert world.job().phase == "breaking" and not events(world, "reform") and not world.job().condemned
     (waits,) = events(world, "last_copy")
-    assert waits.record.slots == [0, 1] and "hold the last copy of the training state" in waits.record.reason
+    assert waits.record.slots == [0, 1] and waits.record.reason == snapshot
     assert world.job().waits == waits.record.reason in [decided.reason for decided in world.job().decisions]
     assert job_answer(world.core, world.job(), EVERYBODY).waits == waits.record.reason, "status says so"
     comes_back(world, 1)
@@ -231,7 +231,7 @@ def test_one_that_stands_still_is_tried_again_and_in_the_end_who_never_got_in_is
     assert "nothing has moved for 10 s" in events(world, "break")[1].record.reason
 
 
-def test_members_that_alone_hold_the_state_try_for_ever_to_enter():
+def test_members_that_alone_hold_the_state_try_for_ever_to_enter(snapshot):
     world = started(nodes=2, enter_timeout=5.0, report_timeout=5.0)
     for agent in world.agents:
         agent.obedient = False
@@ -245,7 +245,7 @@ def test_members_that_alone_hold_the_state_try_for_ever_to_enter():
             elif rank.state == "entering" and job.broken > rank.broken:
                 agent.set(agent.element, state="stopped", entering=0, broken=job.broken)
     assert not events(world, "reform") and sorted(world.job().members) == [0, 1]
-    assert "did not enter in 3 tries" in events(world, "last_copy")[0].record.reason
+    assert events(world, "last_copy")[0].record.reason == snapshot
     assert len(events(world, "break")) > 5
     world.check_replay()
 
@@ -459,12 +459,10 @@ def test_newcomers_that_cannot_start_cost_those_who_train_their_slots_and_no_mor
     world.check_replay()
 
 
-def test_where_nobody_trains_without_it_the_job_ends_by_its_own_error() -> None:
+def test_where_nobody_trains_without_it_the_job_ends_by_its_own_error(snapshot) -> None:
     world = World()
     for element in range(2):
         FakeAgent(world, "1", element, f"n{element + 1}", nodes=2, min_nodes=2).register()
     world.agents[0].ready()
     never_starts(world, 1)
-    assert (
-        world.job().ended.code == 1 and "the job has not finished an iteration in between" in world.job().ended.reason
-    )
+    assert world.job().ended.code == 1 and world.job().ended.reason == snapshot

@@ -42,7 +42,7 @@ def test_many_that_are_started_at_once_are_looked_at_later_and_no_limit_is_lost(
     )
 
 
-def test_a_started_process_that_never_gets_ready_is_killed_and_the_next_severity_follows():
+def test_a_started_process_that_never_gets_ready_is_killed_and_the_next_severity_follows(snapshot):
     world = World(restart_seconds=60.0, isolate_seconds=40.0)
     agents = world.start_job()
     agents[1].die(1)
@@ -51,7 +51,7 @@ def test_a_started_process_that_never_gets_ready_is_killed_and_the_next_severity
     world.run(12)
     assert failed(world) == [("restart", "move")]
     event = next(e for e in world.log if e.kind == "action_failed")
-    assert "not done within 60 s: its process (incarnation 1) is not ready" in event.record.reason
+    assert event.record.reason == snapshot
     assert agents[1].ranks[1].incarnation == 2, "without Slurm there is no other node: it is started again"
     assert world.job().failures[-1].record.detected_by == "time limit"
     world.run(41)
@@ -107,7 +107,7 @@ def test_the_clock_stands_still_while_the_plan_has_no_node_for_the_element():
     assert failed(world) == []
 
 
-def test_an_element_that_slurm_does_not_start_again_is_started_on_another_node():
+def test_an_element_that_slurm_does_not_start_again_is_started_on_another_node(snapshot):
     world, slurm = on_slurm(4, 3, restart_seconds=30.0)
     slurm.requeue = lambda job, element: None  # accepted, and nothing comes of it
     next(a for a in world.agents if a.element == 1).silent = True
@@ -115,7 +115,7 @@ def test_an_element_that_slurm_does_not_start_again_is_started_on_another_node()
     assert failed(world) == []
     world.run(10)
     assert failed(world) == [("restart", "move")]
-    assert any("no agent came back within 30 s" in f.record.reason for f in world.job().failures)
+    assert [failure.record.reason for failure in world.job().failures] == snapshot
     assert len([c for c in slurm.calls if c[0] == "requeue"]) == 1, "what may be starting is not requeued again"
     assert ("requeue_hold", "1", 1, "n2") in slurm.calls and slurm.queue["1", 1]["node"] == "n4"
 
@@ -133,25 +133,25 @@ def test_a_restarted_controller_begins_the_clock_anew():
     assert failed(world) == [("restart", "move")]
 
 
-def test_a_newcomer_that_a_restart_mode_job_keeps_waiting_is_not_late():
+def test_a_newcomer_that_a_restart_mode_job_keeps_waiting_is_not_late(snapshot):
     world = World()
     agents = world.start_job()
     agents[1].set(1, state="waiting")
     job, view = world.job(), world.core.view.job(world.job())
-    assert lacking(view, 1, State.RESTARTING, "n2", set()) == "it is waiting while the job is running"
+    assert lacking(view, 1, State.RESTARTING, "n2", set()) == snapshot
     job.settings.mode = structs.RESTART
     assert lacking(view, 1, State.RESTARTING, "n2", set()) == ""
 
 
 # ---------------------------------------------------------------- Slurm refuses
-def test_a_dead_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_called():
+def test_a_dead_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_called(snapshot):
     world, slurm = on_slurm(3, 3)
     slurm.refuse_down = "slurm_update error: Invalid user id"
     power_off(world, "n2")
     world.run(20)
     assert "n2" in world.core.state.out_of_service and sorted(world.job().members) == [0, 2]
     item = attention(world.core.view)[0]
-    assert item.node == "n2" and "by hand: `scontrol update NodeName=n2 State=DOWN" in item.reason
+    assert item.node == "n2" and item.reason == snapshot
     assert len(calls(world, "down")) > 2, "Slurm is asked again"
     slurm.refuse_down = ""
     world.run(8)
@@ -205,7 +205,7 @@ def test_a_job_leaves_so_many_of_its_nodes_and_no_more():
     world.check_replay()
 
 
-def test_dead_nodes_count_too_and_the_job_goes_on_where_a_limit_is_reached():
+def test_dead_nodes_count_too_and_the_job_goes_on_where_a_limit_is_reached(snapshot):
     world, slurm = on_slurm(8, 6, max_isolated_nodes=2)
     power_off(world, "n2", "n3", "n4")
     world.run(4)
@@ -213,8 +213,7 @@ def test_dead_nodes_count_too_and_the_job_goes_on_where_a_limit_is_reached():
     assert len(down) == 2 and sorted(world.job().members) == [0, 4, 5], "healing needs no node"
     (left,) = {"n2", "n3", "n4"} - set(down)
     item = next(item for item in attention(world.core.view) if item.node == left)
-    assert "were taken out of service within 3600 s, and no more than 2 of 8" in item.reason
-    assert f"scontrol update NodeName={left} State=DOWN" in item.reason
+    assert item.reason == snapshot
     assert left in world.job().avoid, "its next start avoids it"
     world.run(600)
     power_off(world, "n5")

@@ -86,13 +86,11 @@ def test_the_same_program_s_hang_is_found():
 
 
 # ---------------------------------------------------------------- who is named
-def test_who_has_not_begun_the_collective_in_which_the_others_wait():
+def test_who_has_not_begun_the_collective_in_which_the_others_wait(snapshot):
     waits, behind = {"0": (66, 65, "gloo:all_reduce [[9]]")}, {"0": (65, 65, "gloo:all_reduce [[1]]")}
     found = lagging({0: waits, 1: behind, 2: waits})
     assert [each.slot for each in found] == [1]
-    assert found[0].reason == (
-        "slot 1 has not begun collective 66 of group 0 (gloo:all_reduce [[9]]), in which 2 others wait"
-    )
+    assert found[0].reason == snapshot
     assert (
         lagging({0: waits, 1: waits}) == [] and all_wait({0: waits, 1: waits}) and not all_wait({0: waits, 1: behind})
     )
@@ -181,15 +179,13 @@ def test_a_plain_program_s_iterations_are_the_job_s(world):
     world.check_replay()
 
 
-def test_a_rank_that_does_nothing_is_named_and_all_start_again(world):
+def test_a_rank_that_does_nothing_is_named_and_all_start_again(world, snapshot):
     began = world.now
     stand(world, 6.0, s1=idle())
     (failure,) = world.job().failures
     assert failure.record.slots == [1] and failure.record.cause == "task_hang"
     assert failure.detected_at - began < IDLE_SECONDS + 2.0
-    assert "slot 1 is in the script's own code of iteration 20, 2 others wait in backward or a collective" in (
-        failure.record.reason
-    )
+    assert failure.record.reason == snapshot
     world.run(3.0)
     assert world.job().phase == "running" and world.job().plan.iteration == 20, "the count goes on"
     assert world.agents[1].ranks[1].incarnation == 1
@@ -214,11 +210,11 @@ def test_what_may_be_healthy_goes_on_for_longer(world, told):
     assert world.job().iteration == 22
 
 
-def test_all_that_wait_in_a_collective_start_again_after_a_while(world):
+def test_all_that_wait_in_a_collective_start_again_after_a_while(world, snapshot):
     known = {"collectives": {"0": (9, 8, "gloo:all_reduce")}, "idle": 60.0}
     stand(world, 65.0, s0=known, s1=known, s2=known)
     (failure,) = world.job().failures
-    assert failure.record.cause == "nccl_timeout" and "all ranks wait in the same collective" in failure.record.reason
+    assert failure.record.cause == "nccl_timeout" and failure.record.reason == snapshot
 
 
 def test_on_a_gpu_the_flight_recorder_says_who_lags(world):

@@ -141,7 +141,7 @@ def test_a_restore_that_is_killed_is_done_again_before_unicrond_starts(
     except SystemError:
         monkeypatch.undo()
     (folder / ".restore-left").mkdir()
-    with pytest.raises(UserError, match=r"a restore was cut off.*run `unicronctl restore '.*/a copy'`"):
+    with pytest.raises(UserError, match=r"`unicronctl restore '.*/a copy'`"):
         claim(folder, False)
     restore(copy, folder)
     again = claim(folder, False)
@@ -328,7 +328,7 @@ def harm(log: Path, what: str) -> bytes:
 
 
 @pytest.mark.parametrize("what", ["a page", "its end", "its beginning"])
-def test_a_damaged_log_is_kept_and_a_new_one_begins(tmp_path: Path, what: str) -> None:
+def test_a_damaged_log_is_kept_and_a_new_one_begins(tmp_path: Path, what: str, snapshot) -> None:
     store = Store(tmp_path / LOG_FILE, shared=True)
     store.begin_term(Holder(7_000_000_000, "before"), Holder())
     store.append([Event(n, 1e9 + n, "1", 1, records.WorldProved(reason="x" * 200)) for n in range(1, 400)])
@@ -344,21 +344,24 @@ def test_a_damaged_log_is_kept_and_a_new_one_begins(tmp_path: Path, what: str) -
     (told,) = fresh.store.replay()
     assert told.id >= 400 and isinstance(told.record, records.LogRestored) and kept.name in told.record.reason
     assert what != "a page" or fresh.store.term > 7_000_000_000, "where it can be read"
-    with pytest.raises(UserError, match="runs on this state folder"):
+    with pytest.raises(UserError) as refused:
         replace_damaged(tmp_path, "x")
+    assert str(refused.value).replace(str(tmp_path), "FOLDER") == snapshot
     fresh.close()
 
 
-def test_logs_that_are_damaged_again_and_again_are_another_fault(tmp_path: Path) -> None:
+def test_logs_that_are_damaged_again_and_again_are_another_fault(tmp_path: Path, snapshot) -> None:
     for number in range(MOST_DAMAGED + 1):
         Store(tmp_path / LOG_FILE, shared=True).close()
         if number < MOST_DAMAGED:
             replace_damaged(tmp_path, "malformed")
-    with pytest.raises(UserError, match="see what is wrong with the disk"):
+    with pytest.raises(UserError) as refused:
         replace_damaged(tmp_path, "malformed")
+    assert str(refused.value).replace(str(tmp_path), "FOLDER") == snapshot
 
 
-def test_a_log_that_is_none_is_one_line(tmp_path: Path) -> None:
+def test_a_log_that_is_none_is_one_line(tmp_path: Path, snapshot) -> None:
     (tmp_path / LOG_FILE).write_bytes(b"no log, but long enough for SQLite to look at it" * 100)
-    with pytest.raises(UserError, match="is this a log of unicrond"):
+    with pytest.raises(UserError) as refused:
         backup(tmp_path, tmp_path / "copy")
+    assert str(refused.value).replace(str(tmp_path), "FOLDER") == snapshot

@@ -44,7 +44,7 @@ def frozen(first: Claim, watch: Watch, clock: Clock, folder: Path) -> Claim:
 def test_two_on_one_state_folder(tmp_path: Path) -> None:
     first = claim(tmp_path / "state", False)
     for leased in (False, True):
-        with pytest.raises(FolderHeld, match="another unicrond runs on this state folder"):
+        with pytest.raises(FolderHeld):
             claim(tmp_path / "state", leased)
     first.close()
     second = claim(tmp_path / "state", False)

@@ -149,14 +149,14 @@ def test_commands_are_counted_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
         raw.close()
 
 
-def test_more_than_one_frame_and_too_large_a_frame_end_the_connection_and_no_other(raw: Served) -> None:
+def test_more_than_one_frame_and_too_large_a_frame_end_the_connection_and_no_other(raw: Served, snapshot) -> None:
     good, endless, large = stranger(raw), stranger(raw), stranger(raw)
     endless.socket.sendall(b"\1\5hello")  # MORE
     large.socket.sendall(b"\2" + (MOST + 1000).to_bytes(8, "big"))
     raw.until(lambda: len(raw.refused) == 2, "both are refused")
     good.send(b"fine")
     raw.until(lambda: raw.heard, "it is heard")
-    assert raw.listener.count == 1 and sorted(raw.refused)[0] == "a message has more than one frame"
+    assert raw.listener.count == 1 and sorted(raw.refused) == snapshot
 
 
 def test_a_frame_that_says_more_is_refused_before_it_has_come(raw: Served) -> None:

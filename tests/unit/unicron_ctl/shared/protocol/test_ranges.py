@@ -72,7 +72,7 @@ def test_what_is_at_the_ends_of_the_ranges_is_taken_and_what_is_beyond_refused(k
         try:
             wire.decode(data, decoder, form)
         except wire.BadMessage as error:
-            assert "each slot has one step" in str(error), error
+            assert "one step" in str(error), error
 
     @settings(max_examples=cases(60), deadline=None, suppress_health_check=list(HealthCheck))
     @given(hostile.beyond(info, KNOWN))
@@ -138,7 +138,7 @@ def test_a_registration_has_the_slots_of_its_element(slots):
     given_ = {"name": "x", "user": "ann", "ranks_per_node": 2}
     first = {"job": "7", "element": 1, "agent": "a", "node": "n", "address": "n", "slots": slots}
     data = msgspec.msgpack.encode({"kind": "register", "v": wire.VERSION, **first, "settings": given_})
-    with pytest.raises(wire.BadMessage, match="must have the slots 2 to 3"):
+    with pytest.raises(wire.BadMessage, match="slots 2 to 3"):
         wire.decode(data)
 
 

@@ -49,12 +49,13 @@ def test_an_agent_gets_the_micro_batches_of_each_replica_in_which_it_has_a_rank(
     assert all(one.members == plan.members and one.replica == 2 for one in told)
 
 
-def test_members_that_are_no_whole_replicas_are_refused():
+def test_members_that_are_no_whole_replicas_are_refused(snapshot):
     common = msgspec.Raw(
         wire.encode(shared_plans.PlanCommon(generation=1, members=[(0, 2)], store="", prefix="", replica=2))
     )
-    with pytest.raises(wire.BadMessage, match="3 members are no multiple of a replica's 2 ranks"):
+    with pytest.raises(wire.BadMessage) as refused:
         shared_plans.whole(wire.PlanShare(common=common))
+    assert str(refused.value) == snapshot
 
 
 def test_only_those_who_lead_are_told_of_everybody():
@@ -84,7 +85,7 @@ def test_the_common_part_is_small_whatever_the_size_of_the_job():
 @pytest.mark.parametrize("members", [[(5, 3)], [(0, ranges.MOST_SLOTS)], [(0, 2**60)] * 3])
 def test_runs_that_are_none_are_refused_before_they_cost_memory(members):
     common = msgspec.Raw(wire.encode(shared_plans.PlanCommon(generation=1, members=members, store="", prefix="")))
-    with pytest.raises(wire.BadMessage, match=r"no runs of slots|Expected `int` <="):
+    with pytest.raises(wire.BadMessage, match=r"no runs of slots|<= 4294967295"):
         shared_plans.whole(wire.PlanShare(common=common))
 
 

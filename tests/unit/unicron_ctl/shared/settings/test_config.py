@@ -32,68 +32,64 @@ def test_the_defaults_contradict_nothing() -> None:
     assert problems(ControllerConfig(), ANY_ENVIRONMENT) == [] and problems(AgentConfig()) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[controller]\nheartbeat_period = 0", "heartbeat_period = 0 must be 0.01 to 60: agents refuse anything else"),
-        ("[controller]\nheartbeat_period = 0.005", "heartbeat_period = 0.005 must be 0.01 to 60"),
-        ("[controller]\nlease_periods = 1.0", "lease_periods = 1 must be 1.1 to 100: one late heartbeat"),
-        ("[controller]\nheartbeat_period = 20", "enter_timeout = 30 must be at least heartbeat_period x lease_periods"),
-        ("[controller]\nreport_timeout = 0.2", "report_timeout = 0.2 must be above repeat_seconds = 0.5"),
-        ("[controller]\nrestart_grace = 0.1", "restart_grace = 0.1 must be at least heartbeat_period = 1"),
-        ("[controller]\nrepeat_seconds = inf", "repeat_seconds = inf must be"),
-        ("[controller]\nrepeat_seconds = nan", "repeat_seconds = nan must be"),
-        ("[controller]\nrestart_seconds = 0.0", "restart_seconds = 0 must be"),
-        ("[controller]\nregroup_seconds = 5.0", "regroup_seconds = 5 must be above report_timeout = 10"),
-        ("[controller]\nfault_grace = 10.0", "report_timeout = 10 must be above fault_grace = 10"),
-        (
-            "[controller]\nslurm_timeout = 400.0",
-            "isolate_seconds = 300 must be above slurm_poll_seconds + slurm_timeout",
-        ),
-        ("[controller]\nmetrics_seconds = 0.5", "metrics_seconds = 0.5 must be 1 to 86400, or 0 for none"),
-        (
-            '[controller]\naddress = ["tcp://a:1", "tcp://b:1"]\nmetrics = "a:7453"',
-            'metrics = "a:7453": with a standby write 0.0.0.0 in place of a, which is one host alone',
-        ),
-        ("[controller]\nmax_isolated_share = 1.5", "max_isolated_share = 1.5 must be 0 to 1"),
-        ("[controller]\nmax_isolated_nodes = -1", "max_isolated_nodes = -1"),
-        ("[controller]\nauth = 'trust'", 'auth = "trust": use one of munge, none'),
-        ("[controller]\nadmission = 'no'", 'admission = "no": use one of require, prefer, off'),
-        ("[controller]\nlisten = 'here'", 'listen = "here": write tcp://ADDRESS:PORT'),
-        ("[controller]\nhearbeat_period = 1", "hearbeat_period: unknown key; did you mean heartbeat_period?"),
-        ("[controller]\nallow_inject = 'yes'", "allow_inject: Expected `bool`"),
-        ("[controller]\nadmins = 'root'", "admins: Expected `array`"),
-        ("[agent]\nlink_seconds = 0.0", "[agent] link_seconds = 0 must be 0.1 to 3600"),
-        ("[agent]\nkernel = '/dev/kmsg'", "[agent] kernel: unknown key"),
-        ("[controler]\n", "unknown section [controler]"),
-        ("controller = 3", "[controller] must be a section"),
-        ("severity = 3", "[severity] must be a table"),
-        ("[health]\ngpuz = 8", "[health] gpuz: unknown key; did you mean gpus?"),
-        ("[health]\ngpus = -8", "[health] gpus: Expected `int` >= 0"),
-        ("[health]\nskip = 'gpu'", "[health] skip: Expected `array`"),
-        ("[health]\nskip = ['gpus']", '[health] skip = "gpus": use some of gpu, memory'),
-        ("[planner]\ncomparee = 'user'", "[planner] comparee: unknown key; did you mean compare?"),
-        ("[[severity.rule]]\nid = 'a'\nfoo = 1", "[severity] rule a: unknown key 'foo'"),
-        ("[controller]\naddress = 'tcp://a b:7451'", 'address = "tcp://a b:7451": write tcp://HOST:PORT'),
-        ("[controller", "not TOML"),
-    ],
+WRONG = (
+    "[controller]\nheartbeat_period = 0",
+    "[controller]\nheartbeat_period = 0.005",
+    "[controller]\nlease_periods = 1.0",
+    "[controller]\nheartbeat_period = 20",
+    "[controller]\nreport_timeout = 0.2",
+    "[controller]\nrestart_grace = 0.1",
+    "[controller]\nrepeat_seconds = inf",
+    "[controller]\nrepeat_seconds = nan",
+    "[controller]\nrestart_seconds = 0.0",
+    "[controller]\nregroup_seconds = 5.0",
+    "[controller]\nfault_grace = 10.0",
+    "[controller]\nslurm_timeout = 400.0",
+    "[controller]\nmetrics_seconds = 0.5",
+    '[controller]\naddress = ["tcp://a:1", "tcp://b:1"]\nmetrics = "a:7453"',
+    "[controller]\nmax_isolated_share = 1.5",
+    "[controller]\nmax_isolated_nodes = -1",
+    "[controller]\nauth = 'trust'",
+    "[controller]\nadmission = 'no'",
+    "[controller]\nlisten = 'here'",
+    "[controller]\nhearbeat_period = 1",
+    "[controller]\nallow_inject = 'yes'",
+    "[controller]\nadmins = 'root'",
+    "[agent]\nlink_seconds = 0.0",
+    "[agent]\nkernel = '/dev/kmsg'",
+    "[controler]\n",
+    "controller = 3",
+    "severity = 3",
+    "[health]\ngpuz = 8",
+    "[health]\ngpus = -8",
+    "[health]\nskip = 'gpu'",
+    "[health]\nskip = ['gpus']",
+    "[planner]\ncomparee = 'user'",
+    "[[severity.rule]]\nid = 'a'\nfoo = 1",
+    "[controller]\naddress = 'tcp://a b:7451'",
+    "[controller",
 )
-def test_a_wrong_file_gives_one_line_that_names_the_key(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "unicron.toml"
-    path.write_text(text)
-    with pytest.raises(UserError) as caught:
-        load(path)
-    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
-    assert said in str(caught.value) and caught.value.exit_code == 2
 
 
-def test_of_notify_only_unicrond_is_told_what_is_wrong(tmp_path: Path) -> None:
+def test_a_wrong_file_gives_one_line_that_names_the_key(tmp_path: Path, snapshot) -> None:
+    path, said = tmp_path / "unicron.toml", {}
+    for text in WRONG:
+        path.write_text(text)
+        with pytest.raises(UserError) as caught:
+            load(path)
+        line = str(caught.value)
+        assert line.startswith(f"{path}: ") and "\n" not in line and caught.value.exit_code == 2
+        said[text.replace("\n", " ")] = re.sub("(: not TOML).*", r"\1", line.replace(str(path), "FILE"))
+    assert said == snapshot
+
+
+def test_of_notify_only_unicrond_is_told_what_is_wrong(tmp_path: Path, snapshot) -> None:
     """Defect: a mistake in an address of mail left all jobs unprotected, for agents read the same file."""
     path = tmp_path / "unicron.toml"
     path.write_text("[notify]\nkinds = ['admn']\nmail = ['ops']\n[agent]\nlink_seconds = 7.0\n")
     assert load(path).agent.link_seconds == 7.0
     found = examine(path, ANY_ENVIRONMENT)[1]
-    assert "[notify] kinds: 'admn': use some of admin, healed, left" in found and len(found) == 2
+    assert found == snapshot
     path.write_text("[notify]\nkinds = ['admn']\n[agent]\nlink_seconds = 0.0\n")
     with pytest.raises(UserError, match="link_seconds = 0 must be"):
         load(path)
@@ -129,28 +125,16 @@ def test_without_munge_only_this_machine_is_served(
     load(path)  # others than the controller read the file as well
 
 
-def test_all_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
+def test_all_that_is_wrong_is_found_at_once(tmp_path: Path, snapshot) -> None:
     path = tmp_path / "unicron.toml"
     path.write_text(
         "[controller]\nheartbeat_period = 20\nhearbeat = 1\nallow_inject = 'yes'\nauth = 'x'\n"
         "max_holds_per_minute = -1\nrestart_seconds = 1200\n[agent]\nlink_seconds = 0\n[extra]\n"
     )
     _, found = examine(path, ANY_ENVIRONMENT)
-    starts = [
-        "unknown section [extra]",
-        "[controller] hearbeat: unknown key",
-        "[controller] allow_inject: Expected",
-        '[controller] auth = "x"',
-        "[controller] max_holds_per_minute = -1",
-        "[controller] enter_timeout = 30 must be at least",
-        "[controller] report_timeout = 10 must be at least",
-        "[controller] restart_grace = 5 must be at least heartbeat_period = 20",
-        "[controller] restart_seconds = 1200 must be at most UNICRON_PLAN_TIMEOUT = 900",
-        "[agent] link_seconds = 0",
-    ]
-    assert len(found) == len(starts) and all(map(str.startswith, found, starts)), found
-    with pytest.raises(UserError, match=r"unknown section.* \(and 2 more: `unicrond --check` prints all\)$"):
+    with pytest.raises(UserError) as refused:
         load(path)
+    assert [*found, str(refused.value).replace(str(path), "FILE")] == snapshot
 
 
 def test_a_value_out_of_range_breaks_no_rule_besides() -> None:
@@ -163,23 +147,18 @@ def test_without_slurm_its_time_outs_do_not_matter() -> None:
     assert problems(ControllerConfig(**settings)) and not problems(ControllerConfig(slurm="none", **settings))
 
 
-def test_only_unicrond_checks_against_the_limits_of_agents_and_ranks(tmp_path: Path) -> None:
+def test_only_unicrond_checks_against_the_limits_of_agents_and_ranks(tmp_path: Path, snapshot) -> None:
     """An agent that refuses its configuration would leave its job unprotected."""
     path = tmp_path / "unicron.toml"
     path.write_text("[controller]\nreport_timeout = 5\n")
     assert load(path).controller.report_timeout == 5.0
-    assert examine(path, ANY_ENVIRONMENT)[1] == [
-        "[controller] report_timeout = 5 must be above PLANNED_SECONDS = 8: "
-        "a restart-mode script may take so long to save its state"
-    ]
+    assert examine(path, ANY_ENVIRONMENT)[1] == snapshot
 
 
-def test_a_variable_that_the_site_sets_counts() -> None:
+def test_a_variable_that_the_site_sets_counts(snapshot) -> None:
     config = ControllerConfig(restart_seconds=900.0)
     assert problems(config, {"UNICRON_PLAN_TIMEOUT": "1200"}) == []
-    assert problems(config, {"UNICRON_PLAN_TIMEOUT": "soon"}) == [
-        "UNICRON_PLAN_TIMEOUT = 'soon' must be a number of seconds, 0 or more"
-    ]
+    assert problems(config, {"UNICRON_PLAN_TIMEOUT": "soon"}) == snapshot
 
 
 def every_number() -> list[msgspec.structs.FieldInfo]:
@@ -233,16 +212,15 @@ def test_whole_numbers_are_numbers() -> None:
     assert parse_sections({}) == (Config(), [])
 
 
-def test_whose_flops_are_compared_is_one_of_three() -> None:
+def test_whose_flops_are_compared_is_one_of_three(snapshot) -> None:
     assert parse({}).controller.planner.compare == "user"
     assert parse({"planner": {"compare": "flops"}}).controller.planner.compare == "flops"
-    for wrong, said in (
-        ({"compare": "all"}, '[planner] compare = "all": use one of user, account, flops'),
-        ({"compares": "flops"}, "[planner] compares: unknown key; did you mean compare?"),
-        (1, "[planner] must be a section"),
-    ):
-        with pytest.raises(UserError, match=re.escape(said)):
+    said = []
+    for wrong in ({"compare": "all"}, {"compares": "flops"}, 1):
+        with pytest.raises(UserError) as refused:
             parse({"planner": wrong})
+        said.append(str(refused.value))
+    assert said == snapshot
 
 
 def test_where_the_file_and_the_controller_are_found(tmp_path: Path) -> None:
@@ -277,13 +255,13 @@ def test_a_login_node_asks_the_host_that_the_file_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["head", "tcp://0.0.0.0:7451", "tcp://*:1", "tcp://head:0", "tcp://:7451"])
-def test_an_address_that_nobody_can_reach_is_refused(address: str) -> None:
-    assert problems(ControllerConfig(address=address)) == [
-        f'address = "{address}": write tcp://HOST:PORT, the name of unicrond\'s host as all nodes know it'
-    ]
+def test_an_address_that_nobody_can_reach_is_refused(address: str, snapshot) -> None:
+    assert problems(ControllerConfig(address=address)) == snapshot
 
 
-def test_where_nothing_says_which_host_the_error_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_says_which_host_the_error_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     (tmp_path / "u.toml").write_text(
@@ -291,8 +269,9 @@ def test_where_nothing_says_which_host_the_error_does(tmp_path: Path, monkeypatc
     )
     monkeypatch.setenv("UNICRON_CONFIG", str(tmp_path / "u.toml"))
     monkeypatch.delenv("UNICRON_CONTROLLER", raising=False)
-    with pytest.raises(UserError, match=r'no other is configured: write address = "tcp://HOST:PORT" into'):
+    with pytest.raises(UserError) as refused:
         ask_controller({"kind": "ping"}, timeout=0.1)
+    assert str(refused.value) == snapshot
 
 
 def test_what_is_shipped_names_the_port_on_which_unicrond_listens() -> None:
@@ -302,7 +281,7 @@ def test_what_is_shipped_names_the_port_on_which_unicrond_listens() -> None:
     assert address.rpartition(":")[2] == ControllerConfig().listen.rpartition(":")[2]
 
 
-def test_a_standby_is_a_second_address() -> None:
+def test_a_standby_is_a_second_address(snapshot) -> None:
     both = ["tcp://head1:7451", "tcp://head2:7451"]
     for given in (both, ", ".join(both)):
         config = parse({"controller": {"address": given}})
@@ -310,15 +289,15 @@ def test_a_standby_is_a_second_address() -> None:
         assert controller_address(None, config, {}) == "tcp://head1:7451,tcp://head2:7451"
     assert parse({}).controller.addresses == []
     assert problems(ControllerConfig(address=[both[0], "head2"]))[0].startswith('address = "head2": write tcp://')
-    assert problems(ControllerConfig(address=[both[0]] * 2)) == ['address = "tcp://head1:7451": named twice']
+    assert problems(ControllerConfig(address=[both[0]] * 2)) == snapshot
     assert "the most" in problems(ControllerConfig(address=[f"tcp://h{n}:1" for n in range(5)]))[0]
 
 
-def test_an_address_with_another_port_than_listen_is_told_of() -> None:
+def test_an_address_with_another_port_than_listen_is_told_of(snapshot) -> None:
     """Defect: agents tried a port at which nobody listened, and nothing said so. A forwarded port is no mistake."""
     two = ["tcp://head1:7451", "tcp://[fd00::2]:7000"]
     config = parse({"controller": {"address": two, "listen": "tcp://0.0.0.0:7451"}})
     (line,) = port_notes(config.controller)
-    assert "connect to port 7000, and unicrond listens at 7451" in line and two[1] in line
+    assert line == snapshot
     for section in ({"address": two[0]}, {"listen": "tcp://0.0.0.0:9000"}, {"address": two, "listen": "tcp://*:0"}):
         assert port_notes(ControllerConfig(**section)) == [], section  # type: ignore[arg-type]

@@ -77,17 +77,14 @@ def test_each_rule_is_noticed_when_it_alone_is_broken(rule: limits.Rule) -> None
     assert not [line for line in contradictions(values) if rule.why in line]
 
 
-def test_an_equal_value_is_enough_only_where_the_rule_says_so() -> None:
+def test_an_equal_value_is_enough_only_where_the_rule_says_so(snapshot) -> None:
     assert contradictions({"restart_seconds": 600.0, "UNICRON_PLAN_TIMEOUT": 600.0}) == []
-    (said,) = contradictions({"repeat_seconds": 10.0, "report_timeout": 10.0})
-    assert said.startswith("report_timeout = 10 must be above repeat_seconds = 10: ")
+    assert contradictions({"repeat_seconds": 10.0, "report_timeout": 10.0}) == snapshot
 
 
-def test_a_message_begins_with_what_can_be_changed() -> None:
-    (said,) = contradictions({"hang_outside_seconds": 3600.0, "UNICRON_COLLECTIVE_TIMEOUT": 1800.0})
-    assert said.startswith("hang_outside_seconds = 3600 must be below UNICRON_COLLECTIVE_TIMEOUT = 1800: ")
-    (said,) = contradictions({"PLANNED_SECONDS": 8.0, "report_timeout": 5.0})
-    assert said.startswith("report_timeout = 5 must be above PLANNED_SECONDS = 8: ")
+def test_a_message_begins_with_what_can_be_changed(snapshot) -> None:
+    outside = contradictions({"hang_outside_seconds": 3600.0, "UNICRON_COLLECTIVE_TIMEOUT": 1800.0})
+    assert [*outside, *contradictions({"PLANNED_SECONDS": 8.0, "report_timeout": 5.0})] == snapshot
 
 
 def test_variables_of_the_environment() -> None:

@@ -59,24 +59,27 @@ def test_a_job_of_several_partitions_has_the_least_of_them() -> None:
     assert both.most_weight("", "high") == 1.0 and both.most_weight("lab", "") == 3.0
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[partition.gpu]\nmode = 'on'", "[partition.gpu] mode: 'on': use one of off, observe, act"),
-        ("[partition.gpu]\nactions = ['kill']", "[partition.gpu] actions: 'kill': use some of drain, down"),
-        ("[partition.gpu]\nmod = 'act'", "[partition.gpu] mod: unknown key; did you mean mode?"),
-        ("[partition]\nmode = 'act'", "[partition] mode is no table: write [partition.default]"),
-        ("[partition.gpu]\nmax_weight = -1", "[partition.gpu] max_weight: Expected `float` >= 0.0"),
-        ("[partition.gpu]\nmax_weight = nan", "[partition.gpu] max_weight"),
-        ("[partition.gpu]\nspare_nodes = 1.5", "[partition.gpu] spare_nodes: Expected `int`"),
-        ("[partition.gpu.account.lab]\nweight = 2", "[partition.gpu] account: Object contains unknown field `weight`"),
-        ("partition = 3", "[partition] must hold tables: write [partition.NAME]"),
-    ],
+WRONG = (
+    "[partition.gpu]\nmode = 'on'",
+    "[partition.gpu]\nactions = ['kill']",
+    "[partition.gpu]\nmod = 'act'",
+    "[partition]\nmode = 'act'",
+    "[partition.gpu]\nmax_weight = -1",
+    "[partition.gpu]\nmax_weight = nan",
+    "[partition.gpu]\nspare_nodes = 1.5",
+    "[partition.gpu.account.lab]\nweight = 2",
+    "partition = 3",
 )
-def test_what_is_wrong_is_one_line_that_names_the_key(text: str, said: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse(tomllib.loads(text))
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_wrong_is_one_line_that_names_the_key(snapshot) -> None:
+    said = {}
+    for text in WRONG:
+        with pytest.raises(UserError) as caught:
+            parse(tomllib.loads(text))
+        assert "\n" not in str(caught.value)
+        said[text.replace("\n", " ")] = str(caught.value)
+    assert said == snapshot
 
 
 def test_what_has_no_meaning_keeps_its_default() -> None:

@@ -18,7 +18,7 @@ from unicron_ctl.shared.slurm.command_line import (
     parse_topology,
 )
 from unicron_ctl.shared.slurm.sizes import parse_partitions
-from unicron_ctl.shared.slurm.slurm_client import PartitionInfo, Reservation, Size
+from unicron_ctl.shared.slurm.slurm_client import PartitionInfo, Reservation, Size, SlurmTimeout
 from unicron_ctl.shared.slurm.states import parse_states
 
 SEEN = tomllib.loads((ROOT / "docs" / "behaviour" / "slurm-jobs.toml").read_text())
@@ -195,7 +195,7 @@ def _program(folder: Path, name: str, text: str) -> None:
 
 def test_a_slurm_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
     _program(tmp_path, "scontrol", "exec sleep 60")
-    with pytest.raises(SlurmError, match=r"scontrol .*no answer from Slurm within 0\.2 s"):
+    with pytest.raises(SlurmTimeout, match=r"scontrol .* 0\.2 s"):
         CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=0.2).nodes()
 
 
@@ -226,9 +226,10 @@ def test_what_slurm_says_becomes_one_line(tmp_path: Path) -> None:
     assert str(raised.value) == "scontrol update NodeName=n1: error: one error: two"
 
 
-def test_missing_programs_are_named_with_their_package(tmp_path: Path) -> None:
-    with pytest.raises(SlurmError, match=r"scontrol not found; install with: apt-get install slurm-client"):
+def test_missing_programs_are_named_with_their_package(tmp_path: Path, snapshot) -> None:
+    with pytest.raises(SlurmError) as refused:
         CommandLineClient(env={"PATH": str(tmp_path)}).nodes()
+    assert str(refused.value) == snapshot
 
 
 @pytest.mark.parametrize("order", ["requeue", "requeue_hold"])
@@ -303,7 +304,7 @@ def test_what_the_default_topology_says_counts_first(tmp_path: Path) -> None:
     assert client.domains() == {"n1": "top1", "n2": "s1"}
 
 
-def test_settings_with_a_unit_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_with_a_unit_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture, snapshot) -> None:
     """All releases print the unit. Defect: then KillWait was 30 s, whatever it was."""
     lines = ["KillWait = 7 sec", "PrivateData = jobs,nodes", "AccountingStorageType = (null)", "ReturnToService = 2"]
     _program(tmp_path, "scontrol", f"printf '%s\\n' '{chr(10).join(lines)}'")
@@ -313,18 +314,14 @@ def test_settings_with_a_unit_are_read(tmp_path: Path, caplog: pytest.LogCapture
     _program(tmp_path, "scontrol", "echo PrivateData = none")
     client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert [client.kill_wait() for _ in range(3)] == [30.0] * 3 and client.private_data() == set()
-    assert [record.getMessage() for record in caplog.records] == [
-        "`scontrol show config` tells no KillWait: 30 s are taken for it"
-    ]
+    assert caplog.messages == snapshot
 
 
-def test_lines_that_are_no_nodes_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_that_are_no_nodes_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, snapshot) -> None:
     _program(tmp_path, "scontrol", 'case "$*" in *node) echo NodeName=n1 State=IDLE; echo Node=n2 Health=OK;; esac')
     client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert [[node.name for node in client.nodes()] for _ in range(3)] == [["n1"]] * 3
-    assert [record.getMessage() for record in caplog.records] == [
-        "`scontrol show node` prints a line that cannot be read, and its node is unknown: Node=n2 Health=OK"
-    ]
+    assert caplog.messages == snapshot
 
 
 def test_only_the_jobs_of_this_cluster_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_no_control_character_of_a_reason_reaches_the_terminal(monkeypatch) -> N
     assert said.strip().isprintable() and "unicron[x]" in said
 
 
-def test_the_command_asks_first(monkeypatch) -> None:
+def test_the_command_asks_first(monkeypatch, snapshot) -> None:
     slurm = left()
     for name in ("nodes", "elements", "resume", "pin", "release", "comment"):
         monkeypatch.setattr(CommandLineClient, name, staticmethod(getattr(slurm, name)))
@@ -92,7 +92,7 @@ def test_the_command_asks_first(monkeypatch) -> None:
 
     monkeypatch.setattr("unicron_ctl.cli.retire.ask_controller", ask)
     said = CliRunner().invoke(command, ["--dry-run"])
-    assert said.exit_code == 0 and said.output.splitlines()[0].startswith("n1 returns to service; check it")
+    assert said.exit_code == 0 and said.output.splitlines()[0] == snapshot
     refused = CliRunner().invoke(command, ["--yes"])
     assert "a controller answers" in str(refused.exception) and "DRAIN" in slurm.node_states["n1"]
     controllers.clear()
