@@ -322,7 +322,7 @@ def _some_compute(view: View, job: JobView, waited: float) -> bool:
 def _suspect(
     view: View, job: JobView, watch: IterationWatch, culprits: Sequence[Laggard], long: str, out: Outcome
 ) -> None:
-    """Report the culprits and ask for their stacks. They are stopped when the stacks are there."""
+    """Report the culprits and ask for their stacks. They are stopped when the stacks are there, or at `act_at`."""
     slots = [culprit.slot for culprit in culprits]
     for culprit in culprits:
         said = f"{long}; {culprit.reason}"
