@@ -1,5 +1,5 @@
 """Out-of-memory kills as the memory cgroup counts them: `oom_kill` in memory.oom_control (version 1) or memory.events
-(version 2). The kernel counts a kill in the cgroup of the process that it killed, whoever's limit was reached.
+(version 2). The kernel counts a kill in the cgroup of the process that it killed, no matter whose limit was reached.
 
 Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
 """
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-KILL_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # how a process ends by it; the second is a shell's word
-CLAIM_SECONDS = 60.0  # a process with much memory needs long to end after it was killed
-REPORT_SECONDS = 3.0  # a kill that no rank's end has explained by then hit another process of the cgroup
+KILL_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit codes of a killed process; shells report the second
+CLAIM_SECONDS = 60.0  # a process with much memory takes long to end after the kill
+REPORT_SECONDS = 3.0  # if no rank has ended by then, the kill hit another process of the cgroup
 
 
 def counter_file(pid: int | str = "self", proc: Path = Path("/proc")) -> Path | None:
-    """The file with the oom_kill count of the process's own memory cgroup; None where there is none."""
+    """Returns the file with the oom_kill count of the process's own memory cgroup; None if there is none."""
     try:
         lines = (proc / str(pid) / "cgroup").read_text().splitlines()
         mounts = [line.split() for line in (proc / "self" / "mountinfo").read_text().splitlines()]
@@ -58,7 +58,7 @@ def read_count(file: Path) -> int | None:
 
 
 class OomKills:
-    """The kills of one cgroup, each of which explains one end by SIGKILL. May be used from several threads."""
+    """The kills of one cgroup. Each explains the end of one process by SIGKILL. Threads may share it."""
 
     def __init__(self, file: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.file, self._clock, self._lock = file, clock, threading.Lock()
@@ -66,13 +66,13 @@ class OomKills:
         self._open: list[list[Any]] = []  # [when it was seen, whether it was reported]
 
     def claim(self) -> bool:
-        """A rank was killed: was it one of the kills that nobody has claimed yet?"""
+        """Claims a kill for a rank that ended by SIGKILL. Returns whether there was one left to claim."""
         with self._lock:
             self._read_kills()
             return bool(self._open) and bool(self._open.pop())
 
     def unclaimed_kills(self) -> int:
-        """New kills that no rank's end explains: a process beside the ranks was hit. Each is told once."""
+        """Returns how many new kills no rank's end explains: they hit other processes. Each is counted once."""
         with self._lock:
             self._read_kills()
             fresh = [kill for kill in self._open if not kill[1] and self._clock() - kill[0] > REPORT_SECONDS]
@@ -81,7 +81,7 @@ class OomKills:
             return len(fresh)
 
     def _read_kills(self) -> None:
-        """Read the count; kills that are new wait to be claimed."""
+        """Reads the count. New kills can be claimed from then on."""
         now, count = self._clock(), read_count(self.file) if self.file else None
         if count is not None:
             rise = count - (self._count if self._count is not None else count)

@@ -1,7 +1,7 @@
 """Online statistics of iteration times: degraded, failed, and how long the iteration in progress may take.
 
-Pure and for the standard library only: the caller measures. Thresholds: over 3x the running
-average an iteration has failed; over 1.1x it is degraded, which is only reported (docs/design/paper.md, section 3).
+Pure, with the standard library only: the caller measures. An iteration over 3x the running average has failed; over
+1.1x it is degraded, which is only reported (docs/design/paper.md, section 3).
 
 Why not simply compare with the mean: the first iterations are slow (allocator, compilation, data), checkpoints and
 evaluations are not iterations, times drift with the sequence length, and some jobs alternate between two speeds. So the
@@ -30,33 +30,36 @@ class Health(enum.Enum):
 WARM_UP = "warm-up"  # the reason for an iteration that is not learned from, right after a (re)start
 BLOCKS = 64  # blocks of iterations whose means say how much the job's speed varies by itself
 FEW_BLOCKS = 16  # with fewer, the noise that was measured is doubled
-OWN_MARGIN = 1.25  # an iteration of the job's own that ended by itself may come again, and be so much longer
+OWN_MARGIN = 1.25  # the longest iteration that ended by itself may come again, and take this much longer
 KEPT_OF_HIGHEST = 1.0 - 3.5e-5  # per iteration, of the longest one: a half-life of about 20,000
-LEAVE = 0.6  # of the way from the baseline to the limit: below it a degraded job is healthy again
-STEADY_MOVE = 0.5  # of that way: so far must a block have moved without its OUTLIERS slowest iterations
+RECOVERY_SHARE = 0.6  # of the way from the baseline to the limit: below it a degraded job is healthy again
+STEADY_MOVE = 0.5  # of that way: a degraded block is beyond it even without its OUTLIERS slowest iterations
 OUTLIERS = 2
 FASTER, SLOWER = 0.02, 0.002  # shares of the way to the average by which the baseline moves in an iteration
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When an iteration counts as slow.
-
-    skip: iterations after a (re)start that are never learned from. learn: iterations until the first verdict.
-    window: iterations of the running average. recent: a block of iterations; a whole one must have moved before a job
-    is degraded. failed, degraded: ratios to the running average. spreads: so many standard deviations of the job's own
-    blocks must it have moved, too. patience: how far, at most, a job's own slow iterations can raise ``failed``.
-    floor: seconds that any iteration may take, so that a stutter of the machine is no failure."""
+    """When an iteration counts as slow."""
 
     skip: int = 3
+    """Iterations after a (re)start that are never learned from"""
     learn: int = 8
+    """Iterations until the first verdict"""
     window: int = 64
+    """Iterations of the running average"""
     recent: int = 16
+    """Iterations of a block. A whole block must be slow before a job is degraded"""
     failed: float = 3.0
+    """Ratio to the running average above which an iteration has failed"""
     degraded: float = 1.1
+    """Ratio to the baseline above which a block is degraded"""
     spreads: float = 6.0
+    """A degraded block is also slower by this many standard deviations of the job's own blocks"""
     patience: float = 6.0
+    """The most to which a job's own slow iterations can raise ``failed``"""
     floor: float = 0.25
+    """Seconds that any iteration may take, so that a short stall of the machine is not a failure"""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class IterationMonitor:
 
     def limit(self) -> float | None:
         """Seconds after which the iteration in progress counts as failed; None while still learning. In warm-up an
-        iteration may take longer: that is the caller's to know (:attr:`warming`)."""
+        iteration may take longer, which the caller must allow for (:attr:`warming`)."""
         return self._failure_time() if self.learned else None
 
     @property
@@ -157,8 +160,8 @@ class IterationMonitor:
     def _judge(self, ratio: float, average: float) -> Observation:
         """Degraded: the recent iterations together took over 1.1x the baseline, and by more than chance explains.
 
-        The baseline follows the job down (it got faster) soon and up only by slow drift, so that a job that has become
-        slow stays degraded until it is fast again or resized.
+        The baseline falls quickly when the job gets faster, and rises only slowly. So a job that has become slow stays
+        degraded until it is fast again or resized.
         """
         if self._baseline is None:
             if len(self._window) == self._window.maxlen:
@@ -168,11 +171,11 @@ class IterationMonitor:
             return Observation(self._health(), ratio, average, "")
         recent = sum(self._recent) / len(self._recent)
         limit = max(self.limits.degraded * self._baseline, self._baseline + self.limits.spreads * self._block_error())
-        leave = self._baseline + (limit - self._baseline) * LEAVE
-        # A few slow iterations that lift the mean of their block are no slow job: without them it must have moved, too.
+        recovery_limit = self._baseline + (limit - self._baseline) * RECOVERY_SHARE
+        # A few slow iterations can raise the mean of a block. A slow job is slow without them, too.
         most = sorted(self._recent)[:-OUTLIERS]
         moved = sum(most) / len(most) > self._baseline + (limit - self._baseline) * STEADY_MOVE
-        self._degraded = (recent > limit and moved) or (self._degraded and recent > leave)
+        self._degraded = (recent > limit and moved) or (self._degraded and recent > recovery_limit)
         self._follow(ratio * average)
         reason = ""
         if self._degraded:
@@ -197,7 +200,7 @@ class IterationMonitor:
             return
         self._block.append(seconds)
         if len(self._block) == self.limits.recent:
-            if self._pending is not None:  # one block late: what follows has to show that this was no fault's beginning
+            if self._pending is not None:  # one block late, when it is clear that no fault began in it
                 self._block_means.append(self._pending)
             self._pending = sum(self._block) / len(self._block)
             self._block.clear()

@@ -1,12 +1,12 @@
 """Counts what a plain program does, in a page of memory that its agent reads: optimizer steps, waits for other ranks,
 saves, heartbeats.
 
-The script is not changed. The zygote calls :func:`install` in each fork. A process that starts cold loads this file by
-torch's own way to load backends at its import (the entry point `torch.backends`), from a folder that the agent puts on
-PYTHONPATH. So it must run by itself: the standard library, and torch where torch has been imported.
+The script is not changed. The zygote calls :func:`install` in each fork. In a process that starts cold, `import torch`
+loads this file as one of its backends (the entry point `torch.backends`), from a folder that the agent puts on
+PYTHONPATH. So it may import only the standard library, and torch if the script has imported it.
 
-A hook costs about a microsecond, writes to the page, and takes no lock. No thread runs; one waits in a read, where
-there is a process group, to say how far its collectives are when the agent asks (torch's flight recorder knows).
+A hook costs about a microsecond, writes to the page, and takes no lock. If there is a process group, one thread waits
+for the agent's questions, and answers with the progress of the collectives from torch's flight recorder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAGE, ASKS = "UNICRON_COUNTERS", ".ask"  # the page's path in the environment; t
 BYTES, TEXT = 32768, 1024  # of a page, and where its text begins
 FIELDS = (
     "version",
-    "pid",  # of the process that counts: the first that does something here
+    "pid",  # of the process that counts: the first that calls a hook
     "began",  # when it was installed; all times are nanoseconds on the monotonic clock
     "done",  # iterations
     "done_at",  # end of the last one
@@ -39,7 +39,7 @@ FIELDS = (
     "wait",  # why it waits for other ranks now: an index of WAITS
     "waits",  # how often it has begun to
     "waited",  # for how long in all
-    "outside",  # how many saves, or sections that are no step, it is in
+    "outside",  # depth of saves, and of sections outside an iteration, that it is in
     "outside_for",
     "saves",  # that have ended
     "saved_done",  # iterations at the end of the last one
@@ -50,14 +50,14 @@ FIELDS = (
 AT = {name: number for number, name in enumerate(FIELDS)}
 VERSION = 1
 WAITS = ("", "backward", "a collective")
-# What is used of torch without being documented: a release in which one differs is counted without it.
+# Undocumented parts of torch. If one of them differs in a release, the hook that needs it is left out.
 SEAMS = (
     ("torch.autograd", "backward", "tensors grad_tensors retain_graph create_graph grad_variables inputs"),
     ("torch.distributed", "Work.wait", None),  # written in C++
     ("torch._C._distributed_c10d", "_dump_fr_trace_json", None),
 )
-END, END_SECONDS = b".", 1.0  # what ends the answers, and how long that is waited for
-MOST_GROUPS = 64  # of which an answer tells
+END, END_SECONDS = b".", 1.0  # the question that ends the thread, and how long to wait for its end
+MOST_GROUPS = 64  # in one answer
 MONITOR = "nvidia_resiliency_ext.fault_tolerance.rank_monitor_client"
 
 install_later = False  # in a zygote: its forks install
@@ -76,13 +76,13 @@ class Counters:
             self._map = mmap.mmap(file.fileno(), BYTES)
         self.page = memoryview(self._map).cast("Q")
         self._path = path
-        self.mine: bool | None = None  # whether this process counts; None while that is open
+        self.mine: bool | None = None  # whether this process counts; None until that is decided
         self.thread = 0  # the one that trains
         self._round: set[int] = set()  # optimizers that have stepped in the present iteration
         self.page[AT["version"]] = VERSION
 
     def claim(self) -> bool:
-        """Whether this process is the one that counts: the first of the rank's that trains, and lives."""
+        """Whether this process is the one that counts: the first living process of the rank that trains."""
         if self.mine is None:
             owner = self.page[_PID]
             self.mine = owner in (0, os.getpid()) or not os.path.exists(f"/proc/{owner}")
@@ -95,14 +95,14 @@ class Counters:
         return self.mine
 
     def after_fork(self) -> None:
-        """This process is a child of the one that counts, or may: a worker that loads data."""
+        """Stops counting in a child, such as a worker that loads data, of the process that counts."""
         if self.mine:
             self.mine, self.thread = False, 0
 
     # ------------------------------------------------------------ what is counted
     def on_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        """An optimizer has stepped. An iteration ends with the first step of a round: of two optimizers, as a GAN has
-        them, each steps once, or one of them several times, before the other does."""
+        """Counts a step of an optimizer. An iteration ends with the first step of a round. If there are two optimizers,
+        as in a GAN, a new round begins when one of them steps again."""
         if not self.mine and not self.claim():
             return
         key, steps = id(optimizer), self._round
@@ -118,7 +118,7 @@ class Counters:
         page[_DONE] += 1
 
     def waiting(self, function: Callable[..., Any], kind: int) -> Callable[..., Any]:
-        """The function, in which a rank waits for others: its time counts as waiting."""
+        """Returns the function wrapped, so that its time counts as waiting for other ranks."""
         page = self.page
 
         def wrapper(*arguments: Any, **keywords: Any) -> Any:
@@ -136,7 +136,7 @@ class Counters:
         return unseen(wrapper, function)
 
     def saving(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, in which a rank writes a checkpoint, which takes its time."""
+        """Returns the function wrapped, so that its time counts as a save."""
 
         def wrapper(*arguments: Any, **keywords: Any) -> Any:
             if not self.mine or _thread() != self.thread:
@@ -151,7 +151,7 @@ class Counters:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """The rank is known to be outside an iteration."""
+        """Counts the time within as outside an iteration."""
         page, began = self.page, _now()
         page[_OUTSIDE] += 1
         try:
@@ -161,12 +161,12 @@ class Counters:
             page[_OUTSIDE_FOR] += _now() - began
 
     def beat(self) -> None:
-        """The script says that it gets on."""
+        """Counts a heartbeat of the script."""
         if self.mine or self.claim():
             self.page[AT["heartbeats"]] += 1
 
     def section(self, by: int) -> None:
-        """A section that is no step begins (1) or ends (-1)."""
+        """Notes that a section outside an iteration begins (1) or ends (-1)."""
         if self.mine or self.claim():
             self.beat()
             self.page[_OUTSIDE] = max(0, self.page[_OUTSIDE] + by)
@@ -179,7 +179,7 @@ class Counters:
 
     # ------------------------------------------------------------ questions
     def _answer_questions(self) -> None:
-        """Have a thread wait for the agent's questions, where there are others to wait for."""
+        """Starts a thread that answers the agent's questions, if there is a process group."""
         distributed = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_available() or not distributed.is_initialized():
             return
@@ -190,7 +190,7 @@ class Counters:
             atexit.register(self._end_answers, pipe, thread)
 
     def _end_answers(self, pipe: int, thread: threading.Thread) -> None:
-        """An interpreter that ends while the thread is in torch aborts. Not called in a fork, which has no thread."""
+        """Ends the thread: an interpreter that exits while a thread is in torch aborts. A fork has no such thread."""
         if self.mine:
             os.write(pipe, END)
             thread.join(END_SECONDS)
@@ -205,8 +205,8 @@ class Counters:
 
 
 def unseen(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The wrapper with the function's name, over which torch's compiler passes."""
-    _hide(wrapper)
+    """Returns the wrapper with the function's name. torch's compiler does not trace it."""
+    _keep_from_compiler(wrapper)
     wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         with contextlib.suppress(AttributeError):
@@ -215,14 +215,14 @@ def unseen(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callabl
     return wrapper
 
 
-def _hide(function: Any) -> None:
-    """Have torch's compiler pass over it, which goes by the file's name: it would try to trace what it cannot."""
+def _keep_from_compiler(function: Any) -> None:
+    """Keeps torch's compiler, which goes by the file's name, from tracing the function: it would fail."""
     function.__code__ = function.__code__.replace(co_filename=f"<frozen importlib.{NAME}>")
 
 
 def collectives() -> dict[str, list[Any]]:
-    """Name of a group -> [collectives that this rank has begun, that have ended, the last one in words], as the flight
-    recorder knows them."""
+    """Returns for each group's name [collectives that this rank has begun, that have ended, the last one in words],
+    from the flight recorder."""
     from torch._C import _distributed_c10d as c10d
 
     found: dict[str, list[Any]] = {}
@@ -239,8 +239,8 @@ def collectives() -> dict[str, list[Any]]:
 
 
 # ---------------------------------------------------------------- installing it
-def _differs(module: str, name: str, parameters: str | None) -> bool:
-    """Whether torch has it otherwise than it is used here."""
+def _lacks(module: str, name: str, parameters: str | None) -> bool:
+    """Whether torch lacks the function, or has it with other parameters."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -250,7 +250,7 @@ def _differs(module: str, name: str, parameters: str | None) -> bool:
 
 
 def install() -> None:
-    """Count in this process, where its agent wants that. Never raises: a program is not to fail for it."""
+    """Starts to count in this process, if its agent asks for that. Never raises: counting must not break a program."""
     path = None if install_later else os.environ.get(PAGE)
     if path is None:
         return
@@ -264,7 +264,7 @@ def install() -> None:
 
 
 def _beside(name: str) -> Any:
-    """A module of this folder, which is not on sys.path."""
+    """Imports a module of this folder, which is not on sys.path."""
     where = os.path.join(os.path.dirname(os.path.realpath(__file__)), f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"_unicron_{name}", where)
     assert spec is not None and spec.loader is not None
@@ -274,17 +274,17 @@ def _beside(name: str) -> Any:
 
 
 def _hook(counters: Counters) -> None:
-    """Put the hooks into torch, which is imported."""
+    """Puts the hooks into torch."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    missing = [f"{module}.{name}" for module, name, takes in SEAMS if _differs(module, name, takes)]
+    missing = [f"{module}.{name}" for module, name, takes in SEAMS if _lacks(module, name, takes)]
 
     def on_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
         counters.on_step(optimizer, arguments, keywords)
 
     for method in (Counters.on_step, Counters.claim):  # what hooks call
-        _hide(method)
+        _keep_from_compiler(method)
     register_optimizer_step_post_hook(unseen(on_step, on_step))
     torch.save = counters.saving(torch.save)
     if "torch.autograd.backward" not in missing:
@@ -300,8 +300,7 @@ def _hook(counters: Counters) -> None:
 
 # ---------------------------------------------------------------- others' heartbeats
 class _Monitors:
-    """Sees imports, for the one of NVRx's client: its calls count as progress, and where its launcher is not there they
-    do not fail for it."""
+    """Watches for the import of NVRx's client. Its calls count as progress, and work without NVRx's launcher."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters, self._busy = counters, False
@@ -348,7 +347,7 @@ def understand(module: Any, counters: Counters) -> None:
         return
 
     def connect(self: Any, num_warmup_iters: int | None = None) -> None:
-        """Instead of its launcher's server, whose answers would be these."""
+        """Stands in for the connection to the launcher's server, with the answers that the server would give."""
         import socket
 
         self.rank_monitor_socket, self._unicron_peer = socket.socketpair()

@@ -1,8 +1,8 @@
-"""T(t,x): achieved aggregate FLOP/s of a job by node count, from what was measured and a model for the rest.
+"""T(t,x), the total FLOP/s that a job achieves on x nodes: measured where the job has run, modelled elsewhere.
 
-Sizes that have not been seen are filled by a model whose few scale factors are fitted to the seen ones by least squares
-around a prior, which also yields an uncertainty. More nodes can always be left idle, so a throughput that falls with
-size is noise: it is repaired by isotonic regression (pool adjacent violators), weighted by certainty.
+A model fills in the other sizes. Its few scale factors are fitted to the measured sizes by least squares around a
+prior, which also gives an uncertainty. More nodes can always be left idle, so a throughput that falls with size is
+noise. Isotonic regression (pool adjacent violators), weighted by certainty, removes it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from unicron_planner.problem import megatron_costs
 from unicron_planner.problem.megatron_costs import Gpt, Hardware, Parallel
 from unicron_planner.problem.objective import PlanError, number, whole
 
-MODEL_ERROR = 0.10  # relative error expected of the model where nothing has been measured nearby [our choice]
+MODEL_ERROR = 0.10  # expected relative error of the model at sizes without a measurement [our choice]
 MOST_SAMPLES = 64  # newest samples kept per size
-NOISE = 0.02  # relative error of one measured iteration time, at least [our choice]
+NOISE = 0.02  # lower bound on the relative error of a measured iteration time [our choice]
 # Factors of the cost model's compute, tensor-parallel traffic, network traffic and a constant, seconds [our choice]
 PRIOR, SPREAD = np.array([1.0, 1.0, 1.0, 0.0]), np.array([0.3, 0.5, 0.5, 0.05])
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The throughput expected at one size.
-
-    flops: T in FLOP/s. sigma: its standard error, FLOP/s. measured: whether this size has been run. parallel: the
-    best split, where the model is known."""
+    """The throughput expected at one size."""
 
     flops: float
+    """T in FLOP/s"""
     sigma: float
+    """Its standard error, FLOP/s"""
     measured: bool
+    """Whether the job has run at this size"""
     parallel: Parallel | None = None
+    """The fastest split, if the job has a cost model"""
 
 
 def isotonic(values: Iterable[float], weights: Iterable[float]) -> list[float]:
@@ -54,7 +55,7 @@ def isotonic(values: Iterable[float], weights: Iterable[float]) -> list[float]:
 def ridge(
     features: np.ndarray, seconds: np.ndarray, prior: np.ndarray, spread: np.ndarray, noise: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Least squares of seconds ~ features @ factors, relative to `noise`, around prior +- spread; factors stay >= 0.
+    """Fits seconds ~ features @ factors by least squares, relative to `noise`, around prior +- spread; factors >= 0.
 
     Returns (factors, covariance). features: (samples, k); seconds, noise: (samples,); prior, spread: (k,)."""
     free = np.ones(len(prior), dtype=bool)
@@ -77,16 +78,18 @@ def ridge(
 class Throughput:
     """The throughput of one job.
 
-    flops_per_iteration: work of one optimizer step; taken from `model` where that is given. model, hardware: for jobs
-    that the Megatron cost model covers; without them, unseen sizes follow t(x) = a + b / x. tp, pp: fixed by the
-    job's script.
+    Without `model`, sizes at which the job has not run follow t(x) = a + b / x.
     """
 
     flops_per_iteration: float = 0.0
+    """Work of one optimizer step; `model` overrides it"""
     model: Gpt | None = None
+    """The model, if Megatron's cost model covers the job"""
     hardware: Hardware = field(default_factory=Hardware)
     tp: int | None = None
+    """Tensor-parallel size, if the job's script fixes it"""
     pp: int | None = None
+    """Pipeline-parallel size, if the job's script fixes it"""
     samples: dict[int, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,7 +98,7 @@ class Throughput:
         number(self.flops_per_iteration, "flops_per_iteration", positive=True)
 
     def add(self, nodes: int, seconds: float) -> None:
-        """One healthy iteration took `seconds` on `nodes` nodes; raises PlanError for nonsense."""
+        """Records that a healthy iteration took `seconds` on `nodes` nodes. Raises PlanError for impossible values."""
         whole(nodes, "nodes", least=1)
         number(seconds, "seconds", positive=True)
         kept = self.samples.setdefault(nodes, [])
@@ -103,7 +106,7 @@ class Throughput:
         del kept[:-MOST_SAMPLES]
 
     def medians(self) -> dict[int, tuple[float, float]]:
-        """(median seconds, its standard error) by size; the error is at least 1 % of the median."""
+        """Returns (median seconds, standard error) by size. The error is at least 1 % of the median."""
         out = {}
         for nodes, seconds in self.samples.items():
             middle = statistics.median(seconds)
@@ -112,7 +115,7 @@ class Throughput:
         return out
 
     def table(self, sizes: Iterable[int]) -> dict[int, Estimate]:
-        """An Estimate for every size that can be run, non-decreasing in size."""
+        """Returns an Estimate for each size at which the job can run. The throughput never falls with size."""
         sizes = sorted(set(sizes))
         seen = self.medians()
         factors, covariance = self._fit(seen)
@@ -121,39 +124,39 @@ class Throughput:
             best = self._best(nodes, factors)
             if best is None and nodes not in seen:
                 continue
-            how, features = best if best else (None, None)
+            split, features = best if best else (None, None)
             if nodes in seen:
                 seconds, error = seen[nodes]
             else:
                 seconds = float(features @ factors)
                 error = math.sqrt(float(features @ covariance @ features) + (MODEL_ERROR * seconds / 2) ** 2)
             rate = self.flops_per_iteration / seconds
-            raw[nodes] = Estimate(rate, rate * error / seconds, nodes in seen, how)
+            raw[nodes] = Estimate(rate, rate * error / seconds, nodes in seen, split)
         return _make_monotone(raw)
 
     def flops(self, sizes: Iterable[int]) -> dict[int, float]:
-        """T by size, as a Job's `flops`."""
+        """Returns the FLOP/s by size, in the form of `Job.flops`."""
         return {nodes: estimate.flops for nodes, estimate in self.table(sizes).items()}
 
-    def _features(self, nodes: int, how: Parallel | None) -> np.ndarray:
-        if self.model is None or how is None:
+    def _features(self, nodes: int, split: Parallel | None) -> np.ndarray:
+        if self.model is None or split is None:
             return np.array([1.0, 1.0 / nodes])
-        return np.array([*megatron_costs.parts(self.model, self.hardware, how), 1.0])
+        return np.array([*megatron_costs.parts(self.model, self.hardware, split), 1.0])
 
     def _best(self, nodes: int, factors: np.ndarray) -> tuple[Parallel | None, np.ndarray] | None:
-        """(split, features) with the shortest iteration; None where nothing fits into memory."""
+        """Returns (split, features) of the fastest split; None if no split fits into memory."""
         if self.model is None:
             return None, self._features(nodes, None)
         found: tuple[float, Parallel, np.ndarray] | None = None
-        for how in megatron_costs.ways(self.model, self.hardware, nodes, self.tp, self.pp):
-            features = self._features(nodes, how)
+        for split in megatron_costs.ways(self.model, self.hardware, nodes, self.tp, self.pp):
+            features = self._features(nodes, split)
             seconds = float(features @ factors)
             if found is None or seconds < found[0]:
-                found = (seconds, how, features)
+                found = (seconds, split, features)
         return None if found is None else found[1:]
 
     def _fit(self, seen: Mapping[int, tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-        """Factors on the features, and their covariance."""
+        """Returns the fitted factors and their covariance."""
         if self.model is None:
             return self._fit_scaling(seen)
         factors, covariance = PRIOR, np.diag(SPREAD**2)
@@ -169,7 +172,7 @@ class Throughput:
         return factors, covariance
 
     def _fit_scaling(self, seen: Mapping[int, tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-        """t(x) = a + b / x; before anything is known, 5 % of one node's time does not scale [our choice]."""
+        """Fits t(x) = a + b / x. The prior is that 5 % of one node's time does not scale [our choice]."""
         if not seen:
             raise PlanError("nothing has been measured and the model is unknown: no throughput can be given")
         work = statistics.median(seconds * nodes for nodes, (seconds, _) in seen.items())
@@ -181,7 +184,7 @@ class Throughput:
 
 
 def _make_monotone(raw: dict[int, Estimate]) -> dict[int, Estimate]:
-    """The estimates, made non-decreasing in size."""
+    """Returns the estimates, corrected so that the throughput never falls with size."""
     weights = [1.0 / max(estimate.sigma, 1e-9 * estimate.flops, 1e-300) ** 2 for estimate in raw.values()]
     largest = max(weights, default=1.0)
     rates = isotonic([estimate.flops for estimate in raw.values()], [weight / largest for weight in weights])

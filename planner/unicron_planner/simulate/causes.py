@@ -1,7 +1,6 @@
 """Causes of failures, with severity and the method that detects them.
 
-The names are those of the severity table in `detector` (a test holds the two together; `planner` imports nothing of
-it).
+The names are those of the severity table in `detector`. `planner` does not import it; a test compares the two.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ HARMLESS = ("hardware_warning", "no_fault", "finished")  # only reported: they d
 
 
 def find(text: str) -> Cause | None:
-    """The cause of that name; spelling with blanks, capitals or a plural s is understood ("ECC errors"). None:
-    unknown."""
+    """Returns the cause of that name; None if it is unknown. Blanks, capitals and a plural s do not matter ("ECC
+    errors")."""
     name = re.sub(r"[^a-z0-9]+", "_", text.strip().lower()).strip("_")
     for candidate in (name, name.removesuffix("s"), f"{name}_error"):
         if candidate in CAUSES:

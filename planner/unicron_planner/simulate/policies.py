@@ -17,36 +17,36 @@ from unicron_planner.simulate.causes import Cause
 D_TIMEOUT = 1800.0  # collective time-out of Megatron: 30 min (Unicron) [S]
 CHECKPOINT = 1800.0  # a checkpoint every 30 min (Unicron) [R]
 REQUEUE, SETUP = 540.0, 840.0  # terminate and requeue 9 min, environment and CUDA set-up 14 min (same) [S]
-BOUND = "bound"  # the placement of what knows the future: no replay (unicron_planner.simulate.clairvoyant)
+BOUND = "bound"  # a placement that knows the future; nothing is replayed (unicron_planner.simulate.clairvoyant)
 BOUND_NAME = "clairvoyant"
-ITERATION = 30.0  # seconds of one iteration, of the order that large runs have [choice]
+ITERATION = 30.0  # seconds an iteration, as in large runs [choice]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """One system.
-
-    placement: optimal (the planner), equally, by_weight, by_size: redistributes all nodes at every change. own: each
-        job keeps its nodes, shrinks and grows by its own losses. fixed: a job runs on all its nodes or not at all.
-        bound: no system, but what none can beat.
-    detect: seconds to notice, by detection method. transition: seconds to go on after that, by severity; None: the
-        scenario's D_transition. checkpoint: seconds between checkpoints that a recovery falls back to; None: it
-        doesn't.
-    redo: iterations that a recovery computes again where it needs no checkpoint.
-    healthy: throughput without failures beside Megatron. graceful: a planned change loses no work. notice: it leaves a
-    node at the last iteration boundary before an announced loss.
-    """
+    """The behaviour of one system."""
 
     name: str
     placement: str
+    """optimal (the planner), equally, by_weight, by_size: all nodes are redistributed at every change. own: each job
+    keeps its nodes, and shrinks and grows by its own losses. fixed: a job runs on all its nodes or not at all. bound:
+    not a system, but an upper bound on all of them"""
     detect: Mapping[str, float]
+    """Seconds until a failure is noticed, by detection method"""
     transition: Mapping[int, float | None]
+    """Seconds from then until the job goes on, by severity; None: the scenario's D_transition"""
     checkpoint: float | None = None
+    """Seconds between the checkpoints that a recovery falls back to; None if it needs none"""
     redo: float = 0.0
+    """Iterations that a recovery without a checkpoint computes again"""
     healthy: float = 1.0
+    """Throughput without failures, relative to Megatron's"""
     graceful: bool = True
+    """Whether a planned change loses no work"""
     ahead: bool = False
+    """Whether the planner weighs the next failures (unicron_planner.ahead)"""
     notice: bool = False
+    """Whether a job leaves a node at the last iteration boundary before an announced loss"""
     sources: tuple[str, ...] = field(default=())
 
 
@@ -163,14 +163,14 @@ POLICIES = {
 
 
 def policy(name: str) -> Policy:
-    """The policy of that name; raises PlanError."""
+    """Returns the policy of that name. Raises PlanError if there is none."""
     if name not in POLICIES:
         raise PlanError(f"unknown policy {name!r}: use {', '.join(POLICIES)}")
     return POLICIES[name]
 
 
 def detection_seconds(of: Policy, cause: Cause) -> float:
-    """Time from the failure until the system knows."""
+    """Returns the seconds from a failure until the system notices it."""
     seconds = of.detect[cause.method]
     if not math.isfinite(seconds):
         raise PlanError(f"policy {of.name} never detects {cause.name}")

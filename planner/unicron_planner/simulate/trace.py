@@ -2,7 +2,7 @@
 formats are in unicron_planner.simulate.formats.
 
 Ours: CSV with the header `seconds,event,node,cause`; event is `fail` or `join`. A failure of severity 1 takes the
-node away until it joins again; the others leave it where it is. Public churn traces (for example those in the
+node away until it joins again; other failures do not. Public churn traces (for example those in the
 repository uclasystem/bamboo, folder traces/): lines `milliseconds,add|remove,node` without a header.
 """
 
@@ -21,13 +21,13 @@ from unicron_planner.simulate.causes import CAUSES, Cause
 HEADER = ["seconds", "event", "node", "cause"]
 LARGEST = 5_000_000  # lines
 DAY = 86400.0
-UNIX = 1e8  # seconds, 3 years: a trace that begins so late counts from 1970
+UNIX = 1e8  # seconds, 3 years: the times of a trace that begins later are Unix times
 
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """One line of a trace. cause: of a failure; None for a join. notice: seconds before it at which it is known, as
-    when a spot instance is taken back."""
+    """One line of a trace. cause: None for a join. notice: how many seconds ahead the event is announced, as when a
+    spot instance is taken back."""
 
     seconds: float
     event: str
@@ -50,11 +50,11 @@ class Trace:
     events: tuple[TraceEvent, ...]
     until: float
     name: str = "trace"
-    notes: tuple[str, ...] = ()  # lines for people on what was made of a file
+    notes: tuple[str, ...] = ()  # lines for people on how the file was read
 
 
 def with_notice(trace: Trace, seconds: float) -> Trace:
-    """The trace, with nodes that leave announced so many seconds before. Raises PlanError."""
+    """Returns the trace with each loss of a node announced this many seconds ahead. Raises PlanError."""
     if not (math.isfinite(seconds) and seconds >= 0):
         raise PlanError(f"a notice must be 0 seconds or more, not {seconds}")
     leaves = (replace(e, notice=seconds) if e.cause and e.cause.severity == 1 else e for e in trace.events)
@@ -62,8 +62,8 @@ def with_notice(trace: Trace, seconds: float) -> Trace:
 
 
 def load(path: str | Path, until: float | None = None) -> Trace:
-    """The trace in a file, of any kind; raises PlanError with one line. until: end in seconds, by default a day
-    after the last event."""
+    """Reads a trace from a file of any supported kind. Raises PlanError with one line. until: its end in seconds, by
+    default a day after the last event."""
     text = _text(path)
     if text.lstrip()[:1] in ("[", "{"):
         return _make_trace(formats.from_json(path, text), until, path)
@@ -85,9 +85,9 @@ def load(path: str | Path, until: float | None = None) -> Trace:
     return make(_from_zero(_events(path, lines, first)), until, Path(path).stem)
 
 
-def _make_trace(told: formats.FileOutages, until: float | None, path: str | Path) -> Trace:
-    trace = make(_from_zero(_nodes_away(told.rows)), until, Path(path).stem)
-    return replace(trace, notes=told.notes)
+def _make_trace(outages: formats.FileOutages, until: float | None, path: str | Path) -> Trace:
+    trace = make(_from_zero(_nodes_away(outages.rows)), until, Path(path).stem)
+    return replace(trace, notes=outages.notes)
 
 
 def _is_churn(first: Sequence[str]) -> bool:
@@ -104,7 +104,7 @@ def _text(path: str | Path) -> str:
 
 
 def _events(path: str | Path, lines: Sequence[tuple[int, list[str]]], first: Sequence[str]) -> list[TraceEvent]:
-    """The events in a CSV of ours or of churn; its first line tells which."""
+    """Returns the events of our CSV or of a churn trace, depending on the first line."""
     if list(first) == HEADER:
         return _infer([_own(path, number, row) for number, row in lines[1:]])
     if _is_churn(first):
@@ -116,13 +116,13 @@ def _events(path: str | Path, lines: Sequence[tuple[int, list[str]]], first: Seq
 
 
 def _from_zero(events: list[TraceEvent]) -> list[TraceEvent]:
-    """Unix times count from the earliest: else decades without a failure would come first."""
+    """Makes Unix times count from the first event. Otherwise the replay would begin with decades without a failure."""
     zero = min((event.seconds for event in events), default=0.0)
     return [replace(event, seconds=event.seconds - zero) for event in events] if zero >= UNIX else events
 
 
 def _nodes_away(rows: Iterable[formats.Away]) -> list[TraceEvent]:
-    """Each leaves, and comes back if it does."""
+    """Returns for each outage the loss of the node, and its return if there is one."""
     events = []
     for row in rows:
         events.append(TraceEvent(row.start, "fail", row.node, row.cause))
@@ -132,7 +132,7 @@ def _nodes_away(rows: Iterable[formats.Away]) -> list[TraceEvent]:
 
 
 def make(events: Iterable[TraceEvent], until: float | None = None, name: str = "trace") -> Trace:
-    """A Trace of events in any order."""
+    """Makes a Trace of events in any order."""
     ordered = sorted(events, key=lambda event: event.seconds)
     end = (ordered[-1].seconds if ordered else 0.0) + DAY if until is None else until
     if not math.isfinite(end) or end <= 0:
@@ -166,8 +166,8 @@ def _own(path: str | Path, number: int, row: list[str]) -> TraceEvent | tuple[fl
 
 
 def _infer(rows: list[TraceEvent | tuple[float, str, str]]) -> list[TraceEvent]:
-    """A cause that the table doesn't have: the node was lost if it joins again before it fails again, else a
-    process."""
+    """Guesses the kind of causes that the table does not have: the node was lost if its next event is a join, else a
+    process was."""
     ordered = sorted(rows, key=lambda row: row.seconds if isinstance(row, TraceEvent) else row[0])
     following: dict[str, str] = {}
     out = []

@@ -11,22 +11,25 @@ from unicron_planner.problem.objective import Job, Scenario
 
 @dataclass(frozen=True)
 class Plan:
-    """The best assignment of nodes to jobs.
-
-    assignment: nodes by job. objective: sum of G, weighted FLOP over the next running period. waf: sum of F,
-    weighted FLOP/s. reasons: a sentence by job. spares: nodes given to nobody. layouts: by job that has several.
-    shares: nodes offered by owner, where there are several."""
+    """The best assignment of nodes to jobs."""
 
     assignment: dict[str, int]
+    """Nodes by job"""
     objective: float
+    """Sum of G, weighted FLOP over the next running period"""
     waf: float
+    """Sum of F, weighted FLOP/s"""
     reasons: dict[str, str]
+    """A sentence for each job"""
     spares: int = 0
+    """Nodes that no job gets"""
     layouts: dict[str, str] = field(default_factory=dict)
+    """The layout of each job that has several"""
     shares: dict[str, int] = field(default_factory=dict)
+    """Nodes offered to each owner, if there are several"""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON of `unicronctl plan`."""
+        """Returns the JSON of `unicronctl plan`."""
         out = {
             "assignment": self.assignment,
             "objective": self.objective,
@@ -39,7 +42,7 @@ class Plan:
 
 
 def plan_of(scenario: Scenario, assignment: dict[str, int], shares: dict[str, int] | None = None) -> Plan:
-    """The Plan with figures and reasons for an assignment that is already known. shares: nodes offered by owner."""
+    """Makes a Plan, with figures and reasons, from an assignment. shares: nodes offered to each owner."""
     shares = shares if shares and len(shares) > 1 else {}
     assignment = {job.name: assignment[job.name] for job in scenario.jobs}
     spares = scenario.nodes - sum(assignment.values())
@@ -59,7 +62,7 @@ def plan_of(scenario: Scenario, assignment: dict[str, int], shares: dict[str, in
 
 
 def flops_text(rate: float) -> str:
-    """FLOP/s for people: 1.9 PFLOP/s."""
+    """Formats FLOP/s for people, as "1.9 PFLOP/s"."""
     for name, unit in (("EFLOP/s", 1e18), ("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
         if rate >= unit:
             return f"{rate / unit:.3g} {name}"
@@ -67,20 +70,20 @@ def flops_text(rate: float) -> str:
 
 
 def nodes_text(count: int) -> str:
-    """1 node, 2 nodes."""
+    """Formats a number of nodes, as "1 node" or "2 nodes"."""
     return f"{count} node{'' if count == 1 else 's'}"
 
 
 def reason(scenario: Scenario, job: Job, nodes: int, spares: int, share: int | None = None) -> str:
-    """Why the job gets `nodes` nodes, in one sentence. share: what was offered to its owner, where there are
-    several."""
+    """Says in one sentence why the job gets `nodes` nodes. share: nodes offered to its owner, if there are several
+    owners."""
     offer = (
         "" if share is None else f"; {job.owner or 'its owner'} has {share} of {nodes_text(scenario.nodes)} by weight"
     )
     if nodes == 0:
         return _stop_reason(scenario, job, share) + offer
     if job.spares and nodes != job.nodes and min(nodes, job.working) == min(job.nodes, job.working):
-        return _other_spares(job, nodes) + offer
+        return _spares_reason(job, nodes) + offer
     return _reason(scenario, job, nodes, spares, share) + _with_spares(job, nodes) + offer
 
 
@@ -93,8 +96,8 @@ def _with_spares(job: Job, nodes: int) -> str:
     return f"; {words}, which saves {flops_text(job.spare_gain(nodes))} on average"
 
 
-def _other_spares(job: Job, nodes: int) -> str:
-    """Nothing changes but the number of spares."""
+def _spares_reason(job: Job, nodes: int) -> str:
+    """Explain a change in the number of spares only."""
     before, now = max(0, job.nodes - job.working), max(0, nodes - job.working)
     count = abs(now - before)
     worth = flops_text(abs(job.spare_gain(nodes) - job.spare_gain(job.nodes)))
@@ -112,7 +115,7 @@ def _reason(scenario: Scenario, job: Job, nodes: int, spares: int, share: int | 
     seconds = f"{scenario.d_transition(job, nodes, layout):g} s"
     lost = "lost a worker; " if job.lost_worker else ""
     if job.changes(layout) and job.nodes:
-        return f"{lost}{_relaid(scenario, job, nodes, layout)} ({now} to {then}); the restart takes {seconds}"
+        return f"{lost}{_layout_reason(scenario, job, nodes, layout)} ({now} to {then}); the restart takes {seconds}"
     if nodes == job.nodes:
         if job.lost_worker:
             return f"lost a worker; a spare takes its place, so it stays on {nodes_text(nodes)} ({now}) after {seconds}"
@@ -135,8 +138,8 @@ def _reason(scenario: Scenario, job: Job, nodes: int, spares: int, share: int | 
     return f"{lost}{change}: {why}; the transition takes {seconds}"
 
 
-def _relaid(scenario: Scenario, job: Job, nodes: int, layout: str | None) -> str:
-    """From one layout to another, and why."""
+def _layout_reason(scenario: Scenario, job: Job, nodes: int, layout: str | None) -> str:
+    """Explain a change from one layout to another."""
     size = f"on {nodes_text(nodes)}" if nodes == job.nodes else f"from {job.nodes} to {nodes_text(nodes)}"
     stays = job.f(nodes, job.layout)
     why = f"it would do {flops_text(stays)} there" if stays else "it cannot run there"

@@ -3,8 +3,9 @@
 The weights are bounded by the admin; FLOP/s, transition times and minima are claims. So only weights, the sizes at
 which jobs can run and the nodes that jobs have now take part here (docs/design/planning.md, *Between owners*).
 
-Think of a water level that rises at all owners alike: at level l an owner of weight w may have w x l nodes. Who has all
-that their jobs can use, or who cannot use the next node without more than are left, leaves the rest to the others.
+Think of a water level that rises for all owners alike: at level l an owner of weight w may have w x l nodes. An owner
+who has all that their jobs can use, or whose next usable number needs more nodes than are left, leaves the rest to the
+others.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ HIGHEST = 1e300  # stands for a level at which all have what they can use
 
 @dataclass(frozen=True)
 class Claim:
-    """Nodes that one owner can be given. steps: (weight, nodes that jobs of less than this weight, or of it, can use),
-    ascending; so a small job of much weight does not raise what the others get. totals: bit k is set where the jobs can
-    use k nodes in all. holds: nodes that the jobs have. floor: those of them that hold the state of running jobs.
-    elsewhere: see `Scenario`."""
+    """The nodes that one owner can be given."""
 
     owner: str
     steps: tuple[tuple[float, int], ...]
+    """(weight, nodes that jobs up to this weight can use), ascending; so a small job of great weight does not raise the
+    share of the owner's other jobs"""
     totals: int
+    """Bit k is set if the jobs can use k nodes in all"""
     holds: int
+    """Nodes that the jobs have now"""
     floor: int
+    """Those of them that hold the state of running jobs"""
     elsewhere: int = 0
+    """The same as in `Scenario`"""
 
     @property
     def most(self) -> int:
@@ -42,16 +46,16 @@ class Claim:
 
     @property
     def weight(self) -> float:
-        """The largest of the jobs' weights. The sum would give more to who splits a job into several."""
+        """The largest of the jobs' weights. A sum would favour an owner who splits a job into several."""
         return self.steps[-1][0]
 
     def share_at(self, level: float) -> float:
-        """Nodes that the owner may have when the water is at `level`."""
+        """Returns the nodes that the owner may have when the water is at `level`."""
         above = [weight * level + self.most - upto for weight, upto in self.steps]
         return max(0.0, min(self.most, min(above) - self.elsewhere))
 
     def level(self, nodes: int) -> float:
-        """The lowest level at which the owner may have `nodes` nodes."""
+        """Returns the lowest level at which the owner may have `nodes` nodes."""
         return max(
             0.0 if missing <= 0 else missing / weight if weight else math.inf
             for weight, upto in self.steps
@@ -59,7 +63,7 @@ class Claim:
         )
 
     def bends(self) -> list[float]:
-        """The levels at which the owner begins to have nodes, at which it has all, and at which another step counts."""
+        """Returns the levels at which `share_at` bends: the first node, the last one, and each change of step."""
         crossings = [
             (above - upto) / (weight - lighter)
             for (lighter, upto), (weight, above) in itertools.combinations(self.steps, 2)
@@ -67,23 +71,24 @@ class Claim:
         return [self.level(0), self.level(self.most), *crossings]
 
     def usable(self, nodes: int) -> int:
-        """The largest number up to `nodes` that the jobs can use."""
+        """Returns the largest number up to `nodes` that the jobs can use."""
         return max(0, (self.totals & ((2 << nodes) - 1)).bit_length() - 1)
 
     def following(self, nodes: int) -> int | None:
-        """The next larger number that the jobs can use; None where they have all they can use."""
+        """Returns the next larger number that the jobs can use; None if `nodes` is all they can use."""
         rest = self.totals >> (nodes + 1)
         return nodes + (rest & -rest).bit_length() if rest else None
 
     def turn_for(self, nodes: int) -> tuple[float, bool, float, str]:
-        """When the owner's turn for `nodes` nodes comes, among those who have what is theirs by weight. Nodes that its
-        jobs have now count for one less, so nobody is disturbed for a fraction of a node."""
+        """Returns the sort key of the owner's turn for `nodes` nodes, after all owners have their shares by weight.
+
+        A number up to what its jobs hold now counts as one less, so nobody is disturbed for a fraction of a node."""
         kept = nodes <= self.holds
         return self.level(nodes - kept), kept, -self.weight, self.owner
 
 
 def claim(owner: str, jobs: Sequence[Job], nodes: int, elsewhere: int = 0) -> Claim:
-    """The Claim of an owner of these jobs, where there are `nodes` nodes."""
+    """Returns the Claim of an owner of these jobs, if there are `nodes` nodes in all."""
     totals, by_weight = 1, dict[float, int]()
     for job in jobs:
         sizes = _sizes(job, nodes)
@@ -99,7 +104,7 @@ def claim(owner: str, jobs: Sequence[Job], nodes: int, elsewhere: int = 0) -> Cl
 
 
 def _sizes(job: Job, nodes: int) -> range | list[int]:
-    """The sizes that are worth asking for, ascending: those at which the job brings anything, of whole replicas."""
+    """Returns the sizes worth asking for, ascending: whole replicas, with a throughput above zero."""
     table = job.rates
     low = max(job.min_nodes, 1)
     high = nodes if job.max_nodes is None else min(nodes, job.max_nodes)
@@ -112,7 +117,7 @@ def _sizes(job: Job, nodes: int) -> range | list[int]:
 
 
 def _sums(totals: int, sizes: range | list[int]) -> int:
-    """All sums of one of `totals` and one of `sizes`, as bits."""
+    """Returns all sums of a number in `totals` and one in `sizes`, as bits."""
     if isinstance(sizes, list):
         found = 0
         for size in sizes:
@@ -127,8 +132,8 @@ def _sums(totals: int, sizes: range | list[int]) -> int:
 
 
 def divide(scenario: Scenario) -> dict[str, int]:
-    """Nodes by owner, at most n' in all, unless those that hold the state of running jobs are more. Who can use what is
-    theirs by weight has at least that, to a whole node."""
+    """Divides the nodes among the owners: n' at most, unless more hold the state of running jobs. An owner whose jobs
+    can use their share by weight gets at least that, rounded down to whole nodes."""
     n = scenario.nodes
     elsewhere = scenario.elsewhere
     claims = [claim(owner, jobs, n, elsewhere.get(owner, 0)) for owner, jobs in scenario.owners.items()]
@@ -145,8 +150,8 @@ def divide(scenario: Scenario) -> dict[str, int]:
 
 
 def _level(claims: Sequence[Claim], nodes: int) -> float:
-    """The highest level at which all may have what it allows them; what jobs cannot use beside each other counts as if
-    they could. Between two bends the sum of what is allowed is a straight line."""
+    """Returns the highest level at which there are nodes for everything that it allows, numbers that the jobs cannot
+    use included. Between two bends the sum of the shares is a straight line."""
 
     def total(level: float) -> float:
         return sum(one.share_at(level) for one in claims)
@@ -163,8 +168,8 @@ def _level(claims: Sequence[Claim], nodes: int) -> float:
 
 
 def _deal(claims: Sequence[Claim], given: dict[str, int], left: int) -> None:
-    """Deals the nodes that are left, one turn after the other. Who cannot use its next nodes without more than there
-    are has no further turn."""
+    """Deals out the nodes that are left, turn by turn. An owner whose next usable number needs more nodes than are left
+    drops out."""
     by_owner = {one.owner: one for one in claims}
     turns: list[tuple[tuple[float, bool, float, str], int]] = []
     for one in claims:

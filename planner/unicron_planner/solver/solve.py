@@ -16,8 +16,8 @@ Assign = Callable[[Sequence[Job], int], dict[str, int]]
 
 
 def solve(scenario: Scenario) -> Plan:
-    """The assignment of at most n' nodes with the largest sum of G. Where there are several owners, it is the largest
-    for each on the nodes of its share (`unicron_planner.solver.shares`).
+    """Returns the plan for at most n' nodes with the largest sum of G. If there are several owners, the sum is the
+    largest for each of them on the nodes of their share (`unicron_planner.solver.shares`).
 
     Ties: fewest jobs disturbed, then the smallest sum of |x' - x_t|, then the job whose name comes first gets more.
     """
@@ -26,7 +26,7 @@ def solve(scenario: Scenario) -> Plan:
 
 
 def best(scenario: Scenario, jobs: Sequence[Job], room: int) -> dict[str, int]:
-    """The best sizes of some of the scenario's jobs, sorted by name, on `room` of its nodes."""
+    """Returns the best sizes for some of the scenario's jobs, sorted by name, on `room` of its nodes."""
     rows = keys.rows(scenario, jobs)
     if room < scenario.nodes:
         rows = [within(row, room) for row in rows]
@@ -35,17 +35,17 @@ def best(scenario: Scenario, jobs: Sequence[Job], room: int) -> dict[str, int]:
 
 
 def within(row: Row, room: int) -> Row:
-    """The row without the sizes above `room`."""
+    """Returns the row without the sizes above `room`."""
     fitting = row.sizes <= room
     return row if fitting.all() else Row(row.sizes[fitting], row.keys[fitting])
 
 
 def by_owner(scenario: Scenario, assign: Assign) -> tuple[dict[str, int], dict[str, int]]:
-    """(nodes by job, nodes offered by owner). `assign` says what an owner's jobs, sorted by name, get of the nodes that
-    are offered to it.
+    """Returns (nodes by job, nodes offered to each owner). `assign` divides the nodes offered to an owner among the
+    owner's jobs, sorted by name.
 
-    What an owner leaves of its share is offered to those who come later, in the order of what they have now by weight.
-    So nobody's claims change what is offered to them: to say what is true is best.
+    Owners are served in the order of the nodes that they have now, by weight. What one leaves of its share is offered
+    to the next. So an owner's claims cannot change what it is offered, and nobody gains by false ones.
     """
     owners = scenario.owners
     if len(owners) == 1:
@@ -65,6 +65,6 @@ def by_owner(scenario: Scenario, assign: Assign) -> tuple[dict[str, int], dict[s
 
 
 def _standing(jobs: Sequence[Job]) -> tuple[bool, float]:
-    """Order owners by what they have now, by weight; the one whose jobs weigh nothing is the last."""
+    """Returns the sort key of an owner: the nodes of the jobs now, by weight. Owners of weight 0 are last."""
     weight = max(job.weight for job in jobs)
     return not weight, sum(job.holds for job in jobs) / (weight or 1.0)

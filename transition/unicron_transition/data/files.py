@@ -1,4 +1,4 @@
-"""Parts of files, read at any place: what datasets of shards have in common."""
+"""Reads parts of files at any offset, and finds samples in shards: the common part of datasets in shards."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ OPEN = 64  # files at once
 
 
 class OpenFiles:
-    """Open files: those that were read last stay open. Safe after a fork, and in threads: no position is shared."""
+    """Keeps the files that were read last open. Safe after a fork and in threads, since no file position is shared."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, int] = OrderedDict()
 
     def read(self, path: str, begin: int, size: int) -> bytes:
-        """Read so many bytes from `begin` on. Raises OSError, also where the file is too short."""
+        """Read `size` bytes at offset `begin`. Raises OSError, also if the file is too short."""
         descriptor = self._open.pop(path, None)
         if descriptor is None:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -45,7 +45,7 @@ class OpenFiles:
 
 
 class Shards:
-    """The shards of a dataset, of which shard n has so many samples."""
+    """The shards of a dataset. counts: the number of samples in each."""
 
     def __init__(self, counts: Iterable[int]):
         self._ends = list(accumulate(counts))
@@ -54,7 +54,7 @@ class Shards:
         return self._ends[-1] if self._ends else 0
 
     def find(self, number: int) -> tuple[int, int]:
-        """Return (shard, number in it). Raises IndexError for a sample that is none."""
+        """Return (shard, number in it) of a sample. Raises IndexError if there is no such sample."""
         if not 0 <= number < len(self):
             raise IndexError(f"{number} is not one of {len(self)} samples")
         shard = bisect_right(self._ends, number)

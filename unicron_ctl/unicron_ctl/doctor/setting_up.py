@@ -1,4 +1,4 @@
-"""The other parts of an installation: the plugin's line, slurm.conf's, and the steps in their order. Pure."""
+"""The other parts of an installation: the plugin's line, the lines for slurm.conf, and the steps in order. Pure."""
 
 from __future__ import annotations
 
@@ -22,23 +22,29 @@ PLUGSTACK_HEAD = """\
 
 @dataclass(frozen=True)
 class Site:
-    """The site, as far as lines and steps depend on it. address: the controller's. config, plugstack: the files in
-    Unicron's folder. user: unicrond's; uid: its number here, None while there is none. level: its AdminLevel.
-    has_accounts: Slurm has slurmdbd. plugin, agent: the paths in the plugin's line. found: the plugin as Slurm has it
-    on this host.
-    """
+    """The facts about a site on which the lines and steps depend."""
 
     settings: SlurmSettings
     address: str
+    """The controller's address"""
     config: str
+    """Unicron's configuration file"""
     plugstack: str
+    """The file with the plugin's line, in Unicron's folder"""
     user: str
+    """unicrond's user"""
     uid: int | None = None
+    """The user's number on this host; None if there is no such user"""
     level: str = ""
+    """The user's AdminLevel in Slurm"""
     has_accounts: bool = False
+    """Whether Slurm has slurmdbd"""
     plugin: str = PACKAGED_PLUGIN
+    """The plugin's path, for its line"""
     agent: str = PACKAGED_AGENT
+    """The agent's path, for the plugin's line"""
     found: PluginFacts | None = None
+    """The plugin that Slurm has on this host"""
 
     @property
     def is_enabled(self) -> bool:
@@ -47,23 +53,23 @@ class Site:
 
 
 def plugin_line(site: Site) -> str:
-    """The plugin's line in plugstack.conf."""
+    """Returns the plugin's line in plugstack.conf."""
     return f"optional {site.plugin} agent={site.agent} controller={site.address} config={site.config} default=off"
 
 
 def plugstack_conf(site: Site) -> str:
-    """The file that a link in plugstack.conf.d enables."""
+    """Returns the contents of the file to which a link in plugstack.conf.d leads."""
     return f"{PLUGSTACK_HEAD}{plugin_line(site)}\n"
 
 
 def slurm_conf_lines(settings: SlurmSettings) -> list[str]:
-    """The lines to add to slurm.conf or to change there, each below its reason."""
+    """Returns the lines to add or change in slurm.conf, each below its reason."""
     return [text for wanted, line in missing(settings) for text in (f"# {wanted.why}", line)]
 
 
 def steps(site: Site) -> list[str]:
-    """Return what to do, in order. A step may have several lines; those that begin with spaces are commands."""
-    return [*_controller(site), *_nodes(site), *_slurm(site), *_then(site)]
+    """Return the steps of the installation, in order. In a step, lines that begin with spaces are commands."""
+    return [*_controller(site), *_nodes(site), *_slurm(site), *_last_steps(site)]
 
 
 def _controller(site: Site) -> list[str]:
@@ -117,7 +123,7 @@ def _slurm(site: Site) -> list[str]:
     return [text]
 
 
-def _then(site: Site) -> list[str]:
+def _last_steps(site: Site) -> list[str]:
     found = [
         "See what is still missing:\n    unicronctl doctor --all",
         "Watch for a while. Jobs that ask for Unicron (sbatch --unicron) are healed on their own nodes, and nothing is "

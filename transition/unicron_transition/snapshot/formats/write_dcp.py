@@ -1,5 +1,5 @@
-"""Writes `torch.distributed.checkpoint`, and Megatron's `torch_dist`. Its metadata are torch's own classes, pickled: so
-torch is needed here, and nowhere else in this package."""
+"""Writes checkpoints of `torch.distributed.checkpoint` and Megatron's `torch_dist`. Their metadata are pickled classes
+of torch, so this is the one module of the package that needs torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from unicron_transition.snapshot.formats.tracker import RELEASE, TRACKER
 from unicron_transition.snapshot.formats.written import Options, Out, of
 
 DATA = "__0_0.distcp"
-FIELDS = 5  # of a tensor's properties, which all releases of torch read
+FIELDS = 5  # of TensorProperties, as every release of torch reads them
 WITHOUT_TORCH = (
     "torch is needed to write {0}, and {1} has none: run unicronctl in the environment of the job, or "
     "`{1} -m pip install torch`, or write safetensors"
@@ -34,8 +34,8 @@ WITHOUT_TORCH = (
 
 
 class _Pickler(pickle.Pickler):
-    """torch 2.15 gives the properties of a tensor a sixth field, with which no release before reads them; it reads five
-    itself."""
+    """Writes TensorProperties with five fields. torch 2.15 has a sixth, which older releases cannot read; it reads
+    five, too."""
 
     def __init__(self, file: IO[bytes], properties: type):
         super().__init__(file)
@@ -48,7 +48,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Writer:
-    """One file of chunks, and what the metadata say of them."""
+    """Writes one file of chunks and the metadata that describe it."""
 
     def __init__(self, folder: Path, what: str):
         try:
@@ -66,7 +66,7 @@ class _Writer:
         self._where: dict[Any, Any] = {}
 
     def write(self, outs: Iterable[Out], aliases: Mapping[str, Sequence[str]], objects: Mapping[str, Any]) -> None:
-        """The tensors, one chunk in memory at a time, and objects. aliases: name -> names of the same tensor."""
+        """Writes tensors, with one chunk in memory at a time, and objects. aliases: name -> other names of a tensor."""
         with (self._folder / DATA).open("wb") as file:
             for out in outs:
                 self._add(file, out, aliases.get(out.name, ()))
@@ -78,10 +78,10 @@ class _Writer:
             file.flush()
             os.fsync(file.fileno())
         paths = {name: (name,) for name in self._known}
-        told = self._types.Metadata(self._known, paths, self._where, self._types.StorageMeta())
-        told.version = "1.0.0"
+        metadata = self._types.Metadata(self._known, paths, self._where, self._types.StorageMeta())
+        metadata.version = "1.0.0"
         packed = io.BytesIO()
-        _Pickler(packed, self._types.TensorProperties).dump(told)
+        _Pickler(packed, self._types.TensorProperties).dump(metadata)
         (self._folder / METADATA).write_bytes(packed.getvalue())
 
     def _add(self, file: IO[bytes], out: Out, aliases: Sequence[str]) -> None:
@@ -100,7 +100,8 @@ class _Writer:
             self._known[name] = types.TensorStorageMetadata(properties, size, chunks)
 
     def _tensor(self, array: Array, kind: Any) -> Any:
-        found = self._torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))  # also of one element
+        # ascontiguousarray gives a scalar a dimension: reshape takes it away again
+        found = self._torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
         return found if found.dtype == kind else found.view(kind)
 
     def save(self, value: Any, name: str) -> None:
@@ -139,8 +140,8 @@ def write_dcp(folder: Path, index: Index, options: Options) -> None:
 
 # ------------------------------------------------------------ Megatron's
 def write_megatrons(folder: Path, index: Index, options: Options) -> None:
-    """Write a folder from which Megatron-LM loads, under its names: others are of no use to anybody. Raises
-    BadCheckpoint, OSError."""
+    """Write a folder that Megatron-LM can load. Its tensors must have Megatron's names. Raises BadCheckpoint,
+    OSError."""
     if not names.of_megatron(index):
         if not options.names and names.choose("", index, to_theirs=False) is None:
             raise BadCheckpoint(
@@ -152,7 +153,7 @@ def write_megatrons(folder: Path, index: Index, options: Options) -> None:
         raise BadCheckpoint("the names are Megatron's already, as torch_dist has them: leave --names out")
     for line in unknown(index):
         options.say(line)
-    # Of a release Megatron-LM loads the model alone, without an option that says so.
+    # From a release Megatron-LM loads only the model, without being told to.
     release = index.iteration == 0 and not index.has_optimizer()
     at = folder / (RELEASE if release else f"iter_{index.iteration:07d}")
     at.mkdir()
@@ -161,7 +162,7 @@ def write_megatrons(folder: Path, index: Index, options: Options) -> None:
 
 
 def write_torch_dist(folder: Path, index: Index) -> None:
-    """Write the tensors as Megatron's releases since 0.16 load it, with a distributed optimizer or without. Raises
+    """Write the tensors as Megatron since 0.16 loads them, with a distributed optimizer or without. Raises
     BadCheckpoint, OSError."""
     writer = _Writer(folder, TORCH_DIST)
     outs, aliases = [], {}
@@ -187,7 +188,7 @@ def write_torch_dist(folder: Path, index: Index) -> None:
 
 
 def _extra_states(index: Index) -> list[str]:
-    """The names of what Megatron's modules ask for besides their tensors; there is nothing in it without fp8."""
+    """Return the names of the extra states that Megatron's modules ask for. Without fp8 they are empty."""
     found: dict[str, None] = {}
     for tensor in index.parameters():
         module = tensor.name.rpartition(".")[0]
@@ -221,11 +222,11 @@ def _common(index: Index, writer: _Writer) -> dict[str, Any]:
 
 
 def _optimizer(common: Common, writer: _Writer) -> dict[str, Any]:
-    """Return what Megatron's optimizers look for, each at its own place."""
+    """Return the optimizer's state in each of the places where one of Megatron's optimizers looks for it."""
     groups = []
     for group in common.groups:
-        told = {key: tuple(value) if key == "betas" else value for key, value in group.items() if key != "params"}
-        groups.append(told | ({"step": common.step} if common.step is not None else {}))
+        settings = {key: tuple(value) if key == "betas" else value for key, value in group.items() if key != "params"}
+        groups.append(settings | ({"step": common.step} if common.step is not None else {}))
     state = {} if common.step is None else {"common_step": writer.tensor(float(common.step))}
     found = {
         "optimizer": {"state": dict(state), "param_groups": groups},

@@ -1,4 +1,4 @@
-"""A launcher in a command: where it stands, and in which Python it would run."""
+"""Finds the launcher in a command, and the Python that would run it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FLAG = re.compile(
 
 
 class LauncherStays(Exception):
-    """The command cannot run without its launcher; the text says why, and what to write."""
+    """Raised if the command needs its launcher. The message says why, and what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,25 @@ class LauncherCommand:
     name: str
     """The launcher, as the command names it"""
     prefix: list[str]
-    """Words in front of it"""
+    """Words before it"""
     words: list[str]
-    """Words behind its name"""
+    """Words after it: its arguments"""
     python: list[str]
     """The Python that would run it"""
     environment: dict[str, str]
-    """Variables that `env` sets in front of it"""
+    """Variables that an `env` before it sets"""
 
 
 def find_launcher(command: Sequence[str]) -> LauncherCommand | None:
-    """Return the launcher that the command runs, directly or behind wrappers. Raises LauncherStays for one behind a
-    wrapper that does not go with ranks."""
+    """Return the launcher that the command runs, directly or through wrappers.
+
+    Raises LauncherStays if one of the wrappers cannot run each rank."""
     words, environment = _without_env(list(command))
     at, elsewhere = 0, False
     while at < len(words):
         name = Path(words[at]).name
-        if (here := _launcher_at(words, at, elsewhere)) is not None:
-            launcher, rest, python = here
+        if (found := _launcher_at(words, at, elsewhere)) is not None:
+            launcher, rest, python = found
             return LauncherCommand(launcher, words[:at], rest, python, environment)
         if name in SHELLS and (inner := only_command(words[at:])) is not None:
             inner, variables = _without_env(inner) if at == 0 else (inner, {})
@@ -73,7 +74,7 @@ def find_launcher(command: Sequence[str]) -> LauncherCommand | None:
 
 
 def _without_env(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the command behind `env A=1`, and its variables. An `env` with options stays in front of each rank."""
+    """Return the command after `env A=1`, and the variables. An `env` with options is kept, and runs each rank."""
     environment: dict[str, str] = {}
     while words and Path(words[0]).name == "env":
         settings = list(itertools.takewhile(re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL).fullmatch, words[1:]))
@@ -86,7 +87,7 @@ def _without_env(words: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _next_program(words: Sequence[str], start: int, elsewhere: bool) -> int | None:
-    """Return where a wrapper's command begins that names a launcher, a Python or another wrapper."""
+    """Return the index of the launcher or wrapper that a wrapper runs; None if it runs something else."""
     for at in range(start, len(words)):
         name = Path(words[at]).name
         if elsewhere and takes_value(words[at - 1]):
@@ -103,13 +104,14 @@ def _next_program(words: Sequence[str], start: int, elsewhere: bool) -> int | No
 
 
 def takes_value(option: str) -> bool:
-    """Say whether the next word is the value of this one, as `deepspeed` in `conda run -n deepspeed python train.py`.
-    So it is for an option that nobody knows: taking a value for a launcher would break the command."""
+    """Say whether the next word is this option's value, as after `-n` in `conda run -n deepspeed python train.py`.
+
+    An unknown option is assumed to have one: to mistake a value for a launcher would break the command."""
     return option.startswith("-") and "=" not in option and not _FLAG.fullmatch(option)
 
 
 def _launcher_at(words: Sequence[str], at: int, elsewhere: bool) -> tuple[str, list[str], list[str]] | None:
-    """Return (name, its own words, the Python that runs it) of a launcher that begins there."""
+    """Return (name, arguments, the Python that runs it) of the launcher that begins at this index, if there is one."""
     name = Path(words[at]).name
     if name in NAMES:
         python = ["python"] if elsewhere else [_interpreter(words[at])]
@@ -135,7 +137,7 @@ def _launcher_at(words: Sequence[str], at: int, elsewhere: bool) -> tuple[str, l
 
 
 def only_command(words: Sequence[str]) -> list[str] | None:
-    """Return the words of `bash -c TEXT` whose text is one command without any of the shell's own syntax."""
+    """Return the words of TEXT in `bash -c TEXT`; None unless it is a single command without shell syntax."""
     if len(words) < 3 or not all(re.fullmatch(r"-[a-z]*", word) for word in words[1:-1]):
         return None
     if "c" not in words[-2] or SHELL_SYNTAX & set(words[-1]):
@@ -151,7 +153,7 @@ def only_command(words: Sequence[str]) -> list[str] | None:
 
 
 def _interpreter(program: str) -> str:
-    """Return the Python of a launcher's own script, by its first lines; `python` where they do not say."""
+    """Return the Python that the first lines of a launcher's script name; `python` if they name none."""
     path = shutil.which(program)
     try:
         with open(path or program, "rb") as file:
@@ -166,5 +168,5 @@ def _interpreter(program: str) -> str:
 
 
 def is_submitit(command: Sequence[str]) -> bool:
-    """Say whether this is `python -u -m submitit.core._submit FOLDER`, which calls a function that was submitted."""
+    """Say whether this is `python -u -m submitit.core._submit FOLDER`, which calls a submitted function."""
     return "submitit.core._submit" in command[1:] and command[list(command).index("submitit.core._submit") - 1] == "-m"

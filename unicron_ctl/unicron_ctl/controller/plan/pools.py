@@ -1,8 +1,8 @@
-"""One plan over pools of nodes: no job is given more nodes than there are for it, whatever the others take. Pure.
+"""Plans jobs that can use different nodes, so that the nodes for each job can really be found. Pure.
 
-Jobs that can use the same nodes are planned together by one dynamic program over their number. Where some of them can
-use only a part, their counts may not fit side by side: then those that compete for too few nodes (Hall's condition) are
-planned first, on these nodes alone, and the others on what is left to them.
+Jobs that can use the same nodes are planned together by one dynamic program over the number of nodes. If some can use
+only a part of them, the planned numbers may not fit side by side. Then the jobs that compete for too few nodes (Hall's
+condition) are planned first, on these nodes alone, and the others on what is left.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Pool:
 
     @property
     def count(self) -> int:
-        """The number of nodes that the plan may give out: the spare ones stay free, but for what the jobs had
-        before."""
+        """The number of nodes that the plan may give out. Spare nodes stay free, unless the jobs train on them
+        already."""
         spare = max((job.spare_nodes for job in self.jobs), default=0)
         had = sum(min(job.nodes, job.trains) for job in self.jobs)
         return max(len(self.nodes) - spare, min(len(self.nodes), had))
 
 
 def pools(jobs: Sequence[JobInput]) -> list[Pool]:
-    """The jobs grouped by the nodes that they share, in the order of their first job."""
+    """Groups the jobs by the nodes that they share. The pools are in the order of their first jobs."""
     found: list[Pool] = []
     for job in jobs:
         touching = [pool for pool in found if pool.nodes & job.reach]
@@ -44,18 +44,18 @@ def pools(jobs: Sequence[JobInput]) -> list[Pool]:
         )
         found = [pool for pool in found if pool not in touching] + [merged]
     order = {job.job: index for index, job in enumerate(jobs)}
-    sort = [replace(pool, jobs=tuple(sorted(pool.jobs, key=lambda job: order[job.job]))) for pool in found]
-    return sorted(sort, key=lambda pool: order[pool.jobs[0].job])
+    ordered = [replace(pool, jobs=tuple(sorted(pool.jobs, key=lambda job: order[job.job]))) for pool in found]
+    return sorted(ordered, key=lambda pool: order[pool.jobs[0].job])
 
 
 def plan(pool: Pool, solve: Solve) -> Plan:
-    """The assignment for one pool; every job's nodes can be found among those in its reach. Hot spares are among the
-    nodes that the partition keeps free, as far as these suffice."""
-    return _with_kept(pool, _share(pool, solve, {}))
+    """Plans one pool, so that each job's nodes can be found within its reach. Hot spares are taken from the nodes that
+    the partition keeps free, as far as these suffice."""
+    return _add_hot_spares(pool, _share(pool, solve, {}))
 
 
-def _with_kept(pool: Pool, found: Plan) -> Plan:
-    """Jobs whose spares the plan has no nodes for get them from those that are kept free."""
+def _add_hot_spares(pool: Pool, found: Plan) -> Plan:
+    """Gives jobs the hot spares that the plan has no nodes for, from the nodes that are kept free."""
     given, reasons = dict(found.assignment), dict(found.reasons)
     for job in pool.jobs:
         room = len(pool.nodes) - job.block
@@ -73,8 +73,10 @@ def _with_kept(pool: Pool, found: Plan) -> Plan:
 
 
 def _share(pool: Pool, solve: Solve, elsewhere: Mapping[str, int]) -> Plan:
-    """elsewhere: nodes that owners have been given already, beside those of the pool: they count as a part of their
-    shares, so nobody has more by asking for certain nodes."""
+    """Plans the pool; if some of its jobs compete for too few nodes, plans those first and the others on the rest.
+
+    elsewhere: nodes that owners already have outside the pool. They count towards the owners' shares, so nobody gets
+    more by asking for particular nodes."""
     found = solve(pool.jobs, pool.count, elsewhere)
     crowded = crowd(pool, found.assignment)
     if not crowded or len(crowded) == len(pool.jobs):
@@ -91,7 +93,7 @@ def _share(pool: Pool, solve: Solve, elsewhere: Mapping[str, int]) -> Plan:
 
 
 def join_plans(parts: Sequence[Plan], nodes: int) -> Plan:
-    """Plans of different jobs as one; nodes: all that there are."""
+    """Joins the plans of different jobs. nodes: the number of nodes in all."""
     whole = NOTHING
     for part in parts:
         whole = Plan(
@@ -108,9 +110,9 @@ def join_plans(parts: Sequence[Plan], nodes: int) -> Plan:
 
 
 def crowd(pool: Pool, wanted: Mapping[str, int]) -> set[str]:
-    """Jobs that are to have more nodes together than there are for them; empty when all can have theirs.
+    """Returns jobs that together want more nodes than they can use; empty if every job can have its number.
 
-    A maximum flow from jobs to sorts of nodes; what a job that goes short can reach in it is such a set.
+    This is a maximum flow from jobs to kinds of nodes: if a job goes short, the jobs that it reaches are such a set.
     """
     if all(job.reach == pool.nodes for job in pool.jobs):
         return set()
@@ -128,33 +130,33 @@ def crowd(pool: Pool, wanted: Mapping[str, int]) -> set[str]:
 
 
 def _give_one(job: str, room: dict[frozenset[str], int], given: dict[tuple[str, frozenset[str]], int]) -> set[str]:
-    """Gives the job one more node, by moving others' where needed. The jobs that stand in the way if it cannot be."""
-    came: dict[str, tuple[str, frozenset[str]] | None] = {job: None}
+    """Gives the job one more node, and moves other jobs' nodes if needed. Returns the jobs in its way if it fails."""
+    reached_from: dict[str, tuple[str, frozenset[str]] | None] = {job: None}
     queue = [job]
     for current in queue:
-        for users in (sort for sort in room if current in sort):
+        for users in (kind for kind in room if current in kind):
             if room[users] > 0:
                 room[users] -= 1
-                _shift(current, users, came, given)
+                _shift(current, users, reached_from, given)
                 return set()
-            for other in sorted(users - came.keys()):
+            for other in sorted(users - reached_from.keys()):
                 if given.get((other, users), 0) > 0:
-                    came[other] = (current, users)
+                    reached_from[other] = (current, users)
                     queue.append(other)
-    return set(came)
+    return set(reached_from)
 
 
 def _shift(
     current: str,
     users: frozenset[str],
-    came: Mapping[str, tuple[str, frozenset[str]] | None],
+    reached_from: Mapping[str, tuple[str, frozenset[str]] | None],
     given: dict[tuple[str, frozenset[str]], int],
 ) -> None:
-    """`current` takes a node of this sort; each before it on the way takes over what the next one gave up."""
+    """Gives `current` a node of this kind; each job before it on the path takes the node that the next one gave up."""
     step: tuple[str, frozenset[str]] | None = (current, users)
     while step is not None:
-        taker, sort = step
-        given[taker, sort] = given.get((taker, sort), 0) + 1
-        step = came[taker]
+        taker, kind = step
+        given[taker, kind] = given.get((taker, kind), 0) + 1
+        step = reached_from[taker]
         if step is not None:
             given[taker, step[1]] -= 1

@@ -1,8 +1,8 @@
 """Iterations that do not end (method 4; docs/design/paper.md, section 3): which rank keeps the others waiting.
 
-The ranks' statuses keep up, slot by slot, where a job stands (:class:`Standing`). A hang is believed only after every
-agent of the job has answered a ping that was sent past the deadline: silence is the lease's matter, and the answers
-say where ranks stand. The culprit's stacks are asked for before anything is done.
+Each status of a rank updates the progress of its job (:class:`Standing`). A hang is declared only after every agent of
+the job has answered a ping that was sent after the deadline: a silent agent is left to its lease, and the answers bring
+the ranks' latest progress. The culprit's stacks are requested before any action.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ from unicron_detector.iterations.culprit import Groups, Progress, all_wait, lagg
 from unicron_transition.generations.layout import heads_of
 
 ORDER = {"computing": 0, "reducing": 1, "synced": 2, "stepped": 3}
-MANY_PATIENCE = 3.0  # times the deadline, before more than half of the ranks are taken for stuck
+MANY_PATIENCE = 3.0  # times the deadline, before more than half of the ranks may count as stuck
 MOST_STACKS = 8  # of one hang
 
 
 @dataclass
 class Standing:
-    """The point that each member has come to. `done`: iterations behind it; a job stands where the least is."""
+    """Progress of the job's members. The job is in the iteration of the slowest one."""
 
     done: dict[int, int] = field(default_factory=dict)
+    """Slot -> iterations that the member has finished."""
     count: dict[int, int] = field(default_factory=dict)
+    """Number of iterations -> how many members have finished exactly that many."""
     outside: dict[int, set[int]] = field(default_factory=dict)
     """done -> members that have not begun the next iteration: they are in the script's own code."""
     unjudged: set[int] = field(default_factory=set)
-    """Members that say nothing of iterations now."""
+    """Members that report no iterations at present."""
     upto: int = -1
-    """The iteration in which the job stood at the last look."""
+    """The iteration that the job was in at the last check."""
     moves: int = 0
-    """Counts who goes outside, or comes back, up to that iteration."""
+    """Counts entries into `outside` and exits from it, up to that iteration."""
     moved: dict[int, int] = field(default_factory=dict)
-    """What members said last of the progress of their collective."""
+    """Slot -> the progress of its collective, as last reported."""
     pulses: int = 0
-    """Counts news of such progress."""
+    """Counts reports of further progress of a collective."""
 
     def clear(self) -> None:
         self.done.clear()
@@ -58,12 +60,12 @@ class Standing:
         self.moved.clear()
 
     def update_running(self, members: Iterable[tuple[int, RankStatus]]) -> None:
-        """Takes in how far members that run in the job's generation have come. This runs for every rank in every
-        iteration, so it is one loop."""
+        """Updates the progress of members that run in the job's generation. It is one loop, because it runs for every
+        rank in every iteration."""
         came, count, outside = self.done, self.count, self.outside
         for slot, status in members:
             if not status.micro_batches or status.phase not in ORDER:
-                self._judge_not(slot)
+                self._stop_judging(slot)
                 continue
             if status.moved and self.moved.get(slot) != status.moved:
                 self.moved[slot] = status.moved
@@ -86,7 +88,7 @@ class Standing:
             self.moves += done <= self.upto
 
     def on_change(self, job: JobView, slot: int) -> None:
-        """The member's status, or its agent, changed."""
+        """Updates the progress of a member whose status or agent has changed."""
         state, agent, status = job.state, job.agent(slot), job.status(slot)
         if slot not in state.members:
             self._drop(slot)
@@ -99,9 +101,9 @@ class Standing:
         if running and status is not None:
             self.update_running([(slot, status)])
         else:
-            self._judge_not(slot)
+            self._stop_judging(slot)
 
-    def _judge_not(self, slot: int) -> None:
+    def _stop_judging(self, slot: int) -> None:
         self._drop(slot)
         self.unjudged.add(slot)
 
@@ -124,7 +126,7 @@ class Standing:
                 del self.outside[before]
 
     def least(self) -> int | None:
-        """The iterations that all members have behind them; None while the job's iteration is not to be judged."""
+        """Returns how many iterations all members have finished; None while the job must not be judged."""
         return None if self.unjudged or not self.count else min(self.count)
 
 
@@ -138,7 +140,7 @@ class Laggard(NamedTuple):
 
 @dataclass(frozen=True)
 class Suspect:
-    """A rank that is to be stopped once its stacks are known; its failure is on record."""
+    """A rank to stop as soon as its stacks are known. Its failure is recorded already."""
 
     slot: int
     identity: Identity
@@ -152,27 +154,27 @@ class IterationWatch:
 
     standing: Standing = field(default_factory=Standing)
     at: tuple[int, int] | None = None
-    """(generation, iteration) in which the job stands, None while that is not to be judged."""
+    """(generation, iteration) that the job is in; None while the job must not be judged."""
     moves: int = -1
     since: float = 0.0
     pulses: int = 0
     moved_at: float = 0.0
-    """When a member's collective last got on: a slow or lossy network is no hang."""
+    """When a member's collective last made progress: a slow or lossy network is not a hang."""
     overdue: float | None = None
-    """When the deadline was found to be over."""
+    """When the deadline was first seen to have passed."""
     check_at: float = 0.0
-    """When the limits of all members are looked at next."""
+    """When to check the limits of all members next."""
     said: bool = False
-    """The log says that this iteration takes long, and that nothing is done about it yet."""
+    """Whether the log already says that this iteration takes long."""
     suspects: list[Suspect] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
-    """Slots whose stacks are awaited, until `act_at`."""
+    """Slots whose stacks the action waits for, until `act_at`."""
     stacks_due: set[int] = field(default_factory=set)
-    """Slots whose stacks were asked for and have not come: no others are recorded."""
+    """Slots whose requested stacks have not arrived. Stacks of other slots are not recorded."""
     act_at: float = 0.0
 
     def shift(self, seconds: float) -> None:
-        """This process stood still: nobody else was late."""
+        """Moves the times on after this process was suspended, so that nobody else counts as late."""
         self.since += seconds
         self.moved_at += seconds
         self.act_at += seconds
@@ -180,11 +182,11 @@ class IterationWatch:
 
 
 def check_iteration(view: View, job: JobView, times: JobTimes, watch: IterationWatch) -> Outcome:
-    """Finds an iteration that does not end, and what has to be done about it."""
+    """Finds an iteration that does not end, and decides what to do about it."""
     out = Outcome()
     if not view.config.monitor_iterations:
         return out
-    at = _stands_at(job, watch)
+    at = _current_iteration(job, watch)
     if at is not None:
         times.adapt(job.state)
         watch.standing.upto = at[1]
@@ -208,21 +210,21 @@ def check_iteration(view: View, job: JobView, times: JobTimes, watch: IterationW
     if waited < min(limit for limit, _ in limits.values()):
         return out
     if any(view.unread(agent.route) for agent in job.alive()):
-        watch.overdue = None  # what is judged is older than what the ranks have said: this controller is behind
+        watch.overdue = None  # this controller is behind: the ranks have reported more than it has read
         return out
     if watch.overdue is None:
         watch.overdue = view.now
     if _all_answered(job, watch.overdue, out):
-        _hung(view, job, times, watch, limits, out)
+        _report_hang(view, job, times, watch, limits, out)
     return out
 
 
-def _stands_at(job: JobView, watch: IterationWatch) -> tuple[int, int] | None:
-    """The generation and iteration in which the job stands; None while that is not to be judged."""
+def _current_iteration(job: JobView, watch: IterationWatch) -> tuple[int, int] | None:
+    """Return (generation, iteration) that the job is in; None while the job must not be judged."""
     state, least = job.state, watch.standing.least()
     if state.phase not in (Phase.RUNNING, Phase.OFFERING) or state.plan is None or least is None:
         return None
-    # Iterations that are made again, from an older state, are behind the last one that was recorded.
+    # Iterations that are repeated from an older state come before the last recorded one.
     newest = state.iteration + 1 if state.stepped_in == state.plan.generation else least
     return state.plan.generation, max(least, newest)
 
@@ -235,7 +237,7 @@ def _outside(watch: IterationWatch) -> set[int]:
 def _limits(
     job: JobView, times: JobTimes, watch: IterationWatch, waited: float, config: ControllerConfig
 ) -> dict[int, Limit]:
-    """Return how long each rank may keep the others waiting; one that is outside may be saving something."""
+    """Return how long each rank may keep the others waiting. A rank outside an iteration may be saving a checkpoint."""
     usual, outside = times.limit(job.state, config), _outside(watch)
     found: dict[int, Limit] = {}
     for slot in job.state.members:
@@ -256,16 +258,16 @@ def _all_answered(job: JobView, since: float, out: Outcome) -> bool:
     return not silent
 
 
-def _hung(
+def _report_hang(
     view: View, job: JobView, times: JobTimes, watch: IterationWatch, limits: dict[int, Limit], out: Outcome
 ) -> None:
     assert watch.at is not None
     state, iteration, took = job.state, watch.at[1], view.now - watch.since
     waited = view.now - max(watch.since, watch.moved_at)
     least = behind(job) or suspended_members(job)
-    culprits = _without_excuse(least, limits, waited)
+    culprits = _past_limit(least, limits, waited)
     if least and not culprits:
-        return  # whoever is behind may take longer than the others
+        return  # those who are behind have longer limits
     usual = f", the usual is {times.monitor.average:.3f} s" if times.monitor.average else ""
     long = f"iteration {iteration} runs for {took:.2f} s{usual}"
     patience = MANY_PATIENCE * times.limit(state, view.config)
@@ -292,8 +294,8 @@ def _hung(
     watch.since, watch.overdue = view.now, None
 
 
-def _without_excuse(least: Sequence[Laggard], limits: dict[int, Limit], waited: float) -> list[Laggard]:
-    """Return those whose time is over, each with what speaks against waiting longer."""
+def _past_limit(least: Sequence[Laggard], limits: dict[int, Limit], waited: float) -> list[Laggard]:
+    """Return the laggards past their limits, each with the reason not to wait longer."""
     late = ((one, *limits[one.slot]) for one in least)
     return [one._replace(reason=f"{one.reason}{why and ', '}{why}") for one, most, why in late if waited >= most]
 
@@ -301,7 +303,7 @@ def _without_excuse(least: Sequence[Laggard], limits: dict[int, Limit], waited: 
 def _learn_outside(
     job: JobView, times: JobTimes, watch: IterationWatch, culprits: Sequence[Laggard], took: float
 ) -> None:
-    """Learn from a culprit in the script's own code: were it a long checkpoint, the next one is not to end so."""
+    """Raise the limits if a culprit was in the script's own code: a long checkpoint must not be stopped twice."""
     outside = _outside(watch) if job.state.mode.reports else job.state.members
     if any(culprit.slot in outside and not _signal_stop(job, culprit.slot) for culprit in culprits):
         times.patience.longest_outside = max(times.patience.longest_outside, took)
@@ -309,8 +311,8 @@ def _learn_outside(
 
 
 def _some_compute(view: View, job: JobView, waited: float) -> bool:
-    """A rank is in the script's code. Wherever plain programs are, on a GPU they are ahead of it: they count as
-    computing until all have waited in a collective for long."""
+    """Return whether a rank is in the script's code. Plain programs run ahead of their GPU, so they count as computing
+    until all have waited in a collective for `hang_idle_seconds`."""
     if not job.state.mode.reports:
         return not _all_wait(job) or waited < view.config.hang_idle_seconds
     statuses = (job.status(slot) for slot in job.state.members)
@@ -320,7 +322,7 @@ def _some_compute(view: View, job: JobView, waited: float) -> bool:
 def _suspect(
     view: View, job: JobView, watch: IterationWatch, culprits: Sequence[Laggard], long: str, out: Outcome
 ) -> None:
-    """Report the culprits and ask for stacks; what is done follows when they are there."""
+    """Report the culprits and ask for their stacks. They are stopped when the stacks are there, or at `act_at`."""
     slots = [culprit.slot for culprit in culprits]
     for culprit in culprits:
         said = f"{long}; {culprit.reason}"
@@ -344,13 +346,13 @@ def _ask_stacks(job: JobView, slots: Sequence[int], out: Outcome) -> set[int]:
 
 
 def on_hang_recorded(watch: IterationWatch, finding: Finding, failure: int) -> None:
-    """Suspects the rank of a hang that the judge has put on record as this failure."""
+    """Makes the rank of a hang a suspect, after the judge has recorded the hang as this failure."""
     if finding.identity is not None:
         watch.suspects.append(Suspect(finding.slots[0], finding.identity, failure, finding.evidence))
 
 
 def _drop_suspects(job: JobView, watch: IterationWatch, out: Outcome) -> None:
-    """The job went on, or is being healed already, before anybody was stopped."""
+    """Drops the suspects: the job went on, or is being healed, before any of them was stopped."""
     for suspect in watch.suspects:
         text = f"slot {suspect.slot} is not stopped: the job went on"
         out.record(job.state, records.FailureAction(failure=suspect.failure, text=text))
@@ -358,8 +360,8 @@ def _drop_suspects(job: JobView, watch: IterationWatch, out: Outcome) -> None:
 
 
 def _confirm(view: View, job: JobView, watch: IterationWatch, out: Outcome) -> None:
-    """Reports the suspects once more, now that their stacks are known, so that they are stopped. Nobody waits for their
-    end, which a stuck kernel could put off for ever."""
+    """Reports the suspects again, now that their stacks are known, so that they are stopped. Nothing waits for them to
+    end: a stuck kernel could delay that for ever."""
     for suspect in watch.suspects:
         if job.state.members.get(suspect.slot) == suspect.identity:
             found = slot_finding(view, job, What.HANG, (suspect.slot,), Source.PEER, suspect.reason, "statistics")
@@ -369,7 +371,7 @@ def _confirm(view: View, job: JobView, watch: IterationWatch, out: Outcome) -> N
 
 # ---------------------------------------------------------------- who is behind
 def _collectives(job: JobView) -> dict[int, Groups]:
-    """Return the point that each member's collectives have come to, where that is known."""
+    """Return the progress of each member's collectives, as far as it is known."""
     members = ((slot, job.status(slot)) for slot in job.state.members)
     return {slot: status.collectives for slot, status in members if status is not None and status.collectives}
 
@@ -380,7 +382,7 @@ def _all_wait(job: JobView) -> bool:
 
 
 def behind(job: JobView) -> list[Laggard]:
-    """Return the members that have come least far, if others wait for them; none when all are at the same point."""
+    """Return the members that are furthest behind, if others wait for them; none if all are at the same point."""
     if found := lagging(_collectives(job)):
         return [Laggard(c.slot, c.phase, c.reason) for c in found if c.slot is not None]
     progress = _progress(job)
@@ -400,15 +402,14 @@ def behind(job: JobView) -> list[Laggard]:
 
 
 def _progress(job: JobView) -> dict[int, Progress]:
-    """Return the point that each member has come to, of those of which that is known."""
+    """Return the progress of each member, as far as it is known."""
     members = ((slot, job.status(slot)) for slot in job.state.members)
     known = ((slot, status) for slot, status in members if status is not None and status.phase in ORDER)
     return {s: Progress(len(ORDER) * at.iteration + ORDER[at.phase], None, at.phase) for s, at in known}
 
 
 def _held_up(job: JobView, last: set[int]) -> set[int]:
-    """The ranks among the last that only wait for another rank of their replica, whose process is stopped by a
-    signal."""
+    """Return the ranks in `last` that only wait for a rank of their replica that a signal has stopped."""
     if job.replica == 1 or not any(_signal_stop(job, slot) for slot in last):
         return set()
     heads = heads_of(job.state.order, job.replica)
@@ -417,7 +418,7 @@ def _held_up(job: JobView, last: set[int]) -> set[int]:
 
 
 def suspended_members(job: JobView) -> list[Laggard]:
-    """Return, where nobody is behind, the members whose processes are stopped by a signal, unless all are."""
+    """Return the members that a signal has stopped; none if all are stopped. For use if nobody is behind."""
     stopped = [slot for slot in job.state.members if _signal_stop(job, slot)]
     if len(stopped) == len(job.state.members):
         return []

@@ -1,8 +1,8 @@
-"""The controller's slow work in threads: Slurm's programs in two lanes, probes and credentials in a few other threads.
+"""The controller's slow work in threads: Slurm's programs in two lanes, probes and credentials in other threads.
 Results are calls of the core, made in the main thread.
 
-One lane is for urgent requests, which so never wait behind a slow listing or a long list of actions. Changes of the
-same element or node keep their order over both lanes (`Order`).
+One lane is for urgent requests, so they never wait behind a slow listing or a long list of actions. Changes of the
+same element or node keep their order across both lanes (`Order`).
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ Result = Callable[[], None]
 Target = tuple[str, int]
 log = logging.getLogger("unicron.controller")
 WORKERS, VERIFIERS = 64, 4  # a probe waits most of its time, and a whole rack may fall silent at once
-AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS = 4096, 1024, 512  # credentials in verification
-OURSELVES = "controller", "", ""  # whose turn the controller's own credential takes
-SETTINGS_SECONDS = 60.0  # between two looks at Slurm's PrivateData and topology
+AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS = 4096, 1024, 512  # credentials that may wait to be verified
+OURSELVES = "controller", "", ""  # the turn in which the controller's own credentials are verified
+SETTINGS_SECONDS = 60.0  # between two reads of Slurm's PrivateData and topology
 LEFT_OUT = "left out: an action before it failed"
 PUT_OFF = "put off: Slurm is slow, and what it shows by now comes first"
 TAKEN_OVER = "put off: calls of the controller before this one may still be under way"
 NOT_OURS = "put off: this controller could not renew its lease"
-QUEUE_SHARE = 1 / 30  # of the time that the whole queue may be read, where that takes long; six times that for a reason
-LONGEST_QUEUE = 120.0  # seconds between two looks at it
+QUEUE_SHARE = 1 / 30  # share of the time for reading the whole queue, if that is slow; six times that if need be
+LONGEST_QUEUE = 120.0  # seconds between two reads of it, at most
 RUN_SECONDS = 10.0  # for the actions of one request; then Slurm is listed again, and what is left is decided anew
 
 
 class Order:
-    """The order in which lanes may change an element or a node: that of submission. Each lane works in that order as
-    well, so no two of them ever wait for each other."""
+    """Makes both lanes change each element or node in the order of submission. Each lane works in that order itself, so
+    the two never wait for each other."""
 
     def __init__(self) -> None:
         self._waiting: dict[Target, deque[int]] = {}
@@ -68,7 +68,7 @@ class Order:
         self._changed = threading.Condition()
 
     def book(self, run: Run) -> list[int]:
-        """A ticket for each action."""
+        """Returns a ticket for each action."""
         with self._changed:
             tickets = []
             for action in run.actions:
@@ -78,7 +78,7 @@ class Order:
             return tickets
 
     def wait_for_turn(self, target: Target, ticket: int) -> None:
-        """Waits until the actions before it are through: each is one call of Slurm's, which has its own time limit."""
+        """Waits until the actions before this one are done. Each is one call of Slurm, with its own time limit."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting[target][0] == ticket)
 
@@ -93,22 +93,22 @@ class Order:
 
 
 class Others:
-    """The elements of jobs that are not planned for. The whole queue is read the less often the longer that takes;
-    meanwhile the nodes themselves show what runs on them."""
+    """Finds the elements of jobs that Unicron does not plan. The longer it takes to read the whole queue, the less
+    often that is done; in between, the nodes themselves show what runs on them."""
 
     def __init__(self, client: SlurmClient) -> None:
         self._client = client
         self._seen = Queue()
         self._read_at, self._took = -LONGEST_QUEUE, 0.0
         self._before: set[str] = set()  # nodes that had one of ours in the last listing
-        self._shared: set[str] = set()  # nodes with ours and others', as the queue has shown
+        self._shared: set[str] = set()  # nodes that had ours and others' when the queue was last read
 
     def read(self, nodes: Sequence[NodeInfo], own: Sequence[ElementInfo], poll: Poll) -> list[ElementInfo]:
-        """The elements of others that occupy nodes or wait for some. own: the elements of `poll.jobs`."""
+        """Returns the elements of others that occupy nodes or wait for some. own: the elements of `poll.jobs`."""
         age, least = time.monotonic() - self._read_at, self._took / QUEUE_SHARE
         here = {name for e in own for name in nodes_of(e)}
         fresh = age >= min(LONGEST_QUEUE, least / 6 if poll.all else least)
-        # Where one of ours has begun since, whoever was there may have left: no plan is to take it away for that.
+        # If one of ours has started on a node since, the others may have left it: no plan may take it away for them.
         fresh = fresh or not self._shared.issuperset(here & self._nodes_of_others(poll))
         if fresh:
             began = time.monotonic()
@@ -123,14 +123,15 @@ class Others:
         return known
 
     def _nodes_of_others(self, poll: Poll) -> set[str]:
-        """The nodes that others have, as the queue was read last."""
+        """Returns the nodes that others had when the queue was last read."""
         at_work = (e for e in self._seen.elements if e.job not in poll.jobs and e.state != "PENDING")
         return {name for e in at_work for name in nodes_of(e)}
 
     def _by_nodes(
         self, nodes: Sequence[NodeInfo], known: Sequence[ElementInfo], ours: Collection[str], fresh: bool
     ) -> list[ElementInfo]:
-        """Corrects the queue by the nodes: an idle node is free, and one in use by nobody known is somebody's."""
+        """Corrects the queue by the nodes' states: an idle node is free, and a busy node without a known job is in use
+        by somebody."""
         idle = {node.name for node in nodes if not node.states & IN_USE} if not fresh else set()
         kept = [e for e in known if e.state == "PENDING" or not idle.issuperset(nodes_of(e))]
         there = {name for e in kept if e.state != "PENDING" for name in nodes_of(e)}
@@ -153,18 +154,18 @@ class Task:
 
 
 class Worker:
-    """Carries requests out. `results` are calls for the main thread; `verified` are those for credentials, of which
+    """Carries out requests. `results` are calls for the main thread; `verified` are those for credentials, of which
     strangers can send many. tenure: the right to change anything in Slurm.
 
-    not_before: a time on `time.monotonic` before which nothing is changed: calls of a controller that was taken over
-    may still be under way."""
+    not_before: a time on `time.monotonic` before which nothing in Slurm is changed, because calls of the previous
+    controller may still be under way."""
 
     def __init__(self, client: SlurmClient | None, probe_timeout: float, tenure: Tenure | None = None) -> None:
         self._client, self._probe_timeout, self._tenure = client, probe_timeout, tenure or Tenure()
         self.not_before = float("-inf")
         self._lanes: tuple[queue.SimpleQueue[Task | None], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
         self._order = Order()
-        self.took: Callable[[str, float], object] = lambda call, seconds: None  # told of each call of Slurm
+        self.took: Callable[[str, float], object] = lambda call, seconds: None  # called after each call of Slurm
         self._others = Others(client) if client is not None else None
         self._site = UNSAID
         self._looked = -SETTINGS_SECONDS
@@ -198,8 +199,8 @@ class Worker:
     def verify(
         self, work: Callable[[], Any], then: Callable[[Any], None], whose: tuple[str, str, str] = OURSELVES
     ) -> bool:
-        """Runs `work` in the threads for munge, which may hang without keeping probes waiting. Machines, the addresses
-        of each and the connections of each address are served in turn. False when there is no room for more."""
+        """Runs `work` in the threads for munge: if munge hangs, probes still run. Machines, the addresses of each and
+        the connections of each address are served in turn. Returns False if there is no room for more."""
         with self._turns:
             if not self._credentials.add(whose, partial(_run, work, then, self.verified)):
                 return False
@@ -212,7 +213,7 @@ class Worker:
         run()
 
     def close(self) -> None:
-        """Lets the running calls end, starts no other."""
+        """Lets running calls end, and starts no others."""
         for lane in self._lanes:
             lane.put(None)
         for pool in (self._pool, self._verifiers):
@@ -221,7 +222,7 @@ class Worker:
         self.verified.close()
 
     def let_changes_end(self, seconds: float) -> None:
-        """Starts no change of Slurm any more, and waits for the end of those that are under way."""
+        """Starts no more changes of Slurm, and waits for the end of those under way."""
         self.not_before = float("inf")
         with self._changed:
             self._changed.wait_for(lambda: not self._changing, seconds)
@@ -242,7 +243,7 @@ class Worker:
             elements = own + self._others.read(nodes, own, poll)
             if time.monotonic() - self._looked >= SETTINGS_SECONDS:
                 private, domains, self._looked = self._client.private_data(), self._site.domains, time.monotonic()
-                with contextlib.suppress(SlurmError):  # little hangs on it: what was known holds
+                with contextlib.suppress(SlurmError):  # not essential: the last answer still holds
                     domains = self._client.domains()
                 self._site = Site(
                     private, domains, self._client.kill_wait(), self._client.grace(), self._client.shrinks()
@@ -262,7 +263,7 @@ class Worker:
             self.took("list", time.monotonic() - began)
 
     def _run(self, request: Run, tickets: list[int], core: Core) -> None:
-        """Carries actions out for RUN_SECONDS, and no further than the first call that Slurm does not answer."""
+        """Carries out actions for RUN_SECONDS at most, and stops at the first call that Slurm does not answer."""
         failed: set[Target] = set()
         until, over = time.monotonic() + RUN_SECONDS, False
         for action, ticket in zip(request.actions, tickets, strict=True):
@@ -283,7 +284,7 @@ class Worker:
         self.results.put(partial(core.on_actions_done, request.urgent))
 
     def _act(self, action: Action) -> tuple[str, bool]:
-        """Carries one action out. Returns why it failed, and whether Slurm gave no answer."""
+        """Carries out one action. Returns why it failed, and whether Slurm gave no answer."""
         assert self._client is not None
         with self._changed:
             if time.monotonic() < self.not_before:
@@ -309,14 +310,14 @@ class Worker:
 def _run(work: Callable[[], Any], then: Callable[[Any], None], results: Mailbox[Result]) -> None:
     try:
         result = work()
-    except Exception as error:  # no result must not mean that nobody hears of it
+    except Exception as error:  # `then` must hear of a failure, too
         log.warning("work in the background failed: %r", error)
         result = None
     results.put(lambda: then(result))
 
 
 def perform(client: SlurmClient, action: Action) -> None:
-    """One action as a call of the client. Raises SlurmError."""
+    """Carries out one action by a call of the client. Raises SlurmError."""
     match action.action:
         case "down":
             client.down(action.node, action.text)

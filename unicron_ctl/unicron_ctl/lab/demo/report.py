@@ -1,5 +1,5 @@
-"""The demo's result: what each failure cost, and each job's losses beside the undisturbed run's. All numbers are read
-from the runs."""
+"""The demo's result: the cost of each failure, and each job's losses compared with an undisturbed run's. All numbers
+are read from the runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unicron_ctl.shared.settings.places import TEMPLATES
 from unicron_ctl.shared.system.columns import Listing
 from unicron_ctl.shared.system.errors import UserError
 
-LOSS_TOLERANCE = 1e-3  # relative: fp32 sums in another order differ by 1e-7, and Adam carries that on from step to step
+LOSS_TOLERANCE = 1e-3  # relative: fp32 sums in another order differ by 1e-7, which adds up over Adam's steps
 GRADIENT_TOLERANCE = 1e-6  # absolute, fp32: only the order of sums differs
 
 
@@ -50,10 +50,10 @@ class DemoJoin(msgspec.Struct, kw_only=True):
 
 
 class DemoJobResult(msgspec.Struct, kw_only=True):
-    """A job beside its undisturbed run.
+    """A job compared with its undisturbed run.
 
-    gradient_differences: by iteration, for the first iteration of each generation, between the gradient that the
-    optimizer got and one computed without any disturbance from the same parameters (`verify.py`).
+    gradient_differences: by iteration, for the first one of each generation. Each is the difference between the
+    gradient that the optimizer got and one computed undisturbed from the same parameters (`verify.py`).
     """
 
     name: str
@@ -75,7 +75,7 @@ class DemoResult(msgspec.Struct, kw_only=True):
 
 
 def collect(story: Story) -> DemoResult:
-    """The demo's result."""
+    """Reads the result from the finished runs."""
     return DemoResult(
         failures=[_failure(story, injury) for injury in story.injuries if injury.kind != "join"],
         joins=[
@@ -132,7 +132,7 @@ def _job(stage: Stage, name: str) -> DemoJobResult:
 
 
 def problems(result: DemoResult) -> list[str]:
-    """Return what is not as promised; empty when all is well."""
+    """Return a line for each number that is out of tolerance; none when all is well."""
     found = []
     for job in result.jobs:
         if job.max_loss_difference > LOSS_TOLERANCE:
@@ -151,7 +151,7 @@ def problems(result: DemoResult) -> list[str]:
 
 
 def tables(result: DemoResult) -> list[Listing]:
-    """The two tables at the end of the demo."""
+    """Returns the two tables that the demo prints at its end."""
     failures = Listing(
         "job",
         "what",
@@ -207,7 +207,7 @@ def _after(when: float | None, began: float) -> str:
 
 
 def write_json(result: DemoResult, path: Path) -> None:
-    """The result as JSON. Raises UserError when the file cannot be written."""
+    """Writes the result as JSON. Raises UserError if the file cannot be written."""
     try:
         path.write_text(json.dumps(msgspec.to_builtins(result), indent=2) + "\n")
     except OSError as error:

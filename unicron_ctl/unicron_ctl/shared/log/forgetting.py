@@ -1,4 +1,4 @@
-"""Finds the records that the log can do without, for `Store.forget`, in pages that keep nobody waiting."""
+"""Finds the records that `Store.forget` may delete. Reads the log in pages, so that nobody waits long for it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.thinning import Retention
 
-FORGET_RECORDS = 1000  # that are looked at, at once
+FORGET_RECORDS = 1000  # in one page
 
 
 def aged(
     db: sqlite3.Connection, kind: str, kept: Retention, upto: int, before: float
 ) -> Iterator[tuple[int, int] | None]:
-    """(id, bytes) of the records of a kind that may go, None for one that stays."""
+    """Yields (id, bytes) of each record of a kind that may be deleted, None for one that stays."""
     if kept.last_of_node:
         yield from aged_but_last(db, kind, upto, before)
         return
@@ -26,7 +26,7 @@ def aged(
 
 
 def aged_but_last(db: sqlite3.Connection, kind: str, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
-    """(id, bytes) of the records that may go; None for the last one of each node, which stays."""
+    """Yields (id, bytes) of each record that may be deleted, None for one that stays: the last one of each node."""
     latest: dict[str, tuple[int, int] | None] = {}
     for number, time, payload in pages(db, "time, payload", "kind = ?", (kind,)):
         node = str(getattr(records.decode(kind, payload), "node", ""))
@@ -35,7 +35,7 @@ def aged_but_last(db: sqlite3.Connection, kind: str, upto: int, before: float) -
 
 
 def oldest(db: sqlite3.Connection, upto: int, size: int) -> Iterator[tuple[int, int]]:
-    """(id, bytes) of the oldest records, which make `size` bytes together."""
+    """Yields (id, bytes) of the oldest records, until they make `size` bytes together."""
     for number, length in pages(db, "length(payload)", "id <= ?", (upto,)):
         if size <= 0:
             return
@@ -44,7 +44,7 @@ def oldest(db: sqlite3.Connection, upto: int, size: int) -> Iterator[tuple[int, 
 
 
 def used_bytes(db: sqlite3.Connection) -> int:
-    """Return the bytes that the log takes, without the room that is free in its file."""
+    """Return the bytes that the log takes, without the free pages of its file."""
     return _pragma(db, "page_count") * _pragma(db, "page_size") - free_bytes(db)
 
 
@@ -57,7 +57,7 @@ def _pragma(db: sqlite3.Connection, name: str) -> int:
 
 
 def pages(db: sqlite3.Connection, what: str, where: str, values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """(id, what) of the records, oldest first; they may be deleted meanwhile."""
+    """Yields (id, columns) of the records, oldest first. The caller may delete them meanwhile."""
     after = 0
     query = f"SELECT id, {what} FROM event WHERE {where} AND id > ? ORDER BY id LIMIT {FORGET_RECORDS}"
     while rows := db.execute(query, (*values, after)).fetchall():

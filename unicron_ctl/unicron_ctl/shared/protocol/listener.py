@@ -1,9 +1,9 @@
-"""The sockets at which peers connect, for a loop that polls one descriptor. Both the memory that all peers together can
-take and the time of one call are bounded, whatever peers send.
+"""The sockets to which peers connect, for a loop that polls one descriptor. Whatever peers send, their memory in all
+and the time of one call are bounded.
 
-Messages of known connections are handed over first; strangers share half of the time in turn, or a tenth beyond it
-where known ones need all of it. Nothing is read from a connection before what was read has been handed over, so TCP
-holds back a peer that sends faster than the program takes.
+Messages of known connections are delivered first. Strangers get half of the time, or an extra tenth if known ones need
+all of it. A connection is read again only after its last data was delivered, so TCP slows down a peer that sends faster
+than the program can take.
 """
 
 from __future__ import annotations
@@ -25,29 +25,27 @@ from unicron_ctl.shared.system.throttle import Throttle
 
 log = logging.getLogger("unicron.listener")
 QUEUE = 20000  # connections that wait to be accepted at once
-READ_BYTES, READ_MOST_BYTES = 4096, 65536  # in one turn of a connection; of a message that lacks more
-KERNEL_BYTES = (
-    131072  # that the kernel may hold of what a connection sends, twice; more than waits there costs a peer's time only
-)
+READ_BYTES, READ_MOST_BYTES = 4096, 65536  # in one turn of a connection; at most, for a long message
+KERNEL_BYTES = 131072  # of a connection in the kernel, which doubles this; the rest waits at the peer
 MESSAGES_AT_ONCE = 4  # of one connection; then it is another's turn, however far the program is behind
-LEFT_TO_STRANGERS = 0.1  # of the time, beyond it, where known ones have used all: who asks a question is a stranger
+LEFT_TO_STRANGERS = 0.1  # extra share of the time if known ones have used all: a client with a question is a stranger
 ACCEPTED_AT_ONCE = 64
-COMMANDS, COMMANDS_AT_ONCE = 20.0, 200.0  # a second of one connection: heartbeats are one in seconds
-# Bytes that wait to be complete or to be sent; of everybody where nothing is encrypted, so that all are strangers.
+COMMANDS, COMMANDS_AT_ONCE = 20.0, 200.0  # a second from one connection; heartbeats are seconds apart
+# Bytes of messages that are incomplete or not sent yet. Without encryption all peers are strangers and share the last.
 HELD_OF_STRANGERS, HELD_OF_KNOWN, HELD_OF_ALL = 32 << 20, 128 << 20, 64 << 20
-UNSENT = 1000  # messages to one peer that does not read; what matters is repeated
-UNREAD_SECONDS = 30.0  # for a peer to take what was sent, or to send the rest of a message; then it is put out
+UNSENT = 1000  # messages to one peer that does not read; important ones are sent again later
+UNREAD_SECONDS = 30.0  # for a peer to read what was sent, or to send the rest of a message; then it is disconnected
 HANDSHAKE_SECONDS = 10.0
-SWEEP_SECONDS = 1.0  # between two looks for whom to put out
+SWEEP_SECONDS = 1.0  # between two searches for peers to disconnect
 TELL_AGAIN_SECONDS = 60.0  # between two lines in the log
-SAY_AGAIN_SECONDS = 10.0  # between two moments at which the doors hear that an agent speaks
-LINGER_SECONDS = 0.2  # for what was sent last to go out
+SAY_AGAIN_SECONDS = 10.0  # between two updates of the limits for a connection on which an agent speaks
+LINGER_SECONDS = 0.2  # for the last messages to go out
 _SHORT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Connection:
-    """One peer. address: the peer's. origin: the name of its quota, which is a network for IPv6. route: the program's
-    name for the connection, never used again."""
+    """One peer's connection. origin: the name of its quota, a network for IPv6. route: the program's name for the
+    connection, which is never reused."""
 
     __slots__ = (
         "address",
@@ -72,7 +70,7 @@ class Connection:
         self.name = route.hex()
         self.out: deque[bytes] = deque()
         self.known, self.queued = False, False
-        self.counted = 0  # bytes of it that are in the sum
+        self.counted = 0  # its bytes in the listener's sum
         self.came = now
         self.since = now  # when it began to wait for the rest of a message, or to be read
         self.said = float("-inf")
@@ -83,10 +81,10 @@ class Connection:
 
 
 class Listener:
-    """Serves connections to `sockets`, which listen, and closes them.
+    """Serves connections to the listening `sockets`, which it closes at the end.
 
-    keys: None when nothing is encrypted. connections: how many at once. most: bytes of a message. admits(key): whether
-    this key may come in. refused: called with the reason when a connection is closed for what it sent. warn: logs one
+    keys: None if nothing is encrypted. connections: how many at once. most: bytes of a message. admits(key): whether
+    this key may connect. refused: called with the reason when a connection is closed for what it sent. warn: logs one
     line for people.
     """
 
@@ -123,7 +121,7 @@ class Listener:
 
     # ------------------------------------------------------------ for the loop
     def fileno(self) -> int:
-        """Readable when there is something to do."""
+        """Returns the descriptor to poll: it is readable if there is something to do."""
         return self._epoll.fileno()
 
     @property
@@ -132,7 +130,7 @@ class Listener:
 
     @property
     def most(self) -> int:
-        """Connections at once."""
+        """The largest number of connections at once."""
         return self._limits.most
 
     @most.setter
@@ -140,8 +138,8 @@ class Listener:
         self._limits.most = most
 
     def receive(self, take: Callable[[Connection, bytes], object], until: float) -> None:
-        """Hands over what has come and does all else that is due, until `until` of the monotonic clock; strangers have
-        a little more time."""
+        """Delivers received messages to `take` and does all else that is due, until `until` on the monotonic clock.
+        Strangers get a little more time."""
         now = time.monotonic()
         if now >= self._sweep_at:
             self._sweep(now)
@@ -158,7 +156,7 @@ class Listener:
             if event & ~select.EPOLLOUT and not connection.queued:
                 connection.queued = True
                 if connection.known and descriptor not in self._limits.agents:
-                    self._now_known(connection, False)  # another one speaks for its agent, or none does
+                    self._set_known(connection, False)  # its agent speaks on another connection now, or not at all
                 self._queues[connection.known].append(connection)
         self._serve(self._queues[True], take, until)
         if self._keys is not None:
@@ -169,7 +167,7 @@ class Listener:
 
     @property
     def behind(self) -> bool:
-        """Whether there is more to hand over than there was time for."""
+        """Whether there was no time to deliver everything."""
         return bool(self._queues[0] or self._queues[1])
 
     def send(self, route: bytes, *messages: bytes) -> bool:
@@ -181,21 +179,21 @@ class Listener:
         return True
 
     def unread(self, route: bytes) -> bool:
-        """Whether something of this connection has come that was not handed over yet."""
+        """Whether this connection has data that was not delivered yet."""
         connection = self._by_route.get(route)
         return connection is not None and connection.queued
 
     def is_known(self, connection: Connection) -> None:
-        """Protects a connection that has spoken for a registered agent. The program calls this at each message."""
+        """Protects a connection on which a registered agent speaks. The program calls this for each of its messages."""
         now = time.monotonic()
         if now - connection.said < SAY_AGAIN_SECONDS:
             return
         connection.said = now
         self._limits.mark_known(connection.descriptor, connection.session.key, now)
-        self._now_known(connection, True)
+        self._set_known(connection, True)
 
     def close(self) -> None:
-        """Closes all connections; what was sent last has LINGER_SECONDS to go out."""
+        """Closes all connections. The last messages have LINGER_SECONDS to go out."""
         until = time.monotonic() + LINGER_SECONDS
         while any(one.out for one in self._connections.values()) and time.monotonic() < until:
             for connection in [one for one in self._connections.values() if one.out]:
@@ -229,7 +227,7 @@ class Listener:
                 connection.queued = False
 
     def _read(self, connection: Connection, take: Callable[[Connection, bytes], object], until: float) -> bool:
-        """Reads from one connection. Returns whether there is more that was read already. Raises ProtocolError."""
+        """Reads from one connection. Returns whether undelivered messages are left. Raises ProtocolError."""
         session, fresh, done = connection.session, False, False
         for _ in range(MESSAGES_AT_ONCE):
             message = session.read()
@@ -268,8 +266,8 @@ class Listener:
         return message is not None
 
     def _after_command(self, connection: Connection) -> None:
-        """Goes on after a part of the handshake, or a command. A peer that does not take what was sent gets no answer
-        to a PING."""
+        """Continues after a step of the handshake, or a command. A peer that does not read gets no answer to a
+        PING."""
         session, shaking = connection.session, connection.descriptor in self._shaking
         if session.ready and shaking:
             if not self._admits(session.key):
@@ -292,7 +290,7 @@ class Listener:
         except BlockingIOError:
             sent = 0
         except OSError:
-            return  # what reads it next finds it closed
+            return  # the next read finds it closed
         if sent < len(data):
             connection.out.append(data[sent:])
             self._watch(connection)
@@ -338,7 +336,7 @@ class Listener:
             self._shed(connection.known)
 
     def _shed(self, known: bool) -> None:
-        """Closes the connections that hold most, until they hold half of what is allowed."""
+        """Closes the connections that hold the most bytes, until the rest hold half of what is allowed."""
         for connection in sorted(self._holding.values(), key=lambda one: one.counted, reverse=True):
             if self._held[known] <= self._bounds[known] // 2:
                 return
@@ -346,7 +344,7 @@ class Listener:
                 self._refused(connection, "messages that are too much to be held until they are complete, or are read")
                 self._close(connection)
 
-    def _now_known(self, connection: Connection, known: bool) -> None:
+    def _set_known(self, connection: Connection, known: bool) -> None:
         if connection.known is not known:
             self._held[connection.known] -= connection.counted
             connection.known = known
@@ -360,7 +358,7 @@ class Listener:
         for connection in [one for one in self._holding.values() if now - one.since > UNREAD_SECONDS]:
             if not connection.queued:
                 self._close(connection)
-        for descriptor in self._sockets:  # where descriptors were short
+        for descriptor in self._sockets:  # `_accept` removes a socket when descriptors run out
             with contextlib.suppress(OSError):
                 self._epoll.register(descriptor, select.EPOLLIN)
 
@@ -389,12 +387,12 @@ class Listener:
         self._connections[connection.descriptor] = self._by_route[route] = connection
         self._shaking[connection.descriptor] = connection
         self._epoll.register(connection.descriptor, select.EPOLLIN)
-        goes = self._limits.add(connection.descriptor, connection.origin, now)
-        if goes is not None:
+        evicted = self._limits.add(connection.descriptor, connection.origin, now)
+        if evicted is not None:
             self._warn_rarely(
                 f"{self.count} connections where {self.most} may be, or one address has too many: some are closed"
             )
-            self._close(self._connections[goes])
+            self._close(self._connections[evicted])
         if connection.open:
             self._after_command(connection)
 
@@ -420,10 +418,10 @@ class Listener:
 
 
 def listening(host: str, port: int, queue: int = QUEUE) -> list[socket.socket]:
-    """Sockets that listen at all addresses of the host; "" and "*" are all of this machine's, of both families.
+    """Opens sockets that listen at all addresses of the host; "" and "*" mean all of this machine, IPv4 and IPv6.
 
-    queue: connections that wait to be accepted; with 0 the sockets have the port, and nobody can connect. Raises
-    OSError.
+    queue: connections that may wait to be accepted. With 0 the sockets only reserve the port: nobody can connect.
+    Raises OSError.
     """
     host = host.strip("[]")
     if host in ("", "*") and socket.has_dualstack_ipv6():
@@ -448,7 +446,7 @@ def listening(host: str, port: int, queue: int = QUEUE) -> list[socket.socket]:
 
 
 def _listening(family: int, where: tuple[object, ...], queue: int, dual: bool) -> socket.socket:
-    """One listening socket; connections inherit its options."""
+    """Opens one listening socket. Connections inherit its options."""
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
         for level, option, value in (

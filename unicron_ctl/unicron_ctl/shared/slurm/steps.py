@@ -17,19 +17,20 @@ from unicron_ctl.shared.system.errors import UserError
 from unicron_detector.health.program_output import TooMuchOutput, run_program
 
 CANCEL_SECONDS = 10.0  # for scancel
-END_SECONDS = 5.0  # for an srun that is ended
+END_SECONDS = 5.0  # for an srun to exit after SIGTERM
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Steps:
-    """Runs sruns. name: how the names of their jobs begin, by which scancel finds them; a token follows.
+    """Runs sruns side by side.
 
-    environment: for srun, with SLURM_CONF where that is a private cluster's.
+    name: the prefix of their jobs' names; with the token that follows it, scancel finds them. environment: for srun,
+    with SLURM_CONF if the cluster is a private one.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
-        # Inside of another job srun would use that job's nodes. The plugin is to leave these alone.
+        # Inside another job srun would use that job's nodes. UNICRON=0 makes the plugin leave these alone.
         hidden = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_")
         kept = {k: v for k, v in environment.items() if not k.startswith(hidden) or k == "SLURM_CONF"}
         self._name, self._environment = name, {**kept, "UNICRON": "0"}
@@ -38,7 +39,7 @@ class Steps:
         self._stopped = False
 
     def side_by_side(self, work: Callable[[Item], Result], items: Sequence[Item], most: int) -> list[Result]:
-        """Does the work for all items, `most` at a time. Whatever ends this, an interrupt above all, ends the sruns."""
+        """Does the work for all items, `most` at a time. An interrupt, or any other error, ends the sruns."""
         with ThreadPoolExecutor(max(1, min(most, len(items)))) as pool:
             try:
                 return list(pool.map(work, items))
@@ -48,7 +49,7 @@ class Steps:
 
     @contextlib.contextmanager
     def running(self, token: str, line: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-        """An srun with pipes for its output; its end is waited for. Raises UserError where it cannot be started."""
+        """Starts an srun with pipes for its output, and waits for its exit. Raises UserError if it cannot start."""
         with self._lock:
             if self._stopped:
                 raise UserError("interrupted")
@@ -76,14 +77,14 @@ class Steps:
                     self._running.pop(token, None)
 
     def stop(self) -> None:
-        """Ends all that run, and starts no other."""
+        """Ends all running sruns, and starts no others."""
         with self._lock:
             self._stopped, running = True, dict(self._running)
         with ThreadPoolExecutor(max(1, len(running))) as pool:
             list(pool.map(lambda one: self.end(*one), running.items()))
 
     def end(self, token: str, process: subprocess.Popen[bytes]) -> None:
-        """Ends one. srun's own way to end a job takes its nodes' answer; scancel works without."""
+        """Ends one srun. srun itself would wait for an answer from the job's nodes; scancel works without one."""
         try:
             run_program(["scancel", f"--name={self._name}{token}"], CANCEL_SECONDS, env=self._environment)
             process.send_signal(signal.SIGTERM)
@@ -93,19 +94,19 @@ class Steps:
 
 
 def why_not_idle(node: NodeInfo) -> str:
-    """Why nothing can be started on a node now, and what would change that."""
+    """Explains why nothing can start on the node now, and what to do about it."""
     if node.asleep:
         return f"switched off by power saving: `scontrol update NodeName={node.name} State=POWER_UP`, and try again"
     if node.healthy:
         return f"in use ({'+'.join(sorted(node.states)).lower()}): try again when it is free"
     why = f"{'+'.join(sorted(node.states)).lower()}{f': {node.reason}' if node.reason else ''}"
     if node.reason.startswith(OURS) and not is_from_pair_test(node.reason):
-        said = f"`unicronctl nodes --node {node.name}` says what it waits for"
-        return f"out of service by Unicron ({why}), which gives it back when it is sound: {said}"
+        hint = f"`unicronctl nodes --node {node.name}` says what it waits for"
+        return f"out of service by Unicron ({why}), which gives it back when it is sound: {hint}"
     return f"out of service ({why}): give it back with `scontrol update NodeName={node.name} State=RESUME` first"
 
 
 def search_path() -> dict[str, str]:
-    """This process's environment, with Slurm's programs in the path."""
+    """Returns this process's environment, with the folders of Slurm's programs in PATH."""
     more = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
     return {**os.environ, "PATH": os.pathsep.join([os.environ.get("PATH", ""), *more])}
