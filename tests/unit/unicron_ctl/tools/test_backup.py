@@ -26,8 +26,5 @@ def test_the_commands(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     assert made.exit_code == 0
     back = run(commands.restore, [str(tmp_path / "copy"), "--state-dir", str(folder)])
     assert back.exit_code == 0
-    said = [
-        re.sub(r"\d{4}-\d\d-\d\dT[\d:.+-]*|\d{8}\S*", "N", one.output.replace(str(tmp_path), "FOLDER"))
-        for one in (made, back)
-    ]
-    assert said == snapshot
+    said = [one.output.replace(str(tmp_path), "FOLDER") for one in (made, back)]
+    assert [re.sub(r"\d{4}-\d\d-\d\dT[\d:.+-]*|\d{8}\S*", "TIME", text) for text in said] == snapshot
