@@ -142,7 +142,7 @@ def test_jobs_of_a_live_plan_go_by_name_or_id():
     assert by_id("job 7 finishes", names) == "job 7 finishes"
     assert by_id("job 9 finishes", names) == "job 9 finishes", "an id goes before another job's name"
     assert by_id("node gpt-large fails", names) == "node gpt-large fails"
-    with pytest.raises(PlanError, match=r"2 jobs are called gpt: say which by its id \(7, 8\)"):
+    with pytest.raises(PlanError, match=r"\bgpt\b.*\(7, 8\)"):
         by_id("job gpt finishes", names)
 
 
@@ -164,7 +164,7 @@ def test_durations_are_written_as_people_write_them(text: str, seconds: float) -
 
 @pytest.mark.parametrize("text", ["", "soon", "2 h", "-2h", "2y", "h"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="write 30m, 2h or 1d"):
+    with pytest.raises(click.BadParameter, match="30m, 2h"):
         DURATION.convert(text, None, None)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.cli.config_check import command, permissions, table
 from unicron_ctl.shared.settings.config import Config, ControllerConfig
@@ -27,23 +28,18 @@ def _call(path: Path, *arguments: str, code: int) -> Any:
     return result
 
 
-def test_each_partition_is_a_line_to_be_grepped() -> None:
+def test_each_partition_is_a_line_to_be_grepped(snapshot: SnapshotAssertion) -> None:
     config = Config(controller=ControllerConfig(partitions=PARTITIONS))
     found = table(permissions(config, [PartitionInfo("gpu", 64, "UP"), PartitionInfo("cpu", 8, "DOWN")])).lines()
-    assert found == [
-        "PARTITION NODES STATE MODE    SPARE WEIGHT  ACTIONS",
-        "gpu       64    UP    act     2     1,lab=4 drain,pin",
-        "cpu       8     DOWN  observe 0     1       none",
-        "old       -     -     off     0     1       none",
-        "default   -     -     observe 0     1       none",
-    ]
+    assert found == snapshot
 
 
 def test_without_slurm_the_file_alone_is_shown_with_all_that_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "unicron.toml"
     path.write_text("[controller]\nslurm = 'none'\n[partition.default]\nmode = 'act'\nspares = 1\n")
     said = json.loads(_call(path, "--json", code=3).output)
-    assert said["problems"] == ["[partition.default] spares: unknown key; did you mean spare_nodes?"]
+    (problem,) = said["problems"]
+    assert problem.startswith("[partition.default] spares: ") and "spare_nodes" in problem
     assert [(one["partition"], one["mode"], one["nodes"]) for one in said["partitions"]] == [("default", "act", None)]
     path.write_text("[controller]\nslurm = 'none'\n[partition.default]\nmode = 'act'\n")
     assert _call(path, code=0).output.splitlines()[2].split() == ["default", "-", "-", "act", "0", "1", "all"]

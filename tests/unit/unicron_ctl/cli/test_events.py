@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -116,14 +117,12 @@ def test_on_a_terminal_one_failure_of_500_nodes_is_one_line(
     assert len(ids("-n", "5")) == 5, "JSON stays event by event"
 
 
-def test_on_a_pipe_nothing_is_folded(log: Store) -> None:
+def test_on_a_pipe_nothing_is_folded(log: Store, snapshot: SnapshotAssertion) -> None:
     storm(log, 3)
-    assert [line.split(" ", 1)[1] for line in shown("--kind", "break")] == [
-        f"break job 1 g3: slot {n} exited with 1" for n in range(3)
-    ]
+    assert [line.split(" ", 1)[1] for line in shown("--kind", "break")] == snapshot
 
 
-def test_what_is_not_equal_or_long_ago_is_a_line_of_its_own() -> None:
+def test_what_is_not_equal_or_long_ago_is_a_line_of_its_own(snapshot: SnapshotAssertion) -> None:
     def event(time: float, **more: Any) -> dict[str, Any]:
         return {"id": 1, "time": time, "job": "7", "generation": 0, "kind": "node_lost", **more}
 
@@ -136,14 +135,7 @@ def test_what_is_not_equal_or_long_ago_is_a_line_of_its_own() -> None:
         event(13.0, kind="told", nodes=["n1", "n2", "n3"], reason="to n1, n2, n3"),
         event(14.0, kind="most_silent", nodes=3, silent=2),
     ]
-    assert [event_groups.line_of(group).partition(" ")[2] for group in event_groups.together(found)] == [
-        "node_lost job 7: n[1,3] is lost (2 times)",
-        "node_lost job 7: n2 is lost: slurmd is away",
-        "node_lost job 7: n4 is lost",
-        "node_lost job 8: n5 is lost",
-        "told job 7: to n[1-3]",
-        "most_silent job 7: nodes=3, silent=2",
-    ]
+    assert [event_groups.line_of(group).partition(" ")[2] for group in event_groups.together(found)] == snapshot
 
 
 def test_a_line_begins_with_the_date_and_the_offset(log: Store) -> None:
@@ -176,11 +168,11 @@ def test_events_of_a_user_or_a_partition(log: Store) -> None:
     assert set(ids("--partition", "main", "-n", "5000")) == {*range(1, 401)}, "its nodes', too"
 
 
-def test_since_a_time_and_how_many_more_there_are(log: Store) -> None:
+def test_since_a_time_and_how_many_more_there_are(log: Store, snapshot: SnapshotAssertion) -> None:
     assert ids("--since", moment(1350.0)) == list(range(351, 401))
     done = run("--since", moment(1350.0), "-n", "3", "--json")
     assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == [398, 399, 400]
-    assert done.stderr == "unicronctl: there are earlier ones: -n 30 shows more\n"
+    assert done.stderr == snapshot
 
 
 def test_an_answer_that_is_cut_is_asked_on(log: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,20 +260,11 @@ def test_times_as_people_write_them(monkeypatch: pytest.MonkeyPatch, text: str, 
     assert SINCE.convert(text, None, None) == NOW.timestamp() - seconds_ago
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("2 hours", "did you mean 2h?"),
-        ("yesterday", "write 2h, 14:30, 2026-11-27 or 2026-11-27T14:30"),
-        ("25:00", "write 2h"),
-        ("2026-13-01", "write 2h"),
-        ("7", "write 2h"),
-        ("2999-01-01", "is still to come"),
-    ],
-)
-def test_a_time_that_is_none(text: str, said: str) -> None:
-    with pytest.raises(click.BadParameter, match=said.replace("?", r"\?")):
+@pytest.mark.parametrize("text", ["2 hours", "yesterday", "25:00", "2026-13-01", "7", "2999-01-01"])
+def test_a_time_that_is_none(text: str, snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(click.BadParameter) as refused:
         SINCE.convert(text, None, None)
+    assert re.sub(r"(?<=00:00)[+-]\d\d:\d\d", "", refused.value.message) == snapshot, "in any time zone"
 
 
 def test_how_times_are_written() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.doctor import host_facts
 from unicron_ctl.doctor.doctor_command import _print, command
@@ -42,14 +43,11 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(command, list(words), standalone_mode=False)
 
 
-def test_a_problem_is_a_line_with_what_to_type_and_status_3(here: HostFacts) -> None:
+def test_a_problem_is_a_line_with_what_to_type_and_status_3(here: HostFacts, snapshot: SnapshotAssertion) -> None:
     done = call("--as", "login")
     lines = done.output.splitlines()
-    assert done.return_value == 3 and lines[0] == "login1 (login), Unicron 0.1.0"
-    assert lines[1].startswith("problem  slurm: scontrol show config: no answer") and lines[2].startswith(
-        "         > see"
-    )
-    assert lines[-1] == "11 checks: 10 good, 1 with a problem" and "good     " not in done.output
+    assert done.return_value == 3 and lines[-1].split()[0] == "11" and "good     " not in done.output
+    assert lines == snapshot
     assert "good     config: /etc/unicron/unicron.toml" in call("--as", "login", "-v").output
 
 
@@ -78,16 +76,16 @@ def test_its_json_has_every_result(here: HostFacts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("words", "status", "about"),
     [
-        (["--all"], 1, "the nodes cannot be asked: scontrol show config: no answer"),
-        (["--as", "gate"], 2, "'gate' is not one of"),
-        (["--partition", "gpu"], 2, "--partition is for --all"),
+        (["--all"], 1, "scontrol show config: no answer"),
+        (["--as", "gate"], 2, "'gate'"),
+        (["--partition", "gpu"], 2, "--all"),
     ],
 )
 def test_what_cannot_be_run_is_one_line(
-    here: HostFacts, words: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
+    here: HostFacts, words: list[str], status: int, about: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert program.run("unicronctl", command, words) == status
     err = capsys.readouterr().err
-    assert said in err and err.count("\n") == 1
+    assert about in err and err.count("\n") == 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.doctor.facts import PluginFacts
 from unicron_ctl.doctor.first_file import Wish, unicron_toml
@@ -166,12 +167,12 @@ def test_who_may_change_nodes_is_said_before_a_partition_acts() -> None:
 
 def test_a_standby_is_started_too() -> None:
     text = "\n".join(steps(site(uid=990, address="tcp://head:7451,tcp://head2:7451")))
-    assert "Start the controller on head and head2. Open port 7451 there" in text
+    assert re.search(r"\bcontroller\b.*\bhead and head2\b.*\b7451\b", text)
 
 
-def test_a_prolog_that_slurm_has_is_to_call_ours() -> None:
+def test_a_prolog_that_slurm_has_is_to_call_ours(snapshot: SnapshotAssertion) -> None:
     text = "\n".join(steps(site(settings=SlurmSettings({**BARE, "Prolog": "/etc/slurm/prolog"}))))
-    assert "Slurm has a Prolog of its own" in text
+    assert [line for line in text.splitlines() if "Prolog" in line] == snapshot
 
 
 def test_the_plugins_line_is_one_that_the_plugin_takes() -> None:
@@ -207,7 +208,8 @@ def test_it_writes_once_and_then_leaves_the_file_alone(slurm: Path) -> None:
     assert line.kind == "optional" and "controller=tcp://head:7451" in line.arguments
     assert f"config={path}" in line.arguments
     before = path.stat().st_mtime_ns, plugstack.stat().st_mtime_ns
-    assert call("--config", path).count("is there already, and as it is to be") == 2
+    again = call("--config", path)
+    assert "wrote" not in again and [again.count(f"{one} is there") for one in (path, plugstack)] == [1, 1]
     assert (path.stat().st_mtime_ns, plugstack.stat().st_mtime_ns) == before
     assert sorted(path.parent.iterdir()) == [plugstack, path]
 
@@ -216,7 +218,7 @@ def test_a_file_that_differs_stays_unless_force_is_said(slurm: Path) -> None:
     path = slurm / "unicron.toml"
     path.write_text('[controller]\naddress = "tcp://other:7451"\n')
     said = call("--config", path)
-    assert "left alone; --force replaces it" in said and "other" in path.read_text()
+    assert "--force" in said and "other" in path.read_text()
     assert "controller=tcp://other:7451" in (slurm / "plugstack.conf").read_text()
     assert f"wrote {path}" in call("--config", path, "--force")
     assert "tcp://head:7451" in path.read_text() and "other" in (slurm / "unicron.toml.old").read_text()
@@ -254,6 +256,6 @@ def test_a_host_or_user_that_is_none_is_not_written(slurm: Path, words: list[str
     assert done.exception.exit_code == 2
 
 
-def test_a_folder_that_cannot_be_written_says_what_to_do(slurm: Path) -> None:
+def test_a_folder_that_cannot_be_written_says_what_to_do(slurm: Path, snapshot: SnapshotAssertion) -> None:
     done = CliRunner().invoke(command, ["--config", "/proc/unicron/unicron.toml"])
-    assert "or name a file with --config, or use --dry-run" in str(done.exception)
+    assert isinstance(done.exception, UserError) and re.sub(r"\(.*\)", "(WHY)", str(done.exception)) == snapshot

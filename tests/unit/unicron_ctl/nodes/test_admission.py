@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+
 import msgspec
 import pytest
 
@@ -35,12 +39,12 @@ def test_only_proof_gives_the_status_that_drains(tmp_path) -> None:
 
 def test_mistakes_in_the_configuration_are_said_and_drain_nobody(tmp_path) -> None:
     status, log = run(tmp_path, config="[health]\nmemory = 1\n")
-    assert status == 0 and "[health] memory: unknown key; did you mean memory_mb?" in log
+    assert status == 0 and re.search(r"\[health\] memory: .*\bmemory_mb\b", log)
     status, log = run(tmp_path, "--skip", "fans")
-    assert status == 0 and 'skip = "fans": use some of gpu, memory' in log
+    assert status == 0 and re.search(r'skip = "fans": .*\bgpu, memory\b', log)
     missing = ["--config", str(tmp_path / "none"), "--log", str(tmp_path / "log2"), *state(tmp_path)]
     assert admission.main(missing) == 0
-    assert "No such file or directory" in (tmp_path / "log2").read_text()
+    assert os.strerror(errno.ENOENT) in (tmp_path / "log2").read_text()
 
 
 def test_a_mistake_leaves_the_other_lines_in_force_and_the_controller_is_told(tmp_path, monkeypatch) -> None:
@@ -50,16 +54,14 @@ def test_a_mistake_leaves_the_other_lines_in_force_and_the_controller_is_told(tm
     run(tmp_path, "--controller", "tcp://h:1", config="[health]\ngpus = 99\nnicz = ['ib0']\n")
     assert told[0]["verdict"] == "bad" and "99 GPUs expected" in told[0]["reason"]
     run(tmp_path, "--controller", "tcp://h:1", "--skip", "clock", config="[health]\nnicz = ['ib0']\n")
-    assert (
-        told[1]["verdict"] == "warning"
-        and "unicron.toml: [health] nicz: unknown key; did you mean nics?" in told[1]["reason"]
-    )
+    assert told[1]["verdict"] == "warning"
+    assert re.search(r"unicron\.toml: \[health\] nicz: .*\bnics\b", told[1]["reason"])
 
 
 def test_a_controller_that_does_not_answer_is_only_said(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(admission, "REPORT_SECONDS", 0.2)
     status, log = run(tmp_path, "--skip", "clock", "--controller", "tcp://127.0.0.1:1")
-    assert status == 0 and "the controller was not told" in log
+    assert status == 0 and log.count("\n") == 1 and "tcp://127.0.0.1:1" in log, log
 
 
 def test_the_report_says_what_was_found(tmp_path, monkeypatch) -> None:
@@ -71,7 +73,7 @@ def test_the_report_says_what_was_found(tmp_path, monkeypatch) -> None:
 
 
 def test_a_report_that_cannot_be_sent_is_one_line() -> None:
-    with pytest.raises(UserError, match="not the address of a controller"):
+    with pytest.raises(UserError, match="nonsense"):
         admission.report("nonsense", "n1", "interval", admission.run(Settings(skip=("all",))), 0.0)
 
 

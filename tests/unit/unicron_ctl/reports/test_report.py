@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import re
 import stat
 import tarfile
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.cli.unicronctl import unicronctl
 from unicron_ctl.reports import bundle
@@ -155,7 +157,9 @@ def test_the_bundle_has_what_support_needs_and_is_for_its_maker_alone(asked: Ask
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_a_job_brings_no_file_of_its_reader_and_no_device_into_the_bundle(asked: Asked, tmp_path: Path) -> None:
+def test_a_job_brings_no_file_of_its_reader_and_no_device_into_the_bundle(
+    asked: Asked, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     owner, secret = pwd.getpwnam("nobody"), tmp_path / "munge.key"
     secret.write_text("of root's alone")
     for link, target in (("rank-3.log", secret), ("rank-4.log", Path("/dev/zero"))):
@@ -166,8 +170,9 @@ def test_a_job_brings_no_file_of_its_reader_and_no_device_into_the_bundle(asked:
     status, _ = run("7", "--with-logs", "-o", str(tmp_path / "out.tar.gz"))
     found = contents(tmp_path / "out.tar.gz")
     assert status == 0 and [name for name in found if name.startswith("logs/")] == ["logs/rank-0.log"]
-    assert "of root's alone" not in str(found) and "rank-3.log: not a file of the job's owner" in found["README.txt"]
-    assert "rank-4.log: no plain file" in found["README.txt"] and "rank-5.log: no plain file" in found["README.txt"]
+    assert "of root's alone" not in str(found)
+    readme = found["README.txt"].replace(str(asked.log_dir), "LOGS")
+    assert [line for line in readme.splitlines() if re.search(r"rank-[345]\.log", line)] == snapshot
 
 
 def test_a_bundle_overwrites_nothing(asked: Asked, tmp_path: Path) -> None:
@@ -184,14 +189,14 @@ def test_of_a_job_that_is_not_the_askers_there_is_no_bundle(asked: Asked, tmp_pa
     assert status != 0 and "only the job's owner" in said and not path.exists()
 
 
-def test_without_a_controller_it_has_what_there_is(asked: Asked, tmp_path: Path) -> None:
+def test_without_a_controller_it_has_what_there_is(asked: Asked, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     asked.away = True
     path = tmp_path / "out.tar.gz"
     status, said = run("7", "--with-logs", "-o", str(path))
     assert status == 0 and "no controller answers" in said
     found = contents(path)
     assert {"README.txt", "configuration.json", "versions.txt"} <= found.keys()
-    assert "left out: what the controller knows: no controller answers" in found["README.txt"]
+    assert [line for line in found["README.txt"].splitlines() if "controller" in line] == snapshot
 
 
 def test_the_default_name_has_the_job_and_no_folder_of_its_own(
@@ -222,7 +227,7 @@ def test_a_report_is_sent_to_the_targets_of_notify(tmp_path: Path, monkeypatch: 
     assert '"subject": "Unicron, 1970-01-01' in (tmp_path / "said").read_text()
     hook.write_text("#!/bin/sh\nexit 3\n")
     status, said = run("week", "--send", "--config", str(config))
-    assert status != 0 and "hook: the hook ended with status 3" in said
+    assert status != 0 and re.search(r"\bhook: .*\b3\b", said), said
     config.write_text("")
     assert "names nobody" in run("week", "--send", "--config", str(config))[1]
 

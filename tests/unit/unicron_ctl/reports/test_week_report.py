@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 
 import msgspec
+from syrupy.assertion import SnapshotAssertion
 
 from tests.support.week_log import log
 from unicron_ctl.reports import week_report
@@ -18,12 +19,9 @@ def shown() -> Report:
     return msgspec.structs.replace(found, observed=["acting would have given 3.0 more node-hours <b>"], cut_at=7.0)
 
 
-def test_the_text_says_what_it_counts_and_against_what() -> None:
+def test_the_text_says_what_it_counts_and_against_what(snapshot: SnapshotAssertion) -> None:
     said = week_report.text(shown())
-    assert "failures: 3; recoveries: 1" in said and "lost: 1.0 node-hours" in said and "saved: 8.6 node-hours" in said
-    assert "960 s of all nodes for each recovery" in said and "observed: acting would have given 3.0" in said
-    assert re.search(r"^2 +2 +1 +1 +oom$", said, re.MULTILINE)
-    assert "only since" in said
+    assert re.sub(r"[\d-]+ \d\d:\d\d", "TIME", said) == snapshot, "in any time zone"
 
 
 class Page(HTMLParser):

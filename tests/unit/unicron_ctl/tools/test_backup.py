@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from click.testing import CliRunner
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
@@ -13,7 +15,7 @@ from unicron_ctl.shared.protocol.encryption import make_key
 from unicron_ctl.tools import backup as commands
 
 
-def test_the_commands(tmp_path: Path) -> None:
+def test_the_commands(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     folder = tmp_path / "state"
     make_key(folder)
     begun = claim(folder, False)
@@ -21,8 +23,8 @@ def test_the_commands(tmp_path: Path) -> None:
     begun.close()
     run = CliRunner().invoke
     made = run(commands.command, [str(tmp_path / "copy"), "--state-dir", str(folder)])
-    assert (
-        made.exit_code == 0 and "10 events up to 10" in made.output and "and the key; read again: sound" in made.output
-    )
+    assert made.exit_code == 0
     back = run(commands.restore, [str(tmp_path / "copy"), "--state-dir", str(folder)])
-    assert back.exit_code == 0 and "what was there is in" in back.output and "unicronctl resume" in back.output
+    assert back.exit_code == 0
+    said = [one.output.replace(str(tmp_path), "FOLDER") for one in (made, back)]
+    assert [re.sub(r"\d{4}-\d\d-\d\dT[\d:.+-]*|\d{8}\S*", "TIME", text) for text in said] == snapshot

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.cli.unicronctl import unicronctl
 from unicron_ctl.shared.system.errors import PROBLEM_FOUND, UserError
@@ -27,17 +28,11 @@ def run(folder: Path) -> Any:
     return CliRunner().invoke(unicronctl, ["check-folder", str(folder)], standalone_mode=False)
 
 
-def test_a_folder_that_does_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_folder_that_does_is_measured_and_left_as_it_was(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     done = run(tmp_path)
     assert (done.return_value, done.stderr) == (0, ""), done.exception
     *rows, beside_a_backup = done.stdout.splitlines()[1:]
-    assert re.fullmatch(r"a renewal while a log of 10 MB is backed up: [\d.]+ s at most", beside_a_backup)
-    assert [line.split("  ")[0] for line in rows] == [
-        "one record",
-        "twenty records",
-        "one that must last",
-        "a renewal",
-    ]
+    assert [*(line.split("  ")[0] for line in rows), re.sub(r"[\d.]+(?= s )", "N", beside_a_backup)] == snapshot
     assert list(tmp_path.iterdir()) == []
 
 
@@ -64,33 +59,31 @@ def test_root_tries_it_with_the_rights_of_the_folders_owner(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("program", "instead", "said"),
-    [
-        ("OTHERS_LOCK", "pass", "flock(2) does not hold between processes"),
-        ("OTHERS_WRITE", "pass", "two could write the log"),
-        ("OTHERS_READ", "print(0)", "another process does not see what was written"),
-    ],
+    ("program", "instead"), [("OTHERS_LOCK", "pass"), ("OTHERS_WRITE", "pass"), ("OTHERS_READ", "print(0)")]
 )
 def test_what_does_not_hold_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, instead: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, instead: str, snapshot: SnapshotAssertion
 ) -> None:
     monkeypatch.setattr(check_folder, program, instead)
     done = run(tmp_path)
-    assert done.return_value == PROBLEM_FOUND and said in done.stderr and list(tmp_path.iterdir()) == []
+    assert done.return_value == PROBLEM_FOUND and list(tmp_path.iterdir()) == []
+    assert done.stderr.replace(str(tmp_path), "FOLDER") == snapshot
 
 
 def test_a_slow_folder_does_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_folder, "LEASE_SECONDS", 1e-9)
     done = run(tmp_path)
-    assert done.return_value == PROBLEM_FOUND and "a lease of 1e-09 s would end" in done.stderr
+    assert done.return_value == PROBLEM_FOUND and " 1e-09 s " in done.stderr
 
 
-def test_a_folder_without_room_for_it_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_room_for_it_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
     monkeypatch.setattr(check_folder.tempfile, "TemporaryDirectory", refused)
-    assert str(run(tmp_path).exception) == f"{tmp_path}: Permission denied: run it as unicrond's user"
+    assert str(run(tmp_path).exception).replace(str(tmp_path), "FOLDER") == snapshot
     monkeypatch.undo()
     monkeypatch.setattr(check_folder, "LIMIT", 0.5)
     monkeypatch.setattr(check_folder, "OTHERS_LOCK", "import time; time.sleep(60)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import struct
 from pathlib import Path
 
@@ -134,30 +133,25 @@ def test_a_running_job_says_itself_where_it_saves(tmp_path, saved, scancel, monk
     assert asked[-1] == {"kind": "explain", "job": "4711"} and opening.index_of(tmp_path / "out").iteration == 9
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("true", "no new checkpoint was whole .* after 0.1 s: see the job's log"),
-        ("echo Invalid job id >&2; exit 1", "job 4711 was not asked for a checkpoint: Invalid job id"),
-    ],
-)
-def test_a_job_that_writes_none_is_told_of_and_no_old_one_is_exported(tmp_path, saved, scancel, line, says):
+@pytest.mark.parametrize("line", ["true", "echo Invalid job id >&2; exit 1"])
+def test_a_job_that_writes_none_is_told_of_and_no_old_one_is_exported(tmp_path, saved, scancel, line, snapshot):
     scancel(line)
     refused = invoke("export", "4711", tmp_path / "out", "--from", saved[1], "--wait", 0.1)
-    assert isinstance(refused.exception, UserError) and re.search(says, str(refused.exception))
+    assert isinstance(refused.exception, UserError)
+    assert str(refused.exception).replace(str(saved[1]), "FOLDER") == snapshot
     assert not (tmp_path / "out").exists()
     unnamed = invoke("export", "4711", tmp_path / "out")
     assert isinstance(unnamed.exception, UserError) and "with --from" in str(unnamed.exception)
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_tensor_that_is_a_hole_is_not_read(tmp_path, name):
+def test_a_tensor_that_is_a_hole_is_not_read(tmp_path, name, snapshot):
     size = 4 << 33
     head = json.dumps({"a": {"dtype": "F32", "shape": [1 << 33], "data_offsets": [0, size]}}).encode()
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head)
     os.truncate(tmp_path / "in" / "model.safetensors", 8 + len(head) + size)
-    assert "larger than what is written in it" in refusal(name, tmp_path / "in", tmp_path / "out")
+    assert refusal(name, tmp_path / "in", tmp_path / "out").replace(str(tmp_path), "FOLDER") == snapshot
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -169,28 +163,27 @@ def test_a_file_that_cannot_be_read_is_named_in_a_line(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["show", "export", "import"])
-def test_what_is_left_out_is_said_beside_what_is_asked_for(tmp_path, name):
+def test_what_is_left_out_is_said_beside_what_is_asked_for(tmp_path, name, snapshot):
     """Defect: `import` lost it without a word."""
     told = {"model": {"weight": torch.ones(3)}, "rng": {"python": (1, 2)}, "loader": {"at": 5}, "step": 4}
     dcp.save(told, checkpoint_id=tmp_path / "in", no_dist=True)
     done = given(name, tmp_path / "in", tmp_path / "out")
-    assert done.exit_code == 0 and "left out, for nothing here reads it: rng, loader" in done.stderr.splitlines()
-    if name == "show":
-        assert done.stdout.splitlines()[0] == "dcp, iteration 4: 1 tensor, 0.000 GB"
+    said = (done.stderr + done.stdout if name == "show" else done.stderr).replace(str(tmp_path), "FOLDER")
+    assert (done.exit_code, said) == (0, snapshot) and "rng, loader" in said
 
 
-def test_what_verify_doubts_is_said_and_is_no_damage(tmp_path):
+def test_what_verify_doubts_is_said_and_is_no_damage(tmp_path, snapshot):
     save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00001.safetensors")
     at = tmp_path / "model.safetensors.index.json"
     at.write_text(json.dumps({"weight_map": {name: "model-00001-of-00001.safetensors" for name in "ab"}}))
     done = invoke("verify", tmp_path)
-    assert (done.return_value, done.stderr) == (0, f"{at} names tensors that are in none of its files: b\n")
-    assert "1 tensor, of the right length (this format has no checksums)" in done.stdout
+    assert done.return_value == 0
+    assert [text.replace(str(tmp_path), "FOLDER") for text in (done.stderr, done.stdout)] == snapshot
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root reads for another user")
 @pytest.mark.parametrize("name", EVERY)
-def test_root_reads_what_is_the_users_own_and_nothing_else(tmp_path, name):
+def test_root_reads_what_is_the_users_own_and_nothing_else(tmp_path, name, snapshot):
     tmp_path.chmod(0o755)
     folder, out = tmp_path / "bob", tmp_path / "out"
     folder.mkdir()
@@ -200,10 +193,11 @@ def test_root_reads_what_is_the_users_own_and_nothing_else(tmp_path, name):
     (tmp_path / "link").symlink_to(folder)
     os.chown(tmp_path / "link", ALICE, ALICE, follow_symlinks=False)
     assert not refusal(name, folder, out)
-    assert "link: a link of somebody else" in refusal(name, tmp_path / "link", tmp_path / "none")
+    said = [refusal(name, tmp_path / "link", tmp_path / "none")]
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("/etc/hostname")
-    assert "model.safetensors: not of the owner of its folder" in refusal(name, folder, tmp_path / "none")
+    said.append(refusal(name, folder, tmp_path / "none"))
+    assert [text.replace(str(tmp_path), "FOLDER") for text in said] == snapshot
 
 
 def test_a_name_is_escaped_whoever_has_given_it(tmp_path):

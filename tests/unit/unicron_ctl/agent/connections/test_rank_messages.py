@@ -110,5 +110,5 @@ def test_a_rank_passes_over_what_is_not_for_it():
 
 
 def test_what_is_part_of_no_message_is_not_sent():
-    with pytest.raises(TypeError, match="PosixPath is part of no message"):
+    with pytest.raises(TypeError, match="PosixPath"):
         rank_messages.encode(Timing(1, 0.0, {"where": Path("/")}), 0, 0)

@@ -244,7 +244,7 @@ def test_one_machine_counts_where_it_is_written(options, nodes, monkeypatch) -> 
 def test_a_script_that_uses_mpi_itself_keeps_mpirun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\nfrom mpi4py import MPI\n")
-    with pytest.raises(LauncherStays, match=r"train\.py needs it, for it imports mpi4py"):
+    with pytest.raises(LauncherStays, match=r"train\.py .*\bmpi4py"):
         launch_of(f"mpirun -n 2 python {script}")
 
 
@@ -264,7 +264,8 @@ def test_where_the_output_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert tee.environment == {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "0"} and not tee.ignored
     away = launch_of("torchrun --log-dir logs -r3 train.py")
     assert away.environment == {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "none"}
-    assert launch_of("torchrun --log-dir logs -t 0:1 train.py").ignored == ["--tee=0:1 (both streams are written)"]
+    (both,) = launch_of("torchrun --log-dir logs -t 0:1 train.py").ignored
+    assert both.startswith("--tee=0:1 ")
     each = launch_of("deepspeed --enable_each_rank_log logs train.py")
     assert each.environment.items() >= {"UNICRON_LOG_DIR": logs, "UNICRON_CONSOLE_RANKS": "none"}.items()
 
@@ -447,6 +448,4 @@ def test_a_rendezvous_that_is_none_of_torchs_own_is_named() -> None:
         taken = read_launcher(["torchrun", f"--rdzv-backend={backend}", "train.py"])
         assert taken is not None and taken.warning == "" and "--rdzv-backend" in taken.replaced
     taken = read_launcher(["torchrun", "--rdzv_backend", "mine", "train.py"])
-    assert taken is not None and taken.warning.startswith(
-        "--rdzv-backend=mine is none of torch's own, and nobody calls"
-    )
+    assert taken is not None and taken.warning.startswith("--rdzv-backend=mine ")

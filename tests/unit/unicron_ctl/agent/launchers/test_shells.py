@@ -149,7 +149,7 @@ def test_a_python_that_runs_no_launcher_is_the_users_own_and_says_so(
     assert run_shell(["bash", "-c", code], environment) == 3
     said = agent.read_text().splitlines()
     told = capfd.readouterr().err
-    assert told.count("unicron: ") == 1 and "unicron: python prepare.py runs as it is, unprotected" in told
+    assert told.count("unicron: ") == 1 and "unicron: python prepare.py " in told and "unprotected" in told
     assert said[0] == f"own prepare.py {own}:/usr/bin:/bin" and said[2].startswith("own -m pkg torch")
     assert said[1] == "|-I -m unicron_ctl.agent.start.entry run -- python -u -m torch.distributed.run t.py"
 
@@ -178,33 +178,27 @@ def test_the_shells_exit_status_is_the_commands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (
-            "apptainer exec --nv i.sif bash -c 'cd /x && torchrun --nnodes $N train.py'",
-            "srun apptainer ... torchrun ...",
-        ),
-        ("apptainer exec i.sif bash -lc 'torchrun train.py'", "srun apptainer ... torchrun ..."),
-        (
-            "singularity exec i.sif bash -c 'cd x; python -m torch.distributed.run t.py'",
-            "srun singularity ... torch.dis",
-        ),
-        ("enroot start i bash -c 'cd /x; torchrun train.py'", "srun enroot ... python train.py"),
-        ("bash -c 'cd /x && apptainer exec i.sif torchrun --nnodes $N train.py'", "srun apptainer ... torchrun ..."),
-        ("bash -c 'cd /x && apptainer exec i.sif bash -c \"torchrun t.py\"; date'", "srun apptainer ... torchrun ..."),
-        ("apptainer exec i.sif bash inside.sh", "srun apptainer ... accelerate ..."),
-        ("bash -c 'cd /x; podman run -it i torchrun t.py'", "srun podman ... python train.py"),
-        ("apptainer exec i.sif python train.py --strategy deepspeed", ""),
-        ("bash -c 'apptainer pull i.sif docker://x && python train.py'", ""),
-        ("python train.py", ""),
+        ("apptainer exec --nv i.sif bash -c 'cd /x && torchrun --nnodes $N train.py'", True),
+        ("apptainer exec i.sif bash -lc 'torchrun train.py'", True),
+        ("singularity exec i.sif bash -c 'cd x; python -m torch.distributed.run t.py'", True),
+        ("enroot start i bash -c 'cd /x; torchrun train.py'", True),
+        ("bash -c 'cd /x && apptainer exec i.sif torchrun --nnodes $N train.py'", True),
+        ("bash -c 'cd /x && apptainer exec i.sif bash -c \"torchrun t.py\"; date'", True),
+        ("apptainer exec i.sif bash inside.sh", True),
+        ("bash -c 'cd /x; podman run -it i torchrun t.py'", True),
+        ("apptainer exec i.sif python train.py --strategy deepspeed", False),
+        ("bash -c 'apptainer pull i.sif docker://x && python train.py'", False),
+        ("python train.py", False),
     ],
 )
-def test_a_launcher_inside_a_container_stays_and_a_line_says_so(line, told, tmp_path, monkeypatch) -> None:
+def test_a_launcher_inside_a_container_stays_and_a_line_says_so(line, told, tmp_path, monkeypatch, snapshot) -> None:
     """Defect: whole nodes were restarted, `jobs` counted torchrun for a rank, and nothing said so."""
     monkeypatch.chdir(tmp_path)
     Path("inside.sh").write_text("cd /x\naccelerate launch train.py\n")
     command = shlex.split(line)
     assert not launches(command) and read_launcher(command) is None
     said = kept_in_container(command)
-    assert (told in said and "so Unicron restarts whole nodes" in said) if told else not said, said
+    assert bool(said) is told and said == snapshot
 
 
 FRONT_ENDS = tomllib.loads((ROOT / "docs" / "behaviour" / "front-ends.toml").read_text())["program"]
@@ -234,7 +228,7 @@ def test_what_starts_its_own_ranks_gets_its_line(program: dict[str, Any]) -> Non
             ["bash", "-c", f"cd work; conda run -n env {line} x.yaml"],
         ):
             told = starts_own_ranks(command)
-            assert f"{words} starts the ranks of a node by itself, so Unicron restarts whole nodes" in told, command
+            assert f"{words} " in told and "Unicron restarts whole nodes" in told, command
             assert read_launcher(command) is None
     for start, words in itertools.product(ways_to_start(program), program["alone"]):
         assert starts_own_ranks([*start, *words.split(), "x"]) == "", words
@@ -264,7 +258,7 @@ def test_a_launcher_of_another_environment_in_a_shell_gets_its_line(text: str, t
     command = ["bash", "-c", text]
     assert not launches(command)
     said = starts_own_ranks(command)
-    assert said.startswith(f"{told} starts the ranks of a node by itself") if told else not said
+    assert said.startswith(f"{told} ") if told else not said
 
 
 def test_a_module_that_trains_in_its_own_process_gets_no_line() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_the_text_of_the_script_chooses(tmp_path, text, mode):
     assert choose_mode("auto", "", ["python", "-u", "train.py", "--lr", "1"], tmp_path, [tmp_path]).name == mode
 
 
-def test_modules_code_and_other_programs(tmp_path):
+def test_modules_code_and_other_programs(tmp_path, snapshot):
     package = tmp_path / "lib" / "mine"
     package.mkdir(parents=True)
     (package / "train.py").write_text("import unicron\n")
@@ -64,16 +65,12 @@ def test_modules_code_and_other_programs(tmp_path):
         return choose_mode("auto", "", command, tmp_path, folders)
 
     assert chosen("python3.11", "-m", "mine.train") == Mode("session", "-m mine.train imports unicron")
-    assert chosen("python", "-m", "mine") == Mode("restart", "-m mine does not import unicron")
     assert chosen("python", "-m", "torch.distributed.run", "other.py").reason.startswith("module torch.distributed.run")
     assert chosen("python", "-c", "import unicron").name == "session"
     assert chosen("python", "-c", "pass", "other.py").name == "restart", "the code runs, not what follows it"
     assert chosen("nice", "-n", "5", "python", "other.py").name == "session"
-    assert chosen("bash", "-c", "python gone.py") == Mode(
-        "restart", "bash runs what is not read here: say --unicron-mode=session if it imports unicron"
-    )
-    assert chosen("python", "-u", "-", "x").reason.startswith("Python reads its script from standard input")
-    assert chosen("./solver") == Mode("restart", "solver is no Python script")
+    others = (("python", "-m", "mine"), ("bash", "-c", "python gone.py"), ("python", "-u", "-", "x"), ("./solver",))
+    assert [(mode.name, mode.reason) for mode in (chosen(*words) for words in others)] == snapshot
     assert chosen("python", "-m").name == "restart"
 
 
@@ -82,11 +79,11 @@ def test_what_was_said_goes_before(tmp_path):
     assert asked_mode("restart", {"UNICRON_MODE": "session"}) == ("restart", "--mode")
     asked = asked_mode(None, {"UNICRON_MODE": "session"})
     assert choose_mode(*asked, ["hostname"], tmp_path, []) == Mode("session", "UNICRON_MODE=session")
-    with pytest.raises(UserError, match="UNICRON_MODE='fast': write auto, session or restart"):
+    with pytest.raises(UserError, match=r"UNICRON_MODE='fast'.* auto, session or restart"):
         asked_mode(None, {"UNICRON_MODE": "fast"})
 
 
-def test_a_program_of_megatron_lms_is_launched_in_session_mode(tmp_path):
+def test_a_program_of_megatron_lms_is_launched_in_session_mode(tmp_path, snapshot):
     (tmp_path / "pretrain_gpt.py").write_text("import torch\nfrom megatron.training import get_args, pretrain\n")
     (tmp_path / "mine.py").write_text("from megatron.training import pretrain\nimport unicron\n")
     (tmp_path / "core.py").write_text("from megatron.core import mpu\n# from megatron.training import pretrain\n")
@@ -99,11 +96,8 @@ def test_a_program_of_megatron_lms_is_launched_in_session_mode(tmp_path):
     assert not chosen("session", "python", "mine.py").launched
     assert not chosen("session", "python", "core.py").launched
     assert not chosen("restart", "python", "pretrain_gpt.py").launched
-    assert chosen("auto", "python", "pretrain_gpt.py") == Mode(
-        "restart",
-        "pretrain_gpt.py does not import unicron; it is Megatron-LM's, which session mode heals within the "
-        "iteration, if asked for",
-    )
+    found = chosen("auto", "python", "pretrain_gpt.py")
+    assert (found.name, found.launched, found.reason) == ("restart", False, snapshot)
     assert chosen("auto", "python", "-m", "unicron.transition.megatron_lm", "pretrain_gpt.py").name == "session"
     words = "python -u -m unicron.transition.megatron_lm pretrain_gpt.py --lr 1".split()
     assert add_launcher(["python", "-u", "pretrain_gpt.py", "--lr", "1"]) == words
@@ -120,9 +114,7 @@ def test_the_refused_package_may_be_the_users_own_in_restart_mode(tmp_path, monk
     script.write_text("import detector, planner, transition\n")
     assert check_command(["python3", "train.py"]).name == "restart"
     script.write_text("import detector, unicron\n")
-    with pytest.raises(
-        UserError, match="hides unicron's package 'unicron': rename it, or run with --unicron-mode=restart"
-    ):
+    with pytest.raises(UserError, match=r"'unicron'.*--unicron-mode=restart"):
         check_command(["python3", "train.py"])
 
 
@@ -218,7 +210,7 @@ def test_a_half_written_tracker_of_megatrons_is_a_line_and_not_the_end_of_the_tr
     rank.start(0)
     rank.enter_generation(1, 0, {"PATH": "/usr/bin:/bin"})
     assert (rank.status.state, rank.status.exit.code, rank.alive) == ("exited", 1, False)
-    assert rank.status.exit.last_line == f"{tracker}: {said!r} is no iteration: write the number of one that is there"
+    assert rank.status.exit.last_line.startswith(f"{tracker}: {said!r} ")
     for sound in ("100\n", "release", None):
         tracker.unlink()
         if sound is not None:
@@ -248,7 +240,7 @@ def ended(code: int, last_line: str = "", ago: float = AWAY_SECONDS + 1.0) -> li
     return [structs.RankStatus(state="running"), structs.RankStatus(state="exited", exit=end)]
 
 
-def test_a_dead_rank_without_a_controller_is_said_once_with_the_time_limit_and_so_is_the_return():
+def test_a_dead_rank_without_a_controller_is_said_once_with_the_time_limit_and_so_is_the_return(snapshot):
     """Defect: all ranks stood, and the log was silent."""
     absence = Absence(speaks=False)
     assert not absence.news(True, 100.0, ended(-9), 101.0), "the controller knows"
@@ -256,7 +248,7 @@ def test_a_dead_rank_without_a_controller_is_said_once_with_the_time_limit_and_s
     assert not absence.news(False, 100.0, [structs.RankStatus(state="running")], 109.0), "nobody waits"
     until = time.time() + ORPHAN_SECONDS - 10.0
     told = absence.news(False, 100.0, ended(-9), 110.0)
-    assert "does not answer: no rank trains until it is back" in told
+    assert re.sub(r"\d\d:\d\d:\d\d", "TIME", told) == snapshot
     assert any(time.strftime("From %H:%M:%S on", time.localtime(until + later)) in told for later in range(3))
     assert not absence.news(False, 100.0, ended(-9), 111.0)
     assert not absence.news(True, 100.0, ended(-9), 112.0), "connected, and has said nothing yet"

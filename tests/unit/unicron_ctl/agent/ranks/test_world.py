@@ -79,7 +79,7 @@ def test_elements_that_run_are_the_nodes_of_the_world(slurm):
 )
 def test_without_slurms_answer_no_element_trains_alone(slurm, squeue):
     slurm(squeue)
-    with pytest.raises(UserError, match="Slurm does not say which nodes job 130 has, so 130_2 cannot") as caught:
+    with pytest.raises(UserError, match=r"\b130 .*\b130_2\b") as caught:
         static_world(read_place(array(2)), array(2))
     assert caught.value.exit_code == 1
 
@@ -127,7 +127,7 @@ def test_a_plain_job_of_several_nodes_meets_at_its_first_node(slurm):
     world = static_world(read_place(environment), environment)
     assert (world.node, world.nodes, world.master) == (1, 2, "10.0.0.3")
     lost = environment | {"SLURM_JOB_NODELIST": "n3"}
-    with pytest.raises(UserError, match="Slurm does not say which nodes job 131 has"):
+    with pytest.raises(UserError, match=r"\bjob 131\b"):
         static_world(read_place(lost), lost)
 
 

@@ -250,7 +250,7 @@ def test_who_has_no_room_itself_blames_nobody(sides: tuple[Side, Side], monkeypa
     one, other = sides
     other.image(name="copy")
     monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
-    monkeypatch.setattr(shared_memory, "left", lambda: MemoryLeft(0, Path("/sys/fs/cgroup/job")))
+    monkeypatch.setattr(shared_memory, "memory_left", lambda: MemoryLeft(0, Path("/sys/fs/cgroup/job")))
     one.copies.fetch(order(other.holder(1)), one.now)
     one.until(lambda: one.copies.failed == 1)
     assert one.copies.failing(one.now) == {} and "there is no room" in one.said[0]
@@ -262,11 +262,9 @@ def test_who_has_no_room_itself_blames_nobody(sides: tuple[Side, Side], monkeypa
 def test_that_there_is_no_room_for_copies_is_said_once_however_much_is_left(sides: tuple[Side, Side]) -> None:
     one, _ = sides
     for left in ("5 MB", "4 MB"):
-        one.copies.results.put(
-            image_server.News("a copy is not kept: there is no room for 10 MB", f": {left} are left")
-        )
+        one.copies.results.put(image_server.News("no room", f": {left}"))
     assert one.copies.finish(0.0)
-    assert one.said == ["a copy is not kept: there is no room for 10 MB: 5 MB are left"]
+    assert one.said == ["no room: 5 MB"]
 
 
 # ---------------------------------------------------------------- who takes nothing
@@ -308,7 +306,7 @@ def test_who_has_no_room_takes_nothing_until_there_is_some_and_can_still_give(
     one, other = sides
     one.image()
     monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
-    monkeypatch.setattr(shared_memory, "left", lambda: MemoryLeft(0, Path("/sys/fs/cgroup/job")))
+    monkeypatch.setattr(shared_memory, "memory_left", lambda: MemoryLeft(0, Path("/sys/fs/cgroup/job")))
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
     one.until(lambda: one.copies.failed == 1)
     (told,) = one.copies.refusing(one.now).values()

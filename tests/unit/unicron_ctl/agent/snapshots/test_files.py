@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from tests.support.processes import wait_for
 from unicron_ctl.agent.connections.job_environment import Place
@@ -56,7 +57,7 @@ def test_what_is_set_aside_becomes_files_of_which_the_newest_stay(memory: Memory
     writer.request_checkpoint(rests=False)
     aside(memory, 7)
     writer.close(20.0)
-    assert said == [f"the training state of iteration 7 was saved in {tmp_path / 'saves' / 'iteration-00000007'}"]
+    assert len(said) == 1 and said[0].endswith(f" {tmp_path / 'saves' / 'iteration-00000007'}")
 
 
 def test_what_is_older_goes_when_the_others_files_are_there_and_only_the_agent_of_the_first_looks_for_it(
@@ -86,7 +87,7 @@ def test_what_is_older_goes_when_the_others_files_are_there_and_only_the_agent_o
 
 
 def test_a_folder_that_takes_nothing_is_said_once_and_so_is_the_first_that_it_takes(
-    memory: Memory, tmp_path: Path
+    memory: Memory, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     (tmp_path / "saves").write_text("no folder")
     said: list[str] = []
@@ -94,11 +95,12 @@ def test_a_folder_that_takes_nothing_is_said_once_and_so_is_the_first_that_it_ta
     for iteration in (2, 4):
         name = aside(memory, iteration)
         wait_for(lambda: not name.exists(), "it is given up")  # noqa: B023
-    assert len(said) == 1 and "couldn't save the training state of iteration 2" in said[0]
+    assert len(said) == 1
     (tmp_path / "saves").unlink()
     aside(memory, 6)
     writer.close(20.0)
-    assert len(said) == 2 and iterations(tmp_path / "saves") == [6]
+    assert iterations(tmp_path / "saves") == [6]
+    assert [line.replace(str(tmp_path), "FOLDER") for line in said] == snapshot
 
 
 def test_a_file_that_is_not_ready_when_the_agent_ends_is_made_by_the_next_one(memory: Memory, tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_a_file_that_is_not_ready_when_the_agent_ends_is_made_by_the_next_one(me
 
 
 def test_what_is_no_image_any_more_is_said_and_goes_so_that_the_next_one_can_be_set_aside(
-    memory: Memory, tmp_path: Path
+    memory: Memory, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     name = aside(memory, 2)
     name.write_bytes(b"x" + name.read_bytes()[1:])
@@ -122,7 +124,8 @@ def test_what_is_no_image_any_more_is_said_and_goes_so_that_the_next_one_can_be_
     aside(memory, 4)
     writer.close(20.0)
     assert iterations(tmp_path / "saves") == [4]
-    assert len(said) == 2 and "not an image of this release" in said[0] and "iteration 4 was saved" in said[1]
+    masked = [line.replace(str(memory.folder), "MEMORY").replace(str(tmp_path), "FOLDER") for line in said]
+    assert masked == snapshot
 
 
 def test_what_a_rank_sets_aside_anew_while_the_agent_writes_the_one_before_becomes_the_file(
@@ -160,7 +163,7 @@ def test_while_nobody_trains_what_there_is_is_written_at_once(memory: Memory, tm
     writer.request_checkpoint(rests=True)
     wait_for(lambda: iterations(tmp_path / "saves") == [2], "the file")
     writer.close()
-    assert "the training state of iteration 2 was saved in" in capfd.readouterr().out
+    assert str(tmp_path / "saves" / "iteration-00000002") in capfd.readouterr().out
 
 
 def test_an_error_that_nobody_has_thought_of_is_said_once_and_does_not_end_the_thread(
@@ -182,8 +185,7 @@ def test_an_error_that_nobody_has_thought_of_is_said_once_and_does_not_end_the_t
     wait_for(lambda: not name.exists(), "the file")
     writer.close(20.0)
     assert iterations(tmp_path / "saves") == [2]
-    assert len(said) == 2 and f"No such file or directory: '{memory.folder}'" in said[0]
-    assert "ValueError: what is this?: the training goes on" in said[1]
+    assert [str(gone) in said[0], "ValueError: what is this?" in said[1]] == [True] * len(said), said
 
 
 def test_an_image_over_which_the_agent_stumbles_is_let_go_so_that_the_next_one_can_be_set_aside(
@@ -203,4 +205,4 @@ def test_an_image_over_which_the_agent_stumbles_is_let_go_so_that_the_next_one_c
     aside(memory, 4)
     writer.close(20.0)
     assert iterations(tmp_path / "saves") == [4]
-    assert len(said) == 2 and "couldn't save the training state of iteration 2: ValueError: what is this?" in said[0]
+    assert len(said) == 2 and "iteration 2: ValueError: what is this?" in said[0]

@@ -433,7 +433,7 @@ def test_an_image_that_cannot_be_saved_for_whatever_reason_costs_no_other_one(
 
     monkeypatch.setattr(checkpoint_file, "persist", stumbles)
     persist(memory, lambda key: ())
-    assert ["iteration 8: whatever" in said[-2], "iteration 7 was saved in" in said[-1]] == [True, True], said
+    assert "iteration 8: whatever" in said[-2] and said[-1].endswith("/saves/iteration-00000007"), said
 
 
 def test_the_agent_does_not_wait_while_much_is_removed(make, tmp_path: Path, monkeypatch) -> None:
@@ -610,5 +610,5 @@ def test_an_epilog_waits_as_long_as_an_agent() -> None:
 
 def test_it_can_be_turned_off_and_a_setting_that_makes_no_sense_is_refused(make, said: list[str]) -> None:
     assert make(UNICRON_MEMORY_EVERY="0").folder is None and not said
-    with pytest.raises(UserError, match="UNICRON_MEMORY_EVERY='often' is no whole number"):
+    with pytest.raises(UserError, match="UNICRON_MEMORY_EVERY='often'"):
         make(UNICRON_MEMORY_EVERY="often")

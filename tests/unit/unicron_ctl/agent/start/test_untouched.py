@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.agent.connections.job_environment import read_place
 from unicron_ctl.agent.connections.step_tasks import StepTask
@@ -55,18 +57,18 @@ def test_a_step_of_several_tasks_a_node(tasks: str, many: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "why"),
+    ("environment", "numbers"),
     [
-        ({"SLURM_NNODES": "4", "SLURM_JOB_NUM_NODES": "4"}, ""),
-        ({"SLURM_JOB_NUM_NODES": "8", "SLURM_STEP_NUM_NODES": "2"}, "2 of the job's 8 nodes"),
-        ({"SLURM_NNODES": "2", "SLURM_ARRAY_TASK_ID": "0"}, ""),
-        ({"SLURM_NNODES": "1", "SLURM_ARRAY_TASK_ID": "0"}, ""),
-        ({"SLURM_NNODES": "1"}, ""),
+        ({"SLURM_NNODES": "4", "SLURM_JOB_NUM_NODES": "4"}, []),
+        ({"SLURM_JOB_NUM_NODES": "8", "SLURM_STEP_NUM_NODES": "2"}, ["2", "8"]),
+        ({"SLURM_NNODES": "2", "SLURM_ARRAY_TASK_ID": "0"}, []),
+        ({"SLURM_NNODES": "1", "SLURM_ARRAY_TASK_ID": "0"}, []),
+        ({"SLURM_NNODES": "1"}, []),
     ],
 )
-def test_a_step_of_several_nodes(environment: dict[str, str], why: str) -> None:
+def test_a_step_of_several_nodes(environment: dict[str, str], numbers: list[str]) -> None:
     found = why_by_shape(environment)
-    assert why in found and bool(found) is bool(why)
+    assert re.findall(r"\d+", found) == numbers and bool(found) is bool(numbers)
 
 
 NAMES_IT = "lr = RATES[int(os.environ['SLURM_ARRAY_TASK_ID'])]"
@@ -91,30 +93,30 @@ def test_an_array_whose_scripts_name_its_elements_is_a_sweep(environment: dict[s
 @pytest.mark.parametrize(
     ("environment", "line", "says"),
     [
-        (ELEMENT, "torchrun --standalone --nproc_per_node 1 t.py", "torchrun is told --standalone"),
-        (ELEMENT | {"SLURM_NNODES": "1"}, "torchrun --nnodes 1 t.py", "torchrun is told of one node"),
-        (ELEMENT | {"SLURM_NNODES": "1"}, "deepspeed --num_nodes 1 t.py", "deepspeed is told of one node"),
-        (ELEMENT | {"SLURM_NNODES": "2"}, "torchrun --nnodes 1 t.py", ""),
-        (ELEMENT, "torchrun --nproc_per_node 1 t.py", ""),
-        (ELEMENT, "torchrun --nnodes 1:4 t.py", ""),
-        (ELEMENT | {"UNICRON_SWEEP": "0"}, "torchrun --standalone t.py", ""),
-        (ELEMENT | {"SLURM_ARRAY_TASK_COUNT": "1"}, "torchrun --standalone t.py", ""),
-        ({}, "torchrun --standalone t.py", ""),
+        (ELEMENT, "torchrun --standalone --nproc_per_node 1 t.py", True),
+        (ELEMENT | {"SLURM_NNODES": "1"}, "torchrun --nnodes 1 t.py", True),
+        (ELEMENT | {"SLURM_NNODES": "1"}, "deepspeed --num_nodes 1 t.py", True),
+        (ELEMENT | {"SLURM_NNODES": "2"}, "torchrun --nnodes 1 t.py", False),
+        (ELEMENT, "torchrun --nproc_per_node 1 t.py", False),
+        (ELEMENT, "torchrun --nnodes 1:4 t.py", False),
+        (ELEMENT | {"UNICRON_SWEEP": "0"}, "torchrun --standalone t.py", False),
+        (ELEMENT | {"SLURM_ARRAY_TASK_COUNT": "1"}, "torchrun --standalone t.py", False),
+        ({}, "torchrun --standalone t.py", False),
     ],
 )
 def test_a_launcher_of_one_node_in_an_array_is_one_run_of_a_sweep(
-    environment: dict[str, str], line: str, says: str
+    environment: dict[str, str], line: str, says: bool, snapshot: SnapshotAssertion
 ) -> None:
     """Defect: two runs, each with a torchrun --standalone of its own, became one world."""
     taken = read_launcher(shlex.split(line))
     assert taken is not None
     why = why_alone(environment, taken)
-    assert says in why and bool(why) is bool(says)
+    assert bool(why) is says and why == snapshot
 
 
 def test_an_array_says_that_it_is_one_training() -> None:
     said = describe_array(ELEMENT | {"SLURM_ARRAY_JOB_ID": "41"}, 4)
-    assert said.startswith("the 4 elements of array 41 are one training")
+    assert re.search(r"\b4 elements\b.*\b41\b", said)
     assert (
         describe_array({}, 4) == describe_array(ELEMENT, 1) == describe_array(ELEMENT | {"UNICRON_SWEEP": "0"}, 4) == ""
     )
@@ -167,9 +169,9 @@ def test_tasks_that_the_plugin_has_joined_are_one_agents() -> None:
         (2, "import os\nfrom mpi4py import MPI\n", {}, "uses MPI"),
         (2, "import horovod.torch as hvd\n", {}, "uses MPI"),
         (0, "from mpi4py import MPI\n", {}, ""),
-        (2, PLAIN, {"CARD": "/nonexistent/nvidia1", "SLURM_GPUS_ON_NODE": "8"}, "write --gpus-per-node=8 in place of"),
+        (2, PLAIN, {"CARD": "/nonexistent/nvidia1", "SLURM_GPUS_ON_NODE": "8"}, "--gpus-per-node=8"),
         (2, PLAIN, {"CARD": "/dev/null"}, ""),
-        (0, PLAIN, {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b", "UNICRON_RANKS_PER_NODE": "2"}, "2 GPUs are MIG slices"),
+        (0, PLAIN, {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b", "UNICRON_RANKS_PER_NODE": "2"}, "MIG"),
         (0, PLAIN, {"CUDA_VISIBLE_DEVICES": "MIG-a", "UNICRON_RANKS_PER_NODE": "1"}, ""),
         (2, PLAIN, {"CUDA_VISIBLE_DEVICES": "MIG-a"}, ""),
     ],

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import socket
 import stat
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.lab.cluster import LocalCluster, binaries, configuration, ports
 from unicron_ctl.lab.cluster.cluster_layout import Layout, Spec, default_state_dir
@@ -95,17 +97,17 @@ def test_links_need_root_and_a_cluster_that_was_started_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    with pytest.raises(UserError, match="need root; leave --links away") as raised:
+    with pytest.raises(UserError, match="--links") as raised:
         LocalCluster(tmp_path, links=True).up()
     assert raised.value.exit_code == 1
     for use in (lambda cluster: cluster.links, lambda cluster: cluster.command_prefix("n1")):
-        with pytest.raises(UserError, match="no links; start one with: unicronctl cluster up --links") as raised:
+        with pytest.raises(UserError, match="unicronctl cluster up --links") as raised:
             use(LocalCluster(tmp_path))
         assert raised.value.exit_code == 2
 
 
 def test_a_path_that_slurm_conf_cannot_hold_is_wrong_use() -> None:
-    with pytest.raises(UserError, match=r"cannot hold the path '/tmp/two words'") as raised:
+    with pytest.raises(UserError, match="'/tmp/two words'") as raised:
         LocalCluster("/tmp/two words")
     assert raised.value.exit_code == 2
 
@@ -123,7 +125,7 @@ def test_the_spec_survives_and_a_damaged_file_is_told(tmp_path: Path) -> None:
 
 
 def test_no_cluster_yet_is_told_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no cluster in .*unicronctl cluster up"):
+    with pytest.raises(UserError, match=re.escape(str(tmp_path)) + ".*unicronctl cluster up"):
         LocalCluster.load(tmp_path)
 
 
@@ -131,7 +133,7 @@ def test_somebody_elses_folder_for_sockets_is_not_used(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
     layout.short_dir.symlink_to(tmp_path)
     try:
-        with pytest.raises(UserError, match="not a folder of this program"):
+        with pytest.raises(UserError, match=re.escape(str(layout.short_dir))):
             layout.make_short_dir()
     finally:
         layout.short_dir.unlink()
@@ -160,14 +162,13 @@ def test_the_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_state_dir() == Path("/c")
 
 
-def test_missing_programs_are_named_with_the_apt_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_programs_are_named_with_the_apt_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
     monkeypatch.setattr(binaries, "SEARCH_PATH", str(tmp_path))
-    with pytest.raises(
-        UserError,
-        match=r"^slurmctld, squeue, munged not found; install with: "
-        r"apt-get install munge slurm-client slurmctld$",
-    ):
+    with pytest.raises(UserError) as missing:
         binaries.locate(["slurmctld", "squeue", "munged"])
+    assert str(missing.value) == snapshot
 
 
 def test_ports_in_use_are_passed_over() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from unicron_ctl.lab.cluster import link_faults as links
 from unicron_ctl.lab.cluster.link_faults import Faults, Links, share_of
@@ -67,17 +68,18 @@ def test_no_loss_is_no_rule(switch: Switch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    "wrong",
     [
-        (lambda links: links.cut(["n4"]), "no node 'n4'; this cluster has n1 to n3 and head"),
-        (lambda links: links.loss(["outside"], 0.1), "no node 'outside'"),
-        (lambda links: links.cut(["n1", "n2"], ["n2"]), "n2 cannot be cut from itself"),
+        lambda links: links.cut(["n4"]),
+        lambda links: links.loss(["outside"], 0.1),
+        lambda links: links.cut(["n1", "n2"], ["n2"]),
     ],
+    ids=["unknown", "outside", "itself"],
 )
-def test_other_hosts_are_wrong_use(switch: Switch, wrong: Callable[[Links], None], told: str) -> None:
-    with pytest.raises(UserError, match=told) as raised:
+def test_other_hosts_are_wrong_use(switch: Switch, wrong: Callable[[Links], None], snapshot: SnapshotAssertion) -> None:
+    with pytest.raises(UserError) as raised:
         wrong(Links(switch, NODES))
-    assert raised.value.exit_code == 2 and switch.given == []
+    assert (raised.value.exit_code, str(raised.value)) == (2, snapshot) and switch.given == []
 
 
 def test_shares() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +42,9 @@ def test_punish_is_reproducible_and_ends_when_the_time_is_up(monkeypatch):
 
         monkeypatch.setattr(commands, "ask_controller", answer)
         done = CliRunner().invoke(commands.punish, ["--mtbf", "5", "--minutes", "2", "--seed", "7"])
-        assert done.exit_code == 0 and f"{len(asked)} faults in 2 minutes (seed 7)" in done.output
+        assert done.exit_code == 0
+        faults, minutes, seed, *_ = re.findall(r"\d+", done.output.splitlines()[-1])
+        assert (faults, minutes, seed) == (str(len(asked)), "2", "7")
         assert now[0] == pytest.approx(120.0)
         runs.append(asked)
     assert runs[0] == runs[1] and 10 <= len(runs[0]) <= 40
@@ -71,7 +74,7 @@ def test_a_refused_fault_is_one_line(monkeypatch, capsys):
     assert "it takes root" in capsys.readouterr().err
 
 
-def test_a_node_elsewhere_is_for_its_admin_and_nothing_is_logged(monkeypatch, capsys, tmp_path):
+def test_a_node_elsewhere_is_for_its_admin_and_nothing_is_logged(monkeypatch, capsys, tmp_path, snapshot):
     asked = Controller()
     monkeypatch.setattr(commands, "ask_controller", asked)
     assert run("unicronctl", commands.command, ["lost-node", "--node", "n1", "--state-dir", str(tmp_path)]) == 1
@@ -79,7 +82,7 @@ def test_a_node_elsewhere_is_for_its_admin_and_nothing_is_logged(monkeypatch, ca
     assert [question["dry_run"] for question in asked.asked if question["kind"] == "inject"] == [True]
     monkeypatch.setattr(commands, "ask_controller", Controller(nodes=()))
     assert run("unicronctl", commands.command, ["lost-node", "--node", "n9"]) == 2
-    assert "no jobs run on n9" in capsys.readouterr().err
+    assert capsys.readouterr().err == snapshot
 
 
 def test_a_lost_node_of_the_local_cluster_is_powered_off_and_on_again(monkeypatch, tmp_path):

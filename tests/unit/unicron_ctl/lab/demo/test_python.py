@@ -25,21 +25,22 @@ def test_one_that_trains_passes():
 
 def test_what_it_lacks_is_said(tmp_path):
     bare = program(tmp_path, f'exec {sys.executable} -I -S "$@"')
-    with pytest.raises(
-        UserError, match=r"lacks megatron, msgpack, numpy, torch, xxhash, zmq: choose one that trains with --python"
-    ):
+    with pytest.raises(UserError, match=r"lacks megatron, msgpack, numpy, torch, xxhash, zmq.*--python"):
         check_python(bare)
 
 
 @pytest.mark.parametrize("text", ["exit 0", "exit 1", "echo lacks; exit 1"])
-def test_another_program_is_refused(tmp_path, text):
-    with pytest.raises(UserError, match="is no Python that runs here"):
-        check_python(program(tmp_path, text))
+def test_another_program_is_refused(tmp_path, text, snapshot):
+    other = program(tmp_path, text)
+    with pytest.raises(UserError) as refused:
+        check_python(other)
+    assert str(refused.value).replace(str(other), "PYTHON") == snapshot
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is no Python that runs here"):
+def test_a_file_that_is_not_there_is_refused(tmp_path, snapshot):
+    with pytest.raises(UserError) as refused:
         check_python(tmp_path / "python")
+    assert str(refused.value).replace(str(tmp_path), "FOLDER") == snapshot
 
 
 def test_the_check_of_gradients_starts_without_what_only_the_programs_have(tmp_path):
