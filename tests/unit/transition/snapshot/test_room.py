@@ -31,7 +31,7 @@ def limit(monkeypatch):
     monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
 
     def leaves(size: int) -> None:
-        monkeypatch.setattr(shared_memory, "left", lambda: MemoryLeft(size, Path("/sys/fs/cgroup/job_7")))
+        monkeypatch.setattr(shared_memory, "memory_left", lambda: MemoryLeft(size, Path("/sys/fs/cgroup/job_7")))
 
     return leaves
 
@@ -74,7 +74,7 @@ def test_what_another_gets_during_the_look_counts_all_the_same(tmp_path, monkeyp
         return MemoryLeft(NEEDED + 10 * MB, Path("/sys/fs/cgroup/job_7"))  # as it was before that
 
     monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
-    monkeypatch.setattr(shared_memory, "left", left)
+    monkeypatch.setattr(shared_memory, "memory_left", left)
     with pytest.raises(OSError, match="13 MB are needed"):
         Image(tmp_path / "a.image", 10, 4 * MB)
     other.close()
