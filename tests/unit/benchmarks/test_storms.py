@@ -38,7 +38,7 @@ def storm(*steps: dict[str, Any]) -> Storm:
     return made
 
 
-def test_a_row_passes_when_nothing_that_it_asks_is_missed() -> None:
+def test_a_row_passes_when_nothing_that_it_asks_is_missed(snapshot) -> None:
     def good(storm: Storm) -> None:
         storm.at_most("pause", 0.51, 1.0)
         storm.figure("requeues", 1)
@@ -46,15 +46,12 @@ def test_a_row_passes_when_nothing_that_it_asks_is_missed() -> None:
     def bad(storm: Storm) -> None:
         storm.at_most("pause", 1.49, 1.0)
 
-    assert (
-        runner.play(Row("one", "", "", good, 5.0), Sites()).line()
-        == "pass  one                 0 s  pause 0.5 s, requeues 1"
-    )
+    assert runner.play(Row("one", "", "", good, 5.0), Sites()).line() == snapshot
     failed = runner.play(Row("two", "", "", bad, 5.0), Sites())
-    assert failed.line() == "FAIL  two                 0 s  pause 1.5 s   MISSED: pause <= 1 s" and not failed.passed
+    assert failed.line() == snapshot and not failed.passed
 
 
-def test_a_row_that_hangs_or_breaks_has_failed_with_what_was_seen_and_costs_its_cluster() -> None:
+def test_a_row_that_hangs_or_breaks_has_failed_with_what_was_seen_and_costs_its_cluster(snapshot) -> None:
     def hangs(storm: Storm) -> None:
         storm.figure("requeues", 3)
         time.sleep(60)
@@ -66,26 +63,26 @@ def test_a_row_that_hangs_or_breaks_has_failed_with_what_was_seen_and_costs_its_
     began = time.monotonic()
     result = runner.play(Row("one", "", "", hangs, 0.2), sites)
     assert time.monotonic() - began < 30
-    assert (result.passed, result.seen, result.error) == (False, {"requeues": "3"}, "TooLong: not through after 0 s")
+    assert (result.passed, result.seen, result.error) == snapshot
     assert sites.closed == 1, "what still runs there is ended"
     assert runner.play(Row("two", "", "", breaks, 5.0), sites).error == "UserError: no controller answers"
     assert sites.closed == 1
 
 
-def test_an_older_generation_that_goes_on_is_seen() -> None:
+def test_an_older_generation_that_goes_on_is_seen(snapshot) -> None:
     one = storm(step(1, 0, 1, 2), step(2, 0, 2, 3), step(2.5, 1, 1, 2))
     one.no_two_halves()
     assert not one.wrong, "a step that was under way may still be noted"
     two = storm(step(1, 0, 1, 2), step(2, 0, 2, 3), step(4, 1, 2, 2))
     two.no_two_halves()
-    assert two.wrong == ["never two generations that both go on (1 steps of an older one)"]
+    assert two.wrong == snapshot
 
 
-def test_two_halves_that_give_their_generations_the_same_number_are_seen() -> None:
+def test_two_halves_that_give_their_generations_the_same_number_are_seen(snapshot) -> None:
     for apart in ([step(1, 0, 1, 2, 1), step(1, 1, 1, 2, 2)], [step(1, 0, 1, 2, 1), step(1, 1, 1, 2, 1)]):
         one = storm(*apart)
         one.no_two_halves()
-        assert one.wrong == ["never two generations of one number ([2])"]
+        assert one.wrong == snapshot
 
 
 def test_whole_again_is_when_all_have_stepped_in_one_younger_generation() -> None:

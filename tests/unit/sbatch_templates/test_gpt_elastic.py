@@ -71,16 +71,14 @@ def test_what_the_design_asks_of_the_job():
     assert wanted <= words
 
 
-def test_any_script_runs_the_words_after_the_file_under_the_agent(start):
+def test_any_script_runs_the_words_after_the_file_under_the_agent(start, snapshot):
     words = ["python", "train.py", "--text", "a  b"]
     assert start(*words, file=ANY_SCRIPT).stdout.splitlines()[0] == (
         "--cpu-bind=none unicron-agent run -- python train.py --text a  b"
     )
     assert start(*words, file=ANY_SCRIPT, UNICRON="1").stdout.startswith("--cpu-bind=none python train.py")
     nothing = start(file=ANY_SCRIPT)
-    assert (
-        nothing.returncode == 2 and nothing.stderr == "array: no command: sbatch --unicron FILE python train.py ...\n"
-    )
+    assert (nothing.returncode, nothing.stderr) == snapshot
 
 
 def test_megatron_lms_script_runs_in_session_mode(start, tmp_path):
@@ -95,7 +93,7 @@ def test_megatron_lms_script_runs_in_session_mode(start, tmp_path):
     ]
     nothing = start("gone.py", file=MEGATRON_LM, UNICRON="1")
     assert nothing.returncode == 2
-    assert nothing.stderr.startswith("megatron_lm: no script gone.py: submit from Megatron-LM's folder")
+    assert nothing.stderr.startswith("megatron_lm: no script gone.py: ")
 
 
 @pytest.mark.parametrize("file", [TEMPLATE, ANY_SCRIPT, MEGATRON_LM], ids=lambda file: file.name)

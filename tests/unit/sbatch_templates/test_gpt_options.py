@@ -37,7 +37,7 @@ def refused(capsys, *arguments: str) -> str:
         ("--data-path /nowhere/data", "no dataset at /nowhere/data.idx"),
         ("--data-path broken", "is not a Megatron index"),
         ("", "--data-path"),
-        ("--data-path text --hidden-size 100 --num-attention-heads 3", "is not a multiple of"),
+        ("--data-path text --hidden-size 100 --num-attention-heads 3", "not a multiple"),
         ("--data-path text --micro-batches 0", "--micro-batches: 0 is below 1"),
         ("--data-path text --lr fast", "--lr: fast is not a number"),
         ("--data-path text --train-iterations 5 --warmup 5", "must be below --train-iterations 5"),
@@ -104,7 +104,7 @@ def test_a_layout_that_cannot_be_is_one_clear_line(capsys, options, says):
 def test_ranks_that_are_no_whole_replicas_are_refused_where_their_number_is_known(capsys, monkeypatch):
     words = ["--data-path", "text", TP, "2", PP, "2"]
     monkeypatch.setenv("WORLD_SIZE", "6")
-    assert "6 ranks are no multiple of a replica's 4" in refused(capsys, *words)
+    assert "6 ranks are no multiple" in refused(capsys, *words)
     monkeypatch.setenv("UNICRON_AGENT", "ipc:///agent")  # who is there changes all the time
     assert parse(words).tensor_model_parallel_size == 2
 
@@ -141,4 +141,4 @@ def test_the_layout_that_the_job_is_told_wins_over_the_command_line(capsys, monk
     found = parse(["--data-path", "text", TP, "2"])
     assert (found.tensor_model_parallel_size, stage_layers(found), virtual_stages(found)) == (1, [2, 2], 2)
     monkeypatch.setenv("UNICRON_LAYOUT", "TP3")
-    assert "is not a multiple of" in refused(capsys, "--data-path", "text")
+    assert "not a multiple" in refused(capsys, "--data-path", "text")

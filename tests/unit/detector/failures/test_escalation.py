@@ -271,7 +271,7 @@ def test_a_job_on_one_node_may_have_a_bad_one_but_no_bad_network():
     run = Run()
     assert Event.OWN_BUG not in began(run, "nccl_timeout", *2 * [(0, "n1")], job_nodes=1)
     decision = run.fault("nccl_timeout", job_nodes=1, fresh=True, **DIED)
-    assert decision.event is Event.OWN_BUG and "on the job's only node" in decision.reason
+    assert decision.event is Event.OWN_BUG and "only node" in decision.reason
 
 
 # ---------------------------------------------------------------- faults that others explain
@@ -354,7 +354,7 @@ def test_a_node_that_flaps_is_left_for_its_own_faults_and_the_reason_says_in_wha
     assert run.fault("application_error", slot=5, after=3600.0).event is Event.FAULT2
     decision = run.fault("link_flapping", slot=2, after=3600.0)
     assert (decision.event, decision.wait_seconds) == (Event.FLAPPING, 0.0)
-    assert "has failed 3 times in 24 h" in decision.reason
+    assert "3 times in 24 h" in decision.reason
     assert run.fault("application_error", slot=6, after=3600.0).event is Event.FAULT2, "no other node would cure it"
 
 
@@ -402,7 +402,7 @@ def test_a_fault_without_a_culprit_restarts_processes_and_never_costs_a_node():
         run.iteration(slot=WHOLE_JOB)
     assert [d.action for d in decisions] == ["reattempt"] + ["restart"] * 5
     assert [int(d.severity) for d in decisions] == [3] + [2] * 5
-    assert "no node can be named" in decisions[1].reason and not run.history.by_node
+    assert "no node" in decisions[1].reason and not run.history.by_node
     assert decisions[5].wait_seconds > decisions[1].wait_seconds > 0.0
     assert run.fault("nccl_timeout", after=3600.0, slot=WHOLE_JOB, node="").action == "reattempt", "another window"
 

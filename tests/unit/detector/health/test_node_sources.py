@@ -261,6 +261,5 @@ def test_links_of_devices_and_of_infiniband_ports(tmp_path):
     assert watch.new_flaps() == {}
 
 
-def test_a_flap_in_words():
-    assert describe("ib0", 2, 5.0) == "link ib0: carrier changes: 2 within 5 s"
-    assert describe("mlx5_0:1", 1, 5.0) == "link mlx5_0:1: link_downed rose by 1 within 5 s"
+def test_a_flap_in_words(snapshot):
+    assert [describe("ib0", 2, 5.0), describe("mlx5_0:1", 1, 5.0)] == snapshot

@@ -276,7 +276,7 @@ def test_events_of_sacctmgr_without_a_failure_make_an_empty_trace(tmp_path):
     path.write_text("\n".join(kept))
     trace = load(path)
     assert trace.events == ()
-    assert trace.notes[0].startswith("3 of 3 rows are left out") and "n8, DOWN$, 'maintenance'" in trace.notes[0]
+    assert trace.notes[0].startswith("3 of 3 rows") and "n8, DOWN$, 'maintenance'" in trace.notes[0]
 
 
 @pytest.mark.parametrize(

@@ -379,7 +379,7 @@ def test_malformed_traces_are_refused_in_one_line(tmp_path, text, words):
 
 
 def test_other_refusals(tmp_path):
-    with pytest.raises(PlanError, match="unknown policy 'x': use unicron"):
+    with pytest.raises(PlanError, match="unknown policy 'x'"):
         policy("x")
     with pytest.raises(PlanError, match="can't read"):
         load_trace(tmp_path / "none.csv")
@@ -423,5 +423,5 @@ def test_an_announced_loss_costs_no_detection_and_nothing_is_computed_again():
 
 
 def test_a_notice_is_seconds():
-    with pytest.raises(PlanError, match="a notice must be 0 seconds or more"):
+    with pytest.raises(PlanError, match="notice must be 0"):
         with_notice(make([], 1.0), -1.0)

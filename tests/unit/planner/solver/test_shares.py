@@ -233,12 +233,9 @@ def test_the_look_ahead_is_what_solving_gives() -> None:
             assert entry.assignment == solve(entry.scenario).assignment, (seed, event)
 
 
-def test_the_reason_names_the_share_and_owners_have_names() -> None:
+def test_the_reason_names_the_share_and_owners_have_names(snapshot) -> None:
     plan = solve(Scenario(8, (_linear("v", "victim"), _linear("m", "mallory", low=6, nodes=8))))
-    assert plan.reasons["m"] == (
-        "stops and gives up its 8 nodes: its smallest size is 6 nodes, more than its owner's share; "
-        "mallory has 0 of 8 nodes by weight"
-    )
+    assert plan.reasons["m"] == snapshot
     assert plan.to_dict()["shares"] == {"mallory": 0, "victim": 8}
-    with pytest.raises(PlanError, match="owner must be printable text"):
+    with pytest.raises(PlanError, match="owner must be printable"):
         _linear("v", "\n")

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.texts import raises_text
 from unicron.data import MDS, Fetch, Permutation, Tars, megatron
 
 
@@ -53,10 +54,10 @@ def test_each_epoch_has_each_sample_once(seed):
     assert fetch(1, 2).tolist() == taken[18:21], "the same micro-batch whenever it is asked for"
 
 
-def test_a_dataset_of_megatrons_is_taken_in_its_own_order_and_has_an_end():
+def test_a_dataset_of_megatrons_is_taken_in_its_own_order_and_has_an_end(snapshot):
     fetch = megatron([{"tokens": torch.tensor([n])} for n in range(12)], micro_batch_size=2, micro_batches=3)
     assert fetch(1, 1)["tokens"].flatten().tolist() == [8, 9]
-    with pytest.raises(IndexError, match="sample 12 of 12: build the dataset with as many samples"):
+    with raises_text(IndexError, snapshot):
         fetch(2, 0)
 
 
@@ -134,7 +135,7 @@ def test_tar_files_that_cannot_be_used_are_one_line(tars):
         Tars(tars / "none-*.tar")
     with tarfile.open(tars / "packed.tar", "w:gz") as file:
         file.add(tars / "train-0.tar")
-    with pytest.raises(ValueError, match=r"packed.tar is no plain tar file \(.*\): unpack a compressed one first"):
+    with pytest.raises(ValueError, match=r"packed\.tar is .*: unpack"):
         Tars([tars / "packed.tar"])
     found = Tars(tars / "train-*.tar")
     with (tars / "train-0.tar").open("r+b") as file:
@@ -207,12 +208,12 @@ def test_samples_of_mds_shards(tmp_path):
     assert Counter(int(n) for index in range(3) for n in labels(0, index)) == Counter(range(-8, 1))
 
 
-def test_compressed_shards_need_their_package(tmp_path, monkeypatch):
+def test_compressed_shards_need_their_package(tmp_path, monkeypatch, snapshot):
     import sys
 
     mds(tmp_path, [range(3)], pack=lambda data: data[::-1], compression="zstd:3")
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ValueError, match="compressed with zstd:3: pip install zstandard, or write the shards"):
+    with raises_text(ValueError, snapshot, tmp_path):
         MDS(tmp_path)
 
     class Decompressor:
@@ -225,15 +226,13 @@ def test_compressed_shards_need_their_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", Package)
     assert MDS(tmp_path)[2]["text"] == "ää"
     mds(tmp_path, [range(3)], pack=bytes, compression="br")
-    with pytest.raises(ValueError, match="compressed with br: write them uncompressed"):
+    with raises_text(ValueError, snapshot, tmp_path):
         MDS(tmp_path)
 
 
-def test_columns_that_are_not_read_are_named(tmp_path):
+def test_columns_that_are_not_read_are_named(tmp_path, snapshot):
     mds(tmp_path, [range(2)], encodings={"more": "pkl"})
-    with pytest.raises(
-        ValueError, match="column more is of encoding pkl, which cannot be read here: write it as bytes"
-    ):
+    with raises_text(ValueError, snapshot, tmp_path):
         MDS(tmp_path)
-    with pytest.raises(ValueError, match="no folder of MDS shards"):
+    with raises_text(ValueError, snapshot, tmp_path):
         MDS(tmp_path / "none")

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.event_files import read
+from tests.support.texts import raises_text
 from unicron import loggers
 from unicron_transition.iteration.ledger import StepResult
 
@@ -104,8 +105,7 @@ def test_a_service_that_is_down_costs_a_line_and_is_caught_up_with(world, monkey
     train(world, {0: mine}, range(3, 5))
     assert [step for step, _ in service.runs["run"]] == [0, 1, 2, 3, 4]
     said = capfd.readouterr().err
-    assert said.count("WandB logs nothing of iteration 0, the training goes on: no network") == 1, said
-    assert "iteration 1," not in said
+    assert said.count("iteration 0,") == said.count("no network") == 1 and "iteration 1," not in said, said
 
 
 class Client:
@@ -198,11 +198,11 @@ def test_a_run_of_mlflow_is_found_again_by_whoever_writes(world, mlflow):
     assert [(each.step, each.value) for each in run.metrics if each.key == "loss"] == [(s, s / 2) for s in range(6)]
 
 
-def test_what_is_missing_is_said_in_one_line(monkeypatch):
+def test_what_is_missing_is_said_in_one_line(monkeypatch, snapshot):
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(ValueError, match="this logger needs mlflow: pip install mlflow"):
+    with raises_text(ValueError, snapshot):
         loggers.MLflow("run")
     for name in ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="needs the name of its run"):
+    with raises_text(ValueError, snapshot):
         loggers.WandB()

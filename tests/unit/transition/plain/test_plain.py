@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from tests.support.texts import raises_text
 from unicron_transition.generations.layout import Layout
 from unicron_transition.plain.module import Plain
 from unicron_transition.seams.table import UnsupportedLayout
@@ -104,9 +105,9 @@ def test_a_plain_module_is_a_whole_replica():
         plain(nn.Linear(3, 3)).check(Layout(tensor=2))
 
 
-def test_neither_a_module_nor_chunks_is_one_line():
+def test_neither_a_module_nor_chunks_is_one_line(snapshot):
     for model in ([nn.Linear(3, 3)], nn.ModuleList([nn.Linear(3, 3)]).requires_grad_(False)._modules.values()):
-        with pytest.raises(ValueError, match=r"one torch\.nn\.Module, or the list of Megatron's DDP chunks"):
+        with raises_text(ValueError, snapshot):
             model_kinds.kind_of(model, None, None, clip_grad=None, scaler=None)
 
 

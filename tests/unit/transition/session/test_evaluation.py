@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from tests.support.texts import raises_text
 from unicron_transition.session.evaluation import MOST, NONE, Evaluations
 
 
@@ -106,10 +107,10 @@ def test_a_job_that_goes_back_gives_it_up_and_evaluates_again_later():
     assert members[0].running
 
 
-def test_each_evaluation_between_two_iterations_has_a_part_of_its_own():
+def test_each_evaluation_between_two_iterations_has_a_part_of_its_own(snapshot):
     mine = rank(at=TICKET, known=TICKET, value=1.0)
     assert mine.end() == 1.0
-    with pytest.raises(ValueError, match="part 0 of the evaluations before iteration 6 is over"):
+    with raises_text(ValueError, snapshot):
         mine.begin_part(6, 0)
     mine.begin_part(6, 1)
     assert mine.running

@@ -10,6 +10,7 @@ import msgpack
 import pytest
 
 from tests.support.flips import flip
+from tests.support.texts import raises_text
 from unicron_transition.snapshot import checkpoint_file, contents
 from unicron_transition.snapshot.image_format import SHARD, SUFFIX, UNTRAINED_KIND, BadImage, Image, Key, read_page
 
@@ -55,11 +56,11 @@ def test_of_several_it_is_the_one_that_the_shard_names(tmp_path):
 
 
 @pytest.mark.parametrize("flipped", ["shard", "untrained"])
-def test_what_memory_has_damaged_makes_no_file(tmp_path, flipped):
+def test_what_memory_has_damaged_makes_no_file(tmp_path, flipped, snapshot):
     made, rest = shard(tmp_path, b"12345678" * 64), untrained(tmp_path, b"frozen.." * 64)
     found = read_page(made)
     flip(found if flipped == "shard" else read_page(rest))
-    with pytest.raises(BadImage, match="do not match their checksum"):
+    with raises_text(BadImage, snapshot, tmp_path):
         checkpoint_file.persist(found, tmp_path / "saves")
     assert not list((tmp_path / "saves").glob("*/*"))
 
@@ -74,17 +75,17 @@ def test_both_stay_until_the_file_is_made_whatever_the_rank_does(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saves", f"shard-0.4{SUFFIX}"]
 
 
-def test_where_it_is_gone_there_is_no_file(tmp_path):
+def test_where_it_is_gone_there_is_no_file(tmp_path, snapshot):
     found = read_page(shard(tmp_path, b"12345678"))
-    with pytest.raises(BadImage, match="not in memory any more"):
+    with raises_text(BadImage, snapshot, tmp_path):
         checkpoint_file.persist(found, tmp_path / "saves")
     assert not (tmp_path / "saves").exists()
 
 
-def test_a_head_that_nobody_can_read_is_a_bad_image(tmp_path):
+def test_a_head_that_nobody_can_read_is_a_bad_image(tmp_path, snapshot):
     head = msgpack.packb((b"model", 1.0, b"header", b"\xc1"))
     path = image(tmp_path, Key(SHARD, 0, 4, mark="00001"), b"12345678", head)
-    with pytest.raises(BadImage, match="not an image of this release"):
+    with raises_text(BadImage, snapshot, tmp_path):
         checkpoint_file.persist(read_page(path), tmp_path / "saves")
 
 

@@ -101,19 +101,17 @@ def test_a_models_module_called_state_is_no_optimizers(tmp_path):
     assert list(flat.states("state.weight")) == ["momentum_buffer"]
 
 
-def test_of_several_optimizers_none_is_taken_and_it_is_said(tmp_path):
+def test_of_several_optimizers_none_is_taken_and_it_is_said(tmp_path, snapshot):
     model, nested, flat = states("AdamW")
     index = saved(tmp_path, {"model": model, "opt_g": nested, "opt_d": flat})
     assert sorted(index.tensors) == sorted(f"model.{name}" for name in model)
-    assert index.common.losses() == [
-        "the optimizer's state is left out: there are several (opt_g, opt_d), and a session has one"
-    ]
+    assert index.common.losses() == snapshot
 
 
 def test_an_optimizer_without_a_model_is_refused(tmp_path):
     _, nested, flat = states("AdamW")
     for number, content in enumerate((flat, nested, {"optim": nested}, {"step": 3})):
-        with pytest.raises(BadCheckpoint, match="no tensor of a model"):
+        with pytest.raises(BadCheckpoint, match="has no tensor of"):
             saved(tmp_path / str(number), content)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from tests.support.texts import masked, raises_text
 from unicron_transition.snapshot.formats import below, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint
 
@@ -158,7 +159,7 @@ def torchtune(run: Path) -> tuple[Path, dict[str, str]]:
 def olmo(run: Path) -> tuple[Path, dict[str, str]]:
     of_dcp(run / "step2000-tmp/model_and_optim")
     of_dcp(run / "step990/model_and_optim")
-    return of_dcp(run / "step1000/model_and_optim"), {"step2000-tmp": "by its name its saving was not finished"}
+    return of_dcp(run / "step1000/model_and_optim"), {"step2000-tmp": "not finished"}
 
 
 def veomni(run: Path) -> tuple[Path, dict[str, str]]:
@@ -210,26 +211,24 @@ def test_each_folder_above_names_the_newest_whole_one_and_why_newer_ones_are_not
         assert command.startswith(shlex.quote(str(newest))) and "\n" not in said, said
         for name, why in unfinished.items():
             assert name in command and why in command.partition(name)[2], said
-        assert ("newer ones cannot be read: " in said) == bool(unfinished)
+        assert ("newer ones" in said) == bool(unfinished)
     assert opening.index_of(newest).tensors
 
 
-def test_one_that_is_not_finished_says_so_itself(tmp_path):
+def test_one_that_is_not_finished_says_so_itself(tmp_path, snapshot):
     """Defect: "no whole checkpoint of a format that is known", and that another one has one."""
-    with pytest.raises(BadCheckpoint, match=r"; no .metadata: its saving was not finished$"):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(of_dcp(tmp_path / "step-1500", whole=False))
-    with pytest.raises(BadCheckpoint, match=r"; step-7-unfinished is beside it"):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(touch(tmp_path, "step-7-unfinished") and touch(tmp_path / "step-7", "a"))
     index = opening.index_of(hugging_face(tmp_path / "tmp-checkpoint-5"))
-    assert "by its name its saving was not finished" in index.common.doubt
+    assert "not finished" in index.common.doubt
 
 
-def test_a_folder_with_none_that_is_whole_says_why(tmp_path):
+def test_a_folder_with_none_that_is_whole_says_why(tmp_path, snapshot):
     of_dcp(tmp_path / "step-10", whole=False)
     shards(tmp_path / "step-20", (2,))
-    with pytest.raises(
-        BadCheckpoint, match=r"; those below it cannot be read: step-20 \(model-00001.*step-10 \(no .meta"
-    ):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(tmp_path)
 
 
@@ -264,12 +263,12 @@ def test_deepspeeds_stage_is_said_where_its_files_show_it(tmp_path, names, says)
         assert f"`python -m deepspeed.utils.zero_to_fp32 {run} OUT" in opening.hint(at)
 
 
-def test_deepspeeds_latest_that_names_nothing_is_said(tmp_path):
+def test_deepspeeds_latest_that_names_nothing_is_said(tmp_path, snapshot):
     run = touch(tmp_path, "zero_to_fp32.py")
     (run / "latest").write_text("global_step300")
     for step in (90, 100):
         (run / f"global_step{step}").mkdir()
-    assert opening.hint(run).endswith("names global_step300, which is not there: write global_step100 into it")
+    assert masked(opening.hint(run), tmp_path) == snapshot
     (run / "latest").write_text("../../etc")
     assert "/etc" not in opening.hint(run)
 
@@ -306,4 +305,4 @@ def test_pipes_are_not_waited_for(tmp_path):
     for name in ("last.ckpt", "latest", "step-5/trainer_state.json", "step-5/model.safetensors", "x/meta.pt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         os.mkfifo(tmp_path / name)
-    assert "step-5 (model.safetensors: not a plain file)" in opening.hint(tmp_path)
+    assert "step-5 (model.safetensors: " in opening.hint(tmp_path)

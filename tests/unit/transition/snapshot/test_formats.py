@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from tests.support.texts import masked, raises_text
 from unicron_transition.snapshot import foreign
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron_transition.snapshot.formats import convert, format_table, opening, pickles, write_dcp
@@ -115,7 +116,7 @@ def test_safetensors_has_the_models_names_and_their_library_reads_it(tmp_path, s
     assert all(torch.equal(a, b) for a, b in zip(state.model[0].state_dict().values(), held(other), strict=False))
 
 
-def test_a_plain_module_begins_under_names_of_a_table(tmp_path, saved):
+def test_a_plain_module_begins_under_names_of_a_table(tmp_path, saved, snapshot):
     """Defect: begin_names was left out without a word for a plain module."""
     state, saves = saved
     names = [tensor.name for tensor in opening.index_of(saves).parameters()]
@@ -130,11 +131,11 @@ def test_a_plain_module_begins_under_names_of_a_table(tmp_path, saved):
     assert begun == 7
     assert all(torch.equal(a, b) for a, b in zip(state.model[0].state_dict().values(), held(other), strict=False))
     table.write_text(f'"{names[0]}" = "their.{names[0][::-1]}"\n')
-    with pytest.raises(CheckpointError, match=r"has no place for their\."):
+    with raises_text(CheckpointError, snapshot, tmp_path):
         Checkpoints(tmp_path / "new", begin_from=tmp_path / "theirs", begin_names=str(table)).load(other)
 
 
-def test_a_table_of_names_that_would_not_be_used_is_refused(tmp_path, saved):
+def test_a_table_of_names_that_would_not_be_used_is_refused(tmp_path, saved, snapshot):
     _, saves = saved
     with pytest.raises(ValueError, match="give begin_from, too"):
         Checkpoints(tmp_path / "new", begin_names="llama")
@@ -143,7 +144,7 @@ def test_a_table_of_names_that_would_not_be_used_is_refused(tmp_path, saved):
     convert.export(opening.index_of(saves), tmp_path / "out", "dcp")
     with pytest.raises(CheckpointError, match='give begin_with="model" with it'):
         Checkpoints(tmp_path / "new", begin_from=tmp_path / "out", begin_names="llama").load(training(2))
-    with pytest.raises(CheckpointError, match="the table llama has no place for"):
+    with raises_text(CheckpointError, snapshot, tmp_path):
         Checkpoints(tmp_path / "new", begin_from=tmp_path / "out", begin_names="llama", begin_with="model").load(
             training(2)
         )
@@ -180,7 +181,7 @@ def test_a_hostile_pickle_is_refused_by_the_name_that_it_names(tmp_path, saved, 
             each.offset, each.length = 0, (at / "__0_0.distcp").stat().st_size
         (at / ".metadata").write_bytes(pickle.dumps(told))
     _, wrong = opening.verify(tmp_path / "out")
-    assert any("names posix.system, which no checkpoint needs" in line for line in wrong), wrong
+    assert any("names posix.system" in line for line in wrong), wrong
     assert not (tmp_path / "hostile-was-here").exists()
     with pytest.raises(CheckpointError, match=r"names posix\.system"):
         Checkpoints(tmp_path / "new", begin_from=tmp_path / "out").load(training(2))
@@ -215,7 +216,7 @@ def test_damage_is_found(tmp_path, saved, form):
     assert "cut off" in opening.verify(tmp_path / "out")[1][0]
 
 
-def test_a_flipped_bit_is_found_where_there_is_a_checksum(tmp_path, saved):
+def test_a_flipped_bit_is_found_where_there_is_a_checksum(tmp_path, saved, snapshot):
     _, saves = saved
     convert.export(opening.index_of(saves), tmp_path / "out", "dcp")
     index = opening.index_of(tmp_path / "out")
@@ -225,17 +226,17 @@ def test_a_flipped_bit_is_found_where_there_is_a_checksum(tmp_path, saved):
         byte = file.read(1)[0]
         file.seek(raw.offset + 5)
         file.write(bytes([byte ^ 4]))
-    assert opening.verify(tmp_path / "out")[1] == [f"{raw.path}: the bytes of 0.weight do not match their checksum"]
+    assert [masked(line, tmp_path) for line in opening.verify(tmp_path / "out")[1]] == snapshot
 
 
-def test_another_model_is_refused(tmp_path, saved):
+def test_another_model_is_refused(tmp_path, saved, snapshot):
     _, saves = saved
     convert.export(opening.index_of(saves), tmp_path / "out", "safetensors")
     state = training(3)
     del state.model[0][2]
     with pytest.raises(CheckpointError, match="is of another model"):
         Checkpoints(tmp_path / "new", begin_from=tmp_path / "out", begin_with="model").load(state)
-    with pytest.raises(CheckpointError, match="has no checkpoint to begin from"):
+    with raises_text(CheckpointError, snapshot, tmp_path):
         Checkpoints(tmp_path / "new", begin_from=tmp_path / "nothing").load(state)
 
 
@@ -264,10 +265,10 @@ def test_an_optimizer_as_torch_saves_it_is_read(tmp_path, root, optim):
     assert np.array_equal(index.states("model.weight")["exp_avg"].read(), adam.state[model.weight]["exp_avg"].numpy())
 
 
-def test_an_optimizer_with_other_names_is_refused(tmp_path):
+def test_an_optimizer_with_other_names_is_refused(tmp_path, snapshot):
     there = {"model": {"weight": torch.ones(3)}, "optim": {"slots": {"a": torch.ones(3)}}}
     dcp.save(there, checkpoint_id=tmp_path / "there")
-    with pytest.raises(BadCheckpoint, match=r"names that are not known .*begin_with"):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         foreign.found_in(tmp_path / "there", foreign.Selection())
     assert foreign.found_in(tmp_path / "there", foreign.Selection(optimizer=False)) is not None
 
@@ -312,7 +313,7 @@ def little_room():
 
 @pytest.mark.parametrize("form", ["torch_dist", "dcp", "safetensors", "import"])
 @pytest.mark.parametrize("there", [False, True])
-def test_nothing_is_left_of_what_finds_no_room(tmp_path, form, there, request):
+def test_nothing_is_left_of_what_finds_no_room(tmp_path, form, there, request, snapshot):
     """Defect: an import left its folder, and the error did not say which file found no room."""
     words = "embedding.word_embeddings.weight"
     (tmp_path / "in").mkdir()
@@ -324,14 +325,14 @@ def test_nothing_is_left_of_what_finds_no_room(tmp_path, form, there, request):
     index = opening.index_of(tmp_path / "in")
     with pytest.raises(BadCheckpoint) as refused:
         convert.import_(index, out, "megatron") if form == "import" else convert.export(index, out, form)
-    assert str(refused.value) == f"{out} cannot be written (File too large): make room, or give another folder"
+    assert masked(str(refused.value), tmp_path) == snapshot
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
         ["in", "model.safetensors", *(["deep", "out"] if there else [])]
     )
 
 
-def test_a_plain_module_is_not_written_for_megatron(tmp_path, saved):
-    with pytest.raises(BadCheckpoint, match="write --format dcp or safetensors"):
+def test_a_plain_module_is_not_written_for_megatron(tmp_path, saved, snapshot):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         convert.export(opening.index_of(saved[1]), tmp_path / "out", "torch_dist")
     assert not (tmp_path / "out").exists()
     with pytest.raises(BadCheckpoint, match="leave --names out"):

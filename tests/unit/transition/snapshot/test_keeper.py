@@ -328,7 +328,7 @@ def test_where_there_is_no_room_for_a_cut_what_takes_turns_goes_on_and_it_is_sai
         keeper.wait_whole()
         due = [each for each in range(1, iteration + 1) if each % every == 0]
         assert iterations(tmp_path) == due[-2:] and not keeper.trouble
-    assert len(said) == 1 and "no copies of the training state are kept for other nodes" in said[0]
+    assert len(said) == 1 and "no copies" in said[0]
     full = False
     keeper.cuts.on_order(Cut(11))
     for iteration in (10, 11):

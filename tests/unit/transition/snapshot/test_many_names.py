@@ -136,10 +136,10 @@ def test_more_text_than_names_need_is_not_parsed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["n" * (index.MOST_LETTERS + 1), "two\nlines", "\x1b[2Jclears", "\x00"])
 def test_a_name_that_fits_into_no_line_is_refused(tmp_path, name):
-    assert "no name of a tensor" in refusal(named(tmp_path / "a" / "model.safetensors", [name]))
+    assert "no name of" in refusal(named(tmp_path / "a" / "model.safetensors", [name]))
     (tmp_path / "b").mkdir()
     dcp_of_torch.save({name: torch.ones(1)}, checkpoint_id=str(tmp_path / "b"), no_dist=True)
-    assert "no name of a tensor" in refusal(tmp_path / "b")
+    assert "no name of" in refusal(tmp_path / "b")
 
 
 def test_names_of_other_alphabets_and_tensors_called_as_parts_of_a_header_are_read(tmp_path):

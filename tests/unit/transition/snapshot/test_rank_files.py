@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.texts import raises_text
 from unicron_transition.snapshot import foreign
 from unicron_transition.snapshot.formats import opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint
@@ -122,10 +123,10 @@ def exchange(content) -> None:
     mains[0], mains[1] = mains[1], mains[0]
 
 
-def test_states_that_are_not_their_parameters_are_found_out_where_they_are_read(saved):
+def test_states_that_are_not_their_parameters_are_found_out_where_they_are_read(saved, snapshot):
     change(saved[0], 0, 0, exchange)
     index = opening.index_of(saved[0])
-    with pytest.raises(BadCheckpoint, match="is not the model's parameter: give --no-load-optim"):
+    with raises_text(BadCheckpoint, snapshot):
         index.tensors["optimizer.state.param.decoder.layers.self_attention.linear_qkv.layer_norm_weight"].read()
 
 
@@ -166,19 +167,19 @@ def test_an_optimizer_whose_states_cannot_be_told_apart_is_left_out_only_if_one_
     assert foreign.found_in(saved[0], foreign.Selection(optimizer=False)).iteration == 3
 
 
-def test_a_file_that_is_missing_or_of_an_expert_is_named(saved):
+def test_a_file_that_is_missing_or_of_an_expert_is_named(saved, snapshot):
     path = rank_file(saved[0], 1, 1)
     path.rename(path.with_name("away.pt"))
-    with pytest.raises(BadCheckpoint, match="the file of tensor rank 1, stage 1 is not there"):
+    with raises_text(BadCheckpoint, snapshot, saved[0]):
         opening.index_of(saved[0])
     path.parent.rename(path.parent.with_name("mp_rank_00_000_000"))
     path = path.parent.with_name("mp_rank_00_000_000") / "away.pt"
     path.rename(path.with_name("model_optim_rng.pt"))
-    with pytest.raises(BadCheckpoint, match=r"is of an expert.*--ckpt-convert-format torch_dist"):
+    with raises_text(BadCheckpoint, snapshot, saved[0]):
         opening.index_of(saved[0])
 
 
 def test_a_second_file_whose_buffers_are_not_the_models_is_refused(saved):
     path = rank_file(saved[0], 0, 0).with_name("distrib_optim.pt")
     torch.save({"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): {"param": torch.zeros(64)}}}, path)
-    assert "its buffers are not those of its model" in opening.index_of(saved[0]).common.unread
+    assert "its buffers" in opening.index_of(saved[0]).common.unread

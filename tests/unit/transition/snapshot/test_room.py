@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.texts import raises_text
 from unicron_detector.health.memory_limit import MemoryLeft
 from unicron_transition.snapshot import shared_memory
 from unicron_transition.snapshot.image_format import Image
@@ -36,13 +37,11 @@ def limit(monkeypatch):
     return leaves
 
 
-def test_what_the_jobs_memory_has_no_room_for_is_refused_as_where_shared_memory_is_full(tmp_path, limit):
+def test_what_the_jobs_memory_has_no_room_for_is_refused_as_where_shared_memory_is_full(tmp_path, limit, snapshot):
     limit(NEEDED + 4 * MB)
     Image(tmp_path / "a.image", 10, 4 * MB)
     limit(NEEDED)
-    with pytest.raises(
-        OSError, match=r"^\[Errno 28\] 68 MB are left of the job's memory limit .*job_7.*--mem"
-    ) as error:
+    with raises_text(OSError, snapshot, tmp_path) as error:
         Image(tmp_path / "b.image", 10, 4 * MB)
     assert error.value.errno == errno.ENOSPC and "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["a.image"]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from tests.support.texts import masked, raises_text
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron_transition.snapshot.formats import beside, convert, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint, some
@@ -52,9 +53,9 @@ def test_a_trainers_folder_has_its_iteration_and_says_what_is_not_read(tmp_path)
     assert opening.index_of(folder / "model.safetensors").iteration == 1000
 
 
-def test_a_training_does_not_begin_without_the_optimizers_state_unless_it_is_told_to(tmp_path):
+def test_a_training_does_not_begin_without_the_optimizers_state_unless_it_is_told_to(tmp_path, snapshot):
     folder = trainer(tmp_path / "checkpoint-1000")
-    with pytest.raises(CheckpointError, match=r"optimizer.pt is of a library .*begin_with=\"model\""):
+    with raises_text(CheckpointError, snapshot, tmp_path):
         Checkpoints(tmp_path / "new", begin_from=folder).load(fresh())
     state = fresh()
     assert Checkpoints(tmp_path / "new", begin_from=folder, begin_with="model").load(state) == 0
@@ -79,10 +80,10 @@ def test_a_damaged_state_is_a_line(tmp_path, text):
     assert sum("trainer_state.json is damaged" in line for line in index.common.losses()) == 1
 
 
-def test_a_state_that_cannot_be_read_is_a_line(tmp_path):
+def test_a_state_that_cannot_be_read_is_a_line(tmp_path, snapshot):
     folder = trainer(tmp_path / "checkpoint-5")
     (folder / "trainer_state.json").write_text(LFS)
-    assert "is damaged (this is a Git LFS pointer" in opening.index_of(folder).common.doubt
+    assert masked(opening.index_of(folder).common.doubt, tmp_path) == snapshot
 
 
 @pytest.mark.parametrize("step", [-1, True, None, 1.5, 10**16, {"global_step": 5}])
@@ -120,41 +121,38 @@ def test_a_long_state_of_another_form_is_right_or_a_line(tmp_path, text, step):
     assert index.iteration == step and ("damaged" in index.common.doubt) == (step == 0)
 
 
-def test_a_folder_of_accelerate_says_that_no_iteration_is_known(tmp_path):
+def test_a_folder_of_accelerate_says_that_no_iteration_is_known(tmp_path, snapshot):
     """Its `step` counts only within an epoch, and its schedules one step for each process."""
     folder = trainer(tmp_path / "checkpoint_3", names=("optimizer.bin", "scheduler.bin", "random_states_0.pkl"))
     (folder / "trainer_state.json").unlink()
     index = opening.index_of(folder)
     assert index.iteration == 0
-    said = "\n".join(index.common.losses())
-    assert "says after how many iterations" in said and "random_states_0.pkl, scheduler.bin" in said
+    assert masked("\n".join(index.common.losses()), tmp_path) == snapshot
 
 
-def test_what_accelerate_saves_of_fsdp_has_the_trainers_iteration(tmp_path):
+def test_what_accelerate_saves_of_fsdp_has_the_trainers_iteration(tmp_path, snapshot):
     folder = trainer(tmp_path / "checkpoint-20", 20)
     (folder / "model.safetensors").unlink()
     dcp.save({"optimizer": {"x": torch.ones(1)}}, checkpoint_id=folder / "optimizer_0", no_dist=True)
     dcp.save({"model": WEIGHTS}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
-    with pytest.raises(
-        BadCheckpoint, match=r": unicronctl checkpoint show .*/pytorch_model_fsdp_0; .*in optimizer_0 .*DCP"
-    ):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(folder)
     index = opening.index_of(folder / "pytorch_model_fsdp_0")
     (folder / "optimizer.pt").unlink()
     alone = opening.index_of(folder / "pytorch_model_fsdp_0").common
-    assert alone.unread == "optimizer_0 is a checkpoint of torch DCP by itself, which nothing here joins to the weights"
+    assert alone.unread == snapshot
     assert index.iteration == 20 and "optimizer.pt, optimizer_0," in index.common.left[-1]
     assert "pytorch_model_fsdp_0" not in index.common.left[-1]
 
 
-def test_a_folder_of_nemo_has_its_iteration(tmp_path):
+def test_a_folder_of_nemo_has_its_iteration(tmp_path, snapshot):
     folder = tmp_path / "step=7" / "weights"
     dcp.save(WEIGHTS, checkpoint_id=folder, no_dist=True)
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     torch.save({"epoch": 0, "global_step": 7, "state_dict": {}, "loops": {"a": 1}}, folder / "common.pt")
     index = opening.index_of(folder)
     assert (index.format, index.iteration, index.common.losses()) == ("torch_dist", 7, [])
-    with pytest.raises(BadCheckpoint, match=r": unicronctl checkpoint show .*/step=7/weights$"):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(folder.parent)
 
 
@@ -166,16 +164,13 @@ def of_lightning(path: Path, **more: object) -> Path:
     return path
 
 
-def test_a_file_of_lightning_has_its_iteration_and_weights(tmp_path):
+def test_a_file_of_lightning_has_its_iteration_and_weights(tmp_path, snapshot):
     path = of_lightning(tmp_path / "epoch=0-step=5.ckpt")
-    with pytest.raises(BadCheckpoint, match=r"newest whole one below it: .* show .*/epoch=0-step=5.ckpt$"):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(tmp_path)
     index = opening.index_of(path)
     assert (index.format, index.iteration, sorted(index.tensors)) == ("torch", 5, ["bias", "weight"])
-    assert [line.partition(":")[0] for line in index.common.losses()] == [
-        "the optimizer's state is left out",
-        "left out, for nothing here reads it",
-    ]
+    assert index.common.losses() == snapshot
     convert.export(index, tmp_path / "out", "safetensors")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], each) for name, each in WEIGHTS.items())
@@ -200,7 +195,7 @@ def test_a_file_of_lightning_without_an_iteration_says_so(tmp_path):
     assert opening.index_of(of_lightning(tmp_path / "b.ckpt", global_step=torch.tensor(9))).iteration == 9
 
 
-def test_one_file_of_metas_is_read(tmp_path):
+def test_one_file_of_metas_is_read(tmp_path, snapshot):
     """Defect: "no whole checkpoint of a format that is known"."""
     folder = tmp_path / "llama" / "original"
     folder.mkdir(parents=True)
@@ -217,13 +212,10 @@ def test_one_file_of_metas_is_read(tmp_path):
         opening.index_of(folder.parent)
     torch.save(WEIGHTS, folder / "consolidated.01.pth")
     for at in (folder, folder / "consolidated.00.pth", folder / "consolidated.01.pth"):
-        with pytest.raises(
-            BadCheckpoint,
-            match=r"has 2 model-parallel parts of the same tensors.*: convert them first, .* transformers 4.47.1",
-        ):
+        with raises_text(BadCheckpoint, snapshot, tmp_path):
             opening.index_of(at)
     (folder / "consolidated.00.pth").unlink()
-    with pytest.raises(BadCheckpoint, match=r"one of several model-parallel parts"):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(folder)
     save_file(WEIGHTS, folder / "model.safetensors")
     assert opening.index_of(folder).format == "safetensors"
@@ -257,9 +249,9 @@ def test_other_files_of_weights_are_named_with_what_to_do(tmp_path, name, says):
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "a.ckpt", "a.bin", "a.pth", "random_states_0.pkl"])
-def test_any_file_of_torch_is_refused_with_what_to_do(tmp_path, name):
+def test_any_file_of_torch_is_refused_with_what_to_do(tmp_path, name, snapshot):
     torch.save(WEIGHTS, tmp_path / name)
-    with pytest.raises(BadCheckpoint, match=r"is a file of torch.save, which may hold anything: save its weights"):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(tmp_path / name)
 
 
@@ -267,9 +259,9 @@ def test_any_file_of_torch_is_refused_with_what_to_do(tmp_path, name):
     "content",
     [{"model": {"a": 1}}, {"model": [1]}, {"model": {"a": WEIGHTS}}, {"model": WEIGHTS, "state_dict": WEIGHTS}],
 )
-def test_a_file_that_does_not_say_which_tensors_are_the_model_is_refused(tmp_path, content):
+def test_a_file_that_does_not_say_which_tensors_are_the_model_is_refused(tmp_path, content, snapshot):
     torch.save(content, tmp_path / "a.pt")
-    with pytest.raises(BadCheckpoint, match=r"is a file of torch.save, which may hold anything: save its weights"):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(tmp_path / "a.pt")
 
 
@@ -297,7 +289,7 @@ def of_a_script(path: Path, model: str, optimizer: str, **counts: object) -> Pat
     ],
 )
 def test_a_file_of_a_training_script_has_its_iteration_and_weights(
-    tmp_path, model, optimizer, counts, iteration, doubt
+    tmp_path, model, optimizer, counts, iteration, doubt, snapshot
 ):
     """Defect: `save its weights as model.safetensors`, for files that say what is the model."""
     path = of_a_script(tmp_path / "ckpt.pt", model, optimizer, **counts)
@@ -305,10 +297,10 @@ def test_a_file_of_a_training_script_has_its_iteration_and_weights(
     assert (index.format, index.iteration) == ("torch", iteration)
     assert sorted(index.tensors) == ["_orig_mod.bias", "_orig_mod.weight"]
     assert doubt in index.common.doubt and bool(doubt) == bool(index.common.doubt)
-    assert index.common.unread == f"{optimizer!r} in ckpt.pt: numbers, not names, say whose state it is"
+    assert index.common.unread.startswith(f"{optimizer!r} in ckpt.pt: numbers")
     others = ["'epoch'"] * ("epoch" in counts) + [r"'x\n'", "'best_val_loss'", "'config'"]
-    assert index.common.left == [f"what is beside the model ({some(others)})"]
-    with pytest.raises(CheckpointError, match=r"say whose state it is.*begin_with=\"model\""):
+    assert [f" ({some(others)})" in line for line in index.common.left] == [True]
+    with raises_text(CheckpointError, snapshot, tmp_path):
         Checkpoints(tmp_path / "new", begin_from=path).load(fresh())
     state = fresh()
     Checkpoints(tmp_path / "new", begin_from=path, begin_with="model").load(state)
@@ -323,29 +315,29 @@ def test_a_file_of_a_training_script_has_its_iteration_and_weights(
         ("a.pt", {"checkpoint_version": 3.0, "iteration": 5}),
     ],
 )
-def test_one_ranks_file_is_no_whole_model(tmp_path, name, more):
+def test_one_ranks_file_is_no_whole_model(tmp_path, name, more, snapshot):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     torch.save({"model": WEIGHTS} | more, path)
-    with pytest.raises(BadCheckpoint, match="is the file of one rank, and may have a part of the model: name the fol"):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(path)
 
 
-def test_nothing_in_a_file_of_a_script_is_executed(tmp_path):
+def test_nothing_in_a_file_of_a_script_is_executed(tmp_path, snapshot):
     class Trap:
         def __reduce__(self):
             return Path.touch, (tmp_path / "executed",)
 
     torch.save({"model": WEIGHTS, "iter_num": 1, "config": Trap()}, tmp_path / "ckpt.pt")
-    with pytest.raises(BadCheckpoint, match=r"ckpt.pt: its pickle .*it is not read|cannot be read"):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(tmp_path / "ckpt.pt")
     assert not (tmp_path / "executed").exists()
 
 
-def test_an_adapter_is_named_as_one(tmp_path):
+def test_an_adapter_is_named_as_one(tmp_path, snapshot):
     torch.save({"a.lora_A.weight": torch.ones(1)}, tmp_path / "adapter_model.bin")
     for at in (tmp_path, tmp_path / "adapter_model.bin"):
-        with pytest.raises(BadCheckpoint, match="is an adapter, and no whole model"):
+        with raises_text(BadCheckpoint, snapshot, tmp_path):
             opening.index_of(at)
 
 
@@ -399,19 +391,19 @@ def test_a_servers_answer_in_the_place_of_a_file_is_quoted(tmp_path, name, text)
     assert "but a text" not in str(refused.value)
 
 
-def test_a_shard_that_is_a_pointer_or_a_broken_link_is_named(tmp_path):
+def test_a_shard_that_is_a_pointer_or_a_broken_link_is_named(tmp_path, snapshot):
     folder = trainer(tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     index = {"weight_map": {name: f"model-0000{n}-of-00002.safetensors" for n, name in ((1, "weight"), (2, "bias"))}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model-00002-of-00002.safetensors").write_text(LFS)
-    with pytest.raises(BadCheckpoint, match=r"model-00002-of-00002.safetensors: this is a Git LFS pointer"):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     (folder / "model-00002-of-00002.safetensors").symlink_to("../.git/annex/objects/aB/Cd/KEY/KEY")
-    with pytest.raises(BadCheckpoint, match=r"this is a link to .*KEY, which is not there: .*`git annex get`"):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     (folder / "model-00002-of-00002.safetensors").symlink_to("../../blobs/4d7a")
-    with pytest.raises(BadCheckpoint, match=r"this is a link to ../../blobs/4d7a, which is not there$"):
+    with raises_text(BadCheckpoint, snapshot, tmp_path):
         opening.index_of(folder)
