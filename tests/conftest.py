@@ -63,6 +63,13 @@ class Texts(AmberSnapshotExtension):
         tests = Path(__file__).parent
         return str(tests / "texts" / Path(test_location.filepath).parent.relative_to(tests))
 
+    @classmethod
+    def matches_test_location(cls, *, test_location: PyTestLocation, snapshot_location: str) -> bool:
+        """Whether the file is this test's: syrupy goes by its name alone, also in the folders below, and would remove
+        the texts of another test file of that name."""
+        own = Path(snapshot_location).parent == Path(cls.dirname(test_location=test_location))
+        return own and super().matches_test_location(test_location=test_location, snapshot_location=snapshot_location)
+
 
 @pytest.fixture
 def snapshot(snapshot: SnapshotAssertion) -> SnapshotAssertion:

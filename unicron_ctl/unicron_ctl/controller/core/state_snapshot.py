@@ -62,7 +62,7 @@ def read_state(store: Store, progress: Progress = nothing) -> ClusterState:
     progress: called every now and then. Raises StoreError where there is nothing to begin with.
     """
     if why := store.open_to_others():
-        log.warning("others can write the event log: %s", why)
+        log.warning("the event log is not protected: %s", why)
     states = store.states()
     for event, data in states:
         try:

@@ -83,7 +83,7 @@ def _target(job: JobView, slot: int | None, node: str | None) -> tuple[AgentView
         if agent.alive and status.state in LIVING and slot in (None, rank) and node in (None, agent.node)
     }
     if not living:
-        where = f"slot {slot}" if slot is not None else f"node {node}" if node else "any node"
-        raise NotInjected(f"job {job.state.job} has no living rank in {where}: see `unicronctl status`")
+        where = f"in slot {slot}" if slot is not None else f"on node {node}" if node else "on any node"
+        raise NotInjected(f"job {job.state.job} has no living rank {where}: see `unicronctl status`")
     chosen = random.choice(sorted(set(living) & set(job.state.members) or living))
     return living[chosen], chosen

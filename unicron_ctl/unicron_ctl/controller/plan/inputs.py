@@ -132,7 +132,7 @@ def why_fixed(view: View, job: JobState) -> str:
     if job.unshrinkable:
         return f"Slurm refused to shrink it: {job.unshrinkable}"
     if job.shrunk >= view.slurm.shrinks:
-        return f"Slurm lets it shrink {_often(view.slurm.shrinks)}"
+        return f"Slurm {_often(view.slurm.shrinks)}"
     if rules.mode == ACT and not rules.may("shrink"):
         return rules.refusal("shrink")
     listed = view.slurm.seen.of(job.job) if view.slurm.seen is not None else {}
@@ -142,7 +142,9 @@ def why_fixed(view: View, job: JobState) -> str:
 
 
 def _often(count: int) -> str:
-    return "only once without slurmdbd" if count else "never (disable_job_shrink in SchedulerParameters)"
+    if count:
+        return "lets it shrink only once without slurmdbd"
+    return "never lets it shrink (disable_job_shrink in SchedulerParameters)"
 
 
 def ended_in_allocation(job: JobState) -> dict[int, AgentRecord]:

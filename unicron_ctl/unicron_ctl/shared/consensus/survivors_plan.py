@@ -362,6 +362,6 @@ def _why(
         return (
             f"iteration {way.step} was reduced completely before the loss: {who} {step} on with {way.iteration}{wait}"
         )
-    kept = f"{reused} of {total} micro-batches are kept, {recomputed} finished ones are computed again"
+    kept = f"{reused} of {total} micro-batches kept, {plural(recomputed, 'finished one')} computed again"
     since = f" from the state after {plural(way.state[1], 'step')}" if way.state is not None else ""
     return f"{who} {'goes' if one else 'go'} on with iteration {way.iteration}{since}: {kept}{wait}"

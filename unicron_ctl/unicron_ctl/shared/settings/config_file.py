@@ -134,7 +134,8 @@ def _severity(given: object, found: list[str]) -> dict[str, Any]:
         if given != {}:  # the shipped table alone is sound
             default_classifier().load({"severity": given})
     except SeverityTableError as error:
-        found.append(f"[severity] {str(error).removeprefix('severity table: ')}")
+        why = str(error).removeprefix("severity table: ")
+        found.append(why if why.startswith("[severity]") else f"[severity] {why}")
         return {}
     return dict(cast(Mapping[str, Any], given))
 

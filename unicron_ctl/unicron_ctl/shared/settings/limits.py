@@ -152,7 +152,7 @@ def number(value: float) -> str:
 
 
 def fixed_values(environment: Mapping[str, str]) -> tuple[dict[str, float], list[str]]:
-    """Return the values of FIXED_LIMITS and VARIABLES by name, and what is wrong with those that the environment sets."""
+    """Return the values of FIXED_LIMITS and VARIABLES by name, and what is wrong with those the environment sets."""
     values, found = {**FIXED_LIMITS, **VARIABLES}, []
     for name in VARIABLES:
         if text := environment.get(name):
