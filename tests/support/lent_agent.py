@@ -58,7 +58,7 @@ def wait(line: socket.socket, agent: int) -> None:
     assert spec is not None and spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    program.given = lambda: task["environment"]  # what /proc shows is the tests' zygote's
+    program.start_environment = lambda: task["environment"]  # what /proc shows is the tests' zygote's
     program.restore(os.environ, task["environment"], {})
     tempfile.tempdir = None  # TMPDIR may be another
     sys.path.remove(str(Path(__file__).resolve().parent))  # it leads the path for this script
