@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import entered
+from tests.support.documents import walks
 from tests.support.jobs import FOREVER, TINY, World, json_lines
 from tests.support.processes import ROOT, wait_for
-from tests.support.walks import walks
 
 pytestmark = pytest.mark.process
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from tests.support.plain_agent import PlainAgent
 from tests.support.world import FakeAgent, FakeSlurm, World
+from unicron_ctl.controller.api import answers
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.plan.placement import Placement
 from unicron_ctl.shared.log.records import Record
 from unicron_ctl.shared.protocol import wire
@@ -255,3 +257,13 @@ def element_row(
 def labels(placement: Placement) -> list[str]:
     """The actions of a placement, in words."""
     return [action.label for action in placement.actions]
+
+
+def tell(
+    world: World, node: str, verdict: str, reason: str = "why", source: str = "interval", drain: bool = False
+) -> None:
+    """A node reports what its health check has found."""
+    arguments = {"node": node, "source": source, "verdict": verdict, "reason": reason, "at": world.now, "drain": drain}
+    assert answers.answer(world.core, None, "health", arguments, EVERYBODY) == {"taken": True}
+    world.log.extend(world.core.events)
+    world.core.events = []

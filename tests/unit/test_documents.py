@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
@@ -13,26 +12,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.support.documents import tracked, walks
 from tests.support.processes import LIMIT, ROOT
 from tests.support.rooms import is_gone
-from tests.support.walks import walks
 from unicron_ctl.shared.settings.config import AgentConfig, ControllerConfig
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 CITED = re.compile(r"\bdocs/[\w./-]+?\.md\b")
 MOST_FILES = 12
-
-
-def tracked(*patterns: str) -> list[Path]:
-    """Files of the repository; of a copy that is no checkout, or without git, all that lies in no hidden folder."""
-    names: list[str] = []
-    with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):
-        command = ["git", "ls-files", "-z", *patterns]
-        names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    found = [ROOT / name for name in names if name]
-    for pattern in patterns if not found else ():
-        found += [path for path in ROOT.rglob(pattern) if not path.relative_to(ROOT).as_posix().startswith(".")]
-    return [path for path in found if path.is_file()]
 
 
 def test_the_walk_is_at_most_a_dozen_files_long_and_names_what_is_there() -> None:

@@ -11,8 +11,8 @@ import jedi
 import pytest
 
 import unicron
+from tests.support.documents import tracked
 from tests.support.processes import ROOT
-from tests.unit.test_documents import tracked
 
 NAMES = (
     ("detector/unicron_detector/failures/classify.py", "default_classifier"),
@@ -23,7 +23,7 @@ NAMES = (
     ("transition/unicron_transition/generations/layout.py", "compose"),
     ("transition/unicron_transition/iteration/ledger.py", "Ledger"),
     ("unicron_ctl/unicron_ctl/controller/plan/eligible_nodes.py", "misfit"),
-    ("unicron_ctl/unicron_ctl/shared/slurm/slurm_client.py", "Asked"),
+    ("unicron_ctl/unicron_ctl/shared/slurm/slurm_client.py", "Needs"),
     ("unicron_ctl/unicron_ctl/shared/system/columns.py", "Listing"),
 )
 

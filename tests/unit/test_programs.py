@@ -5,8 +5,8 @@ from __future__ import annotations
 import configparser
 import re
 
+from tests.support.documents import tracked
 from tests.support.processes import ROOT, SOURCES
-from tests.unit.test_documents import tracked
 
 PAGE = (ROOT / "docs" / "programs.md").read_text()
 ROOTS = tuple(name for name in SOURCES if name != "sbatch_templates")

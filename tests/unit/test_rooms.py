@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from importlib import metadata
 from itertools import pairwise
@@ -97,3 +98,9 @@ def test_the_private_cluster_is_for_those_who_run_on_it() -> None:
     for room in ROOMS.values():
         assert not of_room(room, found, cluster=True)
         assert bool(of_room(room, found, cluster=False)) == CLUSTER.startswith(f"{room.module}.")
+
+
+def test_no_test_file_imports_another() -> None:
+    line = re.compile(r"^\s*(?:from|import) tests\.(?:unit|process|slurm)\b", re.MULTILINE)
+    found = [path for path in TESTS.rglob("*.py") if line.search(path.read_text())]
+    assert not found, "what two of them need stands in tests/support"

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.unit.detector.iterations.test_iteration_monitor import DISTRIBUTIONS
+from tests.support.iteration_times import DISTRIBUTIONS
 from unicron_detector.iterations.stragglers import Stragglers
 
 USUAL = {"data": 0.02, "forward": 0.3, "backward": 0.6, "reduce": 0.05, "step": 0.03, "outside": 0.001}

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.support.depth import cases
 from tests.support.processes import wait_for
-from tests.unit.planner.strategies import SHAPES, jobs, scale, scenarios, shaped
+from tests.support.strategies import SHAPES, jobs, scale, scenarios, shaped
 from unicron_planner.ahead import lookahead
 from unicron_planner.ahead.expected import after_failure, candidates, solve_expected
 from unicron_planner.ahead.lookahead import Keeper, Lookahead

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.support.depth import cases
-from tests.unit.planner.strategies import brute_force, scale, scenarios, sizes_of
+from tests.support.strategies import brute_force, scale, scenarios, sizes_of
 from unicron_planner.ahead.whatif import suppose, suppose_all
 from unicron_planner.problem.objective import Job, PlanError, Scenario
 from unicron_planner.solver.explain import duration_text, explain, runner_up

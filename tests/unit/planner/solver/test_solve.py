@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 
 from tests.support.depth import cases
-from tests.unit.planner.strategies import SHAPES, brute_force, scale, scenarios, seeded, shaped, sizes_of
+from tests.support.strategies import SHAPES, brute_force, scale, scenarios, seeded, shaped, sizes_of
 from unicron_planner.problem.objective import Job, PlanError, Scenario
 from unicron_planner.solver import keys, tables
 from unicron_planner.solver.keys import Row

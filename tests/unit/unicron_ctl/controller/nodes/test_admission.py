@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.clock import START
 from tests.support.questions import told
+from tests.support.scenarios import tell
 from tests.support.world import FakeSlurm, World
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.api.node_answers import visible_nodes
@@ -82,15 +83,6 @@ def lost_node(**settings) -> tuple[World, FakeSlurm]:
     assert slurm.node_states["n2"] == {"DOWN"}
     slurm.starts["n2"] = world.now
     return world, slurm
-
-
-def tell(
-    world: World, node: str, verdict: str, reason: str = "why", source: str = "interval", drain: bool = False
-) -> None:
-    arguments = {"node": node, "source": source, "verdict": verdict, "reason": reason, "at": world.now, "drain": drain}
-    assert answers.answer(world.core, None, "health", arguments, EVERYBODY) == {"taken": True}
-    world.log.extend(world.core.events)
-    world.core.events = []
 
 
 def listed(world: World, node: str) -> dict:

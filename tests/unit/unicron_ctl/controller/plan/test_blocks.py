@@ -11,7 +11,7 @@ from tests.support.depth import cases
 from tests.support.scenarios import element_row as element
 from tests.support.scenarios import labels as said
 from tests.support.scenarios import node_row as node
-from tests.unit.planner.strategies import brute_force
+from tests.support.strategies import brute_force
 from unicron_ctl.controller.plan import pools
 from unicron_ctl.controller.plan.placement import Need, Placement, place
 from unicron_ctl.controller.plan.planning import JobInput, plan, scenario

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from tests.support.scenarios import asked, boundary, follow, kill_agent, on_slurm, power_off, start
+from tests.support.scenarios import asked, boundary, follow, kill_agent, on_slurm, power_off, start, tell
 from tests.support.world import FakeSlurm, World
-from tests.unit.unicron_ctl.controller.nodes.test_admission import tell
 from unicron_ctl.controller.model.requests import Action, Run
 from unicron_ctl.controller.nodes.isolation import attention
 from unicron_ctl.shared.log import records
