@@ -267,3 +267,18 @@ def tell(
     assert answers.answer(world.core, None, "health", arguments, EVERYBODY) == {"taken": True}
     world.log.extend(world.core.events)
     world.core.events = []
+
+
+def replica_that_waits() -> Scenario:
+    """Of two replicas of two ranks one has lost a rank, and in the other slot 3 has met an error of its own: slot 2
+    would wait for it in the pipeline, and is told of both."""
+    world = World(report_timeout=2.0)
+    agents = world.start_job(nodes=4, ranks=1, replica=2)
+    assert world.job().phase == "running"
+    for agent in agents[2:]:
+        agent.prompt = False
+    agents[1].die(1)
+    agents[3].set(3, state="stopped", broken=1)
+    world.run(0.5)
+    assert [m.lost for m in agents[2].heard if isinstance(m, wire.Break)] == [[1], [1, 3]]
+    return world, agents

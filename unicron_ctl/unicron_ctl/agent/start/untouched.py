@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 BY_DEFAULT = "UNICRON_BY_DEFAULT"  # the administrator's default=on put the agent here, and nobody's --unicron
 SWEEP = "UNICRON_SWEEP"  # 0: an array is one training all the same; else the name of what shows that it is none
 _OF_THE_PLUGIN = (
-    *("UNICRON", BY_DEFAULT, "UNICRON_WEIGHT", "UNICRON_MIN_NODES", "UNICRON_MODE"),
-    *("UNICRON_SPARES", "UNICRON_PRELOAD"),
+    "UNICRON",
+    BY_DEFAULT,
+    "UNICRON_WEIGHT",
+    "UNICRON_MIN_NODES",
+    "UNICRON_MODE",
+    "UNICRON_SPARES",
+    "UNICRON_PRELOAD",
 )
 _MARK = "_UNICRON_OF_JOB_"  # before the name of what the plugin has set (slurm_plugin/spank/inherit.h)
 # A script that finds its place in the world by what srun tells of its step, as submitit and Lightning do

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scenarios import boundary, trained
+from tests.support.scenarios import boundary, replica_that_waits, trained
 from tests.support.world import MICRO_BATCHES, FakeAgent, World
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.api.job_answers import job_answer
@@ -141,13 +141,7 @@ def test_a_replica_that_finishes_its_schedule_is_not_late():
 
 def test_a_rank_that_stopped_half_way_releases_those_of_its_replica_who_wait_for_it():
     """Slot 3 has met an error of its own: slot 2 would wait for it in the pipeline, and count as late."""
-    world, agents = started(nodes=4, ranks=1, replica=2, report_timeout=2.0)
-    for agent in agents[2:]:
-        agent.prompt = False
-    agents[1].die(1)
-    agents[3].set(3, state="stopped", broken=1)
-    world.run(0.5)
-    assert [m.lost for m in agents[2].heard if isinstance(m, wire.Break)] == [[1], [1, 3]]
+    world, _ = replica_that_waits()
     assert world.job().phase == "running" and world.job().order == [2, 3] and len(failures(world)) == 1
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.scenarios import replica_that_waits
 from tests.support.training import hang, train
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.core import turn
@@ -104,7 +105,7 @@ class Watched:
 
 
 def run(
-    scenario: Callable[[], None], monkeypatch: pytest.MonkeyPatch, at: Mapping[str, Collection[int]]
+    scenario: Callable[[], object], monkeypatch: pytest.MonkeyPatch, at: Mapping[str, Collection[int]]
 ) -> list[Watched]:
     watched = [Watched(sensor, at.get(sensor.name, ())) for sensor in SENSORS]
     rows = zip(SENSORS, watched, strict=True)
@@ -184,17 +185,6 @@ def never_entered() -> None:
     assert [event.kind for event in world.log].count("break") == 2
 
 
-def blocked_replica() -> None:
-    world = World(report_timeout=2.0)
-    agents = world.start_job(nodes=4, ranks=1, replica=2)
-    for agent in agents[2:]:
-        agent.prompt = False
-    agents[1].die(1)
-    agents[3].set(3, state="stopped", broken=1)
-    world.run(0.5)
-    assert [m.lost for m in agents[2].heard if isinstance(m, wire.Break)] == [[1], [1, 3]]
-
-
 def voter_without_rank() -> None:
     """Two of four are cut off, and the rank of the third has died."""
     world = on_slurm(4)
@@ -265,13 +255,13 @@ def missed_member() -> None:
     assert not world.core.view.live.jobs["1"].missed
 
 
-SCENARIOS: dict[Callable[[], None], tuple[str, ...]] = {
+SCENARIOS: dict[Callable[[], object], tuple[str, ...]] = {
     hanging_rank: ("members", "iterations"),
     stopped_rank: ("stopped", "unheard agents"),
     odd_node: ("peers",),
     last_copies: ("late to stop",),
     never_entered: ("late to enter",),
-    blocked_replica: ("blocked",),
+    replica_that_waits: ("blocked",),
     voter_without_rank: ("free votes",),
     slow_start: ("actions",),
     cut_link: ("network partitions",),
@@ -282,7 +272,9 @@ SCENARIOS: dict[Callable[[], None], tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: ", ".join(SCENARIOS[scenario]))
-def test_a_sensor_changes_only_the_memory_that_it_names(scenario: Callable[[], None], monkeypatch: pytest.MonkeyPatch):
+def test_a_sensor_changes_only_the_memory_that_it_names(
+    scenario: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+):
     """The scenario runs twice: the first time shows at which calls a sensor finds something, and these are checked."""
     first = run(scenario, monkeypatch, {})
     own = [one for one in first if one.sensor.name in SCENARIOS[scenario]]
