@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import torch
 
@@ -59,6 +62,11 @@ def iterations(folder: Path) -> list[int]:
 
 def beginnings(folder: Path | None, checkpoints: Checkpoints | None = None) -> Beginnings:
     return Beginnings(folder, checkpoints, 0, WRITER)
+
+
+def no_room(*_: object) -> NoReturn:
+    """Raise the error of a full memory."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def spoil(path: Path, at: int = -40) -> None:

@@ -1,12 +1,11 @@
-"""Checkpoints on disk: the last resort of the nearest principle, for a job of which no rank is left
+"""Checkpoints on disk: the last resort of the nearest principle, if no rank of a job is left
 (docs/design/micro-batch-reuse.md).
 
-A checkpoint is a folder of files that ranks write each for itself, without a word to each other: the state of one place
-of the layout, or a shard of it. A file's name includes the number of files, so the folder is whole when all are there;
-each is written beside the training, from a copy in the host's memory, under another name until it is whole. It is an
-image (`unicron_transition/snapshot/image_format.py`): raw bytes, with checksums that are checked before it is used.
-A checkpoint with a damaged file is passed over for the one before. Ranks of any layout read from it what they need
-(`unicron_transition/snapshot/parts.py`).
+A checkpoint is a folder of files that ranks write independently: each has the state of one place of the layout, or a
+shard of it. A file's name includes the number of files, so it is known when the folder is whole. A file is an image
+(`unicron_transition/snapshot/image_format.py`), written beside the training from a copy in the host's memory. Its
+checksums are checked before use, and a checkpoint with a damaged file is passed over for the one before. Ranks of any
+layout read what they need (`unicron_transition/snapshot/parts.py`).
 """
 
 from __future__ import annotations
@@ -37,39 +36,41 @@ from unicron_transition.snapshot.model_facts import other_arithmetic, other_head
 from unicron_transition.snapshot.reading import LOST_ERRORS
 from unicron_transition.snapshot.save_interval import Risk, SaveClock
 
-# Of ranks that end without a plan and hold the same, the first saves it at once, the second after so long, and so on up
-# to the RESCUERSth, unless one before it has done so.
+# Of ranks that hold the same state and end without a plan, the first saves it at once, the second after this time, and
+# so on up to the RESCUERSth, unless one before it has begun to.
 RESCUE_SECONDS = 60.0
 RESCUERS = 10
 LOOK_SECONDS = 0.2
-TURN_SECONDS = 5.0  # the same, where all of them are asked to save
-OTHERS_SECONDS = 10.0  # at the end of a training, for the others' files: what is older goes when all are there
+TURN_SECONDS = 5.0  # the same, if all of them were asked to save
+OTHERS_SECONDS = 10.0  # wait at the end of a training for other ranks' files, to remove older checkpoints
 MINUTES = "UNICRON_CHECKPOINT_MINUTES"
 AUTO = "auto"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used, or the last one cannot be written; one line that says what to do."""
+    """A checkpoint cannot be used, or the last one cannot be written; one line says what to do."""
 
 
 @dataclass(frozen=True)
 class Writer:
-    """The part of the whole checkpoint that a rank's file is: its place in the layout, and with a distributed optimizer
-    its shard. layout: as people write it, "TP2 PP2". loss: of the last iteration, the same number in all ranks: files
-    of two runs that came by the same iteration are no whole together. shards: the mark of the set that it is one of,
-    where agents make files of the others."""
+    """The part of a checkpoint that a rank's file has."""
 
     place: int = 0
+    """The rank's place among the `size` places of the layout"""
     size: int = 1
     shard: int = 0
+    """Its shard among `count` shards of a distributed optimizer"""
     count: int = 1
     layout: str = ""
+    """The layout as people write it, such as `TP2 PP2`"""
     loss: float | None = None
+    """The loss of the last iteration: files of two runs at the same iteration do not belong together"""
     shards: str = ""
+    """The mark of its set of shards, if agents write the files of the others"""
 
     @property
     def mark(self) -> str:
-        """The mark that all files that belong together share."""
+        """The mark that all files of the checkpoint share."""
         if self.shards:
             return self.shards
         return hashlib.blake2b(repr((self.layout, self.loss)).encode(), digest_size=4).hexdigest()
@@ -80,30 +81,29 @@ class Writer:
         return f"{stem(self.key(0))}{SUFFIX}"
 
     def key(self, iteration: int, kind: str = "state", slot: int = 0, base: int = 0) -> Key:
-        """The key of its image."""
+        """Return the key of its image."""
         return Key(kind, slot, iteration, self.place, self.size, self.shard, self.count, base, self.mark)
 
 
 class Checkpoints:
     """The checkpoints of one job in `folder`, which all its nodes share.
 
-    interval: iterations between two of them, minutes: minutes. minutes "auto", which it is where neither is given: as
-    often as what a save costs, and how often one would be needed, call for (`save_interval`). With 0 of both there is
-    one at the end only. keep: how many stay. A write that fails costs nothing but itself: it is reported, and the next
-    one is tried when it is due. UNICRON_CHECKPOINT_MINUTES takes the place of `minutes`.
+    interval: iterations between two checkpoints, minutes: minutes between them. minutes "auto", the default if neither
+    is given, weighs the cost of a save against the risk of a loss (`save_interval`). With 0 for both there is one at
+    the end only. UNICRON_CHECKPOINT_MINUTES overrides `minutes`. keep: how many are kept. A failed write is reported,
+    and the next one is tried when it is due.
 
-    begin_from: a checkpoint of another format, or of another job, with which the training begins while there is no
-    checkpoint of its own: Megatron-LM's `torch_dist` or `torch`, torch DCP, safetensors. begin_names: the table of
-    names, for a model that has other names there; it is found where it is one of ours, for Megatron. begin_with: "all",
-    or "model" for the parameters alone, from iteration 0.
+    begin_from: a checkpoint of another job or format to begin with while there is no checkpoint of this job:
+    Megatron-LM's `torch_dist` or `torch`, torch DCP, safetensors. begin_names: the table of names, if the model has
+    other names there and none of ours fits. begin_with: "all", or "model" for the parameters alone, from iteration 0.
 
-    export: a format in which a checkpoint that somebody asks for (SIGUSR2) is written as well, under
-    FOLDER/FORMAT: torch_dist, dcp, safetensors. UNICRON_CHECKPOINT_EXPORT takes its place.
+    export: also write a requested checkpoint (SIGUSR2) in this format, under FOLDER/FORMAT: torch_dist, dcp,
+    safetensors. UNICRON_CHECKPOINT_EXPORT overrides it.
 
-    Raises ValueError, one line, for what makes no sense.
+    Raises ValueError for a setting that makes no sense.
     """
 
-    needs_beginning = True  # a folder in `begin_from` without a checkpoint is an error
+    needs_beginning = True  # no checkpoint in `begin_from` is an error
 
     def __init__(
         self,
@@ -130,37 +130,37 @@ class Checkpoints:
         self.begin = foreign.Selection(begin_with == "all", begin_with == "all", begin_names)
         form = exports.form_of(export)
         self.exports = exports.Exports(self.folder, form, begin_names) if form else None
-        self._last = time.monotonic()  # when one was due
+        self._last = time.monotonic()  # when one was due last
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._written: tuple[int, str] | None = None  # the last one that this process wrote: its iteration and mark
-        self.newest = 0  # that of the last one that it has read, or has on disk
+        self._written: tuple[int, str] | None = None  # iteration and mark of the one that this process wrote last
+        self.newest = 0  # the iteration of the last one that is known to be on disk
 
     # ------------------------------------------------------------ reading
     def whole_ones(self) -> list[WholeCheckpoint]:
-        """All whole ones, the newest first."""
+        """List the whole checkpoints, the newest first."""
         return folders.whole(self.folder)
 
     def load(self, state: TrainingState, iteration: int | None = None) -> int | None:
-        """Puts the newest sound one into `state`, or that of `iteration`; returns the iteration to go on with, None
-        where there is none. No other rank is waited for; the layout may be another than the one that wrote it.
+        """Load the newest sound checkpoint, or that of `iteration`, into `state`, and return the iteration to go on
+        with; None if there is none. Waits for no other rank. The checkpoint can be of any layout.
 
-        Raises :class:`CheckpointError` when there are some and none can be used: starting anew would hide that.
+        Raises :class:`CheckpointError` if there are checkpoints and none can be used: a new start would hide that.
         """
         wanted = [each for each in self.whole_ones() if iteration in (None, each.iteration)]
         wanted = wanted or [each for each in self._beginning() if iteration in (None, each.iteration)]
         for each in wanted:
             if self.load_one(state, each):
                 return each.iteration
-        if wanted or self._damaged():  # of another folder, all that were there have been found damaged just now
+        if wanted or self._damaged():  # those of another folder have all been found damaged just now
             raise CheckpointError(self._nothing_sound())
         if iteration is not None:
             raise CheckpointError(f"{self.folder} has no whole checkpoint of iteration {iteration}")
         return None
 
     def load_one(self, state: TrainingState, found: WholeCheckpoint) -> bool:
-        """Puts one into `state`; False for a damaged one, which is said. Raises :class:`CheckpointError` for one of
-        another model."""
+        """Load a checkpoint into `state`; False, with a line, if it is damaged. Raises :class:`CheckpointError` if it
+        is of another model."""
         if found.foreign:
             self._load_beginning(state, found.folder)
             return True
@@ -173,8 +173,8 @@ class Checkpoints:
         return True
 
     def choices(self) -> list[WholeCheckpoint]:
-        """The checkpoints to go on from, the newest first; they are not read. Raises :class:`CheckpointError` where all
-        that there are have been found damaged."""
+        """List the checkpoints to go on from, the newest first, without reading them. Raises :class:`CheckpointError`
+        if all have been found damaged."""
         found = self.whole_ones()
         if not found and self._damaged():
             raise CheckpointError(self._nothing_sound())
@@ -183,8 +183,8 @@ class Checkpoints:
         return found
 
     def _beginning(self) -> list[WholeCheckpoint]:
-        """List what the script begins from, while there is no checkpoint of its own: those of another job, the newest
-        first, or the one of another format. Raises :class:`CheckpointError`."""
+        """List the checkpoints in `begin_from`: of another job, the newest first, or one of another format. Raises
+        :class:`CheckpointError`."""
         if self.begin_from is None:
             return []
         if self.begin.whole and not self.begin.renames:
@@ -219,7 +219,7 @@ class Checkpoints:
         return found
 
     def _damaged(self) -> bool:
-        """Somebody has found a checkpoint damaged that is still there."""
+        """Whether a checkpoint is there that was found damaged."""
         return _has_damaged(self.folder)
 
     def _nothing_sound(self, folder: Path | None = None) -> str:
@@ -227,36 +227,35 @@ class Checkpoints:
 
     @property
     def destination(self) -> Path | None:
-        """The folder in which they are written, None where they are only read."""
+        """The folder for new checkpoints, None if they are only read."""
         return self.folder
 
     # ------------------------------------------------------------ writing
     def is_due(self, iteration: int) -> bool:
-        """Whether one is to be written when `iteration` iterations are done."""
+        """Whether a checkpoint is due after `iteration` iterations."""
         return bool(self.interval) and iteration % self.interval == 0
 
     @property
     def by_clock(self) -> bool:
-        """Whether time decides, too."""
+        """Whether checkpoints are also due by the clock."""
         return bool(self.minutes) or self.clock is not None
 
     def is_overdue(self, risk: Callable[[], Risk]) -> bool:
-        """The time is over since the last one. Ranks' clocks differ, so they have to agree on one iteration."""
+        """Whether one is due by the clock. Ranks' clocks differ, so ranks must agree on an iteration."""
         if not self.by_clock:
             return False
         seconds = 60.0 * self.minutes if self.clock is None else self.clock.seconds(risk())
         return time.monotonic() - self._last >= seconds
 
     def restart_clock(self) -> None:
-        """One is written now, by whomever: the time begins anew."""
+        """Restart the clock, because a checkpoint is written now, by this rank or another."""
         self._last = time.monotonic()
         if self.clock is not None:
             self.clock.note_saved()
 
     def save(self, state: TrainingState, iteration: int, writer: Writer | None = None) -> None:
-        """Copies this rank's part of the state, and lets a thread write it; no other rank is waited for. Waits for the
-        write before, if that still goes on. With a distributed optimizer every rank calls it, without one those of one
-        replica do."""
+        """Copy this rank's part of the state and write it in a thread, after the write before is over. Waits for no
+        other rank. With a distributed optimizer every rank calls it, otherwise those of one replica."""
         self.wait_written()
         writer = writer or Writer()
         head, data = _copy(state, iteration, writer)
@@ -266,14 +265,13 @@ class Checkpoints:
         self._thread.start()
 
     def wait_written(self) -> None:
-        """Until the last write is over, however it ended."""
+        """Wait until the last write is over, successful or not."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def save_last(self, state: TrainingState, iteration: int, writer: Writer | None = None) -> None:
-        """This rank's part of the final one, on disk when this returns. Raises :class:`CheckpointError` when it cannot
-        be written."""
+        """Write this rank's part of the final checkpoint. Raises :class:`CheckpointError` if that fails."""
         writer = writer or Writer()
         self._save_now(state, iteration, writer)
         until = time.monotonic() + OTHERS_SECONDS
@@ -297,11 +295,9 @@ class Checkpoints:
         why: str = "no plan came",
         apart: float | None = None,
     ) -> None:
-        """The part of a rank that ends before its time, on disk when this returns. turn: how many other ranks hold the
-        same and come first; a later one writes only what those before it have not begun to write in `apart` seconds
-        (RESCUE_SECONDS) each. why: for people.
-
-        Raises :class:`CheckpointError` when it cannot be written.
+        """Write the part of a rank that ends early. turn: the number of ranks with the same state that come first. A
+        later rank writes only if those before it have not begun to in `apart` seconds (RESCUE_SECONDS) each. why: for
+        people. Raises :class:`CheckpointError` if that fails.
         """
         self.wait_written()
         writer = writer or Writer()
@@ -329,25 +325,25 @@ class Checkpoints:
     def _write(self, head: bytes, data: torch.Tensor, iteration: int, writer: Writer) -> None:
         path, begun = self._path(iteration, writer), time.monotonic()
         try:
-            self._pruned(iteration, writer)  # the one before is whole by now
+            self._pruned(iteration, writer)  # the checkpoint before is whole by now
             with writing(path, writer.key(iteration), head, data.numel(), writer.mark) as write:
                 write(data.numpy().data)
             if self.clock is not None:
                 self.clock.note_written(time.monotonic() - begun)
             self.newest = iteration
             self._pruned(iteration, writer)
-        except Exception as error:  # whatever it is, it must not count as written
+        except Exception as error:  # after any error it must not count as written
             self._error = error
             warn(f"checkpoint of iteration {iteration} not written, the training goes on: {error}")
 
     def _pruned(self, iteration: int, writer: Writer) -> bool:
-        """Remove what is older, if that is this rank's to do; False while the one of `iteration` is not whole."""
+        """Remove older checkpoints, if this rank's part does; False while that of `iteration` is not whole."""
         if not folders.prunes(writer.key(iteration)):
             return True
         try:
             return folders.prune(self.folder, self.keep) >= iteration
         except OSError:
-            return True  # this rank's part is written, whatever becomes of older ones
+            return True  # this rank's part is written, and that is enough
 
 
 def _has_damaged(folder: Path) -> bool:
@@ -369,7 +365,7 @@ def _minutes(given: float | str) -> float | str:
 
 # ------------------------------------------------------------ what is in a file
 def _copy(state: TrainingState, iteration: int, writer: Writer) -> tuple[bytes, torch.Tensor]:
-    """Copy what the file of this rank is to hold out of the state, which goes on changing."""
+    """Copy this rank's part out of the state, which the training changes."""
     found, _ = contents.gather(state)
     data = torch.empty(found.size, dtype=torch.uint8)
     contents.fill(found.tensors, found.offsets, data)
@@ -377,22 +373,22 @@ def _copy(state: TrainingState, iteration: int, writer: Writer) -> tuple[bytes, 
 
 
 def _load(state: TrainingState, found: WholeCheckpoint) -> None:
-    """Raises BadImage, OSError, or CheckpointError for what is sound and yet of no use."""
+    """Load a checkpoint. Raises BadImage, OSError, or CheckpointError if it is sound but of another model."""
     first = found.paths[0]
     try:
         _assemble(state, [contents.open_image(read_page(path)) for path in found.paths], first.parent)
     except (BadImage, OSError) as error:
         if isinstance(error, OSError) and error.errno not in LOST_ERRORS:
             raise
-        # So that ranks that read other files of it pass it over as well.
+        # Ranks that read its other files pass it over as well then.
         with contextlib.suppress(OSError):
             first.with_name(f"{found.mark}.{DAMAGE_SUFFIX}").write_text(f"{error}\n")
         raise
 
 
 def load_image(state: TrainingState, path: Path) -> None:
-    """Puts an image of this rank's own place into `state`. Raises OSError, BadImage for a damaged one, and
-    :class:`CheckpointError` for one of another model."""
+    """Load an image of this rank's own place into `state`. Raises OSError, BadImage if it is damaged, and
+    :class:`CheckpointError` if it is of another model."""
     _assemble(state, [contents.open_image(read_page(path))], path)
 
 
@@ -405,7 +401,7 @@ def _other_model(path: Path, why: object) -> CheckpointError:
 def _name_as_here(
     model: Sequence[Any], sources: dict[str, list[parts.Source]], saved: dict[str, list[parts.SavedState]]
 ) -> None:
-    """A file that was imported has the names of where it came from. Raises parts.Missing, BadCheckpoint."""
+    """Give the parts of an imported checkpoint the names of this model. Raises parts.Missing, BadCheckpoint."""
     mine = parts.plain_names(model)
     found = names.match({name: any(each.keys for each in saved[name]) for name in sources}, mine) if mine else None
     if found is None:

@@ -1,11 +1,11 @@
-"""Images as files of a checkpoint: an agent, which has no torch, can write what a rank has left in memory.
+"""Turns images into files of a checkpoint, without torch, so that an agent can write what a rank left in memory.
 
-An image that is to become a file is *set aside* by the rank: it gets a second name, under which nobody writes over it,
-and which the agent removes when the file is there.
+A rank *sets aside* an image for this: the image gets a second name, under which nobody overwrites it, and which the
+agent removes when the file is complete.
 
-The file of a place's first shard has what of the model is in no shard, too: the data of that image stand behind those
-of the shard's, whose head says where each tensor of both is, and names the image by its mark. So there is one kind of
-file, and a checkpoint is whole when each place and shard has its own.
+The file of a place's first shard also has the untrained tensors, which are in no shard. The data of their image follow
+the shard's own, and the shard's head has the places of both and the mark of that image. So there is only one kind of
+file, and a checkpoint is whole when each place and shard has one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,50 +38,92 @@ from unicron_transition.snapshot.image_format import (
     read_page,
     write_note,
 )
-from unicron_transition.snapshot.reading import unpack
+from unicron_transition.snapshot.reading import Settings, unpack
 
-NOTE = "files.msgpack"  # beside the images: where their checkpoints go
-ASIDE = "due-"  # how the second name of an image begins that is to become a file
+NOTE = "files.msgpack"  # the note beside the images with the folder of their checkpoints
+ASIDE = "due-"  # the start of the second name of an image
 PIECE = 1 << 22  # bytes
-WORD = 8  # bytes: what stands behind a shard's data begins at a multiple
+WORD = 8  # bytes: the untrained tensors begin at a multiple
 Write = Callable[[Data], None]
-DAMAGE_SUFFIX = "damaged"  # how the name of a file ends that says what is wrong with the others of its mark
+DAMAGE_SUFFIX = "damaged"  # the suffix of a file that describes damage to the other files of its mark
 
 
 def folder_name(iteration: int) -> str:
-    """The folder of the checkpoint with which `iteration` comes next."""
+    """Return the name of the folder of the checkpoint after which `iteration` comes next."""
     return f"iteration-{iteration:08d}"
 
 
 def stem(key: Key) -> str:
-    """The file's name without its suffix: which part of the checkpoint it is."""
+    """Return a file's name without its suffix, which identifies its part of the checkpoint."""
     mark = set_mark(key.base, key.mark) if key.kind == SHARD else key.mark
     return f"{mark}.place-{key.place}-of-{key.size}.shard-{key.shard}-of-{key.count}"
 
 
 def set_mark(base: int, mark: str) -> str:
-    """The mark that all files of one set of shards share. base, mark: as in the keys of their images."""
+    """Return the mark that all files of a set of shards share. base, mark: from the keys of their images."""
     return hashlib.blake2b(f"{base}.{mark}".encode(), digest_size=4).hexdigest()
 
 
 def file_head(key: Key, head: bytes) -> bytes:
-    """The part of an image's head that describes it as a checkpoint file; of a shard's head that is the last part, and
-    empty where no file can be made of the image. Raises ValueError."""
+    """Return the part of an image's head that goes into a checkpoint file: the last part of a shard's head, which is
+    empty if it cannot become a file. Raises ValueError."""
     if key.kind != SHARD:
         return head
-    *_, told = unpack(head)
-    return bytes(told)
+    *_, last = unpack(head)
+    return bytes(last)
+
+
+@dataclass
+class Head:
+    """The part of a training state that is not a tensor."""
+
+    iteration: int
+
+    layout: str
+    """The layout, as people write it."""
+
+    groups: list[Settings]
+    scheduler: Settings | None
+    scales: list[Settings]
+    seed: int
+    loss: float | None
+
+    step: float
+    """The optimizer's step, if it is in no tensor."""
+
+    untrained: str
+    """The mark of the image whose data follow these in a checkpoint file."""
+
+    about: bytes
+    """The description of the tensors, MessagePack (:mod:`contents`)."""
+
+    facts: Settings = field(default_factory=dict)
+    """Facts about the model for an export (:mod:`model_facts`)."""
+
+    def pack(self) -> bytes:
+        """Return the head as MessagePack."""
+        packed: bytes = msgpack.packb(vars(self))
+        return packed
+
+
+def head_of_file(page: ImagePage) -> Head:
+    """Read the head of an image that is, or could become, a checkpoint file. Raises BadImage, OSError."""
+    head = page.head()
+    try:
+        return Head(**unpack(file_head(page.key, head)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadImage(f"{page.path}: not a training state of this release ({error})") from None
 
 
 def unfinished_path(path: Path) -> Path:
-    """The name under which this thread writes `path`."""
+    """Return the name under which this thread writes the file `path`."""
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_native_id()}.new")
 
 
 @contextlib.contextmanager
 def writing(path: Path, key: Key, head: bytes, size: int, mark: str) -> Iterator[Write]:
-    """Write a file whose data, `size` bytes, are given to the function piece by piece. It gets its name when all of it
-    is on disk; where something fails nothing is left of it. mark: as in the file's name. Raises OSError."""
+    """Write a file with `size` bytes of data, which the body passes to the function piece by piece. The file gets its
+    name when it is on disk, and is removed after an error. mark: of the file's name. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new, total = unfinished_path(path), xxhash.xxh3_128()
     try:
@@ -100,24 +143,24 @@ def writing(path: Path, key: Key, head: bytes, size: int, mark: str) -> Iterator
         with contextlib.suppress(FileNotFoundError):
             (path.parent / f"{mark}.{DAMAGE_SUFFIX}").unlink()
     finally:
-        with contextlib.suppress(OSError):  # a file system that fails may fail at this too
+        with contextlib.suppress(OSError):  # on a broken file system this can fail too
             new.unlink()
 
 
 class Destination(NamedTuple):
-    """The folder of a job's checkpoints, and how many of them stay."""
+    """The folder of a job's checkpoints, and how many of them are kept."""
 
     folder: Path
     keep: int
 
 
 def note_destination(memory: Path, where: Destination) -> None:
-    """Leave a note beside the images, for the agent. Raises OSError."""
+    """Leave the destination in a note for the agent, beside the images. Raises OSError."""
     write_note(memory / NOTE, msgpack.packb({"folder": str(where.folder.resolve()), "keep": where.keep}))
 
 
 def destination(memory: Path) -> Destination | None:
-    """Return where the job whose images are in `memory` has its checkpoints, None where the script makes none."""
+    """Read that note; None if the script makes no checkpoints."""
     try:
         noted = msgpack.unpackb((memory / NOTE).read_bytes())
         return Destination(Path(noted["folder"]), max(1, int(noted["keep"])))
@@ -126,14 +169,14 @@ def destination(memory: Path) -> Destination | None:
 
 
 def aside_path(memory: Path, slot: int, iteration: int) -> Path:
-    """The second name of an image that is set aside."""
+    """Return the second name of an image that is set aside."""
     return memory / f"{ASIDE}{slot}-{iteration}{SUFFIX}"
 
 
 def set_aside(image: Path, aside: Path, untrained: Path | None = None) -> None:
-    """Keep a whole image as it is, under the name `aside`, until the agent removes that name. An image that has it
-    already is replaced: an earlier process came by the same iteration. untrained: the image that its file needs, too;
-    it stays as long. Raises OSError."""
+    """Preserve a whole image under the name `aside` until the agent removes that name. An older image of that name, of
+    an earlier process at the same iteration, is replaced. untrained: another image for the same file. Raises
+    OSError."""
     try:
         if untrained is not None:
             _name_also(untrained, _beside(aside))
@@ -144,34 +187,34 @@ def set_aside(image: Path, aside: Path, untrained: Path | None = None) -> None:
 
 
 class Aside:
-    """The last image of one rank that was to be set aside."""
+    """The image that a rank set aside last."""
 
     def __init__(self) -> None:
         self._path = Path()
         self._done: Future[Any] | None = None
 
     def note_image(self, path: Path, done: Future[Any]) -> None:
-        """path: the second name that the image gets. done: is over when it has it, or cannot have it."""
+        """Note an image. path: its second name. done: the attempt to give it that name."""
         self._path, self._done = path, done
 
     @property
     def is_open(self) -> bool:
-        """Whether the agent has not made a file of it yet."""
+        """Whether the agent has yet to make its file."""
         return self._done is not None and (not self._done.done() or self._path.exists())
 
     @property
     def error(self) -> BaseException | None:
-        """Why it could not be set aside; None while that may be."""
+        """Why it could not be set aside; None if it was, or still could be."""
         return self._done.exception() if self._done is not None and self._done.done() else None
 
     def forget(self) -> None:
-        """The error is known; the checkpoint comes in another way."""
+        """Forget the error, because the checkpoint is written in another way."""
         self._done = None
 
 
 def _beside(aside: Path) -> Path:
-    """The second name of the untrained tensors' image, where `aside` is that of the shard. It has a suffix of its own,
-    so that a look for images finds the image once."""
+    """Return the second name of the untrained tensors' image, given that of the shard. Its suffix differs, so that a
+    search for images finds the image once."""
     return aside.with_suffix(f".{UNTRAINED_KIND}")
 
 
@@ -180,31 +223,31 @@ def _name_also(image: Path, name: Path) -> None:
     new.unlink(missing_ok=True)
     new.hardlink_to(image)
     new.replace(name)
-    new.unlink(missing_ok=True)  # where both were this image already, which replaces nothing
+    new.unlink(missing_ok=True)  # if both were already this image, `replace` did nothing
 
 
 def release_aside(aside: Path) -> None:
-    """Release what is set aside under this name: it has its file, or will have none. The image's name goes last: as
-    long as it is there its rank sets no other one aside. Raises OSError."""
+    """Remove the names under which an image is set aside. The image's own goes last, since the rank sets no other image
+    aside as long as it is there. Raises OSError."""
     _beside(aside).unlink(missing_ok=True)
     aside.unlink(missing_ok=True)
 
 
 def remove_half_aside(memory: Path, slot: int) -> None:
-    """Remove what an earlier process of the slot had begun to set aside when it ended. Raises OSError."""
+    """Remove what an earlier process of the slot left half set aside. Raises OSError."""
     for path in memory.glob(f"{ASIDE}{slot}-*.{UNTRAINED_KIND}"):
         if not path.with_suffix(SUFFIX).exists():
             path.unlink(missing_ok=True)
 
 
 def is_aside(image: Path) -> bool:
-    """Whether the image has a second name, so that nobody may write over it. Raises OSError."""
+    """Whether the image has a second name and must not be overwritten. Raises OSError."""
     return image.stat().st_nlink > 1
 
 
 def asides(memory: Path, on_bad: Callable[[BadImage], None] = lambda error: None) -> list[ImagePage]:
-    """The images that are to become files, the oldest first. A bad one is removed, since its rank sets no other one
-    aside before that; on_bad is called."""
+    """List the images that are set aside, the oldest first. A bad one is removed and passed to `on_bad`, since its rank
+    would set no other one aside."""
     found = []
     for path in memory.glob(f"{ASIDE}*{SUFFIX}"):
         try:
@@ -219,12 +262,11 @@ def asides(memory: Path, on_bad: Callable[[BadImage], None] = lambda error: None
 
 
 def persist(found: ImagePage, folder: Path, pace: Callable[[int], None] = lambda size: None) -> Path:
-    """Write an image as a file of the checkpoint in `folder`; returns its path, on disk. A file that is there stays,
-    unless somebody has found its checkpoint damaged.
+    """Write an image to its file in the folder of checkpoints `folder`, and return the file's path. An existing file is
+    kept unless its checkpoint was found damaged.
 
-    pace: called with the bytes of each piece that was written, it may wait, or raise what ends this. Raises BadImage
-    where the image is damaged or its writer overwrites it meanwhile, or where the untrained tensors that belong into
-    the file are not there, and OSError.
+    pace: called with the size of each piece after it was written; it can wait, or raise an error to stop. Raises
+    BadImage if the image is damaged or overwritten meanwhile, or if its untrained tensors are gone, OSError.
     """
     path = folder / folder_name(found.key.iteration) / f"{stem(found.key)}{SUFFIX}"
     mark = path.name.split(".")[0]
@@ -244,7 +286,7 @@ def persist(found: ImagePage, folder: Path, pace: Callable[[int], None] = lambda
 
 
 def _copy(found: ImagePage, write: Write, pace: Callable[[int], None]) -> None:
-    """Write the data of an image, which are checked on the way."""
+    """Write the data of an image, and check them on the way."""
     own = xxhash.xxh3_128()
     with found.path.open("rb") as image:
         image.seek(found.offset)
@@ -261,18 +303,17 @@ def _copy(found: ImagePage, write: Write, pace: Callable[[int], None]) -> None:
         raise BadImage(f"{found.path}: its data do not match their checksum")
 
 
-# ------------------------------------------------------------ what of a model is in no shard
+# ------------------------------------------------------------ untrained tensors
 def behind(size: int) -> int:
-    """Return where in a file the data begin that stand behind `size` bytes of a shard."""
+    """Return the offset of the untrained tensors after `size` bytes of a shard."""
     return -(-size // WORD) * WORD
 
 
 def _untrained_of(found: ImagePage, head: bytes) -> ImagePage | None:
-    """The image of the untrained tensors that belong into the file of this shard. Raises BadImage where there is none,
-    OSError."""
+    """Find the image of untrained tensors for the file of this shard. Raises BadImage if it is gone, OSError."""
     try:
-        told = file_head(found.key, head) if found.key.kind == SHARD else b""
-        mark = msgpack.unpackb(told, strict_map_key=False).get("untrained") if told else ""
+        packed = file_head(found.key, head) if found.key.kind == SHARD else b""
+        mark = msgpack.unpackb(packed, strict_map_key=False).get("untrained") if packed else ""
     except (ValueError, TypeError, AttributeError) as error:
         raise BadImage(f"{found.path}: not an image of this release ({error})") from None
     if not mark:

@@ -1,9 +1,9 @@
-"""The states that a world of ranks without a session has in common in its nodes' memory, and the way of each rank to
-its part (docs/design/memory.md, "For scripts without a session").
+"""Finds the states that all ranks of a world without a session have in their nodes' memory, and gives each rank its
+part (docs/design/memory.md, "For scripts without a session").
 
-One rank of each node tells all others what is there; from then on all compute the same. What comes from another node is
-sent from rank to rank, the sources spread over those that have it, and compared with its digest where it arrives. A
-part that does not arrive as it was written comes from its next source; without one, all take an older state.
+One rank of each node lists its images for all others, and then all compute the same choice. Parts from other nodes are
+sent from rank to rank, spread over the ranks that have them, and compared with their digests on arrival. A damaged part
+is taken from the next source. Without one, all ranks take an older state.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from unicron_transition.snapshot import contents, tensor_transfer
 from unicron_transition.snapshot.image_format import FOLDER, SAME, USER, BadImage, inventory, memory_folder, read_page
 
 _VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-_NOTHING = [0, 0]  # bytes of what could not be read
-_ANY = -1  # in place of a rank: all ranks have saved the same
+_NOTHING = [0, 0]  # the lengths of an image that could not be read
+_ANY = -1  # in place of a rank: all ranks saved the same
 
 Content = tuple[bytes, torch.Tensor]  # head and data of a sound image
 
 
 class Choice(NamedTuple):
-    """A state that could be taken, in the order in which it is: the newest first, replicated rather than not."""
+    """A state that could be taken. In order of preference: the newest, then a replicated one."""
 
     iteration: int
     replicated: bool
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
 
 
 class There(NamedTuple):
-    """An image in a node's memory. node: the lowest rank there; size: of the world that saved it, place: the rank."""
+    """An image in a node's memory. node: the lowest rank there; place, size: the rank and the world that saved it."""
 
     node: int
     name: str
@@ -48,14 +48,14 @@ class There(NamedTuple):
 
 
 class Way(NamedTuple):
-    """The way of a rank to its part: rank `sender` reads it in its node."""
+    """The source of a rank's part: rank `sender` reads the image in its node."""
 
     image: There
     sender: int
 
 
 class World(NamedTuple):
-    """The place of this process in the world that its agent has made. folder: None where its node has no memory."""
+    """The place of this process in its agent's world. folder: None if its node has no memory."""
 
     folder: Path | None
     rank: int
@@ -65,10 +65,10 @@ class World(NamedTuple):
 
     @classmethod
     def here(cls) -> World | None:
-        """None without an agent: then none of its world has one.
+        """Return the world of this process, None without an agent.
 
-        An agent that has no memory for its ranks says so by an empty name. They are a part of their world all the same:
-        other nodes may have some, and their ranks wait for all in what is collective.
+        An agent without memory sets an empty name. Its ranks are part of the world all the same: other nodes can have
+        memory, and their ranks wait for all ranks in collectives.
         """
         if FOLDER not in os.environ:
             return None
@@ -80,7 +80,7 @@ class World(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """The device on which collectives want their tensors."""
+        """The device of the tensors of collectives."""
         nccl = self.size > 1 and dist.get_backend() == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
@@ -91,31 +91,31 @@ class World(NamedTuple):
 
     # ------------------------------------------------------------ what there is
     def everything(self) -> list[There]:
-        """Collective: all that lies in the memory of the world's nodes, the same list in all ranks."""
+        """Collective: list all images in the memory of the world's nodes, the same in all ranks."""
         mine = []
         for key, name in ((each.key, each.path.name) for each in self._lists()):
             same = key.mark == SAME
             mine.append([self.node, name, [key.iteration, same, key.base], key.place, key.size])
-        told = [msgpack.unpackb(each) for each in self._gather_bytes(msgpack.packb(mine))]
-        return [There(node, name, Choice(*choice), *rest) for its in told for node, name, choice, *rest in its]
+        lists = [msgpack.unpackb(each) for each in self._gather_bytes(msgpack.packb(mine))]
+        return [There(node, name, Choice(*choice), *rest) for its in lists for node, name, choice, *rest in its]
 
     def _lists(self) -> Iterator[Any]:
         if self.local == 0 and self.folder is not None:
             yield from (each for each in inventory(self.folder) if each.key.kind == USER)
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
-        """The bytes of each rank, in all ranks."""
+        """Collective: return the bytes of each rank."""
         if self.size == 1:
             return [mine]
         lengths = tensor_transfer.gather(len(mine), self.device)
         data = torch.zeros(max(lengths), dtype=torch.uint8)
-        data[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        data[: len(mine)] = tensor_transfer.as_tensor(mine)
         every = [torch.empty_like(data, device=self.device) for _ in lengths]
         dist.all_gather(every, data.to(self.device))
         return [bytes(each.cpu().numpy()[:length]) for each, length in zip(every, lengths, strict=True)]
 
     def _read(self, name: str) -> Content | None:
-        """The content of an image of this node; None, with a line, where it is not as it was written."""
+        """Read an image of this node; None, with a line, if it is damaged."""
         if self.folder is None:
             return None
         try:
@@ -126,8 +126,8 @@ class World(NamedTuple):
 
     # ------------------------------------------------------------ to each its own
     def fetch(self, images: Collection[There]) -> Content | None:
-        """Collective: each rank's part of a state, or the state itself where all have saved the same; None in all ranks
-        where one cannot have it sound."""
+        """Collective: return this rank's part of a state, or the state itself if it is replicated; None in all ranks if
+        one of them cannot get it undamaged."""
         left = set(images)
         while (ways := self.ways(left)) is not None:
             content = self._transfer(ways)
@@ -139,8 +139,8 @@ class World(NamedTuple):
         return None
 
     def ways(self, images: Collection[There]) -> list[Way] | None:
-        """By rank: from its own node if it is there, else from the node that gives least so far, whose ranks take
-        turns; None where a rank's part is nowhere. The same in all ranks."""
+        """Return the source of each rank: its own node if possible, otherwise the node that gives least so far, whose
+        ranks take turns. None if a part is nowhere. The same in all ranks."""
         given: Counter[int] = Counter()
         by_place: dict[int, list[There]] = defaultdict(list)
         for each in images:
@@ -163,7 +163,7 @@ class World(NamedTuple):
         return found
 
     def _transfer(self, ways: Sequence[Way]) -> Content | None:
-        """This rank's part, sound, after it has given others what they have from this one."""
+        """Give other ranks their parts from this node, and return this rank's part, None if it is damaged."""
         mine = ways[self.rank]
         to = {rank: way.image.name for rank, way in enumerate(ways) if way.sender == self.rank != rank}
         given = {name: self._read(name) for name in set(to.values())}
@@ -174,30 +174,27 @@ class World(NamedTuple):
         return self._exchange(outgoing, mine.sender)
 
     def _exchange(self, outgoing: dict[int, Content | None], source: int | None) -> Content | None:
-        """Gives, and gets from `source`, if there is one, what arrives as it was written."""
+        """Send parts, and receive one from `source`, if any; None if it is damaged."""
         lengths = torch.tensor(_NOTHING)
-        told = {rank: [torch.tensor(_lengths(content))] for rank, content in outgoing.items()}
-        tensor_transfer.send(told, {} if source is None else {source: [lengths]}, self.device)
+        sizes = {rank: [torch.tensor(_lengths(content))] for rank, content in outgoing.items()}
+        tensor_transfer.send(sizes, {} if source is None else {source: [lengths]}, self.device)
         head, data = (torch.empty(length, dtype=torch.uint8) for length in lengths.tolist())
         incoming = {source: [head, data]} if source is not None and head.numel() else {}
-        given = {rank: [_flat(content[0]), content[1]] for rank, content in outgoing.items() if content is not None}
+        as_tensor = tensor_transfer.as_tensor
+        given = {rank: [as_tensor(found[0]), found[1]] for rank, found in outgoing.items() if found is not None}
         if tensor_transfer.send_checked(given, incoming, self.device):
             warn(f"the state that rank {source} sent from its node's memory was damaged on its way")
             return None
         return (bytes(head.numpy()), data) if incoming else None
 
 
-def _flat(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
 def _lengths(content: Content | None) -> list[int]:
-    """The numbers of bytes of head and of data that are sent."""
+    """Return the lengths of head and data in bytes."""
     return _NOTHING if content is None else [len(content[0]), content[1].numel()]
 
 
 def choices(images: Collection[There], size: int) -> list[Choice]:
-    """List what a world of `size` ranks can take, the best first."""
+    """List the states that a world of `size` ranks can take, the best first."""
     parts: dict[Choice, set[int]] = {}
     for each in images:
         if each.choice.replicated or each.size == size:

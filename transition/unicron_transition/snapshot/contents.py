@@ -1,5 +1,5 @@
-"""The content of an image: what is in a rank's part of the training state (the head, MessagePack) and its tensors, one
-behind the other. Nothing in it is a pickle."""
+"""The content of an image: a head (MessagePack) that describes a rank's part of the training state, and its tensors,
+one after the other. Nothing in it is a pickle."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ import msgpack
 import torch
 
 from unicron_transition.seams import modules
-from unicron_transition.snapshot import checkpoint_file, parts
-from unicron_transition.snapshot.image_format import ALIGN, STEP, BadImage, Image, ImagePage
-from unicron_transition.snapshot.migrate import Settings, TrainingState, as_plain, plain
+from unicron_transition.snapshot import parts
+from unicron_transition.snapshot.checkpoint_file import Head, head_of_file
+from unicron_transition.snapshot.formats import own
+from unicron_transition.snapshot.image_format import ALIGN, BadImage, Image, ImagePage
+from unicron_transition.snapshot.migrate import TrainingState, as_plain, plain
 from unicron_transition.snapshot.reading import open_plain, read_into, unpack
 
-SMALL = 1 << 15  # bytes of a tensor that torch copies with one thread, however many it has
+SMALL = 1 << 15  # bytes up to which torch copies a tensor with a single thread
 
 
 @dataclass
 class Contents:
-    """The parts of a state that its image has. tensors: the live ones, flat; a copy of those in `moving` is taken at
-    once, for the next forward pass may change them. about: the part of the head that stays while the tensors are the
-    same ones."""
+    """The parts of a state that its image has."""
 
     tensors: list[torch.Tensor]
+    """The live tensors, flat"""
     moving: list[int]
+    """Those of which a copy is taken at once, because the next forward pass could change them"""
     about: bytes
+    """The description of the tensors, the same as long as the tensors are"""
     offsets: list[int] = field(default_factory=list)
     size: int = 0
 
@@ -36,7 +39,7 @@ class Contents:
         self.offsets, self.size = lay_out(self.tensors)
 
     def still(self) -> list[torch.Tensor]:
-        """The tensors as they are to be copied: of what moves, copies."""
+        """Return the tensors to be written: for moving ones, copies."""
         tensors = list(self.tensors)
         for number in self.moving:
             tensors[number] = tensors[number].clone()
@@ -44,7 +47,7 @@ class Contents:
 
 
 def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """(where each begins, bytes of all)."""
+    """Return the offset of each tensor, and the size of all in bytes."""
     offsets, at = [], 0
     for tensor in tensors:
         offsets.append(at)
@@ -54,8 +57,8 @@ def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 
 # ------------------------------------------------------------ gathering
 class Gatherer:
-    """Gathers one state again and again. While its tensors are the same ones, nothing is looked up anew: Megatron takes
-    its time to say where each parameter belongs."""
+    """Gathers one state repeatedly. As long as its tensors are the same, nothing is looked up again, since Megatron
+    takes long to find the place of each parameter."""
 
     def __init__(self, state: TrainingState):
         self.state = state
@@ -63,7 +66,7 @@ class Gatherer:
         self._contents: Contents | None = None
 
     def contents(self) -> Contents:
-        """The state's tensors as they are now."""
+        """Return the state's present tensors."""
         live = list(self.state.tensors())
         now = [tensor.data_ptr() for tensor in live]
         if self._contents is None or now != self._before or self.state.sharded:
@@ -74,40 +77,19 @@ class Gatherer:
         return self._contents
 
 
-@dataclass
-class Head:
-    """The part of a state that is no tensor. layout: as people write it. step: the optimizer's, where it is in no
-    tensor. untrained: the mark of the image whose data stand behind these in a file (:mod:`checkpoint_file`). about:
-    which tensors there are (:class:`Contents`). facts: what an exporter needs to know of the model
-    (:mod:`model_facts`)."""
-
-    iteration: int
-    layout: str
-    groups: list[Settings]
-    scheduler: Settings | None
-    scales: list[Settings]
-    seed: int
-    loss: float | None
-    step: float
-    untrained: str
-    about: bytes
-    facts: Settings = field(default_factory=dict)
-
-
 def head_of(
     state: TrainingState, about: bytes, iteration: int, layout: str, step: float = 0.0, untrained: str = ""
 ) -> bytes:
-    """The head of a state as it is now, packed."""
+    """Return the present head of a state, packed."""
     groups, schedule = plain(state.optimizer.param_groups), as_plain(state.schedule())
     scales, facts = state.scales(), state.facts
     head = Head(iteration, layout, groups, schedule, scales, state.seed, state.loss, step, untrained, about, facts)
-    packed: bytes = msgpack.packb(vars(head))
-    return packed
+    return head.pack()
 
 
 def gather(state: TrainingState, alone: bool = False) -> tuple[Contents, bool]:
-    """This rank's part, and whether all of it that changes is in tensors. alone: with what another rank of the replica
-    has too, so that this rank can go on from it without that one's."""
+    """Return this rank's part, and whether everything that changes is in its tensors. alone: include what another rank
+    of the replica has too, so that this rank can go on without it."""
     tensors: list[torch.Tensor] = []
     moving, index, lasting = [], [], True
     for part in parts.parts(state.model, state.optimizer):
@@ -131,11 +113,11 @@ def gather(state: TrainingState, alone: bool = False) -> tuple[Contents, bool]:
 
 # ------------------------------------------------------------ copying
 class Copier:
-    """Copies the same tensors to the same place, again and again: what each copy needs is worked out once.
+    """Copies the same tensors to the same place repeatedly, with the work for each copy prepared once.
 
-    into: uint8 in the host's memory, exactly as long as all of them. moving: which of the tensors are other ones each
-    time. One thread copies what is in the host's memory, and holds no lock of Python's meanwhile; small tensors go
-    together, since each of them alone would have the training's thread wait for that lock.
+    into: uint8 in the host's memory, just as long as all of them. moving: the tensors that are other ones each time.
+    One thread copies tensors in the host's memory without holding Python's lock. Small ones are copied together, since
+    each alone would make the training's thread wait for the lock.
     """
 
     def __init__(
@@ -159,7 +141,7 @@ class Copier:
                 self._places.append(into[begin : begin + length])
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy them as they are now. From a card the copies are in the current stream and may not be over yet."""
+        """Copy the tensors. Copies from a card are in the current stream, and might not be over on return."""
         for target, source, length in self._large:
             ctypes.memmove(target, source, length)
         for number in self._others:
@@ -180,13 +162,13 @@ def copy_flat(flat: torch.Tensor, image: Image) -> None:
 
 
 def raw(data: memoryview) -> torch.Tensor:
-    """The bytes as a tensor; it keeps the memory."""
+    """Return the bytes as a tensor that shares their memory."""
     return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
 
 
 # ------------------------------------------------------------ reading
 def read(found: ImagePage) -> tuple[bytes, torch.Tensor]:
-    """(head, data as uint8, a private mapping) of an image that is as it was written. Raises BadImage, OSError."""
+    """Check an image and return its head and data (uint8, a private mapping). Raises BadImage, OSError."""
     head, mapped = found.read()
     found.check(mapped)
     return head, raw(mapped)
@@ -194,35 +176,33 @@ def read(found: ImagePage) -> tuple[bytes, torch.Tensor]:
 
 @dataclass
 class ImageContent:
-    """An image whose head is as it was written. Its data are read tensor by tensor, when they are asked for.
+    """An image whose head is sound. Its data are read tensor by tensor on demand.
 
-    tensors: (dtype, elements, byte in the file, or None for the optimizer's step).
+    places: the index of :class:`Contents`. tensors: (dtype, elements, byte in the file or -1 for the optimizer's step).
     """
 
     found: ImagePage
     head: Head
-    places: list[Any]  # as in the index of :class:`Contents`
-    tensors: list[tuple[torch.dtype, int, int | None]]
+    places: list[Any]
+    tensors: list[tuple[torch.dtype, int, int]]
     _checked: bool = False
 
     def tensor(self, number: int) -> torch.Tensor:
-        """One of them, from data that are checked before. Raises BadImage where they are not what was written,
-        OSError."""
+        """Read a tensor, after a check of all data the first time. Raises BadImage if they are damaged, OSError."""
         if not self._checked:
             self.found.check_file()
             self._checked = True
         return self._read(number)
 
     def index(self) -> Iterator[tuple[Any, ...]]:
-        """(name, whole, offset, extent, begin, end, keys, others) of each part, as `snapshot.checkpoint` has it.
-        Raises OSError."""
+        """Yield (name, whole, offset, extent, begin, end, keys, others) of each part. Raises OSError."""
         for *place, keys, others, values in self.places:
             tensors = {key: self._read(number).view(shape) for key, (number, shape) in values.items()}
             yield *place, keys, others | tensors
 
     def _read(self, number: int) -> torch.Tensor:
         dtype, count, begin = self.tensors[number]
-        if begin is None:
+        if begin < 0:
             return torch.full((count,), self.head.step, dtype=dtype)
         data = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
         with open_plain(self.found.path) as file:
@@ -231,23 +211,12 @@ class ImageContent:
 
 
 def open_image(found: ImagePage) -> ImageContent:
-    """Raises BadImage, OSError. The data are not read."""
-    head = found.head()
+    """Read the head of an image, not its data. Raises BadImage, OSError."""
+    head = head_of_file(found)
     try:
-        told = Head(**unpack(checkpoint_file.file_head(found.key, head)))
-        about = unpack(told.about)
-        tensors: list[tuple[torch.dtype, int, int | None]] = []
-        at = 0
-        for kind, count, *where in about["tensors"]:
-            dtype = getattr(torch, kind)
-            if where == [STEP]:
-                tensors.append((dtype, count, None))
-                continue
-            length, begin = count * dtype.itemsize, where[0] if where else at
-            if not 0 <= begin <= begin + length <= found.data_bytes:
-                raise ValueError(f"a tensor of it is outside of its {found.data_bytes} bytes")
-            tensors.append((dtype, count, found.offset + begin))
-            at += -(-length // ALIGN) * ALIGN
-        return ImageContent(found, told, about["index"], tensors)
+        about = unpack(head.about)
+        places = own.lay_out(about["tensors"], found)
+        tensors = [(getattr(torch, kind), count, begin) for kind, count, begin in places]
+        return ImageContent(found, head, about["index"], tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadImage(f"{found.path}: not a training state of this release ({error})") from None

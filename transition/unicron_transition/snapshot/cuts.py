@@ -1,5 +1,5 @@
-"""A cut: the iteration that the controller has named, of which every rank's state stays in memory until it lies in
-enough nodes (docs/design/memory.md, "Copies in other nodes")."""
+"""Keeps cuts. A cut is an iteration named by the controller, of which every rank's state stays in memory until enough
+nodes have it (docs/design/memory.md, "Copies in other nodes")."""
 
 from __future__ import annotations
 
@@ -15,59 +15,54 @@ from unicron_transition.snapshot.checkpoint_file import is_aside
 from unicron_transition.snapshot.image_format import SUFFIX, Image, Key, inventory, write_note
 
 NOTE = "cut.msgpack"  # beside the images
-CUT_PREFIX = "cut-"  # names of images that the next ones do not overwrite
-COPY_PREFIX = "copy-"  # names of images that came from another node
-
-
+CUT_PREFIX = "cut-"  # images that later ones do not overwrite
+COPY_PREFIX = "copy-"  # images from another node
 BUFFERS = 2
 
 
 def ring_paths(folder: Path, name: str, slot: int, count: int = BUFFERS) -> list[Path]:
-    """The files of a ring: NAME-SLOT-NUMBER.image."""
+    """Return the files of a ring: NAME-SLOT-NUMBER.image."""
     return [folder / f"{name}-{slot}-{number}{SUFFIX}" for number in range(count)]
 
 
 class ImageRing:
-    """Files of one folder that one process alone writes. unmap(path): called before the mapping of one is released.
-    replace: each image is a new file, so that readers keep what they have mapped."""
+    """Files of one folder that only one process writes, in turn. unmap(path): called before a mapping is released.
+    replace: make each image a new file, so that readers keep their mapping of the old one."""
 
     def __init__(self, paths: Sequence[Path], unmap: Callable[[Path], None] = lambda path: None, replace: bool = False):
         self.paths = list(paths)
         self._unmap, self._replace = unmap, replace
         self._images: dict[Path, Image] = {}
-        self._last: Path | None = None  # written by this process
+        self._last: Path | None = None  # the file that this process wrote last
 
     def write(self, key: Key, head: bytes, data_bytes: int, fill: Callable[[Image], None], needed: int = -1) -> Path:
-        """An image of this key, whole; fill(image) writes its data. needed: as for :meth:`reserve`. Raises OSError
-        where there is no room."""
+        """Write a whole image of this key, whose data fill(image) writes. needed: as for :meth:`reserve`. Raises
+        OSError if there is no room."""
         image = self.reserve(len(head), data_bytes, needed)
         fill(image)
         self.finish(image, key, head, data_bytes)
         return image.path
 
     def reserve(self, head_bytes: int, data_bytes: int, needed: int = -1) -> Image:
-        """The next file, torn, with room for so much. needed: the iteration of an image that is not written over.
-        Raises OSError where there is no room."""
+        """Return the next file, torn, with room for a head and data. needed: the iteration of an image that must not be
+        overwritten. Raises OSError if there is no room."""
         path = self._next(needed)
         image = self._images.get(path) if not self._replace else None
         if image is None or not image.fits(head_bytes, data_bytes) or not path.exists() or is_aside(path):
             self._release(path)
-            path.unlink(missing_ok=True)  # first: else there would be one more for a moment
+            path.unlink(missing_ok=True)  # first, so that there is never one file more
             image = self._images[path] = Image(path, head_bytes + head_bytes // 4, data_bytes)
         image.mark_torn()
         return image
 
     def finish(self, image: Image, key: Key, head: bytes, data_bytes: int) -> None:
-        """The data are there: the image is whole, and the next one is another."""
+        """Mark the image as whole, after its data were written. The next image goes to another file."""
         image.mark_whole(key, head, data_bytes)
         self._last = image.path
 
     def _next(self, needed: int) -> Path:
-        """The file to write: not the one that holds iteration `needed`, if one does, nor the one that was written last.
-
-        A new process begins with the one that holds least: what the process before it has left is not overwritten
-        before its time.
-        """
+        """Choose a file that neither holds iteration `needed` nor was written last. A new process begins with the
+        oldest iteration, so that the newest one of the process before is overwritten last."""
         if self._last is not None and needed < 0:
             return self.paths[(self.paths.index(self._last) + 1) % len(self.paths)]
         left = {found.path: found.key.iteration for found in inventory(self.paths[0].parent)}
@@ -75,18 +70,18 @@ class ImageRing:
         return min(free or self.paths, key=lambda path: (path == self._last, left.get(path, -1)))
 
     def resume_after(self, path: Path) -> bool:
-        """Treat a file of an earlier process as the last one written; False where it is none of the ring's."""
+        """Treat a file of an earlier process as the last one written; False if it is not in the ring."""
         if path in self.paths:
             self._last = path
         return path in self.paths
 
     @property
     def has_files(self) -> bool:
-        """Whether any of its files is there."""
+        """Whether any of its files exists."""
         return bool(self._images) or any(path.exists() for path in self.paths)
 
     def release(self) -> None:
-        """Let go of the mappings; the folder may be another one by now."""
+        """Release the mappings, because the folder might have been replaced."""
         for path in list(self._images):
             self._release(path)
 
@@ -104,22 +99,21 @@ class ImageRing:
 
 
 class CutOrder(NamedTuple):
-    """The wishes of the controller about the states in memory.
-
-    at: the first state that is saved from this iteration on is to stay. good: the iteration that lies in enough
-    nodes. -1: none."""
+    """The controller's order about states in memory. -1 for none."""
 
     at: int = -1
+    """Keep the first state that is saved from this iteration on"""
     good: int = -1
+    """The iteration that enough nodes have"""
 
 
 def write_cut_note(folder: Path, wanted: CutOrder) -> None:
-    """Tell scripts without a session, to whom the agent cannot talk. Raises OSError."""
+    """Leave the order for scripts without a session, to which the agent has no connection. Raises OSError."""
     write_note(folder / NOTE, msgpack.packb(list(wanted)))
 
 
 def read_cut_note(folder: Path) -> CutOrder:
-    """Read the note; nothing is wanted without one."""
+    """Read that note; no order without one."""
     try:
         at, good = msgpack.unpackb((folder / NOTE).read_bytes())
         return CutOrder(int(at), int(good))
@@ -128,9 +122,9 @@ def read_cut_note(folder: Path) -> CutOrder:
 
 
 class Cuts:
-    """The cuts that one rank keeps: for each kind of image a ring of files that its other states do not overwrite.
+    """The cuts of one rank: for each kind of image a ring of files that its other states do not overwrite.
 
-    folder: None keeps nothing. say: called with one line, once, when there is no room. unmap: as of the rings.
+    folder: None keeps nothing. say: called with one line when there is no room. unmap: for the rings.
     """
 
     def __init__(
@@ -142,30 +136,30 @@ class Cuts:
     ):
         self._folder, self._slot, self._say, self._unmap = folder, slot, say, unmap
         self.wanted = CutOrder()  # set by the channel's thread
-        self.unwanted = False  # ... too: no cut is to be kept, and what there is goes
+        self.unwanted = False  # set by it too: remove all cuts
         self._rings: dict[str, ImageRing] = {}
         self._warned = False
 
     def on_order(self, message: Cut) -> None:
-        """The agent says which iteration is to be kept, or that none is."""
+        """Take over the agent's order to keep an iteration, or none."""
         if message.none:
             self.wanted, self.unwanted = CutOrder(), True
         else:
             self.wanted = CutOrder(message.iteration, message.good)
 
     def is_due(self, iteration: int) -> bool:
-        """Whether the state with which `iteration` comes next is to stay."""
+        """Whether the state after which `iteration` comes next must be kept."""
         return self._folder is not None and iteration == self.wanted.at
 
     def reserve(self, kind: str, head_bytes: int, data_bytes: int) -> tuple[ImageRing, Image]:
-        """A torn image for a state that is due, and its ring. Raises OSError where there is no room."""
+        """Return a torn image for a cut, and its ring. Raises OSError if there is no room."""
         ring = self._ring(kind)
         image = ring.reserve(head_bytes, data_bytes, self.wanted.good)
         self._warned = False
         return ring, image
 
     def write(self, key: Key, head: bytes, data_bytes: int, fill: Callable[[Image], None]) -> bool:
-        """An image of this key; whether it is there. fill(image) writes its data."""
+        """Write an image of this key, whose data fill(image) writes; returns whether there was room."""
         try:
             self._ring(key.kind).write(key, head, data_bytes, fill, self.wanted.good)
         except OSError as error:
@@ -175,26 +169,26 @@ class Cuts:
         return True
 
     def complain(self, error: OSError) -> None:
-        """There is no room for a cut. This is said once, until there is."""
+        """Report a lack of room, once until there is room again."""
         if not self._warned:
             self._warned = True
             self._say(f"no copies of the training state are kept for other nodes, the training goes on: {error}")
 
     def paths(self, kind: str) -> list[Path]:
-        """The files of one kind of image."""
+        """Return the files of one kind of image."""
         return self._ring(kind).paths
 
     def release(self) -> None:
-        """Let go of the mappings."""
+        """Release the mappings."""
         for ring in self._rings.values():
             ring.release()
 
     def remove_unwanted(self) -> None:
-        """Remove the files, and give back their memory, where the controller wants no cut. It takes seconds: this is
-        for the thread that writes."""
+        """Remove the files if the controller wants no cut. Freeing their memory takes seconds, so this is for the
+        thread that writes."""
         if self.unwanted:
             self.unwanted = False
-            with contextlib.suppress(Exception):  # whatever it is, as a card's driver: the copies go on
+            with contextlib.suppress(Exception):  # also errors of a card's driver: the copies go on
                 for ring in self._rings.values():
                     ring.remove()
 

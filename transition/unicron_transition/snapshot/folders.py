@@ -1,5 +1,5 @@
-"""The folder of a job's checkpoints: which of them are whole, which are removed, and whose turn it is to write a part.
-Ranks and agents look at it."""
+"""The folder of a job's checkpoints: finds the whole ones, removes old ones, and decides whose turn it is to write a
+part. Ranks and agents use it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from typing import NamedTuple
 from unicron_transition.snapshot.checkpoint_file import DAMAGE_SUFFIX
 from unicron_transition.snapshot.image_format import Key
 
-FOREIGN = "foreign"  # in place of a mark: what the script begins from
-STALE_SECONDS = 86400.0  # a file that was being written, or a marker, when its process died
-HOLDER_SUFFIX = "held."  # begins the name of a marker in a checkpoint's folder
+FOREIGN = "foreign"  # the mark of a checkpoint of another format
+STALE_SECONDS = 86400.0  # the age of an unfinished file, or a marker, whose process must have died
+HOLDER_SUFFIX = "held."  # the start of a marker's name in a checkpoint's folder
 FOLDER = re.compile(r"iteration-(\d+)")
 _FILE = re.compile(r"([0-9a-f]{8})\.place-(\d+)-of-(\d+)\.shard-(\d+)-of-(\d+)\.image")
-Part = tuple[int, ...]  # of a checkpoint: place, of how many, shard, of how many
+Part = tuple[int, ...]  # a part of a checkpoint: place, number of places, shard, number of shards
 
 
 def part_of(key: Key) -> Part:
-    """Which part of a checkpoint an image is."""
+    """Return the part of a checkpoint that an image has."""
     return key.place, key.size, key.shard, key.count
 
 
 class WholeCheckpoint(NamedTuple):
-    """A checkpoint that has all its files. iteration: the one to go on with. foreign: it is of another format or
-    another folder, and `paths` is the folder that the script has named."""
+    """A checkpoint that has all its files."""
 
     iteration: int
+    """The iteration to go on with"""
     paths: tuple[Path, ...]
     foreign: bool = False
+    """It is of another format, and `paths` is the folder that the script named"""
 
     @property
     def mark(self) -> str:
@@ -51,26 +52,26 @@ class WholeCheckpoint(NamedTuple):
 
 
 def whole(folder: Path) -> list[WholeCheckpoint]:
-    """All whole checkpoints in `folder`, the newest first. Raises OSError."""
+    """List the whole checkpoints in `folder`, the newest first. Raises OSError."""
     found = [WholeCheckpoint(iteration, paths) for iteration, path in _folders(folder) for paths in _sets(path)]
     return sorted(found, key=lambda each: (each.iteration, each.paths), reverse=True)
 
 
 def _folders(folder: Path) -> list[tuple[int, Path]]:
-    """(iteration, folder) of each checkpoint."""
+    """List the iteration and the folder of each checkpoint."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return [(int(match[1]), path) for path in paths if (match := FOLDER.fullmatch(path.name))]
 
 
 def prunes(key: Key) -> bool:
-    """Whether the writer of this part removes older checkpoints. One does, since each look for them is one at the names
-    of all files; and without this part no checkpoint is whole, so none makes others old."""
+    """Whether the writer of this part removes older checkpoints. Only one writer does, since that lists all files.
+    Without its part no checkpoint is whole, so it never comes too early."""
     return key.place == 0 and key.shard == 0
 
 
 def prune(folder: Path, keep: int) -> int:
-    """Remove what is older than the newest `keep`, unless it is held; returns the newest iteration, -1 where nothing is
-    whole. Others may do so at the same time. Raises OSError."""
+    """Remove checkpoints older than the newest `keep`, unless they are held, and return the newest iteration, -1 if no
+    checkpoint is whole. Others can do so at the same time. Raises OSError."""
     iterations = sorted({each.iteration for each in whole(folder)}, reverse=True)
     oldest = iterations[keep - 1] if len(iterations) >= keep else 0
     for iteration, path in _folders(folder):
@@ -84,24 +85,23 @@ def prune(folder: Path, keep: int) -> int:
     return iterations[0] if iterations else -1
 
 
-# ------------------------------------------------------------ not to be removed
+# ------------------------------------------------------------ holding checkpoints
 def hold(path: Path, reader: str) -> None:
-    """Have the checkpoint in the folder `path` stay until :func:`let_go`, or for a day: who reads it was killed then.
-    reader: a name that nobody else has. Raises OSError, also where the folder is gone."""
+    """Keep the checkpoint in the folder `path` until :func:`let_go`, or for a day if the reader is killed. reader: a
+    unique name. Raises OSError, also if the folder is gone."""
     (path / f"{HOLDER_SUFFIX}{reader}").touch()
 
 
 def let_go(path: Path, reader: str) -> None:
-    """The end of :func:`hold`, if there was one."""
+    """End :func:`hold`, if there was one."""
     with contextlib.suppress(OSError):
         (path / f"{HOLDER_SUFFIX}{reader}").unlink()
 
 
 @contextlib.contextmanager
 def holding(path: Path, reader: str = "") -> Iterator[bool]:
-    """The checkpoint in the folder `path` stays meanwhile: a job removes its old ones, and a large one takes long to
-    read. Gives False where the folder is gone or cannot be written to; then nothing is done. reader: by default a
-    name for this call."""
+    """Keep a job from removing the checkpoint in the folder `path` while it is read. Gives False if the folder is gone
+    or cannot be written to. reader: by default a name for this call."""
     name = reader or new_reader()
     try:
         hold(path, name)
@@ -115,7 +115,7 @@ def holding(path: Path, reader: str = "") -> Iterator[bool]:
 
 
 def new_reader() -> str:
-    """A name that nobody else has; people see from it who reads."""
+    """Return a unique name that shows people who reads."""
     return f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
 
 
@@ -132,27 +132,28 @@ def _is_stale(path: Path) -> bool:
 
 # ------------------------------------------------------------ whose turn it is
 class FileInProgress(NamedTuple):
-    """A file of a checkpoint. whole: it has its own name, and nobody has found its checkpoint damaged."""
+    """A file of a checkpoint, complete or not."""
 
     path: Path
     iteration: int
     part: Part
     whole: bool
+    """It is complete, and its checkpoint was not found damaged"""
 
     @property
     def progress(self) -> tuple[int, int]:
-        """A value that changes while somebody writes it."""
+        """A value that changes while the file is written."""
         if self.whole:
             return 0, 0
         try:
             status = self.path.stat()
         except OSError:
-            return -1, -1  # it is gone, or has its own name by now
+            return -1, -1  # it is gone, or complete by now
         return status.st_size, status.st_mtime_ns
 
 
 def files_in_progress(folder: Path, iteration: int) -> Iterator[FileInProgress]:
-    """The files of all checkpoints from that of `iteration` on, also those that somebody writes."""
+    """Yield the files of all checkpoints from `iteration` on, also unfinished ones."""
     for at, path in _folders(folder):
         for name in (names := _names(path)) if at >= iteration else ():
             if file := _FILE.match(name):
@@ -161,13 +162,13 @@ def files_in_progress(folder: Path, iteration: int) -> Iterator[FileInProgress]:
 
 
 class Turn:
-    """Parts of a checkpoint that others write first. This process's turn comes at :attr:`until`, when the others have
-    done nothing for `patience` seconds.
+    """Parts of a checkpoint that other processes write first. This process's turn comes at :attr:`until`, when the
+    others have done nothing for `patience` seconds.
 
-    due: part -> the oldest iteration of which a file will do. exactly: a later one will not. stall: seconds for which
-    a file that has grown may stand still. A process writes its parts one after the other, so one file that comes or
-    grows shows that all of them are in hand, also those that nobody has begun. Only what changes between two looks
-    counts: what a process has left that died does not change, and the file server's clock may be another one.
+    due: part -> the oldest iteration of which a file will do. exactly: a later one will not do. stall: seconds for
+    which a growing file can pause. A process writes its parts one after the other, so one new or growing file shows
+    that it is at work on all of them. Only changes between two calls count, because a dead process's file does not
+    change, and the file server's clock could differ.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class Turn:
         self.until = now + patience
 
     def note_files(self, begun: Iterable[FileInProgress], now: float) -> None:
-        """begun: the files that there are."""
+        """Note the progress of the files that exist now."""
         ours = [each for each in begun if each.iteration >= self._due.get(each.part, each.iteration + 1)]
         seen = {each.path: each.progress for each in ours}
         if self._seen is not None and any(self._seen.get(path) != what for path, what in seen.items()):
@@ -190,13 +191,13 @@ class Turn:
 
     @property
     def missing(self) -> dict[Part, int]:
-        """The parts that nobody has written yet, as in `due`."""
+        """The parts that are not complete yet, as in `due`."""
         return {part: iteration for part, iteration in self._due.items() if part not in self._there}
 
 
 # ------------------------------------------------------------ which are whole
 def _sets(folder: Path) -> list[tuple[Path, ...]]:
-    """The sets of files in one checkpoint's folder that are complete."""
+    """Return the complete sets of files in a checkpoint's folder."""
     sets: dict[tuple[str, int], dict[tuple[int, int], dict[int, Path]]] = defaultdict(lambda: defaultdict(dict))
     names = _names(folder)
     for path in map(folder.joinpath, names):
@@ -208,14 +209,14 @@ def _sets(folder: Path) -> list[tuple[Path, ...]]:
 
 
 def _names(folder: Path) -> set[str]:
-    """The names in a checkpoint's folder, which another process may have removed meanwhile."""
+    """Return the names in a checkpoint's folder, none if another process has removed it."""
     with contextlib.suppress(FileNotFoundError):
         return {path.name for path in folder.iterdir()}
     return set()
 
 
 def _choose(files: dict[tuple[int, int], dict[int, Path]], size: int) -> tuple[Path, ...] | None:
-    """For each place all its shards; None where some are missing. files: (place, count) -> shard -> path."""
+    """Return the files of all places and shards, None if some are missing. files: (place, count) -> shard -> path."""
     chosen: list[Path] = []
     for place in range(size):
         complete = [shards for (at, count), shards in sorted(files.items()) if at == place and len(shards) == count]

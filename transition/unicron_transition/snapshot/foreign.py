@@ -1,4 +1,4 @@
-"""A training that begins from a checkpoint of another format: in any layout, without a conversion on disk."""
+"""Begins a training from a checkpoint of another format, in any layout, without converting it on disk."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ TIED = "share_embeddings_and_output_weights"
 
 @dataclass(frozen=True)
 class Selection:
-    """The parts that are taken of it. optimizer: its state and the schedule's progress; iteration: go on with it, not
-    from the start; names: the table of names for a checkpoint of Hugging Face's ("" finds it)."""
+    """The parts of the checkpoint to begin with."""
 
     optimizer: bool = True
+    """Its optimizer's state and the progress of its schedule"""
     iteration: bool = True
+    """Its iteration, instead of 0"""
     names: str = ""
+    """The table of names (`names.choose`)"""
 
     @property
     def renames(self) -> bool:
-        """Whether a table is named, which then has to fit."""
+        """Whether a table is named. Then it must fit."""
         return self.names not in ("", names.AUTOMATIC, names.MEGATRON)
 
     @property
@@ -39,10 +41,7 @@ class Selection:
 
 
 class Foreign:
-    """A checkpoint of another format to begin from.
-
-    Raises BadCheckpoint, OSError where it cannot be used.
-    """
+    """A checkpoint of another format to begin from."""
 
     def __init__(self, folder: Path, index: Index, wanted: Selection):
         self.folder, self.index, self.wanted = folder, index, wanted
@@ -53,20 +52,17 @@ class Foreign:
 
     @property
     def samples(self) -> int | None:
-        """With how many samples it was trained, where Megatron-LM has written that."""
+        """The number of samples it was trained with, if Megatron-LM wrote that."""
         found = self.index.common.args.get("consumed_train_samples")
         return found if isinstance(found, int) else None
 
     def load(self, state: TrainingState) -> None:
-        """Put it into `state`. Raises BadCheckpoint, OSError, and parts.Missing for one of another model."""
+        """Put it into `state`. Raises BadCheckpoint, OSError, and parts.Missing if it is of another model."""
         index, optimizer = self.index, self.wanted.optimizer
         if why := other_heads(index.common.facts, state.facts):
             raise parts.Missing(why)
-        if (
-            index.format == own.FORMAT
-            and (found := own.newest(self.folder)) is not None
-            and (wrong := own.check(found))
-        ):
+        found = own.newest(self.folder) if index.format == own.FORMAT else None
+        if found is not None and (wrong := own.check(found)):
             raise BadCheckpoint(wrong[0])
         mine = {box.name: box.whole for _, boxes, _ in parts.places(state.model) for box in boxes}
         of_megatron, known = bool(state.facts.get("heads")), any(name in index.tensors for name in mine)
@@ -91,7 +87,8 @@ class Foreign:
 
 
 def _say_rows(index: Index, mine: Mapping[str, Sequence[int]]) -> None:
-    """Rows behind the vocabulary are padding, of which each layout has another number; only people know how many."""
+    """Warn of another number of rows than here. The rows after the vocabulary are padding, which depends on the layout,
+    but the size of the vocabulary is not in the checkpoint."""
     for name in VOCABULARY:
         there = index.tensors.get(name)
         if name in mine and there is not None and there.shape[:1] != tuple(mine[name][:1]):
@@ -101,8 +98,7 @@ def _say_rows(index: Index, mine: Mapping[str, Sequence[int]]) -> None:
 
 
 def _say_unproven(folder: Path, index: Index, mine: Mapping[str, Any]) -> None:
-    """Warn of what the checkpoint says of its model and no weight shows. mine: Megatron-LM's arguments of the model
-    here."""
+    """Warn of differences between the models that no weight shows. mine: Megatron-LM's arguments for the model here."""
     args = index.common.args
     for difference in other_arithmetic(args, mine):
         warn(f"{folder} is of another model: {difference}")
@@ -113,7 +109,7 @@ def _say_unproven(folder: Path, index: Index, mine: Mapping[str, Any]) -> None:
 
 
 def _check_tied(index: Index) -> None:
-    """Raises parts.Missing where the output layer has weights of its own there, and here those of the embedding."""
+    """Raises parts.Missing if the output layer is tied to the embedding here, and has other weights there."""
     one, other = (index.tensors.get(name) for name in VOCABULARY)
     if one is not None and other is not None and not _equal(one, other):
         raise parts.Missing("its output layer is not its embedding, as it is here")
@@ -126,7 +122,7 @@ def _restore_progress(state: TrainingState, index: Index) -> None:
 
 
 def _of_plain(index: Index, model: Sequence[Any]) -> Index:
-    """With the names of this session's plain module. Raises parts.Missing for a checkpoint of another one."""
+    """Return the index under the names of this session's plain module. Raises parts.Missing for another model."""
     mine = parts.plain_names(model)
     if not mine:
         return index
@@ -150,13 +146,13 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class _Blocks:
-    """The blocks of an index, for :func:`parts.restore`."""
+    """The blocks of an index (:class:`parts.Blocks`)."""
 
     def __init__(self, index: Index, optimizer: bool):
         self._index, self._optimizer = index, optimizer
 
     def check(self, mine: Mapping[str, Sequence[int]]) -> None:
-        """Raises parts.Missing where the checkpoint has tensors of layers that this rank's model does not have: they
+        """Raises parts.Missing if the checkpoint has tensors of layers that this rank's model does not have, which
         would be left out silently. mine: name -> shape."""
         for tensor in self._index.parameters():
             if tensor.name in mine:
@@ -196,7 +192,7 @@ class _Blocks:
         for key in found.keys() - set(keys):
             others[key] = _as_torch(found[key], (), found[key].shape, getattr(torch, found[key].dtype))
         step = self._index.common.step
-        of_torch = type(owner).__module__.startswith("torch.optim")  # others count the steps of a group
+        of_torch = type(owner).__module__.startswith("torch.optim")  # other optimizers count the steps of a group
         if of_torch and "step" not in others and step is not None and "exp_avg" in keys:
             others["step"] = torch.tensor(float(step))
         return keys, others
@@ -209,8 +205,8 @@ def _as_torch(tensor: Tensor, offset: tuple[int, ...], extent: tuple[int, ...], 
 
 
 def found_in(folder: Path, wanted: Selection) -> Foreign | None:
-    """The checkpoint in `folder`; None where there is none. Raises BadCheckpoint, also for an optimizer's state that is
-    there and cannot be read, and OSError."""
+    """Return the checkpoint in `folder`, None if there is none. Raises BadCheckpoint, also if the optimizer's state is
+    wanted and cannot be read, OSError."""
     if (index := opening.find(folder)) is None:
         return None
     if wanted.renames and index.format == own.FORMAT:

@@ -1,9 +1,8 @@
-"""The part of a model that its optimizer does not change: parameters that are not trained, and buffers. They are in no
-shard of a distributed optimizer, so they have an image of their own, named by their checksum, which goes with the
-shards.
+"""The part of a model that its optimizer does not change: untrained parameters, and buffers. They are in no shard of a
+distributed optimizer, so they have an image of their own, named by their checksum, which accompanies the shards.
 
 The image is written only when they have changed. A rank that has them neither from training nor from an image gets them
-from a rank of its place that has.
+from another rank of its place.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from unicron_transition.snapshot.image_format import UNTRAINED_KIND, BadImage, I
 from unicron_transition.snapshot.migrate import TrainingState
 from unicron_transition.snapshot.tensor_transfer import broadcast_bytes, checksum
 
-MOST_IMAGES = 3  # images: of the state that is confirmed, of the next one, and of one that it was not gone on from
+MOST_IMAGES = 3  # of the confirmed state, of the next one, and of one that was abandoned
 WORD = 8  # bytes; every tensor begins at a multiple
 
 
 class UntrainedTensors:
-    """The untrained tensors of one rank. folder: where images are made, None for none; place: of the rank among the
-    `size` of its replica."""
+    """The untrained tensors of one rank. folder: for images, None for none. place: of the rank among the `size` places
+    of its replica."""
 
     def __init__(
         self, state: TrainingState, folder: Path | None, slot: int, place: int, size: int, say: Callable[[str], None]
@@ -41,21 +40,21 @@ class UntrainedTensors:
         )
         self._kept = ""
         self._warned = False
-        self.image: Path | None = None  # of this slot's, that of what was kept last; None where there is none
+        self.image: Path | None = None  # this slot's image of the tensors kept last, if there is one
 
     @property
     def bytes(self) -> int:
-        """Bytes of an image of them."""
+        """The size of an image of them."""
         return sum(_pad(each) for each in self._tensors)
 
     def offsets(self) -> dict[int, int]:
-        """The address of each -> where its bytes begin in an image."""
+        """Return the offset of each tensor in an image, by its address."""
         sizes = itertools.accumulate((_pad(each) for each in self._tensors), initial=0)
         return {each.data_ptr(): offset for each, offset in zip(self._tensors, sizes, strict=False)}
 
     def update_image(self, version: int) -> str:
-        """Have them in an image as they are now, in state `version`; returns its mark, empty where there are none. What
-        was kept before stays until they change once more."""
+        """Write an image of them for state `version` if they have changed, and return its mark, "" if there are none.
+        The image before stays until they change again."""
         if not self._tensors or self._ring is None:
             return ""
         mark = checksum(*self._tensors).numpy().tobytes().hex()
@@ -70,7 +69,7 @@ class UntrainedTensors:
         return mark
 
     def keep_cut(self, cuts: Cuts, version: int) -> bool:
-        """Keep them as they are now with a cut's shards; whether they are there."""
+        """Write an image of them for a cut; returns whether that succeeded."""
         return cuts.write(self._key(version), b"", self.bytes, self._copy_into)
 
     def _key(self, version: int) -> Key:
@@ -89,7 +88,7 @@ class UntrainedTensors:
             )
 
     def find(self, mark: str) -> tuple[Path, torch.Tensor] | None:
-        """A sound image of that mark and its content, whichever rank of this node has made it."""
+        """Find a sound image of that mark, of any rank of this node, and return it with its content."""
         for found in inventory(self._folder) if self._folder is not None and mark else ():
             key = found.key
             if (key.kind, key.place, key.size, key.mark) != (UNTRAINED_KIND, self._place, self._size, mark):
@@ -104,7 +103,7 @@ class UntrainedTensors:
         return None
 
     def restore(self, mark: str) -> bool:
-        """Take them from an image of that mark; whether there was a sound one."""
+        """Restore them from an image of that mark; returns whether there was a sound one."""
         if (found := self.find(mark)) is None:
             return False
         path, flat = found
@@ -115,21 +114,21 @@ class UntrainedTensors:
         return True
 
     def exists_somewhere(self, has: bool, device: torch.device, group: Any) -> bool:
-        """Collective over `group`, the ranks of this place: whether one of them has them."""
+        """Collective over `group`, the ranks of this place: return whether one of them has the tensors."""
         return not self._tensors or self._first_holder(has, device, group)[0] is not None
 
     def _first_holder(self, has: bool, device: torch.device, group: Any) -> tuple[int | None, bool]:
-        """The first rank of `group` that has them, and whether another one lacks them."""
+        """Return the first rank of `group` that has the tensors, and whether another one lacks them."""
         me, none = dist.get_rank(group), dist.get_world_size(group)
-        said = torch.tensor([-(me if has else none), int(not has)], dtype=torch.int64, device=device)
-        dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
-        source = -int(said[0])
-        return None if source == none else source, bool(said[1])
+        most = torch.tensor([-(me if has else none), int(not has)], dtype=torch.int64, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        source = -int(most[0])
+        return None if source == none else source, bool(most[1])
 
     def share(self, has: bool, device: torch.device, group: Any) -> None:
-        """Collective over `group`, the ranks of this place: a rank that lacks them gets them from the first that has
-        them; where none has, as without a node's memory, they stay as they are. Raises RuntimeError when a peer is lost
-        or they come spoiled."""
+        """Collective over `group`, the ranks of this place: ranks that lack the tensors get them from the first that
+        has them. If none has, as without a node's memory, they stay as they are. Raises RuntimeError if a peer is lost
+        or the data arrive damaged."""
         if not self._tensors or dist.get_world_size(group) == 1:
             return
         source, lacking = self._first_holder(has, device, group)
@@ -145,7 +144,7 @@ class UntrainedTensors:
                 _raw(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def _places(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return where each tensor's bytes are in an image."""
+        """Pair each tensor with its bytes in an image."""
         places = flat.split([_pad(each) for each in self._tensors])
         return [(place[: each.nbytes], each) for place, each in zip(places, self._tensors, strict=True)]
 
@@ -155,5 +154,5 @@ def _pad(tensor: torch.Tensor) -> int:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of its bytes."""
+    """Return a view of a tensor's bytes."""
     return tensor.detach().view(-1).view(torch.uint8)

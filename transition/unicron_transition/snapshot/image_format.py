@@ -1,9 +1,9 @@
-"""The image: the one format of a rank's training state, in shared memory and in checkpoint files
-(docs/design/memory.md, "An image"). Agents read and write it too, so this file needs no torch.
+"""The image: the format of a rank's training state in shared memory and in checkpoint files
+(docs/design/memory.md, "An image"). Agents read and write it too, so this module needs no torch.
 
-A file has a page that says what is in it, a head (MessagePack, for the reader of the data), and the data, flat. The
-page is marked torn before the first byte changes and whole after the last, so a writer that is killed leaves nothing
-that looks sound. Digests (xxh3-128) of page, head and data show what memory or a network did to them later.
+A file has a page that describes it, a head (MessagePack, for the reader of the data), and the data, flat. The page is
+marked torn before the first byte changes and whole after the last, so a killed writer leaves nothing that looks sound.
+Digests (xxh3-128) of page, head and data show later damage by memory or a network.
 """
 
 from __future__ import annotations
@@ -24,62 +24,64 @@ from unicron_transition.snapshot.reading import allowance, open_plain, pieces
 from unicron_transition.snapshot.shared_memory import allocate
 
 PAGE = 4096
-ALIGN = 64  # bytes: where a tensor of a state may begin in its data
-STEP = "step"  # in place of an offset: the tensor is nothing but the optimizer's step, which the head has
+ALIGN = 64  # bytes: each tensor of a state begins at a multiple
+STEP = "step"  # in place of a tensor's offset: the tensor has only the optimizer's step, which is in the head
 SUFFIX = ".image"
-STATE = "state"  # the kind of images that hold a rank's part of the state
-USER = "user"  # ... what a script without a session saved
-SHARD = "shard"  # ... a shard of a distributed optimizer
-UNTRAINED_KIND = "untrained"  # ... what of the model its optimizer does not change
+# Kinds of images: a rank's part of the state, the state of a script without a session, a shard of a distributed
+# optimizer, and the tensors of the model that its optimizer does not change.
+STATE, USER, SHARD, UNTRAINED_KIND = "state", "user", "shard", "untrained"
 COPY_KINDS = (STATE, USER, SHARD, UNTRAINED_KIND)  # kinds of which other nodes get copies
-SAME = "replicated"  # the mark of what all ranks have saved alike
-FOLDER = "UNICRON_MEMORY"  # the folder, as the agent tells its ranks
+SAME = "replicated"  # the mark of a state that is the same in all ranks
+FOLDER = "UNICRON_MEMORY"  # the variable with which the agent gives its ranks the folder
 DIGEST = 16  # bytes
 _MAGIC = b"unicron\x00"
 _TORN, _WHOLE = struct.pack("<I", 0), struct.pack("<I", 1)
-# magic, version, state, length of the key, of the head, where the data begin, their length, digests of head and data
+# magic, version, state, length of the key, of the head, offset of the data, their length, digests of head and data
 _FRONT = struct.Struct(f"<8sI4sIIQQ{DIGEST}s{DIGEST}s")
-_STATE = slice(12, 16)  # where the state is in it
-_KEY = _FRONT.size + DIGEST  # where the key begins, behind the digest of all that
+_STATE = slice(12, 16)  # the place of the state in it
+_KEY = _FRONT.size + DIGEST  # the place of the key, after the digest of front and key
 Data = bytes | bytearray | memoryview
 
 
 class BadImage(ValueError):
-    """A file is no image, or not as it was written; one line says why."""
+    """A file is not an image, or is damaged; one line says why."""
 
 
 def digest(data: Data) -> bytes:
-    """The checksum of bytes in the host's memory. Other threads run meanwhile."""
+    """Return the checksum of bytes in the host's memory. Other threads can run meanwhile."""
     return xxhash.xxh3_128_digest(data)
 
 
 @dataclass(frozen=True)
 class Key:
-    """The contents of an image, in short. place: of the rank among the `size` ranks of a replica; shard: of `count`.
-    iteration: the one that comes next. base: the generation that made the state. mark: the same in all images that
-    belong together."""
+    """Identifies the state in an image."""
 
     kind: str
     slot: int
     iteration: int
+    """The iteration that comes next"""
     place: int = 0
+    """The place of the rank among the `size` ranks of a replica"""
     size: int = 1
     shard: int = 0
+    """The number of the shard, of `count`"""
     count: int = 1
     base: int = 0
+    """The generation that made the state"""
     mark: str = ""
+    """The same in all images that belong together"""
 
 
 class Image:
-    """A new file of shared memory with room for an image, mapped; a file of that name is replaced. The data begin at a
-    page. head_bytes, data_bytes: the most that it can hold.
+    """A new, mapped file of shared memory for an image, in place of any file of that name. The data begin at a page.
+    head_bytes, data_bytes: the most that it can hold.
 
-    Raises OSError where there is no room. The mapping is released with the last reference to :attr:`data`.
+    Raises OSError if there is no room. The mapping is released with the last reference to :attr:`data`.
     """
 
     def __init__(self, path: Path, head_bytes: int, data_bytes: int):
         self.path = path
-        self.copier: object = None  # what its writer prepared to fill it again
+        self.copier: object = None  # set by its writer, to fill it again
         self._offset = _data_offset(head_bytes)
         new, size = path.with_name(f"{path.name}.{os.getpid()}.new"), self._offset + max(1, data_bytes)
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -95,20 +97,20 @@ class Image:
             os.close(descriptor)
 
     def fits(self, head_bytes: int, data_bytes: int) -> bool:
-        """Whether it has room for so much."""
+        """Whether it has room for a head and data of these sizes."""
         return PAGE + head_bytes <= self._offset and self._offset + data_bytes <= len(self._map)
 
     @property
     def data(self) -> memoryview:
-        """All the room for data."""
+        """The room for data, all of it."""
         return memoryview(self._map)[self._offset :]
 
     def mark_torn(self) -> None:
-        """Nobody may use its content from here on."""
+        """Mark the content as unusable, before it changes."""
         self._map[_STATE] = _TORN
 
     def mark_whole(self, key: Key, head: bytes, data_bytes: int) -> bytes:
-        """The data are there: returns their digest. Raises ValueError where the head does not fit."""
+        """Add key and head to complete data, and return their digest. Raises ValueError if they do not fit."""
         if not self.fits(len(head), data_bytes):
             raise ValueError("the image has no room for this")
         found = digest(self.data[:data_bytes])
@@ -121,15 +123,14 @@ class Image:
 
 
 def write_note(path: Path, data: bytes) -> None:
-    """A small file beside the images; a reader finds the old or the new one, whole. Raises OSError."""
+    """Write a small file beside the images atomically. Raises OSError."""
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     new.write_bytes(data)
     new.replace(path)
 
 
 def file_front(key: Key, head: bytes, data_bytes: int, data_digest: bytes) -> bytes:
-    """Return what stands in front of the data of a whole image, for a file that is written from its beginning to its
-    end."""
+    """Return everything in front of the data of a whole image, for a file that is written sequentially."""
     offset = _data_offset(len(head))
     page = _page(key, head, offset, data_bytes, data_digest)
     return page.ljust(PAGE, b"\0") + head.ljust(offset - PAGE, b"\0")
@@ -151,7 +152,7 @@ def _page(key: Key, head: bytes, offset: int, data_bytes: int, data_digest: byte
 
 @dataclass(frozen=True)
 class ImagePage:
-    """A whole image as its first page tells of it. The head and the data are checked by their readers."""
+    """The first page of a whole image. Head and data are checked by their readers."""
 
     path: Path
     key: Key
@@ -163,11 +164,11 @@ class ImagePage:
 
     @property
     def used(self) -> int:
-        """Bytes of the file, as far as it is used."""
+        """The number of bytes in use from the start of the file."""
         return self.offset + self.data_bytes
 
     def head(self) -> bytes:
-        """The head, as it was written. Raises BadImage, OSError."""
+        """Read and check the head. Raises BadImage, OSError."""
         with open_plain(self.path) as file:
             if os.fstat(file.fileno()).st_size < self.used or self.head_bytes > allowance(file):
                 raise BadImage(f"{self.path}: cut off")
@@ -177,20 +178,20 @@ class ImagePage:
         return head
 
     def read(self) -> tuple[bytes, memoryview]:
-        """(head, data) of an image in memory; the data are a private mapping of the file and are not checked yet
-        (:meth:`check`): what is written into them changes no image. Raises BadImage, OSError."""
+        """Return head and data of an image in memory. The data are a private mapping, and not checked yet
+        (:meth:`check`). Raises BadImage, OSError."""
         head = self.head()
         with open_plain(self.path) as file:
             mapped = memoryview(mmap.mmap(file.fileno(), self.used, access=mmap.ACCESS_COPY))
         return head, mapped[self.offset : self.offset + self.data_bytes]
 
     def check(self, data: Data) -> None:
-        """Raises BadImage where these are not the data that were written."""
+        """Raises BadImage if these data do not match their checksum."""
         if digest(data) != self.digest:
             raise BadImage(f"{self.path}: its data do not match their checksum")
 
     def check_file(self) -> None:
-        """Reads the data from the file and checks them likewise. Raises BadImage, OSError."""
+        """Read the data from the file and check them likewise. Raises BadImage, OSError."""
         total = xxhash.xxh3_128()
         with open_plain(self.path) as file:
             for piece in pieces(file, self.path, self.offset, self.data_bytes):
@@ -200,7 +201,7 @@ class ImagePage:
 
 
 def read_page(path: Path) -> ImagePage:
-    """The first page of an image file. Raises BadImage for a torn image and for another kind of file, OSError."""
+    """Read the first page of an image file. Raises BadImage for a torn image or another kind of file, OSError."""
     with open_plain(path) as file:
         page = file.read(PAGE)
     if len(page) < _KEY:
@@ -224,14 +225,14 @@ def read_page(path: Path) -> ImagePage:
 
 
 def memory_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return where the agent wants a rank's images, None where there is no memory that outlives this process."""
+    """Return the folder for a rank's images, None if no memory outlives this process."""
     name = environment.get(FOLDER)
     return Path(name) if name else None
 
 
 def inventory(folder: Path, on_bad: Callable[[BadImage], None] = lambda error: None) -> Iterator[ImagePage]:
-    """All whole images in a folder. on_bad: called for each file that is torn or no image, which is passed over."""
-    with contextlib.suppress(OSError):  # there is no such folder, or not any more
+    """Yield the whole images in a folder. on_bad: called for each bad file, which is passed over."""
+    with contextlib.suppress(OSError):  # the folder is not there, or is gone meanwhile
         for path in sorted(folder.iterdir()):
             if path.name.endswith(SUFFIX):
                 try:

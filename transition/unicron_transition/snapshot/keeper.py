@@ -1,10 +1,11 @@
-"""Copies a rank's training state to memory that outlives it, beside the training (docs/design/memory.md).
+"""Copies a rank's training state to memory that outlives the rank, beside the training (docs/design/memory.md).
 
-A thread copies while the next forward and backward passes run; before parameters change the session waits for it.
-Whatever goes wrong costs nothing but copies.
+A thread copies during the next forward and backward passes, and the session waits for it before parameters change. An
+error costs nothing but copies.
 
-A state is of use only where all places have it. So no image is written over before a newer one is whole in all ranks:
-all wait for theirs before they agree to step, and what a generation goes on from stays until its first copy is whole.
+A state is useful only if all places have it. So no image is overwritten before a newer one is whole in all ranks: all
+wait for theirs before they agree to step, and the state that a generation began with stays until its first copy is
+whole.
 """
 
 from __future__ import annotations
@@ -28,28 +29,26 @@ from unicron_transition.snapshot.worker import Worker
 
 EVERY = "UNICRON_MEMORY_EVERY"
 COPIES = "UNICRON_STATE_COPIES"
-FURTHEST = 1024  # iterations: after a failure the next try comes after 1, 2, 4, ... and at most so many
+FURTHEST = 1024  # iterations: after failures the next try comes after 1, 2, 4, ... and at most this many
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The folder into which a rank copies its state, and how often.
-
-    folder: None keeps nothing. every: iterations from one copy to the next.
-    """
+    """The folder for copies, None to make none, and the iterations from one copy to the next."""
 
     folder: Path | None
     every: int
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read the environment. Raises ValueError, one line, for what is no number."""
+        """Read the environment. Raises ValueError for a value that is not a number."""
         every = _number(environment, EVERY, "iterations, 1 or more; 0 keeps nothing in memory")
         return cls(memory_folder(environment) if every else None, every)
 
 
 def wanted_copies(environment: Mapping[str, str] = os.environ) -> int:
-    """In how many other nodes each part of the state is to be. Raises ValueError, one line, for what is no number."""
+    """Return how many other nodes should have a copy of each part. Raises ValueError for a value that is not a
+    number."""
     return _number(environment, COPIES, "copies, 1 or more; 0 for none")
 
 
@@ -62,40 +61,40 @@ def _number(environment: Mapping[str, str], name: str, of_what: str) -> int:
 
 @dataclass
 class _Copy:
-    """One copy. tensors: as they are to be copied. ready: of a card, when they are. aside: its second name, if it is to
-    become a file."""
+    """A copy to be made."""
 
     key: Key
     head: bytes
     contents: contents.Contents
     tensors: list[torch.Tensor]
     ready: Any
+    """The event on a card after which the tensors are ready"""
     aside: Path | None
+    """Its second name, if the agent makes a file of it"""
 
 
 class Keeper:
-    """Keeps the state of one rank. Its public methods are for the main thread."""
+    """Keeps copies of one rank's state. Its public methods are for the main thread."""
 
     def __init__(self, folder: Path, slot: int, every: int, tell: Callable[[str], None] = warn):
         self.folder, self.slot, self.every = folder, slot, every
         self._say = tell
-        self.trouble = ""  # why the last copy came to nothing
-        self.needed = -1  # the iteration that the generation goes on from: not written over before another one is whole
+        self.trouble = ""  # why the last copy failed
+        self.needed = -1  # the iteration with which the generation began: not overwritten before another one is whole
         self._card = _Card()
         self._ring = ImageRing(ring_paths(folder, STATE, slot), self._card.unpin)
         self.cuts = Cuts(folder, slot, tell, self._card.unpin)
         self.aside = Aside()
         self._failures = self._pause = 0
         self._worker = Worker("unicron-memory")
-        self._copied = threading.Event()  # the tensors may change
+        self._copied = threading.Event()  # the tensors can change
         self._copied.set()
         self._whole: Future[None] | None = None  # the last copy
 
     # ------------------------------------------------------------ the main thread
     def copy(self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any, aside: bool = False) -> None:
-        """Begin to copy the state with which `iteration` comes next, if a copy is due. base: the generation. writer:
-        what this rank's part is to the whole (:class:`checkpoint.Writer`). aside: the copy is due, and the agent is to
-        make a file of it."""
+        """Start to copy the state after which `iteration` comes next, if a copy is due. base: the generation. writer:
+        this rank's :class:`checkpoint.Writer`. aside: make a copy in any case, and set it aside for the agent."""
         if not self.cuts.is_due(iteration) and not aside and (iteration % self.every or self._pause):
             self._pause -= bool(self._pause)
             return
@@ -117,17 +116,17 @@ class Keeper:
             self.aside.note_image(path, self._whole)
 
     def wait_copied(self) -> None:
-        """Waits until the tensors that are copied may change again."""
+        """Wait until the copied tensors can change again."""
         self._copied.wait()
 
     def wait_whole(self) -> None:
-        """Until the copy at hand is whole, or has failed."""
+        """Wait until the current copy is whole or has failed."""
         if self._whole is not None:
             self._whole.exception()
 
     def hand_over(self, slot: int, iteration: int) -> None:
-        """Another rank of the node keeps this one's state: what is here goes once it has had as much since before
-        `iteration`, for then all other places have, too."""
+        """Remove this rank's images once `slot`, which keeps the same state from now on, has had as new a state since
+        before `iteration`. Then all other places have it too."""
         self.wait_whole()
         newest, its = -1, -1
         for found in inventory(self.folder):
@@ -139,24 +138,24 @@ class Keeper:
             self._worker.submit_or_run(self._ring.remove)
 
     def remove_unwanted_cuts(self) -> None:
-        """Have the thread remove the cuts, after what is to be copied, where the controller wants none."""
+        """Let the thread remove the cuts, after pending copies, if the controller wants none."""
         if self.cuts.unwanted:
             self._worker.submit_or_run(self.cuts.remove_unwanted)
 
     @property
     def has_files(self) -> bool:
-        """Whether it has images, cuts aside."""
+        """Whether it has images other than cuts."""
         return self._ring.has_files
 
     def close(self) -> None:
-        """The copy at hand is over, and what is to go has gone."""
+        """Wait until copies and removals are over, and end the thread."""
         self._worker.close()
 
     # ------------------------------------------------------------ the thread
     def _run(self, task: _Copy) -> None:
         try:
             self._copy(task)
-        except Exception as error:  # whatever it is, the training goes on
+        except Exception as error:  # the training goes on after any error
             self._fail(error)
             raise
         finally:
@@ -175,8 +174,8 @@ class Keeper:
         self.cuts.release()
 
     def _reserve(self, task: _Copy) -> tuple[ImageRing, Image] | None:
-        """A cut's image, if this is one and there is room for it; else one of the ring. None where this copy can be
-        left out. Raises OSError."""
+        """Reserve an image for a cut, if this is one and there is room, or one of the ring. None if this copy can be
+        skipped. Raises OSError."""
         sizes = len(task.head), task.contents.size
         if self.cuts.is_due(task.key.iteration):
             try:
@@ -185,11 +184,11 @@ class Keeper:
                 if not self.aside.is_open:
                     self.cuts.complain(error)
             if task.key.iteration % self.every and task.aside is None:
-                return None  # it is not one that all ranks keep
+                return None  # not all ranks keep this one
         try:
             return self._ring, self._ring.reserve(*sizes, self.needed)
         except OSError:
-            # There is room again when the agent has made its file; what is set aside can be gone on from.
+            # There will be room when the agent has made its file. Until then the image set aside can be gone on from.
             if task.aside is None and self.aside.is_open:
                 return None
             raise
@@ -218,15 +217,15 @@ class Keeper:
 
 
 class _Card:
-    """Copies from a card, on a stream of their own, beside what the training computes."""
+    """Copies from a card on a stream of its own, beside the training's computation."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
-        self._pins = True  # the driver lets the card write into files of shared memory
+        self._pins = True  # the driver lets the card write to files of shared memory
         self._pinned: dict[Path, int] = {}  # file -> address
 
     def copy(self, copier: contents.Copier, tensors: list[torch.Tensor], ready: Any, path: Path) -> None:
-        """Copy the tensors, once `ready` is over, into the mapping of the file `path`."""
+        """Copy the tensors, after `ready`, to the mapping of the file `path`."""
         device = next(tensor.device for tensor in tensors if tensor.is_cuda)
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         with torch.cuda.device(device), torch.cuda.stream(stream):
@@ -236,7 +235,7 @@ class _Card:
             stream.synchronize()
 
     def _pin(self, path: Path, data: torch.Tensor) -> None:
-        """Have the card write into the file itself. Where that is refused it goes by way of pageable memory, slower."""
+        """Let the card write to the file directly. If that is refused, copies go through pageable memory, slower."""
         if self._pins and path not in self._pinned:
             refused = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)
             self._pins = not int(refused)
@@ -244,13 +243,13 @@ class _Card:
                 self._pinned[path] = data.data_ptr()
 
     def unpin(self, path: Path) -> None:
-        """The mapping of the file is about to be released."""
+        """Undo :meth:`_pin` before the mapping of the file is released."""
         if path in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop(path))
 
 
 def _event(tensors: list[torch.Tensor]) -> Any:
-    """When what was done to the tensors on their card so far is over; None where they are in the host's memory."""
+    """Record an event after all present work on the tensors' card; None if they are in the host's memory."""
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     if device is None:
         return None

@@ -1,5 +1,5 @@
-"""A rank's training state where it outlives the rank: what the session asks of it, whether it is whole in each rank
-(`whole_state.py`) or sharded over the replicas (`sharded/sharded_state.py`)."""
+"""The interface of a rank's training state that outlives the rank: whole in each rank (`whole_state.py`) or sharded
+over the replicas (`sharded/sharded_state.py`)."""
 
 from __future__ import annotations
 
@@ -15,126 +15,122 @@ from unicron_transition.snapshot.migrate import TrainingState
 
 
 class LocalState:
-    """The state of one rank. The base class, for ranks without an agent, keeps nothing: the state is in files alone.
-
-    sharded: its parts are in different ranks, with copies in others. reports: a rank at rest says what it could begin
-    with (:meth:`reachable_states`) and reads nothing before a plan asks it to.
-    """
+    """The state of one rank. The base class, for ranks without an agent, keeps nothing but files."""
 
     sharded = False
+    """Its parts are in different ranks, with copies in others"""
     reports = False
+    """A rank at rest reports its :meth:`reachable_states`, and reads nothing before a plan asks it to"""
 
     def __init__(self, state: TrainingState):
         self._state = state
         self._folder: Path | None = None
         self._checkpoints: Checkpoints | None = None
         self._cuts: Cuts | None = None
-        self._filing: Aside | None = None  # what the agent makes files of
+        self._filing: Aside | None = None  # the image set aside for the agent
         self._asked = False
-        self._came = False  # another node's image, since the last look
+        self._came = False  # an image from another node came since the last look
 
     # ------------------------------------------------------------ before a generation
     def find_start(self, checkpoints: Checkpoints | None, start: int, writer: Callable[[], Writer]) -> int:
-        """The iteration at which this rank stands before it is in a generation: that of the newest state there is, or
-        `start`, at which the script begins. writer(): this rank's part of a checkpoint,
-        where that is known before a generation.
+        """Return the iteration of the newest state there is, or `start`, with which the script begins. writer(): this
+        rank's part of a checkpoint, as far as it is known before a generation.
 
-        Raises :class:`checkpoint.CheckpointError` where there are checkpoints and none can be used.
+        Raises :class:`checkpoint.CheckpointError` if there are checkpoints and none can be used.
         """
         saved = checkpoints.load(self._state) if checkpoints is not None else None
         return start if saved is None else saved
 
     def reachable_states(self, own: int, writer: Writer) -> list[tuple[int, str]]:
-        """(iteration, mark) of the states with which this rank, at rest, could go on, the newest first. own: the
-        iteration that comes next for the state of the job that it has, if it has one."""
+        """List (iteration, mark) of the states with which this rank, at rest, could go on, the newest first. own: the
+        next iteration of the job's state that it has, if it has one."""
         return []
 
     def shards_to_give(self) -> list[tuple[int, int, int, list[int]]]:
-        """The shards that this rank, at rest, could give: (base, version, count of shards, which of them)."""
+        """List the shards that this rank, at rest, could give: (base, version, count of shards, their numbers)."""
         return []
 
     # ------------------------------------------------------------ into a generation
     def note_has_state(self) -> None:
-        """This rank has the state of the job."""
+        """Note that this rank has the state of the job."""
 
     def restore(self, plan: Plan, own: int) -> int | None:
-        """The groups of `plan` are there. Where it has this rank begin with something, from its node's memory or from
-        files, the state is that now: returns the iteration. None where the rank has what it needs, or gets it. own: as
-        for :meth:`reachable_states`."""
+        """Restore the state with which `plan` lets this rank begin, from its node's memory or from files, and return
+        the iteration; None if the rank has its state, or gets it from others. The plan's groups must exist. own: as for
+        :meth:`reachable_states`."""
         return None
 
     def enter_generation(self, plan: Plan, iteration: int) -> None:
-        """Collective over the members of `plan`: take this rank's place among them. iteration: the one it is at."""
+        """Collective over the members of `plan`: take this rank's place among them. iteration: the present one."""
 
     def complete(self, plan: Plan, iteration: int) -> int:
-        """Collective over the members of `plan`, once they have what one rank gives the others: take up what is
-        sharded. Returns the iteration that this rank is at."""
+        """Collective over the members of `plan`, after one rank gave its state to the others: complete the sharded
+        part, and return this rank's iteration."""
         return iteration
 
     def goes_on(self, iteration: int) -> None:
-        """The generation begins with the state with which `iteration` comes next."""
+        """Note that the generation begins with the state after which `iteration` comes next."""
 
     # ------------------------------------------------------------ in an iteration
     def wait_copied(self) -> None:
-        """Until the state may change."""
+        """Wait until the state can change."""
 
     def wait_whole(self) -> None:
-        """Wait until what this rank keeps is whole. All do so before one of them writes over what is older."""
+        """Wait until this rank's copy is whole. All ranks do so before one of them overwrites an older copy."""
 
     def keep_step(self, version: int) -> None:
-        """After a step, collective: keep what is sharded, and copies of it in other ranks."""
+        """Collective, after a step: keep the sharded part, and copies of it in other ranks."""
 
     def keep_boundary(self, iteration: int, members: Sequence[int], generation: int, writer: Writer) -> None:
-        """At an iteration boundary: keep what is whole, if this rank is the one that does so for its place in the
-        node."""
+        """Keep the whole part at an iteration boundary, if this rank does so for its place in the node."""
 
     def close(self) -> None:
-        """The training is over."""
+        """Release everything, because the training is over."""
 
     # ------------------------------------------------------------ checkpoints' files
     def set_aside(self, iteration: int, members: Sequence[int], generation: int, writer: Writer) -> bool:
-        """A checkpoint of `iteration` is due: whether the agent makes a file of this rank's part. Else the rank has to
-        write it."""
+        """Set this rank's part of the checkpoint of `iteration` aside for the agent, and return True; False if the rank
+        must write it itself."""
         return False
 
     def file_writer(self, writer: Writer) -> Writer:
-        """Returns whose part this rank's own file is."""
+        """Return the part of the checkpoint in this rank's own file."""
         return writer
 
     @property
     def is_filing(self) -> bool:
-        """Whether the agent is still making a file of what this rank has set aside."""
+        """Whether the agent has yet to make the file of an image set aside."""
         return self._filing is not None and self._filing.is_open
 
     @property
     def asked(self) -> bool:
-        """Whether somebody wants a checkpoint, or what was to become the last one's file could not be set aside."""
+        """Whether a checkpoint was requested, or the image for the last one could not be set aside."""
         return self._asked or (self._filing is not None and self._filing.error is not None)
 
     @property
     def requested(self) -> bool:
-        """Whether somebody wants a checkpoint."""
+        """Whether a checkpoint was requested."""
         return self._asked
 
     def forget_asked(self) -> None:
-        """A checkpoint is written now."""
+        """Forget the request, because a checkpoint is written now."""
         self._asked = False
         if self._filing is not None and self._filing.error is not None:
             self._filing.forget()
 
     def note_destination(self) -> bool:
-        """Tell the agent, beside the images, where checkpoints go; False where there are none, or it cannot be told."""
+        """Leave the folder of checkpoints in a note for the agent; False if there is none, or that fails."""
         folder, checkpoints = self._folder, self._checkpoints
         if folder is None or checkpoints is None or checkpoints.destination is None:
             return False
-        with contextlib.suppress(OSError):  # the first copy says that the folder cannot be written to
+        with contextlib.suppress(OSError):  # the first copy will report that the folder cannot be written to
             note_destination(folder, Destination(checkpoints.destination, checkpoints.keep))
             return True
         return False
 
-    # ------------------------------------------------------------ words
+    # ------------------------------------------------------------ messages and texts
     def on_message(self, message: MemoryMessage) -> None:
-        """The agent's word of the node's memory, in the channel's thread."""
+        """Take an agent's message about the node's memory, in the channel's thread."""
         match message:
             case Save():
                 self._asked = True
@@ -146,10 +142,10 @@ class LocalState:
                 self._checkpoints.newest = max(self._checkpoints.newest, message.iteration)
 
     def memory_text(self, parameters: int) -> str:
-        """For people: what this takes of the rank's memory, in bytes for each of its `parameters`."""
+        """Describe this state's memory for people, in bytes for each of the rank's `parameters`."""
         return ""
 
     @property
     def trouble(self) -> str:
-        """Why the state is not kept in memory; empty where it is, or is not to be."""
+        """Why the state is not kept in memory; "" if it is, or should not be."""
         return ""

@@ -1,9 +1,9 @@
-"""State migration: a newcomer gets the training state from a data-parallel replica's memory, the nearest place
+"""State migration: a newcomer gets the training state from the memory of a data-parallel replica, the nearest place
 (docs/design/micro-batch-reuse.md).
 
-One rank sends, the newcomers receive, and all members compare their checksums with the sender's. What arrived corrupted
-is never trained with: it is sent again, by another member where there is one. A member that had silently diverged from
-most others ends; the others go on. The header is MessagePack; nothing is ever unpickled.
+One rank sends, the newcomers receive, and all members compare their checksums with the sender's. A corrupted state is
+sent again before anything is trained with it, by another member if there is one. A member that has silently diverged
+from most others ends, and the others go on. The header is MessagePack; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from unicron_detector.chaos.inject import injector
 from unicron_detector.processes.rank_messages import Fault
 from unicron_transition.iteration.accumulation import scalers
 from unicron_transition.snapshot.model_facts import model_facts
+from unicron_transition.snapshot.reading import Settings
 from unicron_transition.snapshot.tensor_transfer import (
     as_tensor,
     broadcast,
@@ -32,10 +33,9 @@ from unicron_transition.snapshot.tensor_transfer import (
     raw_bytes,
 )
 
-TRIES = 4  # transfers, by different members as long as there are any, before a newcomer gives up
-Settings = dict[str, Any]  # plain values by name: of a group of parameters, a schedule or a gradient scaler
-HOW = {"foreach", "fused", "capturable", "differentiable"}  # settings of how a step is computed here
-TOGETHER = 1 << 22  # bytes of small tensors that are sent as one: each broadcast is a wait for all members
+TRIES = 4  # transfers, by different members if possible, before a newcomer gives up
+HOW = {"foreach", "fused", "capturable", "differentiable"}  # settings of how a step is computed, which are not adopted
+TOGETHER = 1 << 22  # bytes of small tensors that are sent as one, since each broadcast waits for all members
 
 
 class StateMismatch(RuntimeError):
@@ -43,13 +43,13 @@ class StateMismatch(RuntimeError):
 
 
 class CorruptTransfer(RuntimeError):
-    """The training state did not reach this newcomer sound."""
+    """The training state reached this newcomer damaged."""
 
 
 class TrainingState:
-    """The state that one rank must hold to go on: parameters, optimizer state, learning-rate schedule, loss scale, the
-    seed of the random numbers, iteration. The state of a distributed optimizer is another one in each rank, and no part
-    of it (:mod:`unicron_transition.sharded.sharded_state`)."""
+    """The state that one rank needs to go on: parameters, optimizer state, learning-rate schedule, loss scale, the seed
+    of the random numbers, iteration. A distributed optimizer's state differs between ranks, and is not part of it
+    (:mod:`unicron_transition.sharded.sharded_state`)."""
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, seed: int = 0):
         self.model, self.optimizer, self.scheduler, self.seed = list(model), optimizer, scheduler, seed
@@ -60,7 +60,7 @@ class TrainingState:
 
     @functools.cached_property
     def facts(self) -> Settings:
-        """The facts that an exporter needs to know of the model."""
+        """The facts about the model that an export needs."""
         return model_facts(self.model)
 
     def _inner_optimizers(self) -> list[Any]:
@@ -76,22 +76,23 @@ class TrainingState:
         return plain(group for _, group in self._groups())
 
     def schedule(self) -> Settings | None:
-        """The state of the learning-rate schedule."""
+        """Return the state of the learning-rate schedule."""
         return self.scheduler.state_dict() if self.scheduler is not None else None
 
     def adopt_schedule(self, saved: Settings | None) -> None:
-        """Take up such a state."""
+        """Load such a state."""
         if self.scheduler is not None:
             if hasattr(self.scheduler, "num_steps"):
                 self.scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
             self.scheduler.load_state_dict(saved)
 
     def scales(self) -> list[Settings]:
-        """For fp16, each gradient scaler's scale, and how many steps went well or were skipped since it changed."""
+        """Return each fp16 gradient scaler's state: the scale, and the count of good or skipped steps since it
+        changed."""
         return [as_plain(scaler.state_dict()) for scaler in scalers(self.optimizer)]
 
     def adopt_scales(self, saved: Sequence[Settings]) -> None:
-        """Take up such a state. Raises StateMismatch for one of other scalers."""
+        """Load such a state. Raises StateMismatch if it is of other scalers."""
         mine = scalers(self.optimizer)
         if [set(scaler.state_dict()) for scaler in mine] != [set(each) for each in saved]:
             raise StateMismatch(
@@ -102,24 +103,24 @@ class TrainingState:
             scaler.load_state_dict({key: as_before(before[key], value) for key, value in values.items()})
 
     def adopt_progress(self, groups: Sequence[Settings], schedule: Settings | None, scales: Sequence[Settings]) -> None:
-        """Take up what a file has of the groups' settings (with Megatron's schedule, which sets the others by itself,
-        their step counts only), of the schedule and of the gradient scalers."""
+        """Load the settings of groups, the schedule and the gradient scalers from a file. With Megatron's schedule,
+        which sets the others, only the step counts of groups are loaded."""
         own = hasattr(self.scheduler, "num_steps")
         for number, group in enumerate(self.optimizer.param_groups):
             saved = groups[min(number, len(groups) - 1)] if groups else {}
             taken = (saved.keys() & group.keys()) - HOW if not own else saved.keys() & group.keys() & {"step"}
             group.update({key: as_before(group[key], saved[key]) for key in taken})
         if self.scheduler is not None and schedule is not None:
-            if own:  # Megatron's: how far it is; the rest is what the script says today
+            if own:  # of Megatron's schedule only the progress is taken: the script sets the rest
                 self.scheduler.num_steps = 0
                 self.scheduler.step(increment=int(schedule["num_steps"]))
             else:
                 self.scheduler.load_state_dict(schedule)
-        with contextlib.suppress(StateMismatch):  # written in another precision: this one's scale begins anew
+        with contextlib.suppress(StateMismatch):  # written in another precision: the scale starts afresh
             self.adopt_scales(scales)
 
     def header(self, iteration: int) -> bytes:
-        """Everything that is not a big tensor, and the layout of the tensors that follow."""
+        """Pack everything that is not a large tensor, and the layout of the tensors that follow."""
         layout = [
             [] if self.sharded else [self._layout(inner.state.get(parameter, {})) for parameter in group["params"]]
             for inner, group in self._groups()
@@ -138,21 +139,21 @@ class TrainingState:
         return packed
 
     def settings(self) -> torch.Tensor:
-        """Checksum of what is no tensor and must be the same everywhere: learning rates, schedule, loss scale. Shape
-        (2,)."""
+        """Return a checksum of the values that must be the same in all ranks: learning rates, schedule, loss scale.
+        Shape (2,)."""
         groups = [sorted(group.items()) for group in self._plain_groups()]
         return checksum(as_tensor(msgpack.packb([groups, self.schedule(), self.scales()])))
 
     @staticmethod
     def _layout(state: Settings) -> Settings:
-        """Key -> [dtype, shape, device type] for tensors, or the plain value."""
+        """Return [dtype, shape, device type] for each tensor, and plain values as they are, by key."""
         return {
             key: [str(value.dtype), list(value.shape), value.device.type] if isinstance(value, torch.Tensor) else value
             for key, value in sorted(state.items())
         }
 
     def adopt(self, header: bytes) -> int:
-        """Apply a peer's header and make room for its tensors; returns the iteration to go on with. Raises
+        """Apply a peer's header, make room for its tensors and return the iteration to go on with. Raises
         StateMismatch."""
         data = msgpack.unpackb(header, strict_map_key=False)
         mine = list(self._groups())
@@ -171,17 +172,17 @@ class TrainingState:
         return int(data["iteration"])
 
     def trained_tensors(self) -> Iterator[torch.Tensor]:
-        """The model's parameters that the optimizer changes."""
+        """Yield the model's parameters that the optimizer changes."""
         for chunk in self.model:
             yield from (each for each in chunk.module.parameters() if each.requires_grad and each.numel())
 
     def model_tensors(self) -> Iterator[torch.Tensor]:
-        """Parameters and buffers."""
+        """Yield the model's parameters and buffers."""
         for chunk in self.model:
             yield from (*chunk.module.parameters(), *chunk.module.buffers())
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors of the state in a fixed order: model, main parameters where they differ, optimizer state."""
+        """Yield all tensors of the state in a fixed order: model, main parameters if they differ, optimizer state."""
         seen = set()
         for tensor in self.model_tensors():
             seen.add(tensor.data_ptr())
@@ -195,12 +196,12 @@ class TrainingState:
 
 
 def plain(groups: Iterable[Settings]) -> list[Settings]:
-    """An optimizer's parameter groups without the parameters."""
+    """Return an optimizer's parameter groups without the parameters."""
     return [as_plain({key: value for key, value in group.items() if key != "params"}) for group in groups]
 
 
 def as_plain(value: Any) -> Any:
-    """A setting without tensors, for MessagePack."""
+    """Return a setting without tensors, for MessagePack."""
     if isinstance(value, dict):
         return {key: as_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -209,7 +210,7 @@ def as_plain(value: Any) -> Any:
 
 
 def as_before(before: Any, value: Any) -> Any:
-    """A value of a header as it is held here: MessagePack knows neither tuples nor tensors, nor counters."""
+    """Return a header's value in the type of the value before: MessagePack has no tuples, tensors or counters."""
     if isinstance(before, torch.Tensor):
         return torch.tensor(value, dtype=before.dtype, device=before.device)
     if isinstance(before, list) and len(before) == len(value):
@@ -222,7 +223,7 @@ def as_before(before: Any, value: Any) -> Any:
 
 
 def can_be_told(value: Any) -> bool:
-    """Whether the value could stand in a header."""
+    """Whether the value could be in a header."""
     try:
         msgpack.packb(value)
     except (TypeError, ValueError, OverflowError):
@@ -255,17 +256,17 @@ def transfer(
     """Collective over `group` (the world): its rank `source` sends, newcomers receive; returns the iteration to go on
     with.
 
-    holders: the ranks that hold the state already. note(sender, parts, following): called in a newcomer that was
-    sent so many wrong parts, before another member sends. moved(size): called after so many more bytes. lost(): the
-    generation is over. made(tensor): newcomers should have it by now, so that it is compared, and sent only if it
-    differs. Raises :class:`StateMismatch` in a member that differs from most, :class:`CorruptTransfer`
-    in a newcomer that could not be given the state, RuntimeError when a peer is lost meanwhile.
+    holders: the ranks that have the state already. note(sender, parts, following): called in a newcomer that got so
+    many wrong parts, before another member sends. moved(size): called after so many more bytes. lost(): whether the
+    generation is over. made(tensor): whether newcomers should have the tensor by now, so that it is only compared, and
+    sent if it differs. Raises :class:`StateMismatch` in a member that differs from most, :class:`CorruptTransfer` in a
+    newcomer that could not get the state, RuntimeError if a peer is lost meanwhile.
     """
     me, order = dist.get_rank(group), [source, *(rank for rank in holders if rank != source)]
     for attempt in range(TRIES):
         sender = order[attempt % len(order)]
         receiving = me not in order
-        there = made if attempt == 0 else _nothing
+        there = made if attempt == 0 else lambda tensor: False
         found, wrong = _send_once(state, iteration, sender, receiving and newcomer, device, group, moved, there)
         differing = gather(wrong, device, group)
         if lost():  # an aborted NCCL collective leaves garbage and raises nothing
@@ -287,18 +288,15 @@ def transfer(
 
 
 def _compare(differing: Sequence[int], order: Sequence[int]) -> tuple[bool, bool]:
-    """(whether most members hold what was sent, whether the transfer is over). differing: in how many parts each rank
-    differs; order: the ranks of the members. Members who differ end by themselves, which breaks the generation."""
+    """Return whether most members have the same as the sender, and whether the transfer is over. differing: in how many
+    parts each rank differs; order: the ranks of the members. Members that differ end, which breaks the generation."""
     trusted = 2 * sum(not differing[rank] for rank in order) > len(order)
     return trusted, trusted and all(rank in order for rank, count in enumerate(differing) if count)
 
 
-def _nothing(tensor: torch.Tensor) -> bool:
-    return False
-
-
 def corrupt_transfer(members: Sequence[int], sender: int, parts: int, following: int) -> Fault:
-    """The fault that :func:`transfer` notes, for the rank's status; `members` are the slots of its ranks."""
+    """Return the fault for a call of :func:`transfer`'s `note`, for the rank's status. members: the slots of its
+    ranks."""
     text = f"training state (checkpoint of slot {members[sender]}) corrupt: checksum mismatch in {parts} parts"
     text += f"; taken again from slot {members[following]}"
     return Fault(CorruptTransfer.__name__, text, time.time())
@@ -314,11 +312,11 @@ def _send_once(
     moved: Callable[[int], None],
     made: Callable[[torch.Tensor], bool],
 ) -> tuple[int, int]:
-    """One transfer; returns the sender's iteration, and in how many parts this rank differs from what was sent."""
+    """Transfer once; returns the sender's iteration, and in how many parts this rank differs from the sender."""
     am_source = dist.get_rank(group) == source
     spoil = am_source and injector.spoils_transfer()
     header, sound = broadcast_bytes(state.header(iteration) if am_source else None, source, device, group)
-    if any(gather(int(receiving and not sound), device, group)):  # nobody knows the tensors that would follow
+    if any(gather(int(receiving and not sound), device, group)):  # the tensors that would follow are unknown there
         return iteration, int(receiving and not sound)
     if receiving:
         iteration = state.adopt(header)
@@ -337,7 +335,7 @@ def _send_once(
 
 
 def _parts(tensors: Iterable[torch.Tensor], made: Callable[[torch.Tensor], bool]) -> Iterator[list[torch.Tensor]]:
-    """The tensors in their order, small ones together; the same in all members."""
+    """Group the tensors in order, small ones together; the same in all members."""
     part, size = list[torch.Tensor](), 0
     for tensor in tensors:
         if part and (size + tensor.nbytes > TOGETHER or made(tensor) != made(part[0])):

@@ -1,4 +1,4 @@
-"""Facts of a model that an export of its checkpoint needs, and no tensor shows."""
+"""Facts about a model that an export of its checkpoint needs and no tensor shows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# What Megatron-LM's `--load` compares of its arguments, and what `--use-checkpoint-args` takes. These are in Megatron's
-# configuration under the same names.
+from unicron_transition.snapshot.reading import Settings
+
+# The arguments that Megatron-LM's `--load` compares and `--use-checkpoint-args` takes. Megatron's configuration has
+# these under the same names.
 OF_CONFIG = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("normalization", "layernorm_epsilon"),
@@ -18,7 +20,7 @@ OF_CONFIG = (
     *("moe_router_topk_scaling_factor", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
     "is_hybrid_model",
 )
-# Its name -> the name in the configuration, and of an attribute of the model.
+# Argument -> the name in the configuration, or of an attribute of the model.
 OTHER_NAMES = {"num_experts": "num_moe_experts", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 OF_MODEL = {
     "max_position_embeddings": "max_sequence_length",
@@ -35,9 +37,9 @@ OTHERS = (
     "heterogeneous_layers_config_encoded_json",
 )
 
-# How attention's heads are cut, in no shape of a weight: of a fact, Megatron-LM's argument.
+# The cut of attention's heads, which no shape of a weight shows: fact -> Megatron-LM's argument.
 HEADS = {"heads": "num_attention_heads", "groups": "num_query_groups", "channels": "kv_channels"}
-# What changes the arithmetic, and no weight shows.
+# Arguments that change the arithmetic without changing any weight.
 UNPROVEN = (
     *("swiglu", "squared_relu", "activation", "layernorm_epsilon", "apply_layernorm_1p"),
     *("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved"),
@@ -45,15 +47,15 @@ UNPROVEN = (
 UNPROVEN_OF_EXPERTS = (
     *("moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor"),
 )
-ALMOST = 1e-5  # relative: a number that was once one of 32 bits
-# Activations, by their names in torch, Megatron and Hugging Face's config.json. The ways to compute gelu count as one.
+ALMOST = 1e-5  # relative difference of a number that was once rounded to 32 bits
+# Activations, by their names in torch, Megatron and Hugging Face's config.json. All approximations of gelu are equal.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "squared_relu", "squared_relu": "squared_relu"}
 ACTIVATIONS |= dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "fast_gelu"), "gelu")
 
 
 def other_heads(there: Mapping[str, Any], mine: Mapping[str, Any], here: str = "here") -> str:
-    """Say how the heads of the other model are cut otherwise than this one's; "" where they are not, or nobody knows.
-    here: where this one is, in words."""
+    """Describe how the other model's heads are cut differently; "" if they are not, or it is unknown. here: the place
+    of this model, in words."""
     for fact, argument in HEADS.items():
         if there.get(fact) and mine.get(fact) and there[fact] != mine[fact]:
             return f"its {argument} is {there[fact]}, and {here} it is {mine[fact]}"
@@ -61,8 +63,8 @@ def other_heads(there: Mapping[str, Any], mine: Mapping[str, Any], here: str = "
 
 
 def other_arithmetic(there: Mapping[str, Any], mine: Mapping[str, Any], here: str = "here") -> list[str]:
-    """List where the other model computes otherwise than this one, and no weight shows it: a few words each. there,
-    mine: Megatron-LM's arguments. here: where this one is, in words."""
+    """List differences between the arithmetic of two models that no weight shows. there, mine: Megatron-LM's arguments.
+    here: the place of this model, in words."""
     names = [*UNPROVEN, *(UNPROVEN_OF_EXPERTS if mine.get("num_experts") else ())]
     if there.get("activation") and mine.get("activation"):
         names = [name for name in names if name not in ("swiglu", "squared_relu")]
@@ -81,10 +83,9 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def model_facts(model: Sequence[Any]) -> dict[str, Any]:
-    """Return what an exporter needs to know of a model: the type of its parameters, where they have one, and of a
-    Megatron model how its attention's heads are cut, whether its layers are gated, and Megatron-LM's arguments for
-    it."""
+def model_facts(model: Sequence[Any]) -> Settings:
+    """Return the facts about a model: the type of its parameters, if they have one, and for a Megatron model how its
+    attention's heads are cut, whether its layers are gated, and Megatron-LM's arguments for it."""
     kinds: set[str] = set()
     config, found_in = None, None
     for chunk in model:
@@ -92,7 +93,7 @@ def model_facts(model: Sequence[Any]) -> dict[str, Any]:
         kinds |= {str(each.dtype).removeprefix("torch.") for each in module.parameters()}
         if hasattr(module, "sharded_state_dict"):
             config, found_in = getattr(module, "config", None), module
-    found: dict[str, Any] = {"dtype": kinds.pop() if len(kinds) == 1 else ""}
+    found: Settings = {"dtype": kinds.pop() if len(kinds) == 1 else ""}
     if config is not None and getattr(config, "num_attention_heads", None):
         heads = int(config.num_attention_heads)
         found |= {
@@ -105,8 +106,8 @@ def model_facts(model: Sequence[Any]) -> dict[str, Any]:
     return found
 
 
-def _arguments(config: Any, model: Any) -> dict[str, Any]:
-    """Megatron-LM's arguments that would build the model. A session's script need not be Megatron-LM's."""
+def _arguments(config: Any, model: Any) -> Settings:
+    """Return the arguments with which Megatron-LM would build the model, whose script need not be Megatron-LM's."""
     found = {name: getattr(config, name, None) for name in OF_CONFIG}
     found |= {name: getattr(config, its, None) for name, its in OTHER_NAMES.items()}
     found |= {name: getattr(model, its, None) for name, its in OF_MODEL.items()}
@@ -121,8 +122,8 @@ def _arguments(config: Any, model: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if _plain(value)}
 
 
-def of_megatron_lm(args: Any) -> dict[str, Any]:
-    """Return what Megatron-LM's own arguments say of the model."""
+def of_megatron_lm(args: Any) -> Settings:
+    """Return the arguments of Megatron-LM that describe the model."""
     names = (*OF_CONFIG, *OTHER_NAMES, *OF_MODEL, *OTHERS)
     return {name: value for name in names if _plain(value := getattr(args, name, None))}
 

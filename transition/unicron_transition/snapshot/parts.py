@@ -1,10 +1,8 @@
-"""The parts of the whole model and of its optimizer's state that a rank holds: by the name of each whole tensor, and
-where in it.
+"""The parts of the whole model and its optimizer's state that a rank holds, by each tensor's name and the place in it.
 
-Megatron's `sharded_state_dict` says both for each parameter (tensor ranks have a slice, pipeline stages have some of
-the layers, which are stacked under one name); the distributed optimizer gives each data-parallel rank a range of it. So
-ranks of any other layout find what they need in the parts that these have written
-(`unicron_transition/snapshot/checkpoint.py`).
+Megatron's `sharded_state_dict` has both for each parameter: tensor ranks hold a slice, pipeline stages hold some of the
+layers, which are stacked under one name. The distributed optimizer gives each data-parallel rank a range of it. So
+ranks of any other layout find what they need in these parts (`unicron_transition/snapshot/checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +17,13 @@ import torch
 
 from unicron_transition.seams import elastic_buckets
 from unicron_transition.snapshot.formats.index import box_of, overlap, tiles
+from unicron_transition.snapshot.reading import Settings
 
 PARAMETER = "parameter"
 
 
 class Box(NamedTuple):
-    """A block of a whole tensor: its name and shape, the block's offset and extent in it."""
+    """A block of a whole tensor: the tensor's name and shape, the block's offset and extent."""
 
     name: str
     whole: tuple[int, ...]
@@ -43,33 +42,33 @@ class Box(NamedTuple):
 
 @dataclass
 class Part:
-    """Elements [begin, end) of a box, in row-major order: the parameter's, and those of its optimizer state by key.
-
-    parameter: the model's own tensor, in which they begin at element `first`. tensors: key -> flat tensor of that many
-    elements; others: key -> whatever else the optimizer keeps for the parameter, a step count for example. duplicate:
-    another rank of the same replica holds the same, as the first stage does of a tied embedding. stepped: the optimizer
-    changes it.
-    """
+    """Elements [begin, end) of a box, in row-major order."""
 
     box: Box
     begin: int
     end: int
     parameter: Any
+    """The model's own tensor"""
     first: int
+    """The first of these elements in it"""
     tensors: dict[str, torch.Tensor]
-    others: dict[str, Any] = field(default_factory=dict)
+    """The parameter and the optimizer's tensors, flat, by key"""
+    others: Settings = field(default_factory=dict)
+    """Other values that the optimizer keeps for the parameter, such as a step count, by key"""
     duplicate: bool = False
+    """Another rank of the replica holds the same, such as a tied embedding"""
     stepped: bool = True
+    """The optimizer changes it"""
 
 
 class Missing(ValueError):
-    """Some elements are in none of the given parts."""
+    """Some elements are in none of the parts."""
 
 
 # ------------------------------------------------------------ what there is in this rank
 @dataclass
 class _OptimizerPart:
-    """One parameter as the optimizer of this rank has it: elements [begin, end) of it."""
+    """The elements [begin, end) of a parameter that the optimizer of this rank has."""
 
     main: torch.Tensor
     begin: int
@@ -78,10 +77,9 @@ class _OptimizerPart:
 
 
 def parts(model: Sequence[Any], optimizer: Any) -> Iterator[Part]:
-    """The parts that this rank holds, in a fixed order. Their tensors are views where they can be.
+    """Yield the parts that this rank holds, in a fixed order. Their tensors are views if possible.
 
-    What the optimizer has as a main parameter is given by that alone, the others are whole. Raises Missing for a
-    parameter whose place in the model is not known.
+    A main parameter replaces the model's own. Raises Missing for a parameter whose place in the model is unknown.
     """
     held = _optimizer_parts(optimizer)
     for parameter, boxes, duplicate in places(model):
@@ -118,7 +116,7 @@ def is_sharded(optimizer: Any) -> bool:
 
 
 def _optimizer_parts(optimizer: Any) -> dict[int, _OptimizerPart]:
-    """id of the model's parameter -> what the optimizer has of it."""
+    """Return the optimizer's part of each parameter, by the id of the model's."""
     found: dict[int, _OptimizerPart] = {}
     for each in _optimizers(optimizer):
         inner = getattr(each, "optimizer", each)
@@ -128,7 +126,7 @@ def _optimizer_parts(optimizer: Any) -> dict[int, _OptimizerPart]:
 
 
 def _mains(optimizer: Any, inner: Any) -> Iterator[tuple[Any, torch.Tensor, int, int]]:
-    """(the model's parameter, the tensor that the optimizer steps, its range in the parameter)."""
+    """Yield each of the model's parameters, the tensor that the optimizer steps for it, and its range in it."""
     if hasattr(optimizer, "model_param_gbuf_map"):
         for models, mains in (
             (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
@@ -152,7 +150,7 @@ def _pairs(one: Iterable[Sequence[Any]], other: Iterable[Sequence[Any]]) -> Iter
 
 
 def places(model: Sequence[Any]) -> Iterator[tuple[torch.Tensor, list[Box], bool]]:
-    """(parameter or persistent buffer, its boxes one after another, whether another rank of the replica has it too)."""
+    """Yield each parameter or persistent buffer, its boxes in order, and whether another rank of the replica has it."""
     for number, chunk in enumerate(model):
         module = getattr(chunk, "module", chunk)
         if hasattr(module, "sharded_state_dict"):
@@ -167,7 +165,7 @@ def places(model: Sequence[Any]) -> Iterator[tuple[torch.Tensor, list[Box], bool
 
 
 def plain_names(model: Sequence[Any]) -> dict[str, str]:
-    """Every name of a plain module's tensors -> the name of the tensor's box; empty for Megatron's."""
+    """Map every name of a plain module's tensors to the name of the tensor's box; empty for a Megatron module."""
     found = {}
     for number, chunk in enumerate(model):
         module = getattr(chunk, "module", chunk)
@@ -204,14 +202,14 @@ def _box(sharded: Any) -> Box:
 
 
 def _is_duplicate(replica_id: Any) -> bool:
-    """Whether another rank of the replica has the same: the last of Megatron's (pipeline, tensor, data) ids is that of
-    the data-parallel replica."""
+    """Whether another rank of the replica has the same. Of Megatron's (pipeline, tensor, data) ids, the last is the
+    data-parallel replica's."""
     return any(replica_id[:-1]) if isinstance(replica_id, tuple | list) else bool(replica_id)
 
 
 # ------------------------------------------------------------ putting parts together
 class Source(NamedTuple):
-    """A part that somewhere can be read: its box and range, and what `read(key)` gives, flat."""
+    """A part that can be read: its box and range in it, and the function that reads a key, flat."""
 
     box: Box
     begin: int
@@ -220,12 +218,12 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, box: Box, begin: int, end: int, flat: torch.Tensor) -> Source:
-        """One that is in memory, of a single kind."""
+        """Make a source of a tensor in memory, of a single kind."""
         return cls(box, begin, end, lambda key: flat)
 
 
 class SavedState(NamedTuple):
-    """The keys of a block's optimizer state, and what else is in that."""
+    """The optimizer's state of a block: the keys of its tensors, and other values by key."""
 
     box: Box
     keys: Sequence[str]
@@ -233,10 +231,8 @@ class SavedState(NamedTuple):
 
 
 def assemble(box: Box, key: str, sources: Sequence[Source]) -> torch.Tensor:
-    """The block `box` of one kind (`key`), put together from parts of any layout. Shape: the box's extent.
-
-    Raises :class:`Missing` where they do not cover it.
-    """
+    """Assemble the block `box` of one kind (`key`) from parts of any layout. Shape: the box's extent. Raises
+    :class:`Missing` unless they are a partition of it."""
     blocks: dict[Box, list[Source]] = {}
     for source in sources:
         if source.box.whole != box.whole:
@@ -262,7 +258,7 @@ def assemble(box: Box, key: str, sources: Sequence[Source]) -> torch.Tensor:
 
 
 def _join(box: Box, key: str, pieces: Sequence[Source]) -> torch.Tensor:
-    """All elements of `box`, flat, from ranges of it."""
+    """Assemble all elements of `box`, flat, from ranges of it."""
     ranges = sorted(pieces, key=lambda piece: (piece.begin, -piece.end))
     if ranges[0].begin == 0 and ranges[0].end == box.numel:
         return ranges[0].read(key)
@@ -282,14 +278,14 @@ class Blocks(Protocol):
     """The source from which a model's tensors are restored."""
 
     def read(self, box: Box, key: str) -> torch.Tensor:
-        """The block of one kind. Shape: the box's extent. Raises :class:`Missing`."""
+        """Read a block of one kind. Shape: the box's extent. Raises :class:`Missing`."""
 
     def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
-        """The keys of what torch's optimizer `owner` had for this very block, and what else is in that."""
+        """Return the keys of the tensors and the other values that torch's optimizer `owner` had for this block."""
 
 
 class AssembledBlocks:
-    """The blocks of parts that were written in any layout. sources, saved: by tensor name."""
+    """The blocks of parts of any layout. sources, saved: by tensor name."""
 
     def __init__(self, sources: Mapping[str, Sequence[Source]], saved: Mapping[str, Sequence[SavedState]]):
         self._sources, self._saved = sources, saved
@@ -300,14 +296,14 @@ class AssembledBlocks:
         return assemble(box, key, self._sources[box.name])
 
     def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
-        """This block's: layers that are blocks of one tensor need not all be trained."""
+        """Return the state of this very block: layers that are blocks of one tensor need not all be trained."""
         saved = self._saved.get(box.name, ())
         return next(((each.keys, each.others) for each in saved if overlap(box.place, each.box.place)), ((), {}))
 
 
 @torch.no_grad()
 def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
-    """Put what `blocks` have into this rank's model and optimizer. Raises :class:`Missing`; then part of the state may
+    """Restore this rank's model and optimizer from `blocks`. Raises :class:`Missing`, and then part of the state might
     be the old one."""
     held = _optimizer_parts(optimizer)
     for parameter, boxes, _ in places(model):
@@ -327,7 +323,7 @@ def _restore_state(
 ) -> None:
     cut = slice(own.begin, own.end)
     own.main.detach().view(-1).copy_(values[PARAMETER][cut])
-    state: dict[str, Any] = {
+    state: Settings = {
         key: values[key][cut].to(own.main.device, copy=True).view(own.main.shape) for key in sorted(keys)
     }
     for key, value in others.items():
@@ -337,6 +333,6 @@ def _restore_state(
 
 
 def _device(own: _OptimizerPart, key: str) -> torch.device | str:
-    """Return where torch has what an optimizer keeps for a parameter: step counts on the CPU, mostly."""
+    """Return the device on which torch keeps a value for a parameter: mostly the CPU for step counts."""
     on_device = any(group.get("fused") or group.get("capturable") for group in own.owner.param_groups)
     return "cpu" if key == "step" and not on_device else own.main.device

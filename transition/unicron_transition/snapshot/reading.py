@@ -1,7 +1,7 @@
-"""Reads files of a checkpoint. They may be on a file system that fails, and may come from anybody.
+"""Reads files of a checkpoint, which can be on a failing file system and come from anybody.
 
-Nothing of them is mapped: a file that is cut, or whose server answers EIO or ESTALE, is an OSError or a short read here
-and would be SIGBUS there, which ends a process without a word.
+They are not mapped: a truncated file, or one whose server answers EIO or ESTALE, causes an OSError or a short read this
+way. With a mapping it would cause SIGBUS, which kills a process without a message.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from typing import Any, BinaryIO
 
 import msgpack
 
+Settings = dict[str, Any]  # plain values by name: of an optimizer's group, a schedule, a scaler, a program's arguments
 PIECE = 1 << 22  # bytes
 LEAST_LISTS = 1000
-# A file may be as large as this, and as so many times what is written in it: one that is nothing but a hole can have
-# any length. Zeros may be holes, too.
+# A file can have ROOM bytes plus DENSE times the bytes that are written in it. A sparse file could have any length, but
+# zeros in an honest file can be holes too.
 ROOM, DENSE = 1 << 24, 16
-# Of a checkpoint: tensors, files, and bytes of JSON. The largest models have about 210,000 tensors and 200 files
+# Limits of tensors, files, and bytes of JSON. The largest models have about 210,000 tensors and 200 files
 # (docs/behaviour/checkpoint-files.md).
 MOST_NAMES, MOST_FILES, MOST_TEXT = 300_000, 10_000, 1 << 26
-# What stands where a file should be, by how it begins (docs/behaviour/checkpoint-layouts.md), and how many bytes tell.
+# Stand-ins for a file that was not fetched, by their first bytes (docs/behaviour/checkpoint-layouts.md).
 STAND_INS = (
     (
         rb"version https?://(git-lfs|hawser|git-media)\.",
@@ -40,17 +41,17 @@ STAND_INS = (
         "this is a page of a web server (HTML): fetch the file again, with the login or token that its server asks for",
     ),
 )
-FRONT = 256
-MOST_ENTRIES = 100_000  # names of a folder that are looked at
-# What a file system answers that has lost what it was given, or a part of it.
+FRONT = 256  # bytes that are compared with them
+MOST_ENTRIES = 100_000  # names of a folder that are read
+# Errors of a file system that has lost data.
 LOST_ERRORS = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EREMOTEIO)
 
 
 def open_plain(path: Path, holes: bool = False) -> BinaryIO:
-    """A plain file, opened without a buffer. holes: it may be one, for the most part.
+    """Open a plain file without a buffer. holes: it can be sparse.
 
-    Raises OSError, also for a pipe, a device or a folder, where nobody waits, for what stands in the place of a file,
-    and within :func:`files_of` for a file of somebody else.
+    Raises OSError, also for a pipe, a device or a folder, without waiting, for a stand-in, and within :func:`files_of`
+    for a file of another user.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -74,7 +75,7 @@ def open_plain(path: Path, holes: bool = False) -> BinaryIO:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in a folder, no more than are looked at; none of one that cannot be read."""
+    """Return the names in a folder, up to MOST_ENTRIES; none if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return sorted(each.name for each in itertools.islice(entries, MOST_ENTRIES))
@@ -83,13 +84,13 @@ def names_in(folder: Path) -> list[str]:
 
 
 def text_in(file: BinaryIO) -> str:
-    """That an open file begins as a text, such as a server's answer that it has no such file; "" where it does not."""
+    """Quote an open file that begins as a text, such as a server's error message; "" if it does not."""
     front = os.pread(file.fileno(), FRONT, 0).strip().decode("ascii", errors="replace").partition("\n")[0]
     return f" but a text: {front[:60]!r}" if front and front.isprintable() and front.isascii() else ""
 
 
 def _why_gone(path: Path) -> str:
-    """Why a file is not there whose name is: the name is a link; "" where it is none."""
+    """Explain a missing file whose name is a dangling link; "" if it is not."""
     try:
         target = os.readlink(path)
     except OSError:
@@ -98,13 +99,13 @@ def _why_gone(path: Path) -> str:
     return f"this is a link to {target[:200]}, which is not there{how}"
 
 
-_owners: set[int] = set()  # of the files that are read; empty for anybody
+_owners: set[int] = set()  # whose files can be read; empty for everybody's
 
 
 @contextlib.contextmanager
 def files_of(folder: Path) -> Iterator[None]:
-    """Makes root read nothing but files of the folder's owner meanwhile: a link that he puts there would give him what
-    he may not read. Raises OSError, also where a link of somebody else leads to the folder."""
+    """Let root read only files of the folder's owner meanwhile: otherwise a link there would show the owner a file that
+    only others can read. Raises OSError, also if a link of another user leads to the folder."""
     owner, place = folder.stat().st_uid if folder.exists() else 0, folder.absolute()
     if os.geteuid() == 0 and folder.exists():
         for each in (place, *place.parents):
@@ -118,8 +119,8 @@ def files_of(folder: Path) -> Iterator[None]:
 
 
 def _count_written(descriptor: int, found: os.stat_result) -> int:
-    """Bytes that are written in a file, or enough of them. The count of blocks is quick to ask for, and may be low: of
-    what is compressed, on tape, or not on disk yet."""
+    """Count the bytes of a file that are not holes, or enough of them. The number of blocks is fast to get, but can be
+    too low: for compressed files, files on tape, and data not on disk yet."""
     data, at, enough = 512 * found.st_blocks, 0, found.st_size // DENSE
     if data >= enough:
         return data
@@ -139,7 +140,7 @@ def count_written(path: Path) -> int:
 
 
 def behind_hole(descriptor: int, position: int) -> int:
-    """Return where something is written in a file from there on; its end where nothing is. Raises OSError."""
+    """Return the next written byte of a file from a position on, its end if there is none. Raises OSError."""
     try:
         return os.lseek(descriptor, position, os.SEEK_DATA)
     except OSError as error:
@@ -149,20 +150,20 @@ def behind_hole(descriptor: int, position: int) -> int:
 
 
 def allowance(file: BinaryIO) -> int:
-    """Return how many bytes of an open file may be read to learn what is in it."""
+    """Return how many bytes of an open file can be read to learn about its contents."""
     found = os.fstat(file.fileno())
     return ROOM + DENSE * _count_written(file.fileno(), found)
 
 
 def read_small(path: Path) -> bytes:
-    """The whole of a file that says what is in others. Raises OSError."""
+    """Read a whole file that describes others. Raises OSError."""
     with open_plain(path) as file:
         return b"".join(pieces(file, path, 0, os.fstat(file.fileno()).st_size))
 
 
 def parse_json(data: bytes, each: int = 1, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON. It is looked at first: a few bytes may describe what takes a hundred times as many. each: how
-    many values there are for one name; hook: as the module json has it.
+    """Parse JSON, after a check of its size: parsed, it can take a hundred times as much memory. each: the number of
+    values for one name; hook: the `object_pairs_hook` of the module json.
 
     Raises ValueError, also for more than a checkpoint has, and RecursionError.
     """
@@ -174,8 +175,8 @@ def parse_json(data: bytes, each: int = 1, hook: Callable[[list[tuple[str, Any]]
 
 
 def unpack(data: bytes) -> Any:
-    """Parse the MessagePack that describes an image. An empty list takes one byte there, and 64 in memory; what ranks
-    write has four bytes and more for each list. Raises ValueError, also for far more lists."""
+    """Parse the MessagePack that describes an image. An empty list takes one byte there, and 64 in memory, but ranks
+    write four bytes or more for each list. Raises ValueError, also for far more lists."""
     left = LEAST_LISTS + len(data) // 3
 
     def count(value: Any) -> Any:
@@ -189,7 +190,7 @@ def unpack(data: bytes) -> Any:
 
 
 def pieces(file: BinaryIO, path: Path, begin: int, size: int) -> Iterator[bytearray]:
-    """So many bytes from there on, piece by piece. Raises OSError where the file ends before."""
+    """Yield `size` bytes from `begin` on, in pieces. Raises OSError if the file ends before."""
     for at in range(begin, begin + size, PIECE):
         into = bytearray(min(PIECE, begin + size - at))
         read_into(file, path, at, memoryview(into))
@@ -197,7 +198,7 @@ def pieces(file: BinaryIO, path: Path, begin: int, size: int) -> Iterator[bytear
 
 
 def read_into(file: BinaryIO, path: Path, begin: int, into: memoryview) -> None:
-    """Fill `into` with the bytes from there on. Raises OSError where the file ends before."""
+    """Fill `into` with the bytes from `begin` on. Raises OSError if the file ends before."""
     while into:
         count = os.preadv(file.fileno(), [into[: 1 << 30]], begin)
         if not count:

@@ -1,9 +1,8 @@
-"""Takes room for a file in shared memory before anything is written into it. A lack of room is an error then, which
-costs the file alone.
+"""Allocates a file in shared memory before anything is written to it, so that a lack of room is an error.
 
-A full /dev/shm raises such an error by itself. The limit of the job's memory does not: shared memory counts for the
-job's cgroup, and at its limit the kernel ends a process instead, whose next one would take the same room. So that is
-looked at first. Only the standard library: agents and ranks take room alike."""
+A full /dev/shm raises an error by itself. The job's memory limit does not: shared memory counts for the job's cgroup,
+and at its limit the kernel kills a process, whose successor would take the same room again. So the limit is checked
+first. Only the standard library is needed here: agents and ranks use it alike."""
 
 from __future__ import annotations
 
@@ -16,42 +15,42 @@ from pathlib import Path
 
 from unicron_detector.health.memory_limit import memory_left
 
-BESIDE = 64 << 20  # bytes that must be left, too: what the kernel keeps of the pages, and each core ahead of its needs
-BESIDE_SHARE = 128  # ... and for so many bytes of the file one more
-MAKING_SECONDS = 60.0  # a file that is younger may still be getting what it lacks
-FREED_SECONDS = 5.0  # from its first want on, a process waits for room that somebody is freeing
+BESIDE = 64 << 20  # bytes that must be left for the kernel's page tables and each core's reserve
+BESIDE_SHARE = 128  # one more byte must be left for this many bytes of the file
+MAKING_SECONDS = 60.0  # a younger file can still be about to take its memory
+FREED_SECONDS = 5.0  # after its first request, a process waits this long for room that is being freed
 LOOK_SECONDS = 0.2
-AWAY = "away-"  # how names begin of what an earlier process has left unfinished, while the agent removes it
+AWAY = "away-"  # the start of the names of an earlier process's unfinished files, while the agent removes them
 
-_until = 0.0  # when this process waits no longer; 0 before it has wanted any
+_until = 0.0  # the time until which this process waits for room; 0 before its first request
 
 
 def allocate(path: Path, descriptor: int, size: int) -> None:
-    """Room for all `size` bytes of a new file; its name ends with ".new", as of all that are being made. Raises OSError
-    where there is none (ENOSPC: no room, or none that the limit of the job's memory leaves), OverflowError.
+    """Allocate all `size` bytes of a new file, whose name must end with ".new". Raises OSError (ENOSPC) if there is no
+    room, or the job's memory limit leaves none, OverflowError.
 
-    Where somebody is removing what an earlier job or process has left, it waits for that; but only when a process first
-    wants room, since a rank that stands still later may be taken for hanging. Who makes images all the time tries
-    again.
+    If leftovers of an earlier job or process are being removed, it waits for that, but only at a process's first
+    request: a rank that pauses later could be taken for hanging, and its next copy tries again anyway.
     """
     global _until
     _until = _until or time.monotonic() + FREED_SECONDS
-    os.ftruncate(descriptor, size)  # others that look see what it is going to take
+    os.ftruncate(descriptor, size)  # shows other processes how much it is going to take
     while True:
         if _in_memory(descriptor):
-            _look_at_limit(path)
+            _check_limit(path)
         try:
             os.posix_fallocate(descriptor, 0, size)
             return
         except OSError as error:
-            if error.errno != errno.ENOSPC or time.monotonic() >= _until or not _is_freed(path.parent):
+            if error.errno != errno.ENOSPC or time.monotonic() >= _until or not _is_being_freed(path.parent):
                 raise
         time.sleep(LOOK_SECONDS)
 
 
-def _look_at_limit(path: Path) -> None:
-    """A node's ranks make their images at the same time, so what each of them still lacks counts for all. That is
-    looked at first: what they get meanwhile counts twice, and not at all the other way round."""
+def _check_limit(path: Path) -> None:
+    """Raises OSError if the job's memory limit leaves too little. A node's ranks make their images at the same time, so
+    the memory that each still lacks counts for all. It is summed up before the limit is read: memory that they get in
+    between counts twice then, instead of not at all."""
     lacks = sum(map(_lacks, path.parent.glob("*.new")))
     limit = memory_left()
     if limit is None:
@@ -65,19 +64,18 @@ def _look_at_limit(path: Path) -> None:
 
 
 def _lacks(path: Path) -> int:
-    """Bytes of a file that is being made which have no memory yet. One that stays as it is was left by a process that
-    ended."""
+    """Return how many bytes of an unfinished file have no memory yet; 0 for an old file, whose process has ended."""
     try:
         status = path.stat()
     except OSError:
-        return 0  # it is gone, or has its own name
+        return 0  # it is gone, or finished
     if time.time() - status.st_mtime > MAKING_SECONDS:
         return 0
     return max(0, status.st_size - status.st_blocks * 512)
 
 
 def _in_memory(descriptor: int, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """The file lies in memory; on a disk (UNICRON_MEMORY_DIR) it takes none that the kernel could not get back."""
+    """Whether the file is in memory. On a disk (UNICRON_MEMORY_DIR) the kernel can take its memory back."""
     device = os.fstat(descriptor).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -88,10 +86,10 @@ def _in_memory(descriptor: int, mounts: Path = Path("/proc/self/mountinfo")) -> 
     return any(line.split()[2] == number and " - tmpfs " in line for line in lines)
 
 
-# ------------------------------------------------------------ what earlier jobs and processes have left
-def _is_freed(folder: Path) -> bool:
-    """Somebody removes another job's folder: an agent of this user's, or an epilog. Then that one is locked for all
-    others (snapshots.node_memory); another user's cannot be looked at. Or the agent removes what is unfinished."""
+# ------------------------------------------------------------ leftovers of earlier jobs and processes
+def _is_being_freed(folder: Path) -> bool:
+    """Whether unfinished files, or another job's folder, are being removed. An agent of this user or an epilog locks
+    the folder then (snapshots.node_memory). Folders of other users cannot be checked."""
     with contextlib.suppress(OSError):
         if any(folder.glob(f"{AWAY}*")):
             return True
@@ -106,10 +104,8 @@ def _is_locked(folder: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(descriptor)
+    return False

@@ -1,6 +1,5 @@
-"""Sends tensors from rank to rank: in pieces, by way of memory that the backend can send, and with checksums that show
-what came wrong. Whoever calls it decides who sends once more.
-"""
+"""Sends tensors from rank to rank, in pieces, through memory that the backend can send, with checksums that show
+damage. The caller decides who sends again."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ import torch.distributed as dist
 from unicron_transition.seams.modules import copy_all
 from unicron_transition.snapshot.image_format import digest
 
-PIECE = 1 << 26  # bytes that are sent at a time: a large tensor on a slow link shows that it gets on
-CHUNK = 1 << 18  # 64-bit words that are summed at a time: their weights stay in the cache
+PIECE = 1 << 26  # bytes that are sent at a time, so that a large tensor on a slow link shows progress
+CHUNK = 1 << 18  # 64-bit words that are summed at a time, so that their weights stay in the cache
 
 
 # ------------------------------------------------------------ from one rank to all
@@ -31,8 +30,8 @@ def broadcast(
     spoil: bool = False,
 ) -> None:
     """Collective over `group` (or the world): its rank `source` sends the tensors to all. A member that neither sends
-    nor receives them gets them into memory that nobody needs. device: where the backend wants what it sends.
-    moved(size): called after so many more bytes. spoil: an injected fault of the sender."""
+    nor receives gets them into spare memory. device: of the backend's messages. moved(size): called after each message.
+    spoil: an injected fault of the sender."""
     sends = dist.get_rank(group) == source
     flat = [raw_bytes(tensor) for tensor in tensors]
     for message in _messages(flat):
@@ -47,11 +46,11 @@ def broadcast(
 def broadcast_bytes(
     data: bytes | None, source: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> tuple[bytes, bool]:
-    """The bytes of rank `source` of the group (or world), and whether they arrived as they were sent."""
+    """Return the bytes of rank `source` of the group (or world), and whether they arrived undamaged."""
     mine = as_tensor(data or b"")
-    told = torch.cat([torch.tensor([len(mine)]), checksum(mine)]).to(device)
-    dist.broadcast(told, group=group, group_src=source)
-    size, *wanted = told.tolist()
+    front = torch.cat([torch.tensor([len(mine)]), checksum(mine)]).to(device)
+    dist.broadcast(front, group=group, group_src=source)
+    size, *wanted = front.tolist()
     wire = torch.empty(size, dtype=torch.uint8, device=device)
     if data:
         wire.copy_(mine)
@@ -69,9 +68,9 @@ def send(
     check: Callable[[], None] = lambda: None,
     spoil: bool = False,
 ) -> None:
-    """Send flat tensors of one dtype to each of some ranks of the group, and receive others. Both sides of a pair cut
-    the same stream into the same messages, so that everybody's rounds fit together. check(): called before what a round
-    brought is believed. device, spoil: as for :func:`broadcast`."""
+    """Send flat tensors of one dtype to some ranks of the group, and receive others. Both sides of a pair cut the same
+    stream into the same messages, so the rounds of all ranks match. check(): called before a round's data are trusted.
+    device, spoil: as for :func:`broadcast`."""
     ends = [(dist.isend, *each) for each in outgoing.items()] + [(dist.irecv, *each) for each in incoming.items()]
     for messages in zip_longest(*(_messages(tensors) for _, _, tensors in ends)):
         with contextlib.ExitStack() as staged:
@@ -97,7 +96,7 @@ def send_checked(
     check: Callable[[], None] = lambda: None,
     spoil: bool = False,
 ) -> list[int]:
-    """Does what :func:`send` does; returns the ranks from which came something else than they sent."""
+    """Do the same as :func:`send`, and return the ranks whose data arrived damaged."""
     send(outgoing, incoming, device, group, check, spoil)
     sums = {rank: [checksum(*tensors)] for rank, tensors in outgoing.items()}
     theirs = {rank: [torch.zeros(2, dtype=torch.int64)] for rank in incoming}
@@ -106,7 +105,7 @@ def send_checked(
 
 
 def gather(number: int, device: torch.device, group: Any = None) -> list[int]:
-    """Collective: the number of every rank of the group."""
+    """Collective: return the numbers of all ranks of the group."""
     numbers = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
     numbers[dist.get_rank(group)] = number
     numbers = numbers.to(device)
@@ -116,17 +115,17 @@ def gather(number: int, device: torch.device, group: Any = None) -> list[int]:
 
 # ------------------------------------------------------------ what goes over the wire
 def as_tensor(data: bytes) -> torch.Tensor:
-    """The bytes as a tensor on the CPU, shape (len(data),), uint8."""
+    """Return the bytes as a tensor on the CPU, shape (len(data),), uint8."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, flat: its own memory where it lies there in one piece, else a copy."""
+    """Return the bytes of a tensor, flat: a view if it is contiguous, otherwise a copy."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Messages of at most PIECE bytes that are the flat tensors in order."""
+    """Cut the flat tensors into messages of at most PIECE bytes, in order."""
     message: list[torch.Tensor] = []
     left = PIECE
     for tensor in tensors:
@@ -144,8 +143,8 @@ def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @contextlib.contextmanager
 def _on_wire(message: list[torch.Tensor], device: torch.device, sends: bool, receives: bool) -> Iterator[torch.Tensor]:
-    """One flat tensor on `device` in place of the message: it has the content of what this rank sends, and what has
-    come into it is put into its places afterwards."""
+    """Give a flat tensor on `device` for a message: filled before, if this rank sends, and copied out afterwards, if it
+    receives."""
     wire = message[0]
     if (sends or receives) and len(message) == 1 and wire.device.type == device.type:
         yield wire
@@ -160,7 +159,7 @@ def _on_wire(message: list[torch.Tensor], device: torch.device, sends: bool, rec
 
 
 def _spoil(wire: torch.Tensor) -> torch.Tensor:
-    """An injected fault: a few bits flip on the way."""
+    """Inject a fault: flip a few bits on the way."""
     damaged = wire.clone()
     damaged.view(torch.uint8)[damaged.nbytes // 2] ^= 0x41
     return damaged
@@ -168,9 +167,8 @@ def _spoil(wire: torch.Tensor) -> torch.Tensor:
 
 # ------------------------------------------------------------ the checksum
 def checksum(*tensors: torch.Tensor) -> torch.Tensor:
-    """The digest of the raw bytes of tensors in this order (:func:`digest`), to compare with other ranks'. Shape
-    (2,), int64, on the CPU. What is on a card is summed there: to bring it to the host would take longer than to send
-    it."""
+    """Return a digest of the raw bytes of tensors in this order, to compare with other ranks. Shape (2,), int64, on the
+    CPU. Tensors on a card are summed there: copying them to the host would take longer than sending them."""
     total = torch.zeros(2, dtype=torch.int64)
     for number, raw in enumerate(map(raw_bytes, tensors)):
         total += (2 * number + 1) * (_digest(raw) if raw.is_cpu else sum_on_card(raw))
@@ -182,9 +180,9 @@ def _digest(raw: torch.Tensor) -> torch.Tensor:
 
 
 def sum_on_card(raw: torch.Tensor) -> torch.Tensor:
-    """Two sums over bytes as 64-bit words, modulo 2^64, the second with odd weights by position, so that a permutation
-    shows. The upper half of each word is mixed into its lower one before, else two flips of the top bit would cancel.
-    No single wrong word goes unseen. Shape (2,), int64, on the CPU."""
+    """Return two sums over bytes as 64-bit words, modulo 2^64, the second with odd weights by position to detect
+    permutations. The upper half of each word is first mixed into the lower one, since two flips of the top bit would
+    cancel. Any single wrong word is detected. Shape (2,), int64, on the CPU."""
     if raw.storage_offset() % 8:
         raw = raw.clone()
     whole = raw.numel() // 8 * 8

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -27,24 +28,24 @@ from unicron_transition.snapshot.cuts import CUT_PREFIX, Cuts, ImageRing, read_c
 from unicron_transition.snapshot.image_format import SAME, USER, Image, Key, inventory
 from unicron_transition.snapshot.worker import Worker
 
-_TENSOR, _TUPLE = 1, 2  # MessagePack's codes for what it does not know
+_TENSOR, _TUPLE = 1, 2  # codes of MessagePack extension types
 
 
 class UserState(NamedTuple):
-    """The state that :func:`save` was given. Tensors are in the host's memory."""
+    """A state passed to :func:`save`, with its tensors in the host's memory."""
 
     state: Any
     iteration: int
 
 
 def save(state: Any, iteration: int, replicated: bool = False) -> None:
-    """Keep `state` (nested dictionaries, lists and tuples of tensors and plain values), with which `iteration` comes
-    next; when this returns it may change. The last two stay. Where the ranks wait for each other between two calls, as
-    training does, all have one of these whole at any moment.
+    """Keep `state` (nested dictionaries, lists and tuples of tensors and plain values), after which `iteration` comes
+    next. The state can change when this returns. The last two states are kept. If the ranks wait for each other between
+    two calls, as training does, all have one of the two whole at any moment.
 
-    replicated: all ranks give the same, as in data-parallel training; then one rank of each node writes it, and a world
-    of any size can go on from it. Raises TypeError for a value of another kind, and for an iteration that is no whole
-    number from 0. Where there is no room it is said once, and nothing is kept.
+    replicated: the state is the same in all ranks, as in data-parallel training. Then one rank of each node writes it,
+    and a world of any size can go on from it. Raises TypeError for a value of another kind, and unless the iteration is
+    a whole number from 0. If there is no room, this is reported once, and nothing is kept.
     """
     if not isinstance(iteration, int) or iteration < 0:
         raise TypeError(f"iteration={iteration!r}: give the number of the iteration that comes next, 0 or more")
@@ -54,12 +55,12 @@ def save(state: Any, iteration: int, replicated: bool = False) -> None:
 
 
 def load() -> UserState | None:
-    """The newest state that the ranks of the present world have in common, or None. All ranks call it, after
-    `torch.distributed.init_process_group`, and get the same iteration; also those whose node has no memory.
+    """Return the newest state that all ranks can have, or None. All ranks must call it, after
+    `torch.distributed.init_process_group`, also those whose node has no memory, and all get the same iteration.
 
-    What was saved `replicated` is in common if one rank has it: the others get it from that. Of the rest each rank gets
-    what the rank of its number has saved, from whichever node's memory has it, in a world of the same size. Raises
-    RuntimeError where the ranks cannot talk to each other yet.
+    A state that was saved as `replicated` comes from any rank that has it. Otherwise each rank gets what the rank of
+    the same number saved in a world of the same size, from any node that has it. Raises RuntimeError if the ranks are
+    not connected yet.
     """
     world = World.here()
     if world is None:
@@ -78,12 +79,12 @@ def load() -> UserState | None:
 
 # ------------------------------------------------------------ writing
 class _Keeper:
-    """Keeps what one process saves. folder: its node's memory."""
+    """Keeps the states that one process saves. folder: its node's memory."""
 
     def __init__(self, world: World, folder: Path):
         self.world, self._folder = world, folder
         self._ring, self._cuts = ImageRing(ring_paths(folder, USER, world.rank)), Cuts(folder, world.rank)
-        self.needed = -1  # the iteration that it began with: not overwritten before another one is whole
+        self.needed = -1  # the iteration that it began with, not overwritten before another one is whole
         self._before = -1  # the iteration that was saved before the last one
         self._warned = False
         self._worker = Worker("unicron-memory")
@@ -112,16 +113,16 @@ class _Keeper:
             self._warned = True
 
     def _finish_beside(self, finish: Callable[[], None], replicated: bool) -> Future[None] | None:
-        """Make the image whole: what is replicated in a thread, beside the training. Of parts all ranks are to have the
-        same one, so each is whole before others write over their older one."""
+        """Finish the image: a replicated one in a thread, beside the training. All ranks need parts of the same state,
+        so a part is finished at once, before others overwrite their older one."""
         if replicated:
-            with contextlib.suppress(RuntimeError):  # no thread is to be had
+            with contextlib.suppress(RuntimeError):  # no thread can be started
                 return self._worker.submit(finish)
         finish()
         return None
 
     def _reserve(self, iteration: int, base: int, head_bytes: int, data_bytes: int) -> tuple[ImageRing, Image]:
-        """An image of the ring; or one for a cut, if this is one and there is room for it."""
+        """Reserve an image for a cut, if this is one and there is room, or one of the ring."""
         self._cuts.wanted = wanted = read_cut_note(self._folder)
         if 0 <= wanted.at <= iteration and self._newest_cut(base) < wanted.at:
             with contextlib.suppress(OSError):
@@ -129,7 +130,7 @@ class _Keeper:
         return self._ring, self._ring.reserve(head_bytes, data_bytes, self.needed)
 
     def _newest_cut(self, base: int) -> int:
-        """The newest that this rank has kept for a cut, in this world: an earlier one may have been further."""
+        """Return the newest cut of this rank in this world. One of an earlier world could be further."""
         mine = (found.key for found in inventory(self._folder) if found.path in self._cuts.paths(USER))
         return max((key.iteration for key in mine if key.base == base), default=-1)
 
@@ -141,8 +142,8 @@ class _Keeper:
         self._before = key.iteration
 
     def _remove_older(self, iteration: int) -> None:
-        """Remove what ranks have left that ran in this node in an earlier world, where it is older than what this world
-        has, and so do their cuts where a newer one is in enough nodes."""
+        """Remove older states of ranks that ran on this node in an earlier world, and their cuts if enough nodes have a
+        newer one."""
         good, first = read_cut_note(self._folder).good, self.world.node
         for found in inventory(self._folder):
             here = first <= found.key.slot < first + self.world.per_node
@@ -155,7 +156,7 @@ _current: _Keeper | None = None
 
 
 def _keeper(world: World) -> _Keeper | None:
-    """The keeper of this process; None where the node has no memory."""
+    """Return the keeper of this process, None if the node has no memory."""
     global _current
     if world.folder is None:
         return None
@@ -170,7 +171,7 @@ def _kind(tensor: torch.Tensor, offset: int) -> tuple[str, list[int], int]:
 
 # ------------------------------------------------------------ plain values and tensors
 def _pack(state: Any, tensors: list[torch.Tensor]) -> bytes:
-    """Packs the state as MessagePack and appends its tensors to the list. Raises TypeError, one line."""
+    """Pack the state as MessagePack and append its tensors to the list. Raises TypeError."""
 
     def other(value: Any) -> msgpack.ExtType:
         ordinary = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
@@ -179,7 +180,7 @@ def _pack(state: Any, tensors: list[torch.Tensor]) -> bytes:
             return msgpack.ExtType(_TENSOR, msgpack.packb(len(tensors) - 1))
         if isinstance(value, tuple):
             return msgpack.ExtType(_TUPLE, msgpack.packb(list(value), default=other, strict_types=True))
-        if isinstance(value, dict):  # an OrderedDict, as torch's modules give
+        if isinstance(value, dict):  # the OrderedDict of torch's modules
             return dict(value)
         raise TypeError(
             "unicron.memory.save keeps ordinary tensors, numbers, texts, bytes, lists, tuples and dictionaries, and "
@@ -191,23 +192,17 @@ def _pack(state: Any, tensors: list[torch.Tensor]) -> bytes:
 
 
 def _unpack(head: bytes, data: torch.Tensor) -> Any:
-    """The state; its tensors are copies."""
-    told = msgpack.unpackb(head, strict_map_key=False)
-
-    def tensor(number: int) -> torch.Tensor:
-        kind, shape, at = told["tensors"][number]
-        dtype = getattr(torch, kind)
-        length = dtype.itemsize
-        for extent in shape:
-            length *= extent
-        return data[at : at + length].clone().view(dtype).view(shape)
+    """Unpack a state, with copies of its tensors."""
+    content = msgpack.unpackb(head, strict_map_key=False)
 
     def other(code: int, value: bytes) -> Any:
-        if code == _TENSOR:
-            return tensor(msgpack.unpackb(value))
-        return tuple(_plain(value))
+        if code == _TUPLE:
+            return tuple(plain(value))
+        kind, shape, at = content["tensors"][msgpack.unpackb(value)]
+        dtype = getattr(torch, kind)
+        return data[at : at + math.prod(shape) * dtype.itemsize].clone().view(dtype).view(shape)
 
-    def _plain(value: bytes) -> Any:
+    def plain(value: bytes) -> Any:
         return msgpack.unpackb(value, ext_hook=other, strict_map_key=False)
 
-    return _plain(told["state"])
+    return plain(content["state"])

@@ -1,5 +1,4 @@
-"""A training state that is whole in each rank, in its node's memory: kept there beside the training, and begun with
-where a plan says so."""
+"""Keeps a training state that is whole in each rank in its node's memory, and begins with it if a plan says so."""
 
 from __future__ import annotations
 
@@ -19,32 +18,30 @@ from unicron_transition.snapshot.local_state import LocalState
 from unicron_transition.snapshot.migrate import TrainingState
 
 MOST_TEXT = 200  # characters
-
-
-MOST = 8  # iterations that are told of
+MOST = 8  # iterations that are reported
 
 
 class Unusable(RuntimeError):
-    """The state that this rank was to begin with is damaged: it says what else it has, and waits for another plan."""
+    """The state that this rank should begin with is damaged. It reports its others, and waits for another plan."""
 
 
 class Beginnings:
-    """The choices of one rank. writer: says its place and layout. memory: the folder of the images, if there is one.
-    start: the iteration with which the script begins.
+    """The states with which one rank could begin. writer: its place and layout. memory: the folder of images, if there
+    is one. start: the iteration with which the script begins.
 
-    Raises :class:`checkpoint.CheckpointError` where there are checkpoints and none can be used.
+    Raises :class:`checkpoint.CheckpointError` if there are checkpoints and none can be used.
     """
 
     def __init__(self, memory: Path | None, checkpoints: Checkpoints | None, start: int, writer: Writer):
         self._memory, self._checkpoints, self._start, self._writer = memory, checkpoints, start, writer
-        self.untouched = True  # the state is what the script has made
+        self.untouched = True  # the state is still the script's own
         self._images: list[image_format.ImagePage] = []
         self._files: list[WholeCheckpoint] = []
         self._list_choices()
 
     @property
     def told(self) -> list[tuple[int, str]]:
-        """(iteration, mark) of each, the newest first; of one iteration the one that would be taken."""
+        """(iteration, mark) of each, the newest first. Of several of one iteration, the one that would be taken."""
         found = [(each.key.iteration, each.key.mark) for each in self._images]
         found += [(each.iteration, each.mark) for each in self._files]
         if self.untouched and not self._files:
@@ -56,14 +53,14 @@ class Beginnings:
 
     @property
     def newest(self) -> int:
-        """The iteration to begin with where nobody has another."""
+        """The iteration to begin with if no rank has another."""
         return max((iteration for iteration, _ in self.told), default=self._start)
 
     def take_up(self, state: TrainingState, iteration: int | None) -> int:
-        """Put what there is of `iteration`, or the newest, into `state`; returns the iteration. From memory if it is
-        there, else from the file.
+        """Restore `iteration`, or the newest one, into `state`, from memory or else from files, and return the
+        iteration.
 
-        Raises Unusable where it is damaged, and CheckpointError where nothing else is left or it is of another model.
+        Raises Unusable if it is damaged, and CheckpointError if nothing else is left or it is of another model.
         """
         wanted = self.newest if iteration is None else iteration
         if wanted not in (each for each, _ in self.told):
@@ -88,7 +85,7 @@ class Beginnings:
 
     # ------------------------------------------------------------ what there is
     def list_again(self, writer: Writer, has_state: bool) -> None:
-        """Another image may be there. has_state: this rank has the job's state, and needs no file any more."""
+        """Look for new images. has_state: this rank has the job's state, and needs no file any more."""
         self._writer = writer
         if has_state:
             self._checkpoints, self.untouched = None, False
@@ -101,7 +98,7 @@ class Beginnings:
         self._images = sorted(found, key=lambda each: (each.key.iteration, each.key.base), reverse=True)
 
     def _passed_over(self, error: image_format.BadImage) -> None:
-        if self.untouched:  # once, at the start: later on others are writing theirs
+        if self.untouched:  # only at the start, since later other ranks are writing theirs
             warn(f"training state in memory passed over: {error}")
 
     def _is_mine(self, found: image_format.ImagePage) -> bool:
@@ -139,10 +136,11 @@ class WholeState(LocalState):
         self._gatherer = contents.Gatherer(state)
         self._keeper: Keeper | None = None
         self._beginnings: Beginnings  # from :meth:`find_start` on
-        self._has_state = False  # of the job's
-        self._generation, self._writes = -1, slot  # of the node's ranks at this place, in that generation
-        self._gives = False  # copies of its state may be asked for, in that generation
-        self._aside = False  # the next copy becomes a file
+        self._has_state = False  # it has the job's state
+        self._generation = -1
+        self._writes = slot  # the slot that keeps the state for this place in the node, in this generation
+        self._gives = False  # other nodes might need copies of it, in this generation
+        self._aside = False  # set the next copy aside for a file
 
     # ------------------------------------------------------------ before a generation
     def find_start(self, checkpoints: Checkpoints | None, start: int, writer: Callable[[], Writer]) -> int:
@@ -204,8 +202,8 @@ class WholeState(LocalState):
         keeper.remove_unwanted_cuts()
 
     def _note_members(self, members: Sequence[int], generation: int, writer: Writer) -> None:
-        """Find who keeps the state of this place in this node: the lowest of its slots there. Once a generation, for
-        it is a look at all members."""
+        """Find the slot that keeps the state of this place in this node, the lowest one. Only once a generation, since
+        it takes a look at all members."""
         if generation == self._generation:
             return
         same = [slot for slot in members if slot % writer.size == writer.place]
@@ -229,11 +227,11 @@ class WholeState(LocalState):
         self._aside = self._slot == self._writes and self.note_destination()
         return self._aside
 
-    # ------------------------------------------------------------ words
+    # ------------------------------------------------------------ texts
     @property
     def bytes(self) -> int:
-        """Bytes of the node's memory that its images take at the most, once there are any: two that take turns, two
-        cuts where other nodes are given copies, and one while the agent makes a file of it."""
+        """The most memory of the node that its images take: two that take turns, two cuts if other nodes get copies,
+        and one while the agent makes a file of it."""
         if self._keeper is None:
             return 0
         filed = self._checkpoints is not None and self._checkpoints.destination is not None

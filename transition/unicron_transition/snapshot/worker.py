@@ -1,4 +1,4 @@
-"""One thread that does one task after the other, beside the training or beside an agent's loop."""
+"""A thread that does one task after the other, beside the training or an agent's loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Result = TypeVar("Result")
 
 
 class Worker:
-    """The thread starts with the first task, and does not keep its process alive."""
+    """Starts its thread with the first task. Unlike those of an executor, the thread does not keep its process
+    alive."""
 
     def __init__(self, name: str):
         self._name = name
@@ -20,7 +21,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Callable[[], Result]) -> Future[Result]:
-        """The future has what the task returns or raises. Raises RuntimeError where no thread is to be had."""
+        """Return a future with the task's result or error. Raises RuntimeError if no thread can be started."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             thread.start()
@@ -30,7 +31,7 @@ class Worker:
         return future
 
     def submit_or_run(self, task: Callable[[], Result]) -> Future[Result]:
-        """Submits the task; the caller's thread does it where no other thread is to be had. See :meth:`submit`."""
+        """Submit the task, or do it in the caller's thread if no other thread can be started."""
         try:
             return self.submit(task)
         except RuntimeError:
@@ -39,7 +40,7 @@ class Worker:
             return future
 
     def close(self, wait: bool = True) -> None:
-        """The tasks so far are the last ones. wait: until they are done."""
+        """Accept no more tasks. wait: until the submitted ones are done."""
         if self._thread is not None:
             self._tasks.put(None)
             if wait:

@@ -10,14 +10,12 @@ import torch
 
 from tests.support.kept import step, training
 from unicron_transition.snapshot import contents, parts
+from unicron_transition.snapshot.checkpoint_file import Head
 from unicron_transition.snapshot.contents import (
-    ALIGN,
     SMALL,
-    STEP,
     Contents,
     Copier,
     Gatherer,
-    Head,
     copy_flat,
     fill,
     gather,
@@ -26,7 +24,7 @@ from unicron_transition.snapshot.contents import (
     open_image,
     raw,
 )
-from unicron_transition.snapshot.image_format import Image, ImagePage, Key, read_page
+from unicron_transition.snapshot.image_format import ALIGN, STEP, Image, ImagePage, Key, read_page
 from unicron_transition.snapshot.migrate import TrainingState
 
 

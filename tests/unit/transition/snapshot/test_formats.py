@@ -144,10 +144,9 @@ def test_a_table_of_names_that_would_not_be_used_is_refused(tmp_path, saved, sna
     convert.export(opening.index_of(saves), tmp_path / "out", "dcp")
     with pytest.raises(CheckpointError, match='give begin_with="model" with it'):
         Checkpoints(tmp_path / "new", begin_from=tmp_path / "out", begin_names="llama").load(training(2))
+    checkpoints = Checkpoints(tmp_path / "new", begin_from=tmp_path / "out", begin_names="llama", begin_with="model")
     with raises_text(CheckpointError, snapshot, tmp_path):
-        Checkpoints(tmp_path / "new", begin_from=tmp_path / "out", begin_names="llama", begin_with="model").load(
-            training(2)
-        )
+        checkpoints.load(training(2))
 
 
 def test_precisions_are_rounded_as_torch_does():
@@ -193,16 +192,6 @@ def test_no_other_name_is_looked_up(name):
         pickles.unpickle(f"c{name}\n(S'1'\ntR.".encode(), Path("x"))
 
 
-def test_a_chunk_outside_of_its_folder_is_refused(tmp_path, saved):
-    _, saves = saved
-    convert.export(opening.index_of(saves), tmp_path / "out", "dcp")
-    told = pickle.loads((tmp_path / "out" / ".metadata").read_bytes())
-    for each in told.storage_data.values():
-        each.relative_path = "../saves/x"
-    (tmp_path / "out" / ".metadata").write_bytes(pickle.dumps(told))
-    assert "outside of the folder" in opening.verify(tmp_path / "out")[1][0]
-
-
 @pytest.mark.parametrize("form", ["dcp", "torch_dist", "safetensors"])
 def test_damage_is_found(tmp_path, saved, form):
     _, saves = saved
@@ -221,11 +210,9 @@ def test_a_flipped_bit_is_found_where_there_is_a_checksum(tmp_path, saved, snaps
     convert.export(opening.index_of(saves), tmp_path / "out", "dcp")
     index = opening.index_of(tmp_path / "out")
     raw = index.tensors["0.weight"].blocks[0].find()
-    with raw.path.open("r+b") as file:
-        file.seek(raw.offset + 5)
-        byte = file.read(1)[0]
-        file.seek(raw.offset + 5)
-        file.write(bytes([byte ^ 4]))
+    data = bytearray(raw.path.read_bytes())
+    data[raw.offset + 5] ^= 4
+    raw.path.write_bytes(data)
     assert [masked(line, tmp_path) for line in opening.verify(tmp_path / "out")[1]] == snapshot
 
 
@@ -251,16 +238,8 @@ def test_an_optimizer_as_torch_saves_it_is_read(tmp_path, root, optim):
     told = dict(zip(("model", optim), get_state_dict(model, adam), strict=True))
     dcp.save({root.rstrip("."): told} if root else told, checkpoint_id=tmp_path / "there")
     index = opening.index_of(tmp_path / "there")
-    assert sorted(index.tensors) == sorted(
-        [
-            *(f"model.{name}" for name in ("weight", "bias")),
-            *(
-                f"optimizer.state.{key}.model.{name}"
-                for key in ("exp_avg", "exp_avg_sq", "step")
-                for name in ("weight", "bias")
-            ),
-        ]
-    )
+    heads = ("", *(f"optimizer.state.{key}." for key in ("exp_avg", "exp_avg_sq", "step")))
+    assert sorted(index.tensors) == sorted(f"{head}model.{name}" for head in heads for name in ("weight", "bias"))
     assert index.common.step == 1 and not index.common.unread
     assert np.array_equal(index.states("model.weight")["exp_avg"].read(), adam.state[model.weight]["exp_avg"].numpy())
 
@@ -326,9 +305,8 @@ def test_nothing_is_left_of_what_finds_no_room(tmp_path, form, there, request, s
     with pytest.raises(BadCheckpoint) as refused:
         convert.import_(index, out, "megatron") if form == "import" else convert.export(index, out, form)
     assert masked(str(refused.value), tmp_path) == snapshot
-    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(
-        ["in", "model.safetensors", *(["deep", "out"] if there else [])]
-    )
+    left = {path.name for path in tmp_path.rglob("*")}
+    assert left == {"in", "model.safetensors", *(["deep", "out"] if there else [])}
 
 
 def test_a_plain_module_is_not_written_for_megatron(tmp_path, saved, snapshot):

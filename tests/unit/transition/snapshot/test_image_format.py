@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
+from tests.support.kept import no_room
 from tests.support.texts import raises_text
 from unicron_transition.snapshot import contents, image_format
 from unicron_transition.snapshot.image_format import PAGE, BadImage, Image, ImagePage, Key, inventory, read_page
@@ -68,10 +67,7 @@ def test_what_is_read_changes_no_image(tmp_path):
 
 
 def test_no_room_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(image_format.os, "posix_fallocate", full)
+    monkeypatch.setattr(image_format.os, "posix_fallocate", no_room)
     with pytest.raises(OSError, match="No space"):
         Image(tmp_path / "a.image", 10, 10)
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@ but the copy."""
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from pathlib import Path
@@ -11,7 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.kept import WRITER, beginnings, everything, iterations, kept, same, spoil, step, training
+from tests.support.kept import (
+    WRITER,
+    beginnings,
+    everything,
+    iterations,
+    kept,
+    no_room,
+    same,
+    spoil,
+    step,
+    training,
+)
 from unicron_detector.processes.rank_messages import Cut, Save
 from unicron_transition.iteration.exchange import CommitResult
 from unicron_transition.session.persistence import SaveSchedule
@@ -154,7 +164,7 @@ def test_a_full_memory_is_said_once_and_tried_again_at_a_growing_distance(tmp_pa
 
     def full(*_):
         tries.append(now)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        no_room()
 
     keeper, gatherer = Keeper(tmp_path, 0, 1, said.append), Gatherer(training())
     with monkeypatch.context() as broken:
@@ -259,19 +269,14 @@ def test_where_there_is_no_room_beside_what_is_set_aside_the_copies_wait_for_the
     for iteration in (1, 2):
         keeper.copy(gatherer, iteration, 1, WRITER, aside=iteration == 2)
     keeper.wait_whole()
-    allocate = os.posix_fallocate
-
-    def full(descriptor, *room):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     keeper.copy(gatherer, 3, 1, WRITER)
     keeper.wait_whole()
-    monkeypatch.setattr(image_format.os, "posix_fallocate", full)
-    keeper.copy(gatherer, 4, 1, WRITER)
-    keeper.wait_whole()
+    with monkeypatch.context() as broken:
+        broken.setattr(image_format.os, "posix_fallocate", no_room)
+        keeper.copy(gatherer, 4, 1, WRITER)
+        keeper.wait_whole()
     assert iterations(tmp_path) == [2, 3] and not keeper.trouble
     checkpoint_file.asides(tmp_path)[0].path.unlink()
-    monkeypatch.setattr(image_format.os, "posix_fallocate", allocate)
     keeper.copy(gatherer, 5, 1, WRITER)
     keeper.close()
     assert iterations(tmp_path) == [3, 5] and not said
@@ -316,7 +321,7 @@ def test_where_there_is_no_room_for_a_cut_what_takes_turns_goes_on_and_it_is_sai
 
     def beside_two(path: Path, descriptor: int, size: int) -> None:
         if full and path.name.startswith("cut-"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            no_room()
         allocate(path, descriptor, size)
 
     monkeypatch.setattr(image_format, "allocate", beside_two)
@@ -398,11 +403,8 @@ def test_a_checkpoint_that_could_not_be_set_aside_is_asked_for_again(tmp_path, r
     saving.on_commit(CommitResult(save=saving.wanted))
     assert saving.is_due(1) and not saving.wanted and remembered.set_aside(1, *here)
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as broken:
-        broken.setattr(image_format.os, "posix_fallocate", full)
+        broken.setattr(image_format.os, "posix_fallocate", no_room)
         remembered.keep_boundary(1, *here)
         remembered.wait_copied()
         remembered.close()

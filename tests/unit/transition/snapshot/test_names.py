@@ -62,9 +62,7 @@ def saved(folder, tensors, **config):
 
 @pytest.fixture
 def of_llama(tmp_path):
-    return saved(
-        tmp_path / "hf", llama(), num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=SIZE, vocab_size=WORDS
-    )
+    return saved(tmp_path / "hf", llama(), **NAMED, head_dim=SIZE, vocab_size=WORDS)
 
 
 def same(folder, wanted) -> None:
@@ -73,17 +71,11 @@ def same(folder, wanted) -> None:
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
-def test_a_llama_comes_back_bit_for_bit(tmp_path, of_llama):
-    convert.import_(opening.index_of(of_llama), tmp_path / "own")
-    index = opening.index_of(tmp_path / "own")
-    assert index.tensors[QKV].shape == (LAYERS, (HEADS + 2 * GROUPS) * SIZE, HIDDEN)
-    convert.export(index, tmp_path / "back", "safetensors")
-    same(tmp_path / "back", llama())
-
-
-def test_a_pickled_model_is_imported_as_its_safetensors_are(tmp_path, of_llama):
-    (of_llama / "model.safetensors").unlink()
-    torch.save(llama(), of_llama / "pytorch_model.bin")
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_llama_comes_back_bit_for_bit(tmp_path, of_llama, pickled):
+    if pickled:
+        (of_llama / "model.safetensors").unlink()
+        torch.save(llama(), of_llama / "pytorch_model.bin")
     convert.import_(opening.index_of(of_llama), tmp_path / "own")
     index = opening.index_of(tmp_path / "own")
     assert index.tensors[QKV].shape == (LAYERS, (HEADS + 2 * GROUPS) * SIZE, HIDDEN)
@@ -118,7 +110,7 @@ def test_a_model_that_is_saved_without_its_head_lacks_a_prefix(tmp_path, made, s
     whole.pop("lm_head.weight", None)
     base = {name.partition(".")[2]: tensor for name, tensor in whole.items()}
     buffers = {f"h.{layer}.attn.{name}": torch.ones(1, 1, 7, 7) for layer in range(LAYERS) for name in BUFFERS}
-    about = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS if made is llama else HEADS}
+    about = NAMED | ({} if made is llama else {"num_key_value_heads": HEADS})
     folder = saved(tmp_path / "hf", base | (buffers if made is gpt2 else {}), **about)
     convert.import_(opening.index_of(folder), tmp_path / "own")
     convert.export(opening.index_of(tmp_path / "own"), tmp_path / "back", "safetensors", made.__name__)
@@ -132,7 +124,7 @@ def test_a_model_that_is_saved_without_its_head_lacks_a_prefix(tmp_path, made, s
 @pytest.mark.parametrize("made", [llama, gpt2])
 def test_megatron_lm_finds_the_arguments_that_it_compares(tmp_path, made, through, snapshot):
     """Defect: num_layers was None and swiglu False, so that it was loaded with --finetune alone."""
-    about = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS if made is llama else HEADS}
+    about = NAMED | ({} if made is llama else {"num_key_value_heads": HEADS})
     about |= {"max_position_embeddings": 77, "hidden_act": "silu", "rope_theta": 5e5} if made is llama else {}
     folder = saved(tmp_path / "hf", made(), **about)
     if through:
@@ -160,8 +152,8 @@ def test_megatron_lm_finds_the_arguments_that_it_compares(tmp_path, made, throug
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_a_scaled_rotary_embedding_is_said(tmp_path, key):
-    about = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, key: {"rope_type": "llama3", "factor": 8.0}}
     lines: list[str] = []
+    about = NAMED | {key: {"rope_type": "llama3", "factor": 8.0}}
     index = opening.index_of(saved(tmp_path / "hf", llama(), **about))
     convert.export(index, tmp_path / "out", "torch_dist", say=lines.append)
     assert sum("--use-rope-scaling" in line for line in lines) == 1
@@ -198,12 +190,7 @@ def test_consolidated_files_of_mistrals_are_not_read_beside_others_and_alone_ref
 
 
 def test_a_tensor_without_a_place_is_no_tensor_left_out(tmp_path, snapshot):
-    folder = saved(
-        tmp_path / "hf",
-        llama() | {"model.extra.weight": torch.ones(2)},
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-    )
+    folder = saved(tmp_path / "hf", llama() | {"model.extra.weight": torch.ones(2)}, **NAMED)
     with raises_text(BadCheckpoint, snapshot, tmp_path):
         names.rename(opening.index_of(folder), "llama", {"groups": GROUPS})
 
@@ -236,7 +223,7 @@ def test_heads_that_the_tensors_do_not_have_are_refused(tmp_path, heads, groups,
 
 def test_a_gate_and_its_up_projection_have_as_many_rows(tmp_path, snapshot):
     cut = llama() | {"model.layers.0.mlp.gate_proj.weight": torch.zeros(INNER - 2, HIDDEN).bfloat16()}
-    folder = saved(tmp_path / "hf", cut, num_attention_heads=HEADS, num_key_value_heads=GROUPS)
+    folder = saved(tmp_path / "hf", cut, **NAMED)
     with raises_text(BadCheckpoint, snapshot, tmp_path):
         convert.import_(opening.index_of(folder), tmp_path / "own")
 

@@ -84,8 +84,7 @@ class Training:
     def save_as_torch(self, folder: Path, **options: Any) -> Path:
         model, optim = get_state_dict(self.model, self.optimizer, options=StateDictOptions(**options))
         told = {"model": model, "optim": optim, "lr_scheduler": self.schedule.state_dict(), "step": STEPS}
-        dcp.save(told, checkpoint_id=folder, no_dist=True)
-        return folder
+        return saved_by_torch(folder, told)
 
 
 def _own(training: Training, folder: Path) -> Path:
@@ -103,52 +102,24 @@ def _exported(folder: Path, source: Path) -> Path:
     return folder / "exported"
 
 
-def resumed(training: Training, folder: Path) -> Checkpoints:
-    _own(training, folder)
-    return Checkpoints(folder / "own")
+def _begin(folder: Path, there: Path, **options: Any) -> Checkpoints:
+    return Checkpoints(folder / "new", begin_from=there, **options)
 
 
-def begun(training: Training, folder: Path) -> Checkpoints:
-    return Checkpoints(folder / "new", begin_from=_own(training, folder))
-
-
-def from_torch(training: Training, folder: Path) -> Checkpoints:
-    return Checkpoints(folder / "new", begin_from=training.save_as_torch(folder / "dcp"))
-
-
-def from_torchs_flattened(training: Training, folder: Path) -> Checkpoints:
-    there = training.save_as_torch(folder / "dcp", flatten_optimizer_state_dict=True)
-    return Checkpoints(folder / "new", begin_from=there)
-
-
-def import_of_torchs(training: Training, folder: Path) -> Checkpoints:
-    return Checkpoints(_imported(folder, training.save_as_torch(folder / "dcp")))
-
-
-def begun_from_an_import(training: Training, folder: Path) -> Checkpoints:
-    there = _imported(folder, training.save_as_torch(folder / "dcp"))
-    return Checkpoints(folder / "new", begin_from=there)
-
-
-def from_an_export(training: Training, folder: Path) -> Checkpoints:
-    return Checkpoints(folder / "new", begin_from=_exported(folder, _own(training, folder)))
-
-
-def import_of_an_export_of_an_import(training: Training, folder: Path) -> Checkpoints:
-    first = _imported(folder / "a", training.save_as_torch(folder / "dcp"))
-    return Checkpoints(_imported(folder / "b", _exported(folder, first)))
-
-
-WAYS = [
-    resumed,
-    begun,
-    from_torch,
-    from_torchs_flattened,
-    import_of_torchs,
-    begun_from_an_import,
-    from_an_export,
-    import_of_an_export_of_an_import,
-]
+WAYS: dict[str, Callable[[Training, Path], Checkpoints]] = {
+    "resumed": lambda training, at: Checkpoints(_own(training, at)),
+    "begun": lambda training, at: _begin(at, _own(training, at)),
+    "from torch": lambda training, at: _begin(at, training.save_as_torch(at / "dcp")),
+    "from torch's flattened": lambda training, at: _begin(
+        at, training.save_as_torch(at / "dcp", flatten_optimizer_state_dict=True)
+    ),
+    "import of torch's": lambda training, at: Checkpoints(_imported(at, training.save_as_torch(at / "dcp"))),
+    "begun from an import": lambda training, at: _begin(at, _imported(at, training.save_as_torch(at / "dcp"))),
+    "from an export": lambda training, at: _begin(at, _exported(at, _own(training, at))),
+    "import of an export of an import": lambda training, at: Checkpoints(
+        _imported(at / "b", _exported(at, _imported(at / "a", training.save_as_torch(at / "dcp"))))
+    ),
+}
 
 
 def held(training: Training) -> list[Any]:
@@ -165,15 +136,13 @@ def same(one: Any, other: Any) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "given"), CASES, ids=lambda value: value if isinstance(value, str) else "")
-def test_the_next_step_is_the_same(
-    tmp_path: Path, name: str, given: dict[str, Any], way: Callable[[Training, Path], Checkpoints]
-) -> None:
+def test_the_next_step_is_the_same(tmp_path: Path, name: str, given: dict[str, Any], way: str) -> None:
     """Defect: most optimizers' state came back as a KeyError in the first step, or as that of another model."""
     before = Training(name, given, seed=1, steps=STEPS)
     after = Training(name, given, seed=2)
-    assert way(before, tmp_path).load(after.state) == STEPS
+    assert WAYS[way](before, tmp_path).load(after.state) == STEPS
     for step in (STEPS, STEPS + 1):
         assert all(same(*pair) for pair in zip(held(before), held(after), strict=True)), step
         before.step(step)
@@ -186,8 +155,7 @@ def test_numbered_states_are_left_out_with_a_line(tmp_path, way):
     """Defect: `import` lost them without a word."""
     before = Training("Adam", {}, seed=1, steps=STEPS)
     told = {"model": before.model.state_dict(), "optimizer": before.optimizer.state_dict()}
-    dcp.save(told, checkpoint_id=tmp_path / "there", no_dist=True)
-    index, said = opening.index_of(tmp_path / "there"), list[str]()
+    index, said = opening.index_of(saved_by_torch(tmp_path / "there", told)), list[str]()
     if way == "import":
         convert.import_(index, tmp_path / "out", say=said.append)
     elif way == "export":
@@ -203,9 +171,8 @@ def test_numbered_states_are_left_out_with_a_line(tmp_path, way):
 def test_what_a_script_saves_besides_is_named(tmp_path, snapshot):
     """Defect: it was left out without a word."""
     told = {"model": {"weight": torch.ones(3)}, "rng": {"python": (1, 2)}, "loader": {"at": 5}, "step": 4}
-    dcp.save(told, checkpoint_id=tmp_path / "there", no_dist=True)
     said: list[str] = []
-    convert.import_(opening.index_of(tmp_path / "there"), tmp_path / "out", say=said.append)
+    convert.import_(opening.index_of(saved_by_torch(tmp_path / "there", told)), tmp_path / "out", say=said.append)
     assert said == snapshot
 
 
@@ -222,8 +189,7 @@ def test_an_optimizer_that_keeps_more_than_numbers_is_left_out_with_a_line(tmp_p
 
     optimizer.step(loss)
     told = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(told, checkpoint_id=tmp_path / "there", no_dist=True)
-    index = opening.index_of(tmp_path / "there")
+    index = opening.index_of(saved_by_torch(tmp_path / "there", told))
     assert not index.has_optimizer() and "not known" in index.common.unread
 
 
@@ -236,8 +202,8 @@ class Around(torch.nn.Module):
         self.add_module(name, inner)
 
 
-def saved_by_torch(folder: Path, told: dict[str, Any]) -> Path:
-    dcp.save(told, checkpoint_id=folder, no_dist=True)
+def saved_by_torch(folder: Path, content: dict[str, Any]) -> Path:
+    dcp.save(content, checkpoint_id=folder, no_dist=True)
     return folder
 
 
@@ -245,6 +211,11 @@ def saved_as_safetensors(folder: Path, told: dict[str, torch.Tensor]) -> Path:
     folder.mkdir()
     save_file({name: tensor.clone() for name, tensor in told.items()}, folder / "model.safetensors")
     return folder
+
+
+def _opened(folder: Path, there: Path, imported: bool, **options: Any) -> Checkpoints:
+    """The checkpoint, imported before or begun with."""
+    return Checkpoints(_imported(folder, there)) if imported else _begin(folder, there, **options)
 
 
 NAMED = {
@@ -267,11 +238,7 @@ def test_a_model_begins_whatever_its_names_begin_with(tmp_path, named, save, imp
     torch.manual_seed(1)
     model, other = Tied(), Training("SGD", {}, seed=2)
     there = save(tmp_path / "there", {NAMED[named](name): each for name, each in model.state_dict().items()})
-    if imported:
-        there = _imported(tmp_path, there)
-        Checkpoints(there).load(other.state)
-    else:
-        Checkpoints(tmp_path / "new", begin_from=there, begin_with="model").load(other.state)
+    _opened(tmp_path, there, imported, begin_with="model").load(other.state)
     assert all(map(torch.equal, model.state_dict().values(), other.model.state_dict().values()))
 
 
@@ -280,13 +247,9 @@ def test_a_model_begins_whatever_its_names_begin_with(tmp_path, named, save, imp
 def test_a_tied_weight_is_found_under_each_of_its_names(tmp_path, kept, imported):
     torch.manual_seed(1)
     model, other = Tied(), Training("SGD", {}, seed=2)
-    told = {name: each for name, each in model.state_dict().items() if name == kept or each is not model.words.weight}
-    told = {name: each for name, each in told.items() if name == kept or name not in ("words.weight", "out.weight")}
-    there = saved_as_safetensors(tmp_path / "there", told)
-    if imported:
-        Checkpoints(_imported(tmp_path, there)).load(other.state)
-    else:
-        Checkpoints(tmp_path / "new", begin_from=there).load(other.state)
+    names = model.state_dict().keys() - {"words.weight", "out.weight"} | {kept}
+    there = saved_as_safetensors(tmp_path / "there", {name: model.state_dict()[name] for name in names})
+    _opened(tmp_path, there, imported).load(other.state)
     assert torch.equal(model.words.weight, other.model.words.weight)
 
 
@@ -295,12 +258,8 @@ def test_weights_that_are_tied_here_alone_are_refused(tmp_path, imported, snapsh
     told = Tied().state_dict()
     there = saved_by_torch(tmp_path / "there", {"model": told | {"out.weight": told["out.weight"] + 1}})
     state = Training("SGD", {}, seed=2).state
-    if imported:
-        checkpoints = Checkpoints(_imported(tmp_path, there))
-    else:
-        checkpoints = Checkpoints(tmp_path / "new", begin_from=there)
     with raises_text(CheckpointError, snapshot, tmp_path):
-        checkpoints.load(state)
+        _opened(tmp_path, there, imported).load(state)
 
 
 @pytest.mark.parametrize("imported", [False, True])
@@ -311,12 +270,8 @@ def test_a_part_of_another_model_is_not_taken_for_this_one(tmp_path, imported):
     there = saved_by_torch(tmp_path / "there", {"model": told})
     model = torch.nn.Linear(3, 3)
     state = TrainingState([model], torch.optim.SGD(model.parameters()), None)
-    if imported:
-        checkpoints = Checkpoints(_imported(tmp_path, there))
-    else:
-        checkpoints = Checkpoints(tmp_path / "new", begin_from=there)
     with pytest.raises(CheckpointError, match="is of another model"):
-        checkpoints.load(state)
+        _opened(tmp_path, there, imported).load(state)
 
 
 def test_a_model_that_is_there_twice_is_the_one_of_the_usual_name(tmp_path, snapshot):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections import OrderedDict
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import unicron
+from tests.support.kept import no_room
 from tests.support.texts import raises_text
 from unicron_transition.snapshot import user
 from unicron_transition.snapshot.cuts import CutOrder, write_cut_note
@@ -136,11 +136,8 @@ def test_a_session_keeps_its_state_by_itself(memory, monkeypatch):
 
 
 def test_where_there_is_no_room_it_is_said_once_and_tried_again(memory, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as broken:
-        broken.setattr(os, "posix_fallocate", full)
+        broken.setattr(os, "posix_fallocate", no_room)
         for iteration in (1, 2):
             unicron.memory.save({"x": torch.zeros(4)}, iteration)
     assert capsys.readouterr().err.count("No space left") == 1

@@ -1,7 +1,7 @@
-"""The checkpoints below a folder that is none itself: which is the newest whole one, and why newer ones are not whole.
+"""Finds the newest whole checkpoint below a folder that is not one itself, and why newer ones are not whole.
 
-A folder is looked through from its newest part on, by the step in a name, or in a file where the name has none. Each
-checkpoint that is met is opened, so each that is not whole has its reason. No more is looked at than the limits say.
+The search begins with the newest part of a folder, by the step in a name or, without one, in a file. Each checkpoint on
+the way is opened, so each that is not whole has a reason. Limits bound the search.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from unicron_transition.snapshot.formats import beside, dcp, format_table
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
 from unicron_transition.snapshot.formats.pickles import archive
 
-LEVELS, MOST_ENTRIES = 4, 20_000  # how far below a folder is looked, and at how many names in all
-MOST_TRIES, MOST_ASKED = 4, 8  # checkpoints that are no good and are opened; files that are asked for their step
-SECONDS = 2.0  # after which no other file is opened; what a killed training leaves takes milliseconds
+LEVELS, MOST_ENTRIES = 4, 20_000  # levels below a folder, and names in all of them
+MOST_TRIES, MOST_STEP_FILES = 4, 8  # bad checkpoints that are opened; files that are opened for their step
+SECONDS = 2.0  # after which no other file is opened; the folder of a killed training takes milliseconds
 STEP = re.compile(r"(?<![a-z])(?:step|iter|iteration|checkpoint|ba)[=_-]?(\d{1,15})(?!\d|\.\d)", re.IGNORECASE)
-NUMBER = re.compile(r"(?<![\d.])\d{1,15}(?!\d|\.\d)")  # others are a loss
-# Names of what is being written (docs/behaviour/checkpoint-layouts.md).
+NUMBER = re.compile(r"(?<![\d.])\d{1,15}(?!\d|\.\d)")  # a number with a decimal point is a loss
+# Names of files and folders that are being written (docs/behaviour/checkpoint-layouts.md).
 TEMPORARY = re.compile(r"tmp[-_.].*|.*[-_.](?:tmp|partial|incomplete)", re.IGNORECASE)
-MARKER = "-unfinished"  # NeMo's: a file beside its checkpoint, of the same name
+MARKER = "-unfinished"  # NeMo's marker beside a checkpoint, after the same name
 NOT_DONE = "its saving was not finished"
-OPTIMIZER = "optim"  # begins the name of a folder that has no model
-FILE = ".ckpt"  # how the names of Lightning's files end
+OPTIMIZER = "optim"  # the start of the name of a folder without a model
+FILE = ".ckpt"  # Lightning's files
 Find = Callable[[Path], Index | None]
 
 
 def named_unfinished(path: Path) -> str:
-    """Why its name, or one beside it, says that a checkpoint is not whole; "" where none does."""
+    """Explain by its name, or one beside it, why a checkpoint is not whole; "" if no name shows that."""
     if TEMPORARY.fullmatch(path.name):
         return f"by its name {NOT_DONE}"
     marker = path.name.removesuffix(FILE).removesuffix("-EMA") + MARKER
@@ -41,27 +41,30 @@ def named_unfinished(path: Path) -> str:
 
 
 def without_metadata(folder: Path, names: list[str]) -> str:
-    """That a folder with these names has files of torch DCP, and not what is written when all of them are there."""
+    """Explain why a folder with files of torch DCP is not whole: the last file is missing; "" if it is not."""
     some = any(name.endswith(dcp.SUFFIX) for name in names)
     return f"no {dcp.METADATA}: {NOT_DONE}" if some and not dcp.is_one(folder) else ""
 
 
 @dataclass
 class Below:
-    """The checkpoints below a folder. newest: the newest whole checkpoint, None for none. why_not: newer ones that are
-    not whole, with the reason. cut: there may be more than what was looked at. find: opens a checkpoint."""
+    """The checkpoints below a folder."""
 
     find: Find
+    """Opens a checkpoint"""
     newest: Path | None = None
+    """The newest whole checkpoint"""
     why_not: dict[Path, str] = field(default_factory=dict)
+    """Newer checkpoints that are not whole, with the reason"""
     cut: bool = False
+    """A limit ended the search"""
     _entries: int = MOST_ENTRIES
     _tries: int = MOST_TRIES
-    _asked: int = MOST_ASKED
+    _step_files: int = MOST_STEP_FILES
     _until: float = field(default_factory=lambda: time.monotonic() + SECONDS)
 
     def look_below(self, folder: Path, levels: int = LEVELS) -> bool:
-        """Whether nothing more is to be looked at after all that is in `folder`, and so many levels below it."""
+        """Search `folder` and so many levels below it; returns whether the search is over."""
         names, inner = self._list(folder)
         files = {name for name in names if name.endswith(FILE) and name.isprintable()}.difference(inner)
         for path in self._newest_first(folder, inner if levels else [], files):
@@ -74,7 +77,7 @@ class Below:
         return False
 
     def _look_at(self, path: Path, levels: int) -> bool:
-        """A folder that may be a checkpoint, or have some."""
+        """Look at a folder that might be a checkpoint, or have some; returns whether the search is over."""
         names, inner = self._list(path)
         if _is_one(path, names, inner):
             self._note(path, named_unfinished(path) or without_metadata(path, names) or self._reason(path))
@@ -84,12 +87,12 @@ class Below:
             return False
         if self._over() or self.look_below(path, levels):
             return True
-        if path in self.why_not:  # which says it for what is in it, too
+        if path in self.why_not:  # its reason holds for the checkpoints in it, too
             self.why_not = {each: why for each, why in self.why_not.items() if path not in each.parents}
         return False
 
     def _list(self, folder: Path) -> tuple[list[str], list[str]]:
-        """The names in a folder, and those of folders among them."""
+        """Return the names in a folder, and those of the folders among them."""
         names, inner = [], []
         try:
             with os.scandir(folder) as entries:
@@ -114,7 +117,7 @@ class Below:
             self.why_not = {each: why for each, why in self.why_not.items() if each not in path.parents}
 
     def _reason(self, path: Path) -> str:
-        """Why a checkpoint cannot be read, without the path in front; "" where it can."""
+        """Explain why a checkpoint cannot be read, without its path in front; "" if it can."""
         try:
             if why := named_unfinished(path):
                 return why
@@ -129,7 +132,7 @@ class Below:
         return re.sub(rf"^{re.escape(str(path))}(/|: | )", "", why)
 
     def _newest_first(self, folder: Path, inner: list[str], files: set[str]) -> list[Path]:
-        """By the step in a name, or that its files tell. What tells none is the newest or the oldest, by its time."""
+        """Sort by the step in a name, or else in a file. One without a step counts as newest or oldest, by its time."""
         times = {name: _time(folder / name) for name in [*inner, *files]}
         steps: dict[str, int] = {}
         for name in sorted(times, key=lambda name: -times[name]):
@@ -147,10 +150,10 @@ class Below:
         return [folder / name for name in sorted(times, key=rank, reverse=True)]
 
     def _find_step(self, path: Path, is_file: bool) -> int | None:
-        """The step in the files of one checkpoint; None where they tell none, or enough were asked."""
+        """Read the step in the files of one checkpoint; None if they have none, or enough files were opened."""
         try:
-            if is_file and self._asked > 0 and time.monotonic() < self._until:
-                self._asked -= 1
+            if is_file and self._step_files > 0 and time.monotonic() < self._until:
+                self._step_files -= 1
                 return beside.lightnings_step(archive(path))
             return None if is_file else beside.trainers_step_in(path)
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -158,7 +161,7 @@ class Below:
 
 
 def _is_one(folder: Path, names: list[str], inner: list[str]) -> bool:
-    """Whether a folder is a checkpoint, or was to be one, by the names in it."""
+    """Whether a folder holds a checkpoint, whole or not, judging by the names in it."""
     return any(each.is_there(folder, names, inner) for each in format_table.FORMATS) or beside.is_unread(names)
 
 

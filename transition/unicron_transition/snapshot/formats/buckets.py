@@ -1,15 +1,16 @@
-"""The state that Megatron's distributed optimizer saves in the order of its buckets (`dp_reshardable`), by parameter.
+"""Finds each parameter's state in a distributed optimizer of Megatron's that was saved by buckets (`dp_reshardable`).
 
 Each model-parallel rank has a buffer for each chunk of its model. A buffer holds the chunk's parameters, the last one
-first, and each begins at a multiple of 64 elements. It is cut into buckets. The checkpoint has a flat tensor for each
-bucket and kind of state, without the names of the parameters. So their order is that of Megatron's modules, and it is
-proven twice. Every parameter has to begin and end where chunks of the flat tensors do. And wherever main parameters are
-read, they have to be the model's own parameters, bit for bit, once they are rounded to its precision (`prove`).
+first, each at a multiple of 64 elements, and is cut into buckets. The checkpoint has a flat tensor for each bucket and
+kind of state, without the names of parameters. Their order is assumed to be that of Megatron's modules, and proven
+twice: every parameter must begin and end where chunks of the flat tensors do, and main parameters, rounded to the
+model's precision, must be the model's own bit for bit wherever they are read (`prove`).
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ NAME = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\([^)]*\)\.bucket_idx_(\d+)\.(\w+)"
 )
 ALIGN = 64  # elements
-PROOF_ELEMENTS = 1 << 20  # that are compared at once
+PROOF_ELEMENTS = 1 << 20  # compared at once
 INSTEAD = "save it once with --dist-ckpt-optim-fully-reshardable"
 # Parameters in the order in which Megatron's modules register them.
 BEFORE = (EMBEDDING, "embedding.position_embeddings.weight")
@@ -64,22 +65,24 @@ _REST = (
     "mlp.linear_fc2.weight",
     "mlp.linear_fc2.bias",
 )
-# Of a layer: the attention's norm is a module of its own, or Transformer Engine has it in the linear layer after it.
+# In a layer, the attention's norm is a module of its own, or part of Transformer Engine's linear layer after it.
 ORDERS = ((*_FIRST, *_NORM, *_PROJECTION, *_REST), (*_FIRST, *_PROJECTION, *_NORM, *_REST))
 Box = tuple[Place, Place]
 
 
 class _Unfit(Exception):
-    """The parameters do not lie in the buckets like this."""
+    """The parameters do not fit into the buckets in this order."""
 
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A parameter of one model-parallel rank. boxes: its places in the whole tensor, one after the other."""
+    """A parameter of one model-parallel rank."""
 
     tensor: Tensor
     boxes: Sequence[Box]
-    kept: bool = True  # no other rank's state of the same is taken
+    """Its places in the whole tensor, in order"""
+    kept: bool = True
+    """Its state is read here, not from another rank that has it too"""
 
     @property
     def numel(self) -> int:
@@ -101,7 +104,7 @@ class _Bucket:
         return next(iter(self.kinds.values()))
 
     def edges(self) -> set[int]:
-        """The places at which its chunks begin and end."""
+        """Return the places at which its chunks begin and end."""
         return {edge for block in self._any.blocks for edge in (block.offset[0], block.offset[0] + block.extent[0])}
 
 
@@ -110,13 +113,14 @@ Buffers = Mapping[tuple[int, int], Sequence[_Bucket]]  # (model-parallel rank, c
 
 # ------------------------------------------------------------ the buckets
 def unpack(index: Index, tensors: Sequence[Tensor], tensor_size: int) -> None:
-    """Add the state that is in these flat tensors to the index, by parameter. tensor_size: of tensor parallelism.
+    """Add the state in these flat tensors to the index, by parameter. tensor_size: of tensor parallelism.
 
-    Raises BadCheckpoint where it cannot be proven what lies where; then nothing is added.
+    Raises BadCheckpoint if the places of the parameters cannot be proven; then nothing is added.
     """
     buffers = _buffers(tensors)
     ranks = len({rank for rank, _ in buffers})
-    if tensor_size < 1 or ranks % tensor_size or set(buffers) != _every(ranks, buffers):
+    every = set(itertools.product(range(ranks), range(len({chunk for _, chunk in buffers}))))
+    if tensor_size < 1 or ranks % tensor_size or set(buffers) != every:
         raise BadCheckpoint(
             f"its optimizer's buckets are of {ranks} ranks, which its arguments do not explain: {INSTEAD}"
         )
@@ -130,11 +134,6 @@ def unpack(index: Index, tensors: Sequence[Tensor], tensor_size: int) -> None:
     raise BadCheckpoint(
         f"its distributed optimizer has buckets (dp_reshardable) that are not those of its model: {INSTEAD}"
     )
-
-
-def _every(ranks: int, buffers: Buffers) -> set[tuple[int, int]]:
-    chunks = len({chunk for _, chunk in buffers})
-    return {(rank, chunk) for rank in range(ranks) for chunk in range(chunks)}
 
 
 def _buffers(tensors: Sequence[Tensor]) -> Buffers:
@@ -159,9 +158,9 @@ def _buffers(tensors: Sequence[Tensor]) -> Buffers:
 
 # ------------------------------------------------------------ the parameters in them
 class _Model:
-    """The parameters of every rank. order: of those in a layer; tensor, pipeline: sizes of the parallelisms.
+    """The parameters of every rank. order: of the parameters in a layer; tensor, pipeline: sizes of the parallelisms.
 
-    Raises BadCheckpoint for parameters whose order is not known.
+    Raises BadCheckpoint for parameters whose order is unknown.
     """
 
     def __init__(self, index: Index, order: Sequence[str], tensor: int, pipeline: int):
@@ -183,7 +182,7 @@ class _Model:
         self._boxes = {name: self._by_layer(name) for name in known}
 
     def _by_layer(self, name: str) -> dict[int, list[Box]]:
-        """Its boxes in their order; those of layers by layer."""
+        """Return the boxes of a tensor in order, by layer."""
         found: dict[int, list[Box]] = {}
         for box in sorted(self._tensors[name].boxes()):
             layer = box[0][0] if name in self._layered else 0
@@ -193,7 +192,7 @@ class _Model:
         return found
 
     def _parameter(self, name: str, rank: int, layer: int = 0, kept: bool = True) -> _Parameter:
-        """This tensor-parallel rank's: the whole, or every so many boxes, of which a gated layer has two."""
+        """Return a tensor-parallel rank's parameter: the whole, or its boxes, of which a gated layer has two."""
         boxes = self._boxes[name].get(layer, [])
         if len(boxes) == 1:
             return _Parameter(self._tensors[name], boxes, kept and rank == 0)
@@ -202,16 +201,16 @@ class _Model:
         return _Parameter(self._tensors[name], boxes[rank :: self._tensor], kept)
 
     def _chunk(self, rank: int, begin: int, end: int, first: bool, last: bool) -> list[_Parameter]:
-        """The parameters of a chunk with the layers [begin, end), as its modules have them."""
+        """List the parameters of a chunk with the layers [begin, end), in the order of its modules."""
         found = [self._parameter(name, rank) for name in self._before] if first else []
         found += [self._parameter(name, rank, layer) for layer in range(begin, end) for name in self._layered]
         found += [self._parameter(name, rank) for name in self._after] if last else []
-        if last and not first and OUTPUT not in self._tensors:  # the last stage has the embedding, too
+        if last and not first and OUTPUT not in self._tensors:  # the last stage has the tied embedding too
             found.append(self._parameter(EMBEDDING, rank, kept=False))
         return found
 
     def states(self, buffers: Buffers) -> dict[str, Tensor]:
-        """The optimizer's tensors, by name."""
+        """Return the optimizer's tensors by name."""
         found: dict[str, Tensor] = {}
         chunks = len(buffers) // (self._tensor * self._pipeline)
         begin = 0
@@ -231,7 +230,7 @@ class _Model:
         return found
 
     def _end(self, buckets: Sequence[_Bucket], begin: int, left: int, first: bool, last: bool) -> int:
-        """The layer at which a chunk ends that begins with this one: the only one with which its buckets are full."""
+        """Return the layer at which the chunk from `begin` on ends: the one with which its buckets are full."""
         likely = begin + -(-(self._layers - begin) // left)
         ends = [self._layers] if last else sorted(range(begin, self._layers + 1), key=lambda end: abs(end - likely))
         for end in ends:
@@ -244,7 +243,7 @@ class _Model:
 
 
 def _places(parameters: Sequence[_Parameter], buckets: Sequence[_Bucket]) -> list[tuple[_Parameter, _Bucket, int]]:
-    """Find where each begins, and in which bucket; no bucket has room for more."""
+    """Find the bucket and the place of each parameter. Raises _Unfit if a bucket has room left."""
     sizes = [bucket.numel for bucket in buckets]
     found: list[tuple[_Parameter, _Bucket, int]] = []
     number = at = 0
@@ -265,7 +264,7 @@ def _places(parameters: Sequence[_Parameter], buckets: Sequence[_Bucket]) -> lis
 
 
 def align(at: int) -> int:
-    """Return where the next parameter begins in a bucket that is filled so far."""
+    """Return the place of the next parameter in a bucket that is filled up to `at`."""
     return -(-at // ALIGN) * ALIGN
 
 
@@ -283,7 +282,7 @@ def _add(found: dict[str, Tensor], parameter: _Parameter, bucket: _Bucket, at: i
 
 
 def _blocks(flat: Tensor, start: int, box: Box) -> Iterator[Block]:
-    """The parts of a box whose elements begin there in the flat tensor."""
+    """Yield the parts of a box whose elements begin at `start` in the flat tensor."""
     flat.blocks.sort(key=lambda block: block.offset)
     end = start + math.prod(box[1])
     for chunk in flat.blocks[bisect.bisect_right(flat.blocks, start, key=lambda block: block.offset[0]) - 1 :]:
@@ -296,7 +295,7 @@ def _blocks(flat: Tensor, start: int, box: Box) -> Iterator[Block]:
 
 
 def _cut(chunk: Block, begin: int, count: int) -> Raw:
-    """Return where these elements of a chunk lie. Raises BadCheckpoint, OSError."""
+    """Return the place of some elements of a chunk. Raises BadCheckpoint, OSError."""
     assert chunk.find is not None
     raw = chunk.find()
     if raw.strides is not None or raw.shape != chunk.extent:
@@ -308,7 +307,7 @@ def _cut(chunk: Block, begin: int, count: int) -> Raw:
 
 # ------------------------------------------------------------ whether main parameters are those of the model
 def prove(whole: Tensor, dtype: str, found: Array, offset: Place, extent: Place) -> None:
-    """Raises BadCheckpoint where these main parameters, rounded, are not the model's of that place; OSError."""
+    """Raises BadCheckpoint unless these main parameters, rounded, are the model's parameters in that place; OSError."""
     flat, its = found.reshape(-1), whole.read(offset, extent).reshape(-1)
     for begin in range(0, flat.size, PROOF_ELEMENTS):
         piece = slice(begin, begin + PROOF_ELEMENTS)
@@ -321,5 +320,5 @@ def prove(whole: Tensor, dtype: str, found: Array, offset: Place, extent: Place)
 
 
 def _bits(array: Array) -> Array:
-    """Elements as bytes: no number is like another."""
+    """Return elements as bytes, so that zeros of both signs differ and NaNs can be equal."""
     return np.ascontiguousarray(array).view(np.uint8)

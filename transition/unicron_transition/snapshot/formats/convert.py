@@ -1,4 +1,4 @@
-"""From an index to files of another format: whole, or not there at all."""
+"""Writes the checkpoint of an index in another format: whole, or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from unicron_transition.snapshot.formats import format_table, megatron_arguments, names, own, safetensors, torch_files
+from unicron_transition.snapshot.formats import format_table, megatron_arguments, names, own, safetensors
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
 from unicron_transition.snapshot.formats.written import FLOATS, Options
 from unicron_transition.snapshot.model_facts import other_arithmetic, other_heads
@@ -29,14 +29,12 @@ def export(
     dtype: str = "",
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Write the checkpoint in `out`, which must not be there yet. form: one of `format_table.EXPORTS`. table, config,
-    dtype, say: as in `Options`.
-
-    Raises BadCheckpoint, OSError; then nothing is left of it.
-    """
+    """Write the checkpoint to `out`, which must not exist yet. form: one of `format_table.EXPORTS`. table, config,
+    dtype, say: as in `Options`. Raises BadCheckpoint, OSError, and leaves nothing behind then."""
     _adopt(index, config)
-    write = format_table.BY_NAME[form].write
-    if write is None or (dtype and (dtype not in FLOATS or form != safetensors.FORMAT)):
+    to = format_table.BY_NAME[form]
+    write = to.write
+    if write is None or (dtype and (dtype not in FLOATS or not to.weights_only)):
         raise BadCheckpoint(f"--dtype is one of {', '.join(FLOATS)}, and for safetensors")
     for line in index.common.losses():
         say(line)
@@ -45,7 +43,7 @@ def export(
 
 
 def _adopt(index: Index, config: Path | None) -> None:
-    """Take from a config.json what the checkpoint itself does not say. Raises BadCheckpoint where the two differ."""
+    """Add the facts of a config.json that the checkpoint lacks. Raises BadCheckpoint if the two differ."""
     if config is None:
         return
     common = index.common
@@ -59,20 +57,16 @@ def _adopt(index: Index, config: Path | None) -> None:
 
 
 def import_(
-    index: Index,
-    out: Path,
-    table: str = "",
-    config: Path | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    index: Index, out: Path, table: str = "", config: Path | None = None, say: Callable[[str], None] = lambda line: None
 ) -> Path:
-    """Write the checkpoint as one of Unicron's own into the folder of checkpoints `out`; returns its folder. say: gets
-    lines for people. Raises BadCheckpoint, OSError."""
+    """Write the checkpoint as one of Unicron's own to the folder of checkpoints `out`, and return its folder. table,
+    config, say: as in `Options`. Raises BadCheckpoint, OSError."""
     _adopt(index, config)
     for line in index.common.losses():
         say(line)
     if others := index.common.args.get(megatron_arguments.NO_COUNTERPART):
         say(f"config.json says {others}: no weight shows it, see that the model that is trained computes so")
-    theirs = index.format == safetensors.FORMAT or (index.format == torch_files.FORMAT and index.common.facts)
+    theirs = format_table.BY_NAME[index.format].has_their_names(index)
     if table or (theirs and names.choose("", index, to_theirs=False) is not None):
         index = names.rename(index, table, index.common.facts)
     kinds = {tensor.dtype for tensor in index.parameters() if index.states(tensor.name)}
@@ -82,7 +76,7 @@ def import_(
 
 
 def _whole(out: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` fill a folder that gets its name when it is complete."""
+    """Have `write` fill a folder, which gets the name `out` when it is complete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadCheckpoint(f"{out} is there already: give another folder")
     new = out.with_name(f"{out.name}.{os.getpid()}.new")
@@ -104,17 +98,17 @@ def _whole(out: Path, write: Callable[[Path], None]) -> None:
 def _fill(new: Path, out: Path, write: Callable[[Path], None]) -> None:
     try:
         write(new)
-    except RuntimeError as error:  # torch's, of a full disk for one
+    except RuntimeError as error:  # of torch, for a full disk for example
         cause = error.__context__
-        if isinstance(cause, KeyboardInterrupt | SystemExit):  # torch closes its file then, and finds it unfinished
+        if isinstance(cause, KeyboardInterrupt | SystemExit):  # torch closes its unfinished file then, and complains
             raise cause from None
         why = cause.strerror if isinstance(cause, OSError) else str(error).splitlines()[0]
         raise BadCheckpoint(NO_ROOM.format(out, why)) from None
 
 
 def _undone(out: Path, write: Callable[[], Result]) -> Result:
-    """Call `write`, which makes `out`, and return what it does; where it fails, no empty folder is left that was not
-    there before. Raises BadCheckpoint, OSError."""
+    """Call `write`, which makes `out`, and return its result. If it fails, remove the folders that it made. Raises
+    BadCheckpoint, OSError."""
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         return write()

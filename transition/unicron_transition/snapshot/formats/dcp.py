@@ -1,5 +1,7 @@
-"""Checkpoints of `torch.distributed.checkpoint`, and Megatron's `torch_dist`, which is that with two more files: the
-metadata, a pickle, says of which chunks each tensor is made, and in which file each chunk is, an archive of torch's."""
+"""Reads checkpoints of `torch.distributed.checkpoint`, and Megatron's `torch_dist`, which has two more files.
+
+The metadata, a pickle, name the chunks of each tensor and the file of each chunk, which is an archive of torch.save.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unicron_transition.snapshot.formats import buckets
 from unicron_transition.snapshot.formats.index import (
@@ -26,24 +28,36 @@ from unicron_transition.snapshot.formats.index import (
     check_shape,
     some,
 )
-from unicron_transition.snapshot.formats.pickles import Archive, TensorReference, archive, plain, unpickle
-from unicron_transition.snapshot.reading import ROOM, count_written, parse_json, read_small
+from unicron_transition.snapshot.formats.pickles import TensorReference, archive, plain, unpickle
+from unicron_transition.snapshot.reading import ROOM, Settings, count_written, parse_json, read_small
 
 DCP, TORCH_DIST = "dcp", "torch_dist"
 SUFFIX = ".distcp"  # of the files with the tensors
 METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
-COMMON_OBJECT = "common_state/shard_0_1"  # in place of that file, from Megatron 0.19 on
-# of a distributed optimizer in the order of its buckets: what Megatron has in its common part -> its name
+COMMON_OBJECT = "common_state/shard_0_1"  # Megatron 0.19 and later have it in place of that file
+# Part of the optimizer's common state -> the object that has it if the optimizer is saved in the order of its buckets.
 FIRST_RANKS = {key: f"{buckets.PREFIX}dp_group_idx_0.{key}/shard_0_1" for key in ("optimizer", "grad_scaler")}
 RESHARDABLE = "fully_reshardable"
-FREE = 1 << 20  # bytes of metadata that are read whatever the other files have
-LEAST, MOST_TIMES = 4096, 8  # bytes that an archive counts for; how often what is in a file may be named
-OPTIMIZER_ROOTS = ("optim", "optimizer")  # under which scripts save their optimizer's state
-ITERATIONS = ("iteration", "step")  # names under which scripts save how far they are
-PROGRESS = "train_state"  # under which torchtitan does, with other counts
-GROUPS = re.compile(r"(?:(.*?)\.)?param_groups\.(?:(.*)\.)?")  # of an optimizer: its root, and a parameter or number
-SCHEDULES = ("lr_scheduler", "scheduler")  # and the state of their learning rate's schedule
-OWN_KEY = "unicron"  # beside Megatron's: what Unicron's own checkpoint says and Megatron's does not
+FREE = 1 << 20  # bytes of metadata that are read regardless of the other files
+LEAST, MOST_TIMES = 4096, 8  # the least bytes that an archive counts for; how often the bytes of a file can be named
+OPTIMIZER_ROOTS = ("optim", "optimizer")  # names under which scripts save their optimizer's state
+ITERATIONS = ("iteration", "step")  # names under which scripts save their progress
+PROGRESS = "train_state"  # the name under which torchtitan does so, with other counts
+GROUPS = re.compile(r"(?:(.*?)\.)?param_groups\.(?:(.*)\.)?")  # an optimizer's root, then a parameter or number
+SCHEDULES = ("lr_scheduler", "scheduler")  # names under which scripts save their learning-rate schedule
+OWN_KEY = "unicron"  # the object with the part of Unicron's own checkpoint for which the format has no place
+SAVED_FIELDS = ("groups", "step", "schedule", "scales", "seed", "loss", "facts", "args")  # the fields of `Common` in it
+
+
+class FilePart(NamedTuple):
+    """The place of a chunk or an object in a file."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+Objects = dict[str, FilePart]  # the objects of a checkpoint that are not tensors, by name
 
 
 def is_one(folder: Path) -> bool:
@@ -51,7 +65,7 @@ def is_one(folder: Path) -> bool:
 
 
 def read(folder: Path) -> Index:
-    """The index of the checkpoint in a folder. Raises BadCheckpoint, OSError."""
+    """Return the index of the checkpoint in a folder. Raises BadCheckpoint, OSError."""
     _check_size(folder)
     metadata = unpickle(read_small(folder / METADATA), folder / METADATA)
     try:
@@ -71,8 +85,8 @@ def read(folder: Path) -> Index:
 
 
 def _check_size(folder: Path) -> None:
-    """Raises BadCheckpoint for metadata that are larger than all that they could describe: each part takes some hundred
-    bytes there, and above a thousand in its file. It is seen before they are read, which takes a second for each MB."""
+    """Raises BadCheckpoint for metadata that are larger than anything they could describe. A chunk takes some hundred
+    bytes there, and over a thousand in its file. The check comes first because reading takes a second for each MB."""
     left = (folder / METADATA).stat().st_size - FREE
     with os.scandir(folder) as entries:
         for each in entries:
@@ -84,38 +98,42 @@ def _check_size(folder: Path) -> None:
         raise BadCheckpoint(f"{folder / METADATA} is larger than all that it describes: it is damaged, or a trap")
 
 
-def _add_tensors(index: Index, folder: Path, metadata: Any) -> dict[str, Any]:
-    """The tensors go into the index; what is none is returned, by name: where it lies."""
-    where: dict[tuple[str, Any], Any] = {}
+def _add_tensors(index: Index, folder: Path, metadata: Any) -> Objects:
+    """Add the tensors to the index, and return the other objects."""
+    stored: dict[tuple[str, Place | None], FilePart] = {}
+    paths: dict[str, Path] = {}  # each once: there are many chunks
     for key, value in metadata.storage_data.items():
         if getattr(value, "transform_descriptors", None):
             raise BadCheckpoint(f"{folder}: its files are compressed: save it without an extension")
-        offset = getattr(key, "offset", None)
-        where[_word(key.fqn), None if offset is None else _place(offset)] = value
-    _check_lengths(folder, where.values())
-    objects = {}
-    for name, told in metadata.state_dict_metadata.items():
-        _word(name)
-        if not hasattr(told, "chunks"):
-            objects[name] = where.get((name, None))
+        offset, file = getattr(key, "offset", None), _file_name(folder, value.relative_path)
+        place = None if offset is None else _place(offset)
+        path = paths.setdefault(file, folder / file)
+        stored[_text(key.fqn), place] = FilePart(path, int(value.offset), int(value.length))
+    _check_lengths(stored.values())
+    objects: Objects = {}
+    for name, described in metadata.state_dict_metadata.items():
+        _text(name)
+        if not hasattr(described, "chunks"):
+            if (name, None) in stored:
+                objects[name] = stored[name, None]
             continue
-        kind, shape = _dtype(told.properties), _place(told.size)
+        kind, shape = _dtype(described.properties), _place(described.size)
         if kind not in RAW:
             index.common.left.append(f"{name} ({kind}, which is not supported)")
             continue
-        if not told.chunks:
+        if not described.chunks:
             raise BadCheckpoint(f"{folder}: its metadata know no part of {name}")
-        for chunk in told.chunks:
+        for chunk in described.chunks:
             offset, extent = _place(chunk.offsets), _place(chunk.sizes)
-            at = where.get((name, offset)) or where.get((name, None))
+            at = stored.get((name, offset)) or stored.get((name, None))
             if at is None:
                 raise BadCheckpoint(f"{folder}: its metadata do not say where {name} is")
-            index.add(name, shape, kind, Block.of(offset, extent, partial(_chunk, folder, at, name)))
-    return {name: (folder, at) for name, at in objects.items() if at is not None}
+            index.add(name, shape, kind, Block.of(offset, extent, partial(_chunk, at, name)))
+    return objects
 
 
-def _word(value: Any) -> str:
-    """A text of the metadata, where anything may stand. Raises BadCheckpoint for anything else."""
+def _text(value: Any) -> str:
+    """Return a text of the metadata. Raises BadCheckpoint for any other value."""
     if not isinstance(value, str):
         raise BadCheckpoint(f"its metadata have {type(value).__name__} for a name: it is damaged")
     check_name(value)
@@ -123,21 +141,20 @@ def _word(value: Any) -> str:
 
 
 def _place(numbers: Any) -> Place:
-    """A shape or place of the metadata. Raises BadCheckpoint for anything else."""
+    """Return a shape or place of the metadata. Raises BadCheckpoint for any other value."""
     found = tuple(numbers)
     check_shape("its metadata", found)
     return found
 
 
-def _check_lengths(folder: Path, where: Iterable[Any]) -> None:
-    """Raises BadCheckpoint for a file that ends before what is in it, or is named for far more, OSError for one that is
-    not there."""
+def _check_lengths(stored: Iterable[FilePart]) -> None:
+    """Raises BadCheckpoint for a file that is shorter than its chunks, or has far more of them than bytes, OSError for
+    a missing file."""
     ends: dict[Path, int] = {}
     sums: dict[Path, int] = {}
-    for at in where:
-        path = _file(folder, at)
-        ends[path] = max(ends.get(path, 0), int(at.offset) + int(at.length))
-        sums[path] = sums.get(path, 0) + max(int(at.length), LEAST)
+    for path, offset, length in stored:
+        ends[path] = max(ends.get(path, 0), offset + length)
+        sums[path] = sums.get(path, 0) + max(length, LEAST)
     for path, end in ends.items():
         size = path.stat().st_size
         if size < end:
@@ -148,40 +165,34 @@ def _check_lengths(folder: Path, where: Iterable[Any]) -> None:
 
 def _dtype(properties: Any) -> str:
     dtype = getattr(properties, "dtype", None) or (properties.state[0] if properties.state else None)
-    return _word(dtype)
+    return _text(dtype)
 
 
-def _file(folder: Path, at: Any) -> Path:
-    """The file of a chunk; nothing outside of the folder. Raises BadCheckpoint."""
-    name = _word(at.relative_path)
+def _file_name(folder: Path, value: Any) -> str:
+    """Return the name of a chunk's file. Raises BadCheckpoint for one outside of the folder."""
+    name = _text(value)
     if not name or "/" in name or name.startswith(".."):
         raise BadCheckpoint(f"{folder}: its metadata name the file {name!r}, outside of the folder")
-    return folder / name
+    return name
 
 
-def _chunk(folder: Path, at: Any, name: str) -> Raw:
-    found = _archive(folder, at)
+def _chunk(at: FilePart, name: str) -> Raw:
+    found = archive(*at)
     if not isinstance(found.content, TensorReference):
         raise BadCheckpoint(f"{found.path}: {name} is no tensor there")
     return found.raw(found.content)
 
 
-def _archive(folder: Path, at: Any) -> Archive:
-    return archive(_file(folder, at), int(at.offset), int(at.length))
-
-
-def _object(where: Any) -> Any:
-    """An object that is no tensor, as plain values; None where it cannot be read."""
-    folder, at = where
-    found = _archive(folder, at)
+def _object(at: FilePart) -> Any:
+    """Read an object as plain values."""
+    found = archive(*at)
     return plain(found.content, found)
 
 
-def _add_objects(index: Index, objects: dict[str, Any]) -> None:
-    """Add what a plain script's checkpoint may say of the iteration, and its optimizer's state, under this index's
-    names."""
+def _add_objects(index: Index, objects: Objects) -> None:
+    """Add the iteration and the optimizer's state of a plain script's checkpoint, under the names of the index."""
     _strip_root(index, objects)
-    told = _object(objects.pop(OWN_KEY)) if OWN_KEY in objects else None
+    saved = _object(objects.pop(OWN_KEY)) if OWN_KEY in objects else None
     _adopt_iteration(index, objects)
     several = _adopt_roots(index, objects)
     _adopt_torchs_optimizer(index, objects)
@@ -189,18 +200,18 @@ def _add_objects(index: Index, objects: dict[str, Any]) -> None:
         index.without_optimizer(f"there are several ({some(several)}), and a session has one")
     index.common.schedule = _schedule(objects)
     index.common.left += dict.fromkeys(name.partition(".")[0] for name in objects)
-    if isinstance(told, dict):
-        adopt_told(index, told)
+    if isinstance(saved, dict):
+        adopt_saved(index, saved)
 
 
-def _adopt_iteration(index: Index, objects: dict[str, Any]) -> None:
-    """Find how far the script was: a whole number, or a tensor of one beside the model's."""
+def _adopt_iteration(index: Index, objects: Objects) -> None:
+    """Find the script's progress: a whole number, or a tensor with one beside the model's tensors."""
     beside = {name.partition(".")[0] for name in index.tensors} <= {"model", PROGRESS, *OPTIMIZER_ROOTS, *ITERATIONS}
     for name in (f"{PROGRESS}.step", *ITERATIONS):
         tensor = index.tensors.get(name)
         if tensor is not None and (tensor.shape or "int" not in tensor.dtype or ("." not in name and not beside)):
             continue
-        value = _value(tensor, objects.get(name)) if tensor is not None or name in objects else None
+        value = _value(tensor, objects.get(name))
         if type(value) is not int or value < 0:
             continue
         index.iteration = value
@@ -213,9 +224,9 @@ def _adopt_iteration(index: Index, objects: dict[str, Any]) -> None:
         return
 
 
-def _adopt_roots(index: Index, objects: dict[str, Any]) -> list[str]:
-    """Give an optimizer's state that lies elsewhere, at the top for one, the root under which it is looked for. Where
-    there are several, take all out of the index and return their roots."""
+def _adopt_roots(index: Index, objects: Objects) -> list[str]:
+    """Move the state of an optimizer under another root, or none, to one of OPTIMIZER_ROOTS. If there are several
+    optimizers, take all of them out of the index and return their roots."""
     roots = _optimizers(objects, [*index.tensors, *objects])
     if len(roots) == 1 and set(roots) <= set(OPTIMIZER_ROOTS):
         return []
@@ -227,28 +238,28 @@ def _adopt_roots(index: Index, objects: dict[str, Any]) -> list[str]:
                 short = name.removeprefix(head)
                 owner = short.partition(".")[2].rpartition(".")[0]
                 if not root and short.startswith("state.") and owner not in parameters and owner not in index.tensors:
-                    continue  # of a model's module of that name
+                    continue  # the model has a module of that name
                 value: Any = values.pop(name)
                 if fresh:
-                    short = fresh + short
-                    values[short] = replace(value, name=short) if isinstance(value, Tensor) else value
+                    renamed: Any = replace(value, name=fresh + short) if isinstance(value, Tensor) else value
+                    values[fresh + short] = renamed
     return [root or "at the top" for root in roots] if len(roots) > 1 else []
 
 
-def _optimizers(objects: dict[str, Any], names: Iterable[str]) -> dict[str, set[str]]:
-    """Return the root of each optimizer's state, with the names or numbers of the parameters in its groups."""
+def _optimizers(objects: Objects, names: Iterable[str]) -> dict[str, set[str]]:
+    """Map the root of each optimizer's state to the names or numbers of the parameters in its groups."""
     found: dict[str, set[str]] = {}
     for match in filter(None, map(GROUPS.match, names)):
         found.setdefault(match[1] or "", set()).add(match[2] or "")
     if "" in found:  # not flat: the parameters of a group are a list
         lists = [each for name, each in objects.items() if name.startswith("param_groups.") and ".params" in name]
-        for value in (_object(each) for each in lists if each is not None):
+        for value in map(_object, lists):
             found[""].update(map(str, value if type(value) is list else [value]))
     return found
 
 
-def _schedule(objects: dict[str, Any]) -> dict[str, Any] | None:
-    """The state of a schedule of torch's, whose objects are taken; None where there is none that is plain."""
+def _schedule(objects: Objects) -> Settings | None:
+    """Take the state of a torch schedule out of the objects; None if there is none, or it is nested."""
     for root in SCHEDULES:
         mine = {name.removeprefix(f"{root}."): each for name, each in objects.items() if name.startswith(f"{root}.")}
         if "last_epoch" in mine and not any("." in key for key in mine):
@@ -258,8 +269,8 @@ def _schedule(objects: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def _strip_root(index: Index, objects: dict[str, Any]) -> None:
-    """Without the one name over all, as a script has it that saves {"app": its state}."""
+def _strip_root(index: Index, objects: Objects) -> None:
+    """Remove a root that all names share, as of a script that saves {"app": its state}."""
     roots = {name.partition(".")[0] for name in index.tensors}
     root = f"{next(iter(roots), '')}."
     parts = {name.removeprefix(root).partition(".")[0] for name in index.tensors}
@@ -270,12 +281,12 @@ def _strip_root(index: Index, objects: dict[str, Any]) -> None:
             objects[name.removeprefix(root)] = objects.pop(name)
 
 
-def _adopt_torchs_optimizer(index: Index, objects: dict[str, Any]) -> None:
+def _adopt_torchs_optimizer(index: Index, objects: Objects) -> None:
     """Give the optimizer's state the names of this index. `torch.distributed.checkpoint.state_dict.get_state_dict` has
-    ROOT.state.NAME.KEY and ROOT.param_groups.NUMBER.KEY; state with other names is left out, and this is said."""
+    ROOT.state.NAME.KEY and ROOT.param_groups.NUMBER.KEY. State with other names is left out, with a reason."""
     of_model = {name for name in index.tensors if name.partition(".")[0] not in OPTIMIZER_ROOTS}
     heads = dict.fromkeys(["model.", "", *(f"{name.partition('.')[0]}." for name in of_model)])
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, Settings] = {}
     unknown = ""
     for name in [*index.tensors, *objects]:
         root, _, rest = name.partition(".")
@@ -312,16 +323,15 @@ def _keep_state(index: Index, owner: str, key: str, tensor: Tensor | None, value
         index.tensors[name] = replace(tensor, name=name)
 
 
-def _value(tensor: Tensor | None, where: Any) -> Any:
+def _value(tensor: Tensor | None, at: FilePart | None) -> Any:
     if tensor is None:
-        return _object(where)
+        return _object(at) if at is not None else None
     return None if tensor.shape else tensor.read().item()
 
 
-def _join_groups(groups: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The settings of an optimizer's groups. Flattened they have the names of parameters in place of numbers, and those
-    of one group are equal."""
-    found: list[dict[str, Any]] = []
+def _join_groups(groups: dict[str, Settings]) -> list[Settings]:
+    """Return the settings of an optimizer's groups. Flattened state has them for each parameter, equal in a group."""
+    found: list[Settings] = []
     for name, group in groups.items():
         settings = {key: value for key, value in group.items() if key != "params"}
         if name.isdecimal() or settings not in found:
@@ -329,21 +339,27 @@ def _join_groups(groups: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def adopt_told(index: Index, told: dict[str, Any]) -> None:
-    """Add what a checkpoint that Unicron has exported says besides its tensors."""
+def saved_part(index: Index) -> Settings:
+    """Return the part of a checkpoint that an export saves under OWN_KEY."""
+    whole = {"iteration": index.iteration, "layout": index.layout, "others": index.others}
+    return whole | {name: getattr(index.common, name) for name in SAVED_FIELDS}
+
+
+def adopt_saved(index: Index, saved: Settings) -> None:
+    """Add this part of an exported checkpoint to the index."""
     common = index.common
-    index.iteration, index.layout = int(told.get("iteration", index.iteration)), str(told.get("layout", ""))
-    common.groups = [dict(group) for group in told.get("groups") or []]
-    common.step, common.schedule = told.get("step"), told.get("schedule")
-    common.scales = [dict(each) for each in told.get("scales") or []]
-    common.seed, common.loss = int(told.get("seed", 0)), told.get("loss")
-    common.facts = dict(told.get("facts") or {})
-    common.args = common.args or dict(told.get("args") or {})
-    index.others = {name: dict(each) for name, each in (told.get("others") or {}).items()}
+    index.iteration, index.layout = int(saved.get("iteration", index.iteration)), str(saved.get("layout", ""))
+    common.groups = [dict(group) for group in saved.get("groups") or []]
+    common.step, common.schedule = saved.get("step"), saved.get("schedule")
+    common.scales = [dict(each) for each in saved.get("scales") or []]
+    common.seed, common.loss = int(saved.get("seed", 0)), saved.get("loss")
+    common.facts = dict(saved.get("facts") or {})
+    common.args = common.args or dict(saved.get("args") or {})
+    index.others = {name: dict(each) for name, each in (saved.get("others") or {}).items()}
 
 
-def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
-    """Add what Megatron keeps beside the tensors."""
+def _add_megatrons(index: Index, folder: Path, objects: Objects) -> None:
+    """Add the state that Megatron keeps beside the tensors."""
     index.format = TORCH_DIST
     if (folder / CONFIG).is_file():
         try:
@@ -352,26 +368,26 @@ def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
             raise BadCheckpoint(f"{folder / CONFIG}: not as Megatron writes it ({error!r})") from None
         if backend != TORCH_DIST:
             raise BadCheckpoint(f"{folder}: its tensors are {backend!r}: convert it to torch_dist with Megatron-LM")
-    told: dict[str, Any] = {}
-    by_buckets = _take_buckets(index)
+    # A distributed optimizer in the order of its buckets is not by parameter: it is unpacked at the end.
+    by_buckets = [index.tensors.pop(name) for name in list(index.tensors) if name.startswith(buckets.PREFIX)]
     if (folder / COMMON).is_file():
         found = archive(folder / COMMON)
-        told = plain(found.content, found)
+        state = plain(found.content, found)
     elif COMMON_OBJECT in objects:
-        told = _object(objects[COMMON_OBJECT])[0]
+        state = _object(objects[COMMON_OBJECT])[0]
     else:
         raise BadCheckpoint(f"{folder / COMMON} is not there: the checkpoint is half-written, take one before it")
-    if not isinstance(told, dict):
+    if not isinstance(state, dict):
         raise BadCheckpoint(f"{folder}: what Megatron keeps beside the tensors is no dictionary")
-    if by_buckets:  # then the rest of the optimizer is each rank's own, the same in all
-        told["optimizer"] = {key: _object(objects[name])[0] for key, name in FIRST_RANKS.items() if name in objects}
-    index.common = common_of(told)
-    index.iteration = int(told.get("iteration") or told.get("global_step") or 0)  # the latter is NeMo's
+    if by_buckets:  # each rank has saved the rest of the optimizer's state, and it is the same in all
+        state["optimizer"] = {key: _object(objects[name])[0] for key, name in FIRST_RANKS.items() if name in objects}
+    index.common = common_of(state)
+    index.iteration = int(state.get("iteration") or state.get("global_step") or 0)  # the latter is NeMo's
     if index.iteration < 0:
         raise BadCheckpoint(f"{folder}: {index.iteration} is no iteration")
     index.layout = layout_of(index.common.args)
-    if isinstance(told.get(OWN_KEY), dict):
-        adopt_told(index, told[OWN_KEY])
+    if isinstance(state.get(OWN_KEY), dict):
+        adopt_saved(index, state[OWN_KEY])
     if by_buckets:
         try:
             buckets.unpack(index, by_buckets, int(index.common.args.get("tensor_model_parallel_size") or 0))
@@ -379,42 +395,37 @@ def _add_megatrons(index: Index, folder: Path, objects: dict[str, Any]) -> None:
             index.without_optimizer(str(error))
 
 
-def _take_buckets(index: Index) -> list[Tensor]:
-    """The tensors of a distributed optimizer in the order of its buckets, which are in the index no longer."""
-    return [index.tensors.pop(name) for name in list(index.tensors) if name.startswith(buckets.PREFIX)]
-
-
-def layout_of(args: dict[str, Any]) -> str:
-    """The layout in Megatron-LM's arguments, as people write it."""
+def layout_of(args: Settings) -> str:
+    """Return the layout in Megatron-LM's arguments, as people write it."""
     names = {"TP": "tensor_model_parallel_size", "CP": "context_parallel_size", "PP": "pipeline_model_parallel_size"}
     sizes = {word: args.get(name) for word, name in names.items()}
-    told = [f"{word}{size}" for word, size in sizes.items() if isinstance(size, int) and size > 1]
-    return " ".join(told) or ("TP1" if args else "")
+    words = [f"{word}{size}" for word, size in sizes.items() if isinstance(size, int) and size > 1]
+    return " ".join(words) or ("TP1" if args else "")
 
 
-def common_of(told: dict[str, Any]) -> Common:
-    """From Megatron's own state dict. Its optimizer's part looks different for each of its optimizers."""
-    optimizer = told.get("optimizer") or {}
+def common_of(state: Settings) -> Common:
+    """Read Megatron's state dict. Each of its optimizers has another form of state there."""
+    optimizer = state.get("optimizer") or {}
     inner = optimizer.get("optimizer") or optimizer
     groups = [{k: v for k, v in group.items() if k != "params"} for group in inner.get("param_groups") or []]
     steps = [group["step"] for group in groups if isinstance(group.get("step"), int | float)]
-    state = inner.get("state")
-    if isinstance(state, dict) and isinstance(state.get("common_step"), int | float):
-        steps.append(state["common_step"])
-    args = told.get("args") if isinstance(told.get("args"), dict) else {}
+    moments = inner.get("state")
+    if isinstance(moments, dict) and isinstance(moments.get("common_step"), int | float):
+        steps.append(moments["common_step"])
+    args = state.get("args") if isinstance(state.get("args"), dict) else {}
     scale = optimizer.get("grad_scaler")
     return Common(
         groups=groups,
         step=float(max(steps)) if steps else None,
-        schedule=told.get("opt_param_scheduler") or told.get("lr_scheduler"),
+        schedule=state.get("opt_param_scheduler") or state.get("lr_scheduler"),
         scales=[scale] if isinstance(scale, dict) else [],
         facts=facts_of(args or {}),
         args=args or {},
     )
 
 
-def facts_of(args: dict[str, Any]) -> dict[str, Any]:
-    """Return what Megatron-LM's arguments say of the model, as `model_facts` does."""
+def facts_of(args: Settings) -> Settings:
+    """Return the facts about the model that Megatron-LM's arguments give (`model_facts`)."""
     heads = args.get("num_attention_heads")
     if not isinstance(heads, int):
         return {}

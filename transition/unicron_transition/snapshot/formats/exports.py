@@ -1,8 +1,7 @@
-"""A checkpoint that somebody asked for, in another format as well (docs/user-guide.md, "Signals").
+"""Exports a checkpoint that was asked for to another format (docs/user-guide.md, "Signals").
 
-The job's first rank starts a process for it, of the lowest priority: it waits until all files of the checkpoint are
-there, and writes another folder from them. The training waits for nothing, and a process that fails says so in one
-line.
+The job's first rank starts a process of the lowest priority, which waits until the checkpoint is whole and then writes
+another folder from it. The training does not wait for it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from unicron_detector.processes.step_signals import ignore_step_signals
 from unicron_transition.iteration import rank_log
 from unicron_transition.snapshot import folders
 from unicron_transition.snapshot.checkpoint_file import folder_name
-from unicron_transition.snapshot.formats import convert, format_table, own, safetensors
+from unicron_transition.snapshot.formats import convert, format_table, own
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
 
 FORMAT = "UNICRON_CHECKPOINT_EXPORT"
@@ -29,7 +28,7 @@ WHOLE_SECONDS = 1800.0  # for all ranks and agents to write their files
 
 
 def form_of(given: str) -> str:
-    """The format: UNICRON_CHECKPOINT_EXPORT, or what the script says; "" for none. Raises ValueError, one line."""
+    """Return the format that UNICRON_CHECKPOINT_EXPORT or the script asks for, "" for none. Raises ValueError."""
     named = os.environ.get(FORMAT) or ""
     form = named or given
     if form and form not in format_table.EXPORTS:
@@ -39,18 +38,18 @@ def form_of(given: str) -> str:
 
 
 class Exports:
-    """The exports of one rank. folder: of the job's checkpoints. form: one of `format_table.EXPORTS`. table: of names,
-    as `Checkpoints.begin_names` is; safetensors get them back."""
+    """The exports of one rank. folder: the job's checkpoints. form: one of `format_table.EXPORTS`. table: the names of
+    `Checkpoints.begin_names`, under which a format that holds weights only is written."""
 
     def __init__(self, folder: Path, form: str, table: str = ""):
         self._folder, self._form = folder.absolute(), form
-        self._table = table if form == safetensors.FORMAT else ""
-        self._here = os.getcwd()  # from which the table's file is named; the script may go elsewhere
+        self._table = table if form and format_table.BY_NAME[form].weights_only else ""
+        self._here = os.getcwd()  # the table's path is relative to it, and the script might leave it
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, iteration: int, mark: str) -> None:
-        """Have the checkpoint of `iteration`, which is being written, exported to FOLDER/FORMAT/iteration-N. mark: that
-        of its files."""
+        """Start to export the checkpoint of `iteration`, which is being written, to FOLDER/FORMAT/iteration-N. mark: of
+        its files."""
         if self._process is not None and self._process.poll() is None:
             rank_log.warn(f"the checkpoint of iteration {iteration} is not exported: the export before it is not over")
             return
@@ -60,7 +59,7 @@ class Exports:
         checkpoint = self._folder / folder_name(iteration)
         try:
             checkpoint.mkdir(parents=True, exist_ok=True)
-            folders.hold(checkpoint, reader)  # the process lets go of it
+            folders.hold(checkpoint, reader)  # the process releases it
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, *words],
                 stdin=subprocess.DEVNULL,
@@ -74,8 +73,8 @@ class Exports:
 
 
 def export(folder: Path, iteration: int, mark: str, form: str, table: str = "", seconds: float = WHOLE_SECONDS) -> Path:
-    """Wait until the checkpoint of `iteration` in `folder` is whole, `seconds` at most, and write it in another format;
-    returns its folder. mark: that of its files. Raises BadCheckpoint, OSError; then nothing is left of it."""
+    """Wait up to `seconds` until the checkpoint of `iteration` in `folder` is whole, write it in another format and
+    return the new folder. mark: of its files. Raises BadCheckpoint, OSError, and then leaves nothing behind."""
     index = _whole(folder, iteration, mark, seconds)
     out = folder / form / folder_name(iteration)
     convert.export(index, out, form, table, say=_inform)
@@ -98,12 +97,13 @@ def _whole(folder: Path, iteration: int, mark: str, seconds: float) -> Index:
 
 
 def _inform(text: str) -> None:
-    with contextlib.suppress(OSError):  # the rank that began this may be gone, and with it who reads
+    with contextlib.suppress(OSError):  # the rank that started this process might be gone
         rank_log.inform(text)
 
 
 def main(folder: str, iteration: str, mark: str, form: str, table: str, reader: str) -> int:
-    """The exit status. Signals that Slurm sends to all of a step are not for this process, but SIGTERM ends it."""
+    """Export one checkpoint and return the exit status. Of the signals that Slurm sends to all processes of a step only
+    SIGTERM ends this one."""
     ignore_step_signals()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.nice(LEAST_PRIORITY)

@@ -1,5 +1,5 @@
 """The table of formats: how a checkpoint of each is recognised, read and written. A new format is a row here, and the
-modules that its row names."""
+modules that the row names."""
 
 from __future__ import annotations
 
@@ -24,32 +24,38 @@ from unicron_transition.snapshot.formats.written import Options
 
 @dataclass(frozen=True)
 class Format:
-    """One format. The rows are asked in their order, and the first that reads a folder counts."""
+    """One format. The rows are tried in order, and the first that can read a folder counts."""
 
     name: str
     """The name in `--format` and in what `show` prints."""
 
     label: str
-    """The name for people."""
+    """The name in messages."""
 
     is_there: Callable[[Path, Sequence[str], Sequence[str]], bool]
-    """Whether a folder with these files and these folders in it was to be one, whole or not."""
+    """Whether a folder holds such a checkpoint, whole or not, judging by the names of its files and folders."""
 
     read: Callable[[Path], Index | None]
-    """Returns the index of a folder or file, None for another format. Raises BadCheckpoint, OSError."""
+    """Return the index of a folder or file, None for another format. Raises BadCheckpoint, OSError."""
 
     write: Callable[[Path, Index, Options], None] | None = None
-    """Fills an empty folder. Raises BadCheckpoint, OSError. None for a format that is only read."""
+    """Fill an empty folder. Raises BadCheckpoint, OSError. None for a format that is only read."""
 
     neighbours: bool = False
     """Whether training libraries put their own files beside it."""
 
     checksums: bool = True
-    """Whether damage to a tensor's bytes shows."""
+    """Whether damage to a tensor's bytes can be detected."""
+
+    weights_only: bool = False
+    """Whether it holds a model's weights alone, under Hugging Face's names and in any precision."""
+
+    has_their_names: Callable[[Index], bool] = lambda index: False
+    """Whether an index of this format is likely to have Hugging Face's names."""
 
 
 def newest_own(folder: Path) -> folders.WholeCheckpoint | None:
-    """Return the newest checkpoint of Unicron's own, None where one of Megatron-LM's in that folder is newer."""
+    """Return Unicron's newest checkpoint in a folder, None if Megatron-LM has a newer one there."""
     whole = own.newest(folder) if folder.is_dir() else None
     return whole if whole is not None and whole.iteration >= megatrons_iteration(folder) else None
 
@@ -101,7 +107,7 @@ def _has_rank_files(folder: Path, files: Sequence[str], inner: Sequence[str]) ->
 
 
 def _files(*names: str, suffix: str = "\0") -> Callable[[Path, Sequence[str], Sequence[str]], bool]:
-    """Look for one of these files, or for one that ends so."""
+    """Look for a file with one of these names, or with this suffix."""
 
     def is_there(folder: Path, files: Sequence[str], inner: Sequence[str]) -> bool:
         return not set(names).isdisjoint(files) or any(name.endswith(suffix) for name in files)
@@ -135,6 +141,8 @@ FORMATS = (
         write=write_safetensors.write,
         neighbours=True,
         checksums=False,
+        weights_only=True,
+        has_their_names=lambda index: True,
     ),
     Format(
         torch_files.FORMAT,
@@ -142,6 +150,8 @@ FORMATS = (
         _files(torch_files.FIRST, torch_files.MODEL, f"{torch_files.MODEL}.index.json"),
         torch_files.read,
         neighbours=True,
+        weights_only=True,
+        has_their_names=lambda index: bool(index.common.facts),
     ),
 )
 BY_NAME = {each.name: each for each in FORMATS}

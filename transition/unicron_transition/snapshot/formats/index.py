@@ -1,8 +1,7 @@
-"""The index of a checkpoint: which tensors there are, of which blocks each is made, and where the bytes of a block lie.
+"""The index of a checkpoint: its tensors, the blocks of each, and the place of each block's bytes.
 
-An index is made without reading a tensor. A block's bytes are read when they are asked for, so whoever goes through a
-checkpoint block by block needs memory for one of them only. bfloat16 and whatever else numpy does not have are moved
-as unsigned integers of the same size.
+An index is made without reading a tensor. Reading a checkpoint block by block needs memory for one block only. Types
+that numpy does not have, such as bfloat16, are moved as unsigned integers of the same size.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from unicron_transition.snapshot.reading import PIECE, open_plain, pieces, read_into
+from unicron_transition.snapshot.reading import PIECE, Settings, open_plain, pieces, read_into
 
 Array = np.ndarray[Any, np.dtype[Any]]
-PARAMETER = "parameter"  # of a tensor, what the optimizer steps; its other keys are the optimizer's own
-STATE = "optimizer.state."  # how the name of an optimizer's tensor begins: `optimizer.state.KEY.NAME`, as Megatron's
+PARAMETER = "parameter"  # the key of the parameter itself; the other keys are the optimizer's own
+STATE = "optimizer.state."  # prefix of an optimizer's tensors: `optimizer.state.KEY.NAME`, as Megatron has them
 MAINS = ("param", "fp32_param")  # the keys under which Megatron keeps main parameters
-# dtype as torch calls it -> the numpy type that moves it
+# torch's name of a type -> the numpy type that moves it
 RAW = {
     "float64": "<f8",
     "float32": "<f4",
@@ -49,18 +48,18 @@ RAW = {
     "float8_e5m2": "|u1",
     "float8_e5m2fnuz": "|u1",
     "float8_e8m0fnu": "|u1",
-    "float4_e2m1fn_x2": "|u1",  # two elements in a byte, which count as one
+    "float4_e2m1fn_x2": "|u1",  # two elements in a byte, which torch counts as one
     "complex32": "<u4",
 }
-# Megatron's names: how those of the layers begin, and the embedding and the output layer, whose last rows are padding.
+# Megatron's names: the prefix of layers, and the embedding and the output layer, whose last rows are padding.
 LAYERS = "decoder.layers."
 VOCABULARY = EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 Place = tuple[int, ...]
 Slices = tuple[slice, ...]
-MOST_AXES = 64  # of a tensor; numpy and torch know no more
+MOST_AXES = 64  # the limit of numpy and torch
 MOST_ELEMENTS = 1 << 60
 MOST_LETTERS = 1000  # of a tensor's name
-# What readers raise where the bytes are not what they were written as.
+# The errors of readers for damaged bytes.
 DAMAGE = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, EOFError, MemoryError),
     *(BadZipFile, struct.error, zlib.error, RuntimeError, AssertionError),
@@ -68,16 +67,16 @@ DAMAGE = (
 
 
 class BadCheckpoint(ValueError):
-    """A folder is no checkpoint that can be used; one line says why, and what to do."""
+    """A checkpoint cannot be used; one line says why, and what to do."""
 
 
 def some(names: Sequence[str]) -> str:
-    """The first three of many names, for people."""
+    """Shorten a list of names for people to the first three."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def raw_type(dtype: str) -> np.dtype[Any]:
-    """The numpy type that moves elements of this dtype. Raises BadCheckpoint for one that nobody knows."""
+    """Return the numpy type that moves elements of this type. Raises BadCheckpoint for an unknown type."""
     if dtype not in RAW:
         raise BadCheckpoint(f"tensors of {dtype} are not supported: convert them first")
     return np.dtype(RAW[dtype])
@@ -85,26 +84,27 @@ def raw_type(dtype: str) -> np.dtype[Any]:
 
 @dataclass(slots=True)  # not frozen, which takes four times as long: a large model has hundreds of thousands of these
 class Raw:
-    """The place of elements in a file: from byte `offset` on, of this shape; strides in elements, None for row-major.
-    crc: the checksum (CRC-32) of these very bytes, where the file has one. Called, it is itself: a block needs no other
-    to find it."""
+    """The place of elements in a file, from byte `offset` on."""
 
     path: Path
     offset: int
     dtype: str
     shape: Place
     strides: Place | None = None
+    """In elements; None for row-major"""
     crc: int | None = None
+    """The CRC-32 of just these bytes, if the file has one"""
 
     def __call__(self) -> Raw:
+        """Return itself, so that it can be the `find` of a block."""
         return self
 
     def array(self) -> Array:
-        """The elements, read. Raises BadCheckpoint where the file is shorter, OSError."""
+        """Read the elements. Raises BadCheckpoint, OSError."""
         return self.part(tuple(slice(0, extent) for extent in self.shape))
 
     def part(self, its: Slices) -> Array:
-        """Some of them: only what is needed is read, or little more. Raises BadCheckpoint, OSError."""
+        """Read some of the elements, and few bytes beside them. Raises BadCheckpoint, OSError."""
         kind, count = raw_type(self.dtype), math.prod(self.shape)
         strides = self.strides or row_major(self.shape)
         check_shape(str(self.path), self.shape)
@@ -157,32 +157,32 @@ class Raw:
 
 
 def row_major(shape: Place) -> Place:
-    """The strides of a contiguous array, in elements."""
+    """Return the strides of a contiguous array, in elements."""
     return tuple(math.prod(shape[number + 1 :]) for number in range(len(shape)))
 
 
 def check_shape(name: str, shape: Sequence[Any]) -> None:
-    """Raises BadCheckpoint for numbers that no tensor has as its shape or place."""
+    """Raises BadCheckpoint for numbers that cannot be a tensor's shape or place."""
     sound = len(shape) <= MOST_AXES and all(type(each) is int and 0 <= each <= MOST_ELEMENTS for each in shape)
     if not sound or math.prod(shape) > MOST_ELEMENTS:
         raise BadCheckpoint(f"{name}: {str(list(shape[:8]))[:80]} is no shape of a tensor: it is damaged")
 
 
 def check_name(name: str) -> None:
-    """Raises BadCheckpoint for what nobody calls a tensor: it would not fit into a line for people."""
+    """Raises BadCheckpoint for a name that would not fit into a line for people."""
     if len(name) > MOST_LETTERS or not name.isprintable():
         raise BadCheckpoint(f"{name[:60]!r} is no name of a tensor ({len(name)} letters): it is damaged")
 
 
 PRIME = (1 << 61) - 1
-_weights = random.Random(secrets.token_bytes(32))  # nobody knows them before; asking the system for each takes long
+_weights = random.Random(secrets.token_bytes(32))  # unpredictable; asking the system for each number takes long
 
 
 def tiles(shape: Place, boxes: Iterable[tuple[Place, Place]]) -> bool:
-    """Whether the boxes are a partition of a tensor of this shape: no two of them overlap, and no element is in none.
+    """Whether the boxes are a partition of a tensor of this shape: each element is in just one of them.
 
     Each place on each axis gets a random weight, and a box the product of the differences over its axes. The weights of
-    the boxes of a partition add up to that of the whole, whatever the weights. Other boxes do so once in 2**50 times.
+    the boxes of a partition always add up to the weight of the whole. Those of other boxes do so once in 2**50 times.
     """
     weights: list[defaultdict[int, int]] = [defaultdict(lambda: _weights.getrandbits(61)) for _ in shape]
 
@@ -195,14 +195,14 @@ def tiles(shape: Place, boxes: Iterable[tuple[Place, Place]]) -> bool:
 
 @dataclass(slots=True)
 class Block:
-    """Elements [begin, end), in row-major order, of the block of this offset and extent in a whole tensor. find: says
-    where they lie; None for zeros. A block that is whole may lie there in any strides."""
+    """Elements [begin, end), in row-major order, of the box of this offset and extent in a whole tensor."""
 
     offset: Place
     extent: Place
     begin: int
     end: int
     find: Callable[[], Raw] | None
+    """Returns the place of the elements, in any strides if the block is whole; None for zeros"""
 
     @property
     def box(self) -> tuple[Place, Place]:
@@ -213,8 +213,8 @@ class Block:
         return self.begin == 0 and self.end == math.prod(self.extent)
 
     def array(self, dtype: str, its: Slices | None = None) -> Array:
-        """The elements, or some of them: of the extent's shape for a whole block, else flat. Raises BadCheckpoint,
-        OSError."""
+        """Read the elements, or some of them: in the shape of the box for a whole block, otherwise flat. Raises
+        BadCheckpoint, OSError."""
         shape = self.extent if self.whole else (self.end - self.begin,)
         wanted = tuple(slice(0, extent) for extent in shape) if its is None else its
         raw = self.raw(dtype)
@@ -225,7 +225,7 @@ class Block:
         return raw.array().reshape(shape)[wanted]
 
     def raw(self, dtype: str) -> Raw | None:
-        """Return where its elements lie; None for zeros. Raises BadCheckpoint, OSError."""
+        """Return the place of the elements, None for zeros. Raises BadCheckpoint, OSError."""
         if self.find is None:
             return None
         try:
@@ -240,33 +240,32 @@ class Block:
 
     @classmethod
     def of(cls, offset: Place, extent: Place, find: Callable[[], Raw] | None) -> Block:
-        """A whole one."""
+        """Make a whole block."""
         return cls(offset, extent, 0, math.prod(extent), find)
 
 
 @dataclass(slots=True)
 class Tensor:
-    """A whole tensor. check: is called with each part of it that is read, and its offset and extent; it raises
-    BadCheckpoint for elements that are not this tensor's."""
+    """A whole tensor."""
 
     name: str
     shape: Place
     dtype: str
     blocks: list[Block]
     check: Callable[[Array, Place, Place], None] | None = None
+    """Checks each part that is read: elements, offset and extent. Raises BadCheckpoint for those of another tensor"""
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * raw_type(self.dtype).itemsize
 
     def boxes(self) -> list[tuple[Place, Place]]:
-        """The places of its blocks, each once, where they make up the whole; else the whole as one."""
+        """Return the boxes of its blocks if they make up the whole, otherwise one box for the whole."""
         found = list(dict.fromkeys(block.box for block in self.blocks))
         return found if tiles(self.shape, found) else [((0,) * len(self.shape), self.shape)]
 
     def check_blocks(self) -> None:
-        """Raises BadCheckpoint where its blocks are no partition of it: some elements would be there twice, and others
-        would come from nowhere."""
+        """Raises BadCheckpoint unless its blocks are a partition: some elements would be there twice or not at all."""
         check_shape(self.name, self.shape)
         first = self.blocks[0] if len(self.blocks) == 1 else None
         if first is not None and first.whole and first.box == ((0,) * len(self.shape), self.shape):
@@ -293,8 +292,8 @@ class Tensor:
                 raise BadCheckpoint(f"{self.name}: elements from {reached} on of a block are in no file")
 
     def read(self, offset: Place | None = None, extent: Place | None = None) -> Array:
-        """The elements of a part of it, the whole by default. Raises BadCheckpoint where some are in no block, or in
-        two, or are not this tensor's, OSError."""
+        """Read the elements of a part, by default the whole. Raises BadCheckpoint if some are in no block, in two, or
+        of another tensor, OSError."""
         offset, extent = offset or (0,) * len(self.shape), self.shape if extent is None else extent
         found = self._read(offset, extent)
         if self.check is not None:
@@ -319,7 +318,7 @@ class Tensor:
         return into
 
     def _join(self, blocks: Sequence[Block]) -> Array:
-        """One block, from ranges of it."""
+        """Assemble the elements of a box from ranges of it."""
         ranges = sorted(blocks, key=lambda block: (block.begin, -block.end))
         if ranges[0].whole:
             return ranges[0].array(self.dtype)
@@ -336,7 +335,7 @@ class Tensor:
 
 
 def in_pieces(offset: Place, extent: Place, most: int) -> Iterator[tuple[Place, Place]]:
-    """Cuts a box into parts of so many elements, in row-major order: no box is all in memory then."""
+    """Cut a box into parts of at most so many elements, in row-major order."""
     if not extent or math.prod(extent) <= most:
         yield offset, extent
     elif (row := math.prod(extent[1:])) > most:
@@ -350,12 +349,12 @@ def in_pieces(offset: Place, extent: Place, most: int) -> Iterator[tuple[Place, 
 
 
 def box_of(part: Slices) -> tuple[Place, Place]:
-    """The offset and extent of a part."""
+    """Return the offset and extent of slices."""
     return tuple(each.start for each in part), tuple(each.stop - each.start for each in part)
 
 
 def overlap(one: tuple[Place, Place], other: tuple[Place, Place]) -> tuple[Slices, Slices] | None:
-    """Return what two boxes have in common, as slices of each; None for nothing."""
+    """Return the intersection of two boxes as slices of each, None if it is empty."""
     mine, its = [], []
     for at, size, there, extent in zip(*one, *other, strict=True):
         begin, end = max(at, there), min(at + size, there + extent)
@@ -368,40 +367,31 @@ def overlap(one: tuple[Place, Place], other: tuple[Place, Place]) -> tuple[Slice
 
 @dataclass
 class Common:
-    """The part of a checkpoint that is no tensor, as plain values."""
+    """The part of a checkpoint that is not a tensor, as plain values."""
 
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    """The settings of the optimizer's groups of parameters."""
-
+    groups: list[Settings] = field(default_factory=list)
+    """The settings of the optimizer's groups of parameters"""
     step: float | None = None
-    """The optimizer's count of steps, None where it has none."""
-
-    schedule: dict[str, Any] | None = None
-    """The state of the learning rate's schedule."""
-
-    scales: list[dict[str, Any]] = field(default_factory=list)
-    """The states of gradient scalers."""
-
+    """The optimizer's count of steps"""
+    schedule: Settings | None = None
+    """The state of the learning-rate schedule"""
+    scales: list[Settings] = field(default_factory=list)
+    """The states of gradient scalers"""
     seed: int = 0
     loss: float | None = None
-
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Facts about the model (`snapshot.model_facts`)."""
-
-    args: dict[str, Any] = field(default_factory=dict)
-    """Megatron-LM's arguments."""
-
+    facts: Settings = field(default_factory=dict)
+    """Facts about the model (`snapshot.model_facts`)"""
+    args: Settings = field(default_factory=dict)
+    """Megatron-LM's arguments"""
     unread: str = ""
-    """Why the optimizer's state is not in the index though there is one, "" otherwise."""
-
+    """Why the optimizer's state could not be read; "" if it was, or there is none"""
     left: list[str] = field(default_factory=list)
-    """What else is there and is not in the index."""
-
+    """Everything else in the checkpoint that is not in the index"""
     doubt: str = ""
-    """What its files do not say, "" for nothing."""
+    """What the files leave open, "" for nothing"""
 
     def losses(self) -> list[str]:
-        """List what is not in the index, in lines for people."""
+        """Describe everything that is not in the index, in lines for people."""
         found = [f"the optimizer's state is left out: {self.unread}"] if self.unread else []
         found += [self.doubt] if self.doubt else []
         return found + ([f"left out, for nothing here reads it: {some(self.left)}"] if self.left else [])
@@ -409,19 +399,21 @@ class Common:
 
 @dataclass
 class Index:
-    """A checkpoint. format: as `unicronctl checkpoint show` calls it; iteration: the one to go on with; layout: of the
-    ranks that wrote it, "" where that is not known. others: what the optimizer has for a tensor of the model that is no
-    tensor, by the tensor's name and by key."""
+    """A checkpoint."""
 
     format: str
+    """The name that `unicronctl checkpoint show` prints"""
     iteration: int
+    """The iteration to go on with"""
     layout: str
+    """The layout of the ranks that wrote it, "" if unknown"""
     tensors: dict[str, Tensor]
     common: Common = field(default_factory=Common)
-    others: dict[str, dict[str, Any]] = field(default_factory=dict)
+    others: dict[str, Settings] = field(default_factory=dict)
+    """Name of a tensor -> the plain values that the optimizer has for it"""
 
     def add(self, name: str, shape: Sequence[int], dtype: str, block: Block) -> None:
-        """One more block of the tensor of this name. Raises BadCheckpoint where others say something else of it."""
+        """Add a block of a tensor. Raises BadCheckpoint if another block has another shape or type for the tensor."""
         check_name(name)
         found = self.tensors.setdefault(name, Tensor(name, tuple(shape), dtype, []))
         if (found.shape, found.dtype) != (tuple(shape), dtype):
@@ -431,11 +423,11 @@ class Index:
         found.blocks.append(block)
 
     def parameters(self) -> Iterator[Tensor]:
-        """The model's tensors."""
+        """Yield the model's tensors."""
         return (tensor for name, tensor in self.tensors.items() if not name.startswith(STATE))
 
     def states(self, name: str) -> dict[str, Tensor]:
-        """Return what the optimizer has for the model's tensor of this name, by key, main parameters included."""
+        """Return the optimizer's tensors for one of the model's, by key, main parameters included."""
         return self._by_parameter().get(name, {})
 
     def _by_parameter(self) -> dict[str, dict[str, Tensor]]:
@@ -448,15 +440,15 @@ class Index:
         return self._found
 
     def main(self, name: str) -> Tensor:
-        """The main parameter of the model's tensor of this name: in the precision in which it is stepped."""
+        """Return the main parameter for one of the model's tensors, in the precision that the optimizer steps."""
         states = self.states(name)
         return next((states[key] for key in MAINS if key in states), self.tensors[name])
 
     def has_optimizer(self) -> bool:
-        """Whether there is anything of an optimizer: some have no state of any parameter, but a learning rate."""
+        """Whether there is an optimizer. Some have no state of any parameter, but a learning rate."""
         return bool(self.common.groups or self.others) or any(name.startswith(STATE) for name in self.tensors)
 
     def without_optimizer(self, why: str) -> None:
-        """Leave the optimizer's state out; it cannot be read."""
+        """Remove the optimizer's state, which cannot be read, and note the reason."""
         self.tensors = {tensor.name: tensor for tensor in self.parameters()}
         self.others, self.common.groups, self.common.step, self.common.unread = {}, [], None, why

@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments that a checkpoint was written with: its `--load` compares some of them."""
+"""The arguments of Megatron-LM that a checkpoint was written with. `--load` compares some of them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from typing import Any
 
 from unicron_transition.snapshot.formats.index import EMBEDDING, LAYERS, OUTPUT, BadCheckpoint, Index
 from unicron_transition.snapshot.model_facts import ACTIVATIONS
-from unicron_transition.snapshot.reading import parse_json, read_small
+from unicron_transition.snapshot.reading import Settings, parse_json, read_small
 
-LOAD_COMPARES = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-)  # by `--load`, without --finetune
+LOAD_COMPARES = ("num_layers", "hidden_size", "num_attention_heads")  # `--load` without --finetune does
 WITH_VOCABULARY = ("max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type")  # with --vocab-file too
 POSITIONS = "embedding.position_embeddings.weight"
 
 
-def arguments(index: Index) -> dict[str, Any]:
-    """Return those that Megatron-LM reads, of an index with its names."""
+def arguments(index: Index) -> Settings:
+    """Return the arguments that Megatron-LM reads from a checkpoint. The index has Megatron's names."""
     common, facts = index.common, index.common.facts
     sizes = {word: int(size) for word, size in re.findall(r"([A-Z]+)(\d+)", index.layout)}
     schedule = common.schedule or {}
@@ -42,12 +38,12 @@ def arguments(index: Index) -> dict[str, Any]:
         found["kv_channels"] = facts["channels"]
     found |= _of_tensors(index)
     found |= {name: value for name, value in common.args.items() if value is not None and name not in OURS}
-    # Random numbers are not in it, nor is what is not: Megatron-LM would look for them.
+    # Without these, Megatron-LM would look for random states, and for an optimizer's state that is not there.
     return found | {"no_save_rng": True, "no_save_optim": not index.has_optimizer(), "world_size": 0}
 
 
 def unknown(index: Index) -> Iterator[str]:
-    """Lines that say which of them nobody knows, and what to do about it."""
+    """Yield a line for each missing argument that matters, with the remedy."""
     known = arguments(index)
     if left := [name for name in LOAD_COMPARES if name not in known]:
         yield (
@@ -67,15 +63,15 @@ def unknown(index: Index) -> Iterator[str]:
         yield f"{', '.join(left)}: not known; Megatron-LM compares them if --vocab-file is given: give --finetune then"
 
 
-def _of_tensors(index: Index) -> dict[str, Any]:
-    """Return what names and shapes say, of layers that are stacked."""
+def _of_tensors(index: Index) -> Settings:
+    """Derive arguments from the names and shapes of stacked layers."""
     tensors = index.tensors
     inner = tensors.get(f"{LAYERS}mlp.linear_fc2.weight")
     if inner is None or len(inner.shape) != 3:
         return {}
     layers, hidden, width = inner.shape
     biased = f"{LAYERS}mlp.linear_fc1.bias" in tensors
-    found: dict[str, Any] = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": width}
+    found: Settings = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": width}
     found |= {
         "add_bias_linear": biased,
         "add_qkv_bias": not biased and f"{LAYERS}self_attention.linear_qkv.bias" in tensors,
@@ -91,10 +87,10 @@ def _of_tensors(index: Index) -> dict[str, Any]:
     return found
 
 
-# ------------------------------------------------------------ of Hugging Face's
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")  # model types whose arithmetic Megatron's options give
+# ------------------------------------------------------------ from Hugging Face's config.json
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")  # Megatron's options can express their arithmetic
 EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps")
-# What layers of other models compute besides, and the values that change nothing.
+# Factors in the layers of other models, with the values that change nothing.
 FACTORS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1,)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier"), ()),
@@ -102,56 +98,56 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "scale_attn_weights": (True,),
 }
-NO_COUNTERPART = "unmatched"  # among the arguments: a text of what has no counterpart in them
-OURS = (NO_COUNTERPART, "activation")  # which Megatron-LM's are not
+NO_COUNTERPART = "unmatched"  # our own argument: the settings of config.json for which Megatron-LM has no argument
+OURS = (NO_COUNTERPART, "activation")
 
 
-def of_config(path: Path) -> dict[str, Any]:
-    """Read what a model's config.json says of them. Raises BadCheckpoint, OSError."""
+def of_config(path: Path) -> Settings:
+    """Translate a model's config.json to arguments. Raises BadCheckpoint, OSError."""
     try:
-        told = parse_json(read_small(path))
+        config = parse_json(read_small(path))
         found = {
-            "max_position_embeddings": told.get("max_position_embeddings") or told.get("n_positions"),
-            "attention_dropout": told.get("attention_dropout", told.get("attn_pdrop")),
-            "hidden_dropout": told.get("resid_pdrop"),
+            "max_position_embeddings": config.get("max_position_embeddings") or config.get("n_positions"),
+            "attention_dropout": config.get("attention_dropout", config.get("attn_pdrop")),
+            "hidden_dropout": config.get("resid_pdrop"),
         }
-        found["activation"] = ACTIVATIONS.get(_activation(told))
-        if "hidden_act" in told:
+        found["activation"] = ACTIVATIONS.get(_activation(config))
+        if "hidden_act" in config:
             found["swiglu"] = found["activation"] == "silu"
-        found["layernorm_epsilon"] = next((float(told[name]) for name in EPSILONS if told.get(name)), None)
-        found[NO_COUNTERPART] = ", ".join(_find_unmatched(told)) or None
-        found |= _of_rotary(told)
+        found["layernorm_epsilon"] = next((float(config[name]) for name in EPSILONS if config.get(name)), None)
+        found[NO_COUNTERPART] = ", ".join(_find_unmatched(config)) or None
+        found |= _of_rotary(config)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: not a model's configuration ({error})") from None
     return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
 
 
-def _activation(told: dict[str, Any]) -> str:
-    return str(told.get("hidden_act") or told.get("activation_function") or "")
+def _activation(config: Settings) -> str:
+    return str(config.get("hidden_act") or config.get("activation_function") or "")
 
 
-def _find_unmatched(told: dict[str, Any]) -> Iterator[str]:
-    """Name what changes the arithmetic, and no weight shows."""
-    if told.get("model_type") and told["model_type"] not in MODEL_TYPES:
-        yield f"model_type {told['model_type']}"
-    if (activation := _activation(told)) and activation not in ACTIVATIONS:
+def _find_unmatched(config: Settings) -> Iterator[str]:
+    """Name the settings that change the arithmetic without changing any weight."""
+    if config.get("model_type") and config["model_type"] not in MODEL_TYPES:
+        yield f"model_type {config['model_type']}"
+    if (activation := _activation(config)) and activation not in ACTIVATIONS:
         yield f"activation {activation}"
     for name, neutral in FACTORS.items():
-        if told.get(name) is not None and told[name] not in neutral:
-            yield f"{name} {told[name]}"
-    if told.get("sliding_window") and told.get("use_sliding_window", True):
-        yield f"sliding_window {told['sliding_window']}"
+        if config.get(name) is not None and config[name] not in neutral:
+            yield f"{name} {config[name]}"
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        yield f"sliding_window {config['sliding_window']}"
 
 
-def _of_rotary(told: dict[str, Any]) -> dict[str, Any]:
-    """Read what it says of the rotary embedding. Newer releases have it under `rope_parameters`, some models for each
-    kind of layer, which Megatron has not."""
-    rope = told.get("rope_parameters") or {}
+def _of_rotary(config: Settings) -> Settings:
+    """Translate the rotary embedding. Newer releases have it under `rope_parameters`, and some models have one for each
+    kind of layer, which Megatron does not support."""
+    rope = config.get("rope_parameters") or {}
     kinds = [each for each in rope.values() if isinstance(each, dict)]
-    scaling = told.get("rope_scaling") or rope
+    scaling = config.get("rope_scaling") or rope
     types = [each.get("rope_type") or each.get("type") or "default" for each in kinds or [scaling]]
-    found: dict[str, Any] = {"use_rope_scaling": any(each != "default" for each in types)}
-    if base := told.get("rope_theta") or rope.get("rope_theta"):
-        percent = told.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    found: Settings = {"use_rope_scaling": any(each != "default" for each in types)}
+    if base := config.get("rope_theta") or rope.get("rope_theta"):
+        percent = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
         found |= {"position_embedding_type": "rope", "rotary_base": int(base), "rotary_percent": float(percent)}
     return found

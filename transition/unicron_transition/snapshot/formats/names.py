@@ -1,7 +1,7 @@
-"""Tables of names: what Hugging Face calls the tensors of a model of Megatron's, and how their rows lie there.
+"""Tables of names: Hugging Face's names for the tensors of a Megatron model, and their order of rows.
 
-Every entry is a list of pieces: rows of one tensor that are rows, or columns, of another. So a table is read in both
-directions, and nothing is copied to rename a tensor.
+An entry is a list of pieces: rows of one tensor that are rows, or columns, of another. So a table works in both
+directions, and renaming a tensor copies nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from unicron_transition.snapshot.formats.index import (
     raw_type,
 )
 from unicron_transition.snapshot.formats.written import Out, cast, of
+from unicron_transition.snapshot.reading import Settings
 
 TABLES = Path(__file__).with_name("names.toml")
 MEGATRON, AUTOMATIC = "megatron", "auto"
@@ -45,10 +46,11 @@ HEADS = "the number of heads is not known: give the model's config.json with --c
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a table. theirs: names with `{}` for the layer."""
+    """A line of a table."""
 
     mine: str
     theirs: tuple[str, ...]
+    """Names with `{}` for the layer"""
     qkv: bool = False
     transposed: bool = False
 
@@ -58,20 +60,22 @@ class Entry:
 
     @property
     def same(self) -> bool:
-        """Whether it is one tensor under another name, of any shape."""
+        """Whether it is one tensor under another name, with the same elements."""
         return len(self.theirs) == 1 and not (self.qkv or self.transposed or self.layered)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table. ignored: endings of names that hold no weights. needed: a tensor that tells its models from others.
-    prefix: how names begin there, unless the model is saved without its head."""
+    """A table of names."""
 
     name: str
     entries: tuple[Entry, ...]
     ignored: tuple[str, ...] = ()
+    """Endings of names that hold no weights"""
     needed: str = ""
+    """A tensor that only these models have"""
     prefix: str = ""
+    """The start of all names, unless the model is saved without its head"""
 
 
 @dataclass(frozen=True)
@@ -86,19 +90,19 @@ class Piece:
 
 # ------------------------------------------------------------ tables
 def tables(path: Path | None = None) -> dict[str, Table]:
-    """The tables of a file, ours by default. Raises BadCheckpoint."""
+    """Return the tables of a file, ours by default. Raises BadCheckpoint."""
     path = path or TABLES
     try:
-        told = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{path}: {error}") from None
     known = tables() if path != TABLES else {}
-    if told and not all(isinstance(value, dict) and not {"rows", "qkv"} & set(value) for value in told.values()):
-        told = {path.stem: told}  # one table, without a name
-    return {name: _table(path, name, lines, known) for name, lines in told.items()}
+    if content and not all(isinstance(value, dict) and not {"rows", "qkv"} & set(value) for value in content.values()):
+        content = {path.stem: content}  # one table, without a name
+    return {name: _table(path, name, lines, known) for name, lines in content.items()}
 
 
-def _table(path: Path, name: str, lines: dict[str, Any], known: Mapping[str, Table]) -> Table:
+def _table(path: Path, name: str, lines: Settings, known: Mapping[str, Table]) -> Table:
     like, ignored = lines.pop("like", None), list(lines.pop("ignored", []))
     needed, prefix = str(lines.pop("needed", "")), lines.pop("prefix", None)
     if like is not None and like not in known:
@@ -129,8 +133,8 @@ def _entry(mine: str, value: Any) -> Entry:
 
 
 def choose(names: str, index: Index, to_theirs: bool) -> Table | None:
-    """The table that `--names` gives: one of ours, FILE, FILE:TABLE, "auto" or "", which finds one of ours; None for
-    Megatron's own names. Raises BadCheckpoint."""
+    """Return the table for `--names`: one of ours, FILE, FILE:TABLE, or with "auto" or "" the one of ours that fits.
+    None for Megatron's own names, or if none fits. Raises BadCheckpoint."""
     ours = tables()
     if names == MEGATRON:
         return None
@@ -151,7 +155,7 @@ def choose(names: str, index: Index, to_theirs: bool) -> Table | None:
 
 
 def _fits(table: Table, index: Index) -> bool:
-    """Whether the table knows all of Megatron's tensors in the index, and theirs would be gated as they are there."""
+    """Whether the table has all of Megatron's tensors in the index, with the same kind of gated layers."""
     known = {entry.mine for entry in table.entries}
     there = {tensor.name for tensor in index.parameters()}
     gated = any(entry.mine.endswith("linear_fc1.weight") and len(entry.theirs) == 2 for entry in table.entries)
@@ -160,12 +164,11 @@ def _fits(table: Table, index: Index) -> bool:
 
 
 def _is_of(table: Table, index: Index) -> bool:
-    first = next(entry for entry in table.entries)
-    return first.theirs[0].format(0) in _add_prefix(index, table).tensors
+    return table.entries[0].theirs[0].format(0) in _add_prefix(index, table).tensors
 
 
 def _add_prefix(index: Index, table: Table) -> Index:
-    """The index with the table's prefix in front of names that lack it."""
+    """Return the index with the table's prefix in front of all names, if it lacks it."""
     if not table.prefix or any(name.startswith(table.prefix) for name in index.tensors):
         return index
     theirs = {name for entry in table.entries for name in entry.theirs}
@@ -175,7 +178,7 @@ def _add_prefix(index: Index, table: Table) -> Index:
 
 # ------------------------------------------------------------ how the rows lie
 def _pieces(entry: Entry, rows: int, facts: Mapping[str, Any]) -> list[Piece]:
-    """The pieces of Megatron's tensor of one layer, which has so many rows. Raises BadCheckpoint."""
+    """Return the pieces of one layer of Megatron's tensor, which has so many rows. Raises BadCheckpoint."""
     if not entry.qkv:
         each, left = divmod(rows, len(entry.theirs))
         if left:
@@ -203,13 +206,13 @@ def _pieces(entry: Entry, rows: int, facts: Mapping[str, Any]) -> list[Piece]:
 
 # ------------------------------------------------------------ theirs to Megatron's
 def of_megatron(index: Index) -> bool:
-    """Whether the tensors have the names of a model of Megatron's: of a plain module nobody knows its layers."""
+    """Whether the tensors have the names of a Megatron model."""
     return EMBEDDING in index.tensors or "gated" in index.common.facts
 
 
 def rename(index: Index, names: str, facts: Mapping[str, Any]) -> Index:
-    """The index under Megatron's names. facts: about the model that is to have it; what the index says itself comes
-    first. Raises BadCheckpoint."""
+    """Return the index under Megatron's names. facts: about the model that gets it; facts in the index come first.
+    Raises BadCheckpoint."""
     table = choose(names, index, to_theirs=False)
     if table is None:
         if names == MEGATRON:
@@ -219,14 +222,14 @@ def rename(index: Index, names: str, facts: Mapping[str, Any]) -> Index:
             f"no table of names fits this checkpoint, whose tensors are {some}, ...: give one with --names FILE"
         )
     index = _add_prefix(index, table)
-    told = dict(facts) | {key: value for key, value in index.common.facts.items() if value}
+    all_facts = dict(facts) | {key: value for key, value in index.common.facts.items() if value}
     found = Index(index.format, index.iteration, index.layout, {}, index.common)
-    found.common.facts = told
+    found.common.facts = all_facts
     used: set[str] = set()
     for entry in table.entries:
         layers = _layers(entry, index)
         if layers:
-            used |= _add(found, entry, index, layers, told)
+            used |= _add(found, entry, index, layers, all_facts)
     left = [name for name in index.tensors if name not in used and not name.endswith(table.ignored or ("\0",))]
     if left:
         first = index.tensors[left[0]].name
@@ -237,7 +240,7 @@ def rename(index: Index, names: str, facts: Mapping[str, Any]) -> Index:
 
 
 def _layers(entry: Entry, index: Index) -> int:
-    """Count the layers that have it."""
+    """Count the layers that have this entry's tensors."""
     if not entry.layered:
         return int(entry.theirs[0] in index.tensors)
     count = 0
@@ -276,7 +279,7 @@ def _add(found: Index, entry: Entry, index: Index, layers: int, facts: Mapping[s
 
 
 def _check_rows(entry: Entry, theirs: Sequence[Tensor], pieces: Iterable[Piece]) -> None:
-    """Raises BadCheckpoint where the tensors do not have the rows that the pieces take from them."""
+    """Raises BadCheckpoint unless the tensors have just the rows that the pieces take from them."""
     for number, tensor in enumerate(theirs):
         wanted = sum(piece.count for piece in pieces if piece.theirs == number)
         if (rows := tensor.shape[-1 if entry.transposed else 0]) != wanted:
@@ -291,7 +294,7 @@ def _rest(entry: Entry, tensor: Tensor) -> Place:
 
 
 def _part(tensor: Tensor, piece: Piece, transposed: bool) -> Raw:
-    """Return where those rows lie."""
+    """Return the place of a piece's rows in a file."""
     block = tensor.blocks[0]
     if len(tensor.blocks) != 1 or not block.whole or block.find is None:
         raise BadCheckpoint(f"{tensor.name} is cut into blocks: it cannot be renamed")
@@ -308,8 +311,8 @@ def _part(tensor: Tensor, piece: Piece, transposed: bool) -> Raw:
 
 # ------------------------------------------------------------ Megatron's to theirs
 def outs(index: Index, names: str, dtypes: Mapping[str, str]) -> list[Out] | None:
-    """The model's tensors under their names; None where no table fits and none was asked for. dtypes: by Megatron's
-    name, "" for that of the index. Raises BadCheckpoint."""
+    """Return the model's tensors under Hugging Face's names, None if no table fits and none was asked for. dtypes: by
+    Megatron's name, "" for that of the index. Raises BadCheckpoint."""
     table = choose(names, index, to_theirs=True)
     if table is None:
         return None
@@ -364,25 +367,28 @@ def _theirs(
 
 
 # ------------------------------------------------------------ plain modules
-# What a script may have its module's names begin with; `0.` is the number of a session's only chunk.
+# Prefixes that scripts give to a module's names. `0.` is the number of a session's only chunk.
 OUTER = ("0.", "", *(f"{chunk}{head}" for head in ("model.", "module.", "state_dict.") for chunk in ("0.", "")))
 WRAPPERS = re.compile(r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 class Match(NamedTuple):
-    """Which tensors of a checkpoint are those of a plain module. chosen: name here -> name there. twins: two there that
-    are one here. left: of the checkpoint's model, and not of this one. beside: the model's no more."""
+    """The tensors of a plain module in a checkpoint."""
 
     chosen: dict[str, str]
+    """Name here -> name there"""
     twins: list[tuple[str, str]]
+    """Pairs there that are one tensor here"""
     left: list[str]
+    """Tensors of the checkpoint's model that this model does not have"""
     beside: list[str]
+    """Tensors that are not of the checkpoint's model"""
 
 
 def match(there: Mapping[str, bool], mine: Mapping[str, str]) -> Match | None:
-    """Find the names of a plain module's tensors in a checkpoint, where they may begin otherwise; None where some are
-    not there. there: name -> whether an optimizer has a state for it. mine: name -> the first name of the same tensor.
-    Raises BadCheckpoint where they are there twice."""
+    """Find a plain module's tensors in a checkpoint, under any prefix; None if some are missing. there: name -> whether
+    an optimizer has a state for it. mine: name -> the first name of the same tensor. Raises BadCheckpoint if the model
+    is there twice."""
     bare = {WRAPPERS.sub("", name): name for name in there}
     fitting = _fitting_heads(bare, mine)
     if not fitting:
@@ -404,8 +410,8 @@ def match(there: Mapping[str, bool], mine: Mapping[str, str]) -> Match | None:
 
 
 def _fitting_heads(bare: Mapping[str, str], mine: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
-    """List the beginnings with which all of a module's tensors are there, the likeliest first, with the names that they
-    make of the module's. bare: the names there, without wrappers."""
+    """List the prefixes under which all of a module's tensors are there, the likeliest first, with the module's names
+    under each. bare: the names there, without wrappers."""
     short = {WRAPPERS.sub("", name.partition(".")[2]): first for name, first in mine.items()}
     longest = max(short, key=lambda key: key.count("."), default="")
     anchors = [key for key, first in short.items() if first == short[longest]]
@@ -423,7 +429,7 @@ def _root(name: str) -> str:
 
 
 def _heads(name: str, key: str) -> tuple[str, str] | None:
-    """Return the beginnings of two names that end alike, None where they do not."""
+    """Return the different prefixes of two names with a common end, None if their ends differ."""
     one, other = name.split("."), key.split(".")
     count = sum(
         1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one[::-1], other[::-1], strict=False))
@@ -433,7 +439,7 @@ def _heads(name: str, key: str) -> tuple[str, str] | None:
 
 
 def select(index: Index, chosen: Mapping[str, str]) -> Index:
-    """These tensors under other names (new -> old), and what the optimizer has for them."""
+    """Return an index of these tensors under other names (new -> old), with the optimizer's state for them."""
     found = replace(index, tensors={}, others={})
     for fresh, old in chosen.items():
         found.tensors[fresh] = replace(index.tensors[old], name=fresh)

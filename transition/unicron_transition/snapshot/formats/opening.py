@@ -17,14 +17,13 @@ from unicron_transition.snapshot.reading import names_in
 
 
 def index_of(folder: Path) -> Index:
-    """Return the index of the newest checkpoint in a folder, or of the checkpoint that the folder is. Raises
-    BadCheckpoint, OSError."""
+    """Return the index of a checkpoint, or of the newest one in a folder of checkpoints. Raises BadCheckpoint."""
     try:
         found = find(folder)
     except OSError as error:
         raise BadCheckpoint(f"{error.filename or folder}: {error.strerror or error}") from None
     except BadCheckpoint as error:
-        if (folder / TRACKER).is_file():  # another one may be whole
+        if (folder / TRACKER).is_file():  # another checkpoint might be whole
             raise BadCheckpoint(f"{error}{hint(folder)}") from None
         raise
     if found is None:
@@ -33,8 +32,8 @@ def index_of(folder: Path) -> Index:
 
 
 def hint(folder: Path, how: str = "unicronctl checkpoint show {}") -> str:
-    """Say what people may have meant by a folder without a checkpoint: why it is none, or the newest whole one below
-    it, and why newer ones are not whole. how: what people write to name one."""
+    """Explain a folder without a checkpoint: why it is not one, or which is the newest whole one below it and why newer
+    ones are not whole. how: the command or option that names a checkpoint."""
     if not folder.is_dir():
         return ""
     names = names_in(folder)
@@ -58,13 +57,16 @@ def hint(folder: Path, how: str = "unicronctl checkpoint show {}") -> str:
 
 
 def find(folder: Path) -> Index | None:
-    """Do the same, but return None where there is no checkpoint at all. Raises BadCheckpoint, OSError."""
+    """Like :func:`index_of`, but return None if there is no checkpoint at all. Raises BadCheckpoint, OSError."""
     collects = gc.isenabled()
-    gc.disable()  # what is made here stays: looking through it for garbage takes longer than reading it
+    gc.disable()  # all objects that are made here stay: collecting garbage would take longer than reading
     try:
         index = _read(folder.resolve())
-        if index is not None:
-            _check_blocks(folder, index)
+        for tensor in index.tensors.values() if index is not None else ():
+            try:
+                tensor.check_blocks()
+            except BadCheckpoint as error:
+                raise BadCheckpoint(f"{folder}: {error}") from None
         return index
     except (BadCheckpoint, OSError):
         raise
@@ -79,35 +81,27 @@ def find(folder: Path) -> Index | None:
 
 def _read(folder: Path) -> Index | None:
     for each in format_table.FORMATS:
-        index = each.read(folder)
-        if index is not None and each.neighbours:
+        if (index := each.read(folder)) is None:
+            continue
+        if each.neighbours:
             beside.adopt(index, folder)
             if why := below.named_unfinished(folder):
                 beside.doubt(index, f"{folder}: {why}")
-        if index is not None:
-            return index
+        return index
     return None
-
-
-def _check_blocks(folder: Path, index: Index) -> None:
-    for tensor in index.tensors.values():
-        try:
-            tensor.check_blocks()
-        except BadCheckpoint as error:
-            raise BadCheckpoint(f"{folder}: {error}") from None
 
 
 @contextlib.contextmanager
 def holding(folder: Path) -> Iterator[Path]:
-    """Keep the checkpoint that :func:`index_of` finds meanwhile, though a job may remove its old ones and write new
-    ones. Gives the folder to read it from. Raises OSError, and BadCheckpoint for one that was removed all the same."""
+    """Keep a job from removing the checkpoint that :func:`index_of` finds. Gives the folder to read it from. Raises
+    OSError, and BadCheckpoint if it was removed all the same."""
     with contextlib.ExitStack() as stack:
         at, kept = folder.resolve(), True
         while (whole := newest_own(at)) is not None:
             kept = stack.enter_context(folders.holding(whole.folder))
             if kept or whole.folder.exists():
                 at = whole.folder
-                break  # else it was removed just now, and there is a newer one
+                break  # otherwise it was removed just now, and there is a newer one
         try:
             yield at
         except FileNotFoundError as error:
@@ -121,10 +115,10 @@ def holding(folder: Path) -> Iterator[Path]:
 
 # ------------------------------------------------------------ whether it is sound
 def verify(folder: Path) -> tuple[Index | None, list[str]]:
-    """Return the index, and a line for each thing that is wrong with the files, as far as their format can tell.
+    """Return the index, and a line for each fault of the files that their format can show.
 
-    Every tensor is read, one block after the other. Unicron's own files have a checksum of all bytes, those of torch
-    one of each tensor; of safetensors there is none, so that only lengths and shapes are compared.
+    Every tensor is read, one block at a time. Unicron's own files have a checksum of all bytes, and torch's have one of
+    each tensor. Safetensors have none, so only lengths and shapes are compared.
     """
     folder = folder.resolve()
     try:

@@ -1,5 +1,4 @@
-"""Unicron's own checkpoints: the index of one, and one written from an index. It is one file with all of it then, which
-ranks of any layout read."""
+"""Reads Unicron's own checkpoints, and writes one from an index: a single file, which ranks of any layout can read."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from unicron_transition.snapshot import checkpoint_file, folders, image_format
-from unicron_transition.snapshot.checkpoint_file import Write, folder_name, stem, writing
+from unicron_transition.snapshot import folders, image_format
+from unicron_transition.snapshot.checkpoint_file import Head, Write, folder_name, head_of_file, stem, writing
 from unicron_transition.snapshot.formats.index import (
     MAINS,
     PARAMETER,
@@ -30,42 +29,43 @@ from unicron_transition.snapshot.formats.index import (
 )
 from unicron_transition.snapshot.formats.written import pieces_of
 from unicron_transition.snapshot.image_format import ALIGN, STEP, SUFFIX, BadImage, ImagePage, Key, read_page
-from unicron_transition.snapshot.reading import unpack
+from unicron_transition.snapshot.reading import Settings, unpack
 
 FORMAT = "unicron"
 
 
 def newest(folder: Path) -> folders.WholeCheckpoint | None:
-    """The newest whole checkpoint of a folder of checkpoints, or the one in that folder; None for neither."""
+    """Return the newest whole checkpoint of a folder of checkpoints, or the one whose own folder it is."""
     if (match := folders.FOLDER.fullmatch(folder.name)) is not None:
         return next((each for each in folders.whole(folder.parent) if each.iteration == int(match[1])), None)
     return next(iter(folders.whole(folder)), None)
 
 
 def read(found: folders.WholeCheckpoint) -> Index:
-    """The index of one. Raises BadCheckpoint, OSError."""
+    """Return the index of a checkpoint. Raises BadCheckpoint, OSError."""
     try:
         pages = [read_page(path) for path in found.paths]
-        heads = [_head(page) for page in pages]
+        heads = [head_of_file(page) for page in pages]
     except BadImage as error:
         raise BadCheckpoint(f"{error}: run `unicronctl checkpoint verify`, or use the checkpoint before") from None
     first = heads[0]
-    facts = dict(first.get("facts") or {})
+    facts = dict(first.facts)
     common = Common(
-        groups=first["groups"],
-        schedule=first["scheduler"],
-        scales=first["scales"],
-        seed=first["seed"],
-        loss=first["loss"],
+        groups=first.groups,
+        schedule=first.scheduler,
+        scales=first.scales,
+        seed=first.seed,
+        loss=first.loss,
         args=dict(facts.pop("arguments", {})),
         facts=facts,
     )
-    index = Index(FORMAT, found.iteration, first["layout"], {}, common)
+    index = Index(FORMAT, found.iteration, first.layout, {}, common)
     steps: list[float] = []
     for page, head in zip(pages, heads, strict=True):
-        for tensor in _tensors(page, head, steps):
+        about = unpack(head.about)
+        for tensor in _tensors(page, head.step, about, steps):
             index.add(*tensor)
-        for name, *_, others, _ in head["about"]["index"]:
+        for name, *_, others, _ in about["index"]:
             if others:
                 index.others.setdefault(name, {}).update(others)
     group_steps = [group["step"] for group in common.groups if isinstance(group.get("step"), int | float)]
@@ -73,32 +73,27 @@ def read(found: folders.WholeCheckpoint) -> Index:
     return _without_chunk(index)
 
 
-def _head(page: ImagePage) -> dict[str, Any]:
-    head = page.head()
-    try:
-        told: dict[str, Any] = unpack(checkpoint_file.file_head(page.key, head))
-        told["about"] = unpack(told["about"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadImage(f"{page.path}: not a training state of this release ({error})") from None
-    return told
-
-
-def laid_out(tensors: list[Any], begin: int) -> list[tuple[str, int, int]]:
-    """(dtype, elements, byte in the file or -1 for steps) of each tensor of an image's head. begin: of the data."""
+def lay_out(tensors: list[Any], page: ImagePage) -> list[tuple[str, int, int]]:
+    """List (dtype, elements, byte in the file or -1 for the optimizer's step) of the tensors that an image's head
+    describes. Raises ValueError for one outside of the image's data."""
     found, at = [], 0
     for kind, count, *where in tensors:
         if where == [STEP]:
             found.append((kind, count, -1))
             continue
-        found.append((kind, count, begin + (where[0] if where else at)))
-        at += -(-count * raw_type(kind).itemsize // ALIGN) * ALIGN
+        size, begin = count * raw_type(kind).itemsize, where[0] if where else at
+        if not 0 <= begin <= begin + size <= page.data_bytes:
+            raise ValueError(f"a tensor of it is outside of its {page.data_bytes} bytes")
+        found.append((kind, count, page.offset + begin))
+        at += -(-size // ALIGN) * ALIGN
     return found
 
 
-def _tensors(page: ImagePage, head: dict[str, Any], steps: list[float]) -> Iterator[tuple[Any, ...]]:
-    """Yield what :meth:`Index.add` takes, of each tensor in a file. steps: gets the counts of steps that it names."""
-    places = laid_out(head["about"]["tensors"], page.offset)
-    for name, whole, offset, extent, begin, end, keys, others, values in head["about"]["index"]:
+def _tensors(page: ImagePage, step: float, about: Any, steps: list[float]) -> Iterator[tuple[Any, ...]]:
+    """Yield the arguments of :meth:`Index.add` for each tensor of a file. step: of its head. steps: gets all counts of
+    steps."""
+    places = lay_out(about["tensors"], page)
+    for name, whole, offset, extent, begin, end, keys, others, values in about["index"]:
         for key, number in keys.items():
             kind, count, at = places[number]
             if at < 0:
@@ -113,13 +108,13 @@ def _tensors(page: ImagePage, head: dict[str, Any], steps: list[float]) -> Itera
             kind, count, at = places[number]
             find = partial(Raw, page.path, at, kind, tuple(shape))
             if key == "step":
-                steps.append(float(head["step"] if at < 0 else find().array().item()))
+                steps.append(float(step if at < 0 else find().array().item()))
             if at >= 0:
                 yield f"{STATE}{key}.{name}", shape, kind, Block.of((0,) * len(shape), tuple(shape), find)
 
 
 def _without_chunk(index: Index) -> Index:
-    """Names of a plain module without the number of its chunk, of which there is one."""
+    """Remove the number of the only chunk from the names of a plain module."""
     if not all(tensor.name.startswith("0.") for tensor in index.parameters()):
         return index
     for name in list(index.tensors):
@@ -135,19 +130,19 @@ def _without_chunk(index: Index) -> Index:
 
 
 def read_sound(found: folders.WholeCheckpoint) -> Index:
-    """The index of one, all of whose files are read before. Raises BadCheckpoint where one is damaged, and OSError."""
+    """Check all files of a checkpoint, then return its index. Raises BadCheckpoint for a damaged file, OSError."""
     if wrong := check(found):
         raise BadCheckpoint(wrong[0])
     return read(found)
 
 
 def check(found: folders.WholeCheckpoint) -> list[str]:
-    """Read all files of one, and list what is wrong, a line each."""
+    """Read all files of a checkpoint and describe each damaged one in a line."""
     wrong = []
     for path in found.paths:
         try:
             page = read_page(path)
-            _head(page)
+            head_of_file(page)
             page.check_file()
         except (BadImage, OSError) as error:
             wrong.append(str(error))
@@ -156,15 +151,19 @@ def check(found: folders.WholeCheckpoint) -> list[str]:
 
 # ------------------------------------------------------------ writing
 def write(folder: Path, index: Index) -> Path:
-    """Into the folder of checkpoints; returns that of this one. One block is in memory at a time. Raises BadCheckpoint,
-    OSError."""
+    """Write a checkpoint into a folder of checkpoints, one block in memory at a time, and return its own folder. Raises
+    BadCheckpoint, OSError."""
     at = folder / folder_name(index.iteration)
     if at.exists():
         raise BadCheckpoint(f"{at} is there already: move it away, or give another folder")
     about, tensors = _about(index)
     mark = hashlib.blake2b(repr((index.layout, index.iteration, "import")).encode(), digest_size=4).hexdigest()
     key = Key(image_format.STATE, 0, index.iteration, mark=mark)
-    head = _head_of(index, about)
+    common, facts = index.common, index.common.facts | {"arguments": index.common.args}
+    head = Head(
+        *(index.iteration, index.layout, common.groups, common.schedule, common.scales, common.seed, common.loss),
+        *(common.step or 0.0, "", about, facts),
+    ).pack()
     path = at / f"{stem(key)}{SUFFIX}"
     size = sum(-(-block.nbytes // ALIGN) * ALIGN for block in tensors)
     at.mkdir(parents=True)
@@ -180,7 +179,7 @@ def write(folder: Path, index: Index) -> Path:
 
 
 class _Piece:
-    """A block of a tensor that is to be written."""
+    """A block of a tensor to be written."""
 
     def __init__(self, tensor: Tensor, offset: tuple[int, ...], extent: tuple[int, ...]):
         self.tensor, self.offset, self.extent = tensor, offset, extent
@@ -196,9 +195,8 @@ def _write(write_data: Write, block: _Piece) -> None:
 
 
 def _about(index: Index) -> tuple[bytes, list[_Piece]]:
-    """(as `snapshot.contents` has it, the blocks in their order)."""
+    """Return the description of the tensors (`checkpoint_file.Head.about`) and their blocks in order."""
     lines: list[Any] = []
-    values: dict[str, Any]
     blocks: list[_Piece] = []
     step = index.common.step
     # A plain module's names begin with the number of its chunk, Megatron's do not.
@@ -209,7 +207,8 @@ def _about(index: Index) -> tuple[bytes, list[_Piece]]:
         main = index.main(tensor.name)
         if main.shape != tensor.shape:
             raise BadCheckpoint(f"{tensor.name}: its optimizer's state is of another shape")
-        others, values = index.others.get(tensor.name, {}), {}
+        others: Settings = index.others.get(tensor.name, {})
+        values: Settings = {}
         for key, state in found.items():
             if key not in states:
                 values[key] = [len(blocks), state.shape]
@@ -224,27 +223,8 @@ def _about(index: Index) -> tuple[bytes, list[_Piece]]:
             line = chunk + tensor.name, tensor.shape, offset, extent, 0, math.prod(extent), keys, others, values
             lines.append(line)
     kinds: list[tuple[Any, ...]] = [(block.tensor.dtype, block.count) for block in blocks]
-    for *_, values in lines:  # all that are not there are the one in the head
+    for *_, values in lines:  # a step without a block is the one in the head
         if values.get("step", (0,))[0] < 0:
             values["step"] = [len(blocks), ()]
     kinds.append(("float32", 1, STEP))
     return msgpack.packb({"index": lines, "tensors": kinds}), blocks
-
-
-def _head_of(index: Index, about: bytes) -> bytes:
-    common = index.common
-    told = {
-        "iteration": index.iteration,
-        "layout": index.layout,
-        "groups": common.groups,
-        "scheduler": common.schedule,
-        "scales": common.scales,
-        "seed": common.seed,
-        "loss": common.loss,
-        "step": common.step or 0.0,
-        "untrained": "",
-        "about": about,
-        "facts": common.facts | {"arguments": common.args},
-    }
-    packed: bytes = msgpack.packb(told)
-    return packed

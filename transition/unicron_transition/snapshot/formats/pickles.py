@@ -1,12 +1,9 @@
-"""Pickles of others, read by a table of names.
+"""Reads the pickles in the checkpoints of Megatron and torch, which anybody could have written.
 
-Megatron's and torch's checkpoints have pickles in them. Only what the tables below name is made from one, and most of
-that are records of this file, which do nothing: no module is imported because a pickle says so, and no function is
-called but those of the tables. Every other name is refused.
-
-A small pickle can describe something endless: lists in lists that are told twice each, calls with the same long text.
-So each reading has a budget that grows with the bytes that are there. The pickle module's own reader in Python does the
-work: unlike the one in C it can be interrupted, and makes no room for what a pickle only announces.
+A pickle can only make objects of the tables below, most of them records without behaviour. No module is imported for
+it, no other function is called, and every other name is refused. A small pickle can describe something endless, such as
+nested lists that each appear twice. So each reading has a budget that grows with the size of the file. The pickle
+module's reader in Python does the work: unlike the one in C, it can be interrupted, and allocates nothing in advance.
 """
 
 from __future__ import annotations
@@ -28,26 +25,26 @@ import numpy as np
 from unicron_transition.snapshot.formats.index import RAW, BadCheckpoint, Raw, check_shape, row_major
 from unicron_transition.snapshot.reading import DENSE, allowance, open_plain, text_in
 
-LEAST = 1 << 22  # what the reading of any pickle may cost
-FEW = 64  # elements of a tensor that is a plain value
-VALUE, READ = 32, 4096  # what a value costs, about its bytes; what it costs to read a tensor
+LEAST = 1 << 22  # the budget of the smallest pickle
+FEW = 64  # elements of a tensor that counts as a plain value
+VALUE, READ = 32, 4096  # the cost of a value, about its bytes in memory; the cost of reading a tensor
 
 
 class Budget:
-    """The costs that the reading of so many bytes may have. Raises BadCheckpoint where it is spent."""
+    """The budget for reading a pickle of `size` bytes. Raises BadCheckpoint when it is spent."""
 
     def __init__(self, path: Path, size: int):
         self._path, self._left = path, LEAST + DENSE * size
 
     def spend(self, cost: int) -> None:
-        """So many bytes more."""
+        """Count a cost in bytes."""
         self._left -= cost
         if self._left < 0:
             raise BadCheckpoint(f"{self._path}: what it describes is far larger than itself: it is damaged, or a trap")
 
 
 class Record:
-    """An object that does nothing: the arguments that it was made with, and its state."""
+    """An object without behaviour: its arguments and its state."""
 
     state: Any = None
 
@@ -67,7 +64,7 @@ class Record:
         return self
 
     def append(self, value: Any) -> None:
-        """A list of a class of its own; nobody asks what is in it."""
+        """Accept an element of a list of another class, and forget it."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
@@ -79,7 +76,7 @@ class Namespace(Record):
 
 @dataclass(frozen=True)
 class StorageReference:
-    """A storage of torch's: the key of its file in the archive, and the kind of its elements."""
+    """A storage of torch: the key of its file in the archive, and the type of its elements."""
 
     key: str
     dtype: str
@@ -87,7 +84,7 @@ class StorageReference:
 
 @dataclass(frozen=True)
 class TensorReference:
-    """A tensor in a file of torch's. Its elements are not read."""
+    """A tensor in a file of torch.save, without its elements."""
 
     storage: StorageReference
     offset: int
@@ -102,9 +99,9 @@ def _tensor(storage: StorageReference, offset: int, shape: Any, strides: Any, *_
 
 
 def _tensor_of_kind(
-    storage: Any, offset: int, shape: Any, strides: Any, _: Any, hooks: Any, kind: Any, *more: Any
+    storage: Any, offset: int, shape: Any, strides: Any, _: Any, hooks: Any, kind: Any, *__: Any
 ) -> Any:
-    """A tensor of a kind that has no class of storages: the storage's is that of bytes."""
+    """Make a tensor of a type without a class of storages: its storage is one of bytes."""
     if not isinstance(storage, StorageReference) or not isinstance(kind, str):
         raise pickle.UnpicklingError("a tensor without a storage")
     return _tensor(StorageReference(storage.key, kind), offset, shape, strides)
@@ -112,14 +109,6 @@ def _tensor_of_kind(
 
 def _parameter(data: Any, *_: Any) -> Any:
     return data
-
-
-def _size(values: Any = ()) -> tuple[int, ...]:
-    return tuple(map(int, values))
-
-
-def _path(*parts: str) -> str:
-    return "/".join(parts)
 
 
 def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -139,7 +128,7 @@ def _bytearray(data: Any = b"", encoding: str = "latin1") -> bytes:
 
 
 def _scalar(kind: Any, data: bytes = b"") -> Any:
-    return np.frombuffer(data, kind)[0].item()
+    return np.frombuffer(data, kind.numpy if isinstance(kind, _Type) else np.dtype("u1"))[0].item()
 
 
 def _dtype(text: str, *_: Any) -> Any:
@@ -149,7 +138,7 @@ def _dtype(text: str, *_: Any) -> Any:
 
 
 class _Type(Record):
-    """A numpy type; its state says its byte order, which is that of this machine."""
+    """A numpy type. Its state has the byte order."""
 
     def __init__(self, text: str):
         super().__init__(text)
@@ -161,18 +150,14 @@ class _Type(Record):
 
 
 class _Array(Record):
-    """A numpy array: its elements are kept as bytes."""
+    """A numpy array, with its elements as bytes."""
 
 
 class _OrderedDict(collections.OrderedDict[Any, Any]):
-    """A state_dict has attributes besides its items."""
+    """A state_dict, without its attributes."""
 
     def __setstate__(self, state: Any) -> None:
         pass
-
-
-def _defaultdict(*_: Any) -> dict[Any, Any]:
-    return {}
 
 
 _STORAGES = {
@@ -192,17 +177,13 @@ _STORAGES = {
 
 
 class _Storage(str):
-    """The class of a storage; its text is the kind of its elements."""
+    """A class of storages; its text is the type of the elements."""
 
 
-def _ordinary_scalar(kind: Any, data: bytes = b"") -> Any:
-    return _scalar(kind.numpy if isinstance(kind, _Type) else np.dtype("u1"), data)
-
-
-# module and name -> what is made of it
+# (module, name) -> the value, class or function that takes its place
 _NAMES: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): _OrderedDict,
-    ("collections", "defaultdict"): _defaultdict,
+    ("collections", "defaultdict"): lambda *_: {},
     ("argparse", "Namespace"): Namespace,
     ("types", "SimpleNamespace"): Namespace,
     ("_codecs", "encode"): _encode,
@@ -210,12 +191,16 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("builtins", "frozenset"): frozenset,
     ("builtins", "bytearray"): _bytearray,
     ("builtins", "complex"): complex,
-    ("builtins", "getattr"): lambda *_: Record(),  # of an enumeration in a namespace: not asked for here
-    **{(f"pathlib{part}", f"{kind}Path"): _path for part in ("", "._local") for kind in ("Posix", "PurePosix")},
+    ("builtins", "getattr"): lambda *_: Record(),  # an enumeration in a namespace, which is not read
+    **{
+        (f"pathlib{part}", f"{kind}Path"): lambda *parts: "/".join(parts)
+        for part in ("", "._local")
+        for kind in ("Posix", "PurePosix")
+    },
     ("datetime", "timedelta"): Record,
     ("io", "BytesIO"): Record,
     ("_io", "BytesIO"): Record,
-    ("torch", "Size"): _size,
+    ("torch", "Size"): lambda values=(): tuple(map(int, values)),
     ("torch", "device"): Record,
     ("torch", "Tensor"): Record,
     ("torch.serialization", "_get_layout"): lambda text: text,
@@ -231,15 +216,14 @@ _NAMES: dict[tuple[str, str], Any] = {
     **{
         (f"numpy.{module}.multiarray", name): value
         for module in ("core", "_core")
-        for name, value in (("scalar", _ordinary_scalar), ("_reconstruct", _Array))
+        for name, value in (("scalar", _scalar), ("_reconstruct", _Array))
     },
     ("numpy", "dtype"): _dtype,
     ("numpy", "ndarray"): Record,
 }
-# Kinds of elements, those that are not known here included: the tensor of such a one is named, and the others are read.
+# Types of elements, also unknown ones: their tensors are listed as unread, and the others are read.
 _KIND = re.compile(r"(?:b?float|complex|u?int|qu?int|bits)\d\w*")
-# Records of these are kept as they are, whatever their class: of torch's format of checkpoints, and of Megatron's
-# options, plans and states.
+# Modules of which every class becomes a record: torch's format of checkpoints, and Megatron's options and states.
 _RECORDS = (
     "torch.distributed.checkpoint.",
     "torch.distributed._shard.",
@@ -248,7 +232,7 @@ _RECORDS = (
     "megatron.legacy.",
     "signal.",
 )
-# What a pickle of Python 3 needs no longer, or what is outside of it.
+# Refused: what pickles of Python 3 do not need, and what is outside of the pickle.
 _OTHER_CODES = (
     pickle.EXT1,
     pickle.EXT2,
@@ -262,7 +246,7 @@ _KEYS = (str, bytes, int, float, complex, type(None), Record, StorageReference)
 
 
 def _check_keys(keys: Any) -> None:
-    """Raises UnpicklingError for keys whose hash takes long: of tuples in tuples, and of numbers without end."""
+    """Raises UnpicklingError for keys that take long to hash: tuples of tuples, and endless numbers."""
     for key in keys:
         for part in key if isinstance(key, tuple) and len(key) <= FEW else (key,):
             if not isinstance(part, _KEYS) or (isinstance(part, int) and part.bit_length() > 64):
@@ -274,13 +258,11 @@ def _length(value: Any) -> int:
 
 
 _CALLABLES = {id(each) for each in _NAMES.values() if callable(each)}
-
-
-_InPython: Any = pickle._Unpickler  # whose methods the type checkers do not know
+_InPython: Any = pickle._Unpickler  # type checkers do not know its methods
 
 
 def _check_first(load: Any, step: int) -> Any:
-    """Has a method look at the keys first: every so many of what is on the stack since the last mark."""
+    """Return a method that checks the keys first: every `step`-th object on the stack since the last mark."""
 
     def load_checked(self: Any) -> None:
         _check_keys(self.stack[::step])
@@ -290,7 +272,7 @@ def _check_first(load: Any, step: int) -> Any:
 
 
 class _TableUnpickler(_InPython):  # type: ignore[misc]
-    """Makes nothing but what the tables name."""
+    """Makes only objects of the tables."""
 
     dispatch: ClassVar[dict[int, Any]] = {
         op: load for op, load in _InPython.dispatch.items() if bytes([op]) not in _OTHER_CODES
@@ -301,7 +283,7 @@ class _TableUnpickler(_InPython):  # type: ignore[misc]
         self._path, self._budget = path, budget
 
     def _call(self, function: Any, args: Any, keywords: Any = None) -> Any:
-        """The value of a function or class of the tables. Raises UnpicklingError for any other object."""
+        """Call a function or class of the tables. Raises UnpicklingError for any other object."""
         record = isinstance(function, Record) or (isinstance(function, type) and issubclass(function, Record))
         if not record and id(function) not in _CALLABLES:
             raise pickle.UnpicklingError(f"a call of {type(function).__name__}")
@@ -357,7 +339,7 @@ class _TableUnpickler(_InPython):  # type: ignore[misc]
         dispatch[_op[0]] = _load
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _NAMES.get(("builtins" if module == "__builtin__" else module, name))  # so torch.save writes it
+        found = _NAMES.get(("builtins" if module == "__builtin__" else module, name))  # as torch.save spells it
         if found is not None:
             return found
         if module == "torch" and _KIND.fullmatch(name):
@@ -380,18 +362,18 @@ def _record(module: str, name: str) -> type[Record]:
 
 
 def unpickle(data: bytes, path: Path, budget: Budget | None = None) -> Any:
-    """Read a pickle as plain values and records. path: for people. Raises BadCheckpoint."""
+    """Read a pickle as plain values and records. path: for messages. Raises BadCheckpoint."""
     try:
         return _TableUnpickler(data, path, budget or Budget(path, len(data))).load()
     except BadCheckpoint:
         raise
-    except Exception as error:  # a pickle of others may do anything wrong, and each has an error of its own
+    except Exception as error:  # a bad pickle can cause any error
         raise BadCheckpoint(f"{path}: its pickle cannot be read ({type(error).__name__}: {str(error)[:100]})") from None
 
 
 # ------------------------------------------------------------ torch's archives
 class _Window(io.RawIOBase):
-    """A part of a file, for reading: no more of it than what may be in it. Raises OSError."""
+    """A part of a file, of which only a bounded number of bytes can be read. Raises OSError."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int):
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -419,21 +401,23 @@ class _Window(io.RawIOBase):
         return data
 
 
-_LOCAL = struct.Struct("<4s22xHH")  # of a zip's local header: the mark, the lengths of name and extra field
+_LOCAL = struct.Struct("<4s22xHH")  # in a zip's local header: the mark, the lengths of name and extra field
 
 
 @dataclass
 class Archive:
-    """A file that `torch.save` wrote, or a part of a file. content: with references in the place of tensors. budget:
-    what is left for those who go through it."""
+    """A file of `torch.save`, or a part of a file."""
 
     path: Path
     content: Any
-    storages: dict[str, tuple[int, int, int]]  # key -> (where its bytes begin in the file, how many, their CRC-32)
+    """The object, with references in place of tensors"""
+    storages: dict[str, tuple[int, int, int]]
+    """Key -> (first byte in the file, number of bytes, their CRC-32)"""
     budget: Budget
+    """The rest of the budget, for :func:`plain`"""
 
     def raw(self, tensor: TensorReference) -> Raw:
-        """Return where the elements lie. Raises BadCheckpoint where they are not there."""
+        """Return the place of a tensor's elements. Raises BadCheckpoint if they are not in the file."""
         kind = tensor.storage.dtype
         if tensor.storage.key not in self.storages or kind not in RAW:
             raise BadCheckpoint(f"{self.path}: the bytes of one of its tensors are not there")
@@ -443,18 +427,18 @@ class Archive:
         pairs = zip(tensor.shape, tensor.strides, row_major(tensor.shape), strict=True)
         dense = all(extent < 2 or stride == wanted for extent, stride, wanted in pairs) or not all(tensor.shape)
         last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.strides, strict=True))
-        # Of both signs they could be within its bytes at the end, and before them on the way.
+        # With negative strides, the last element could be inside of the storage and others outside.
         outside = tensor.offset < 0 or min(tensor.strides, default=0) < 0 or (tensor.offset + last + 1) * size > length
         if all(tensor.shape) and (outside or math.prod(tensor.shape) * size > length):
             raise BadCheckpoint(f"{self.path}: one of its tensors is larger than its bytes")
         strides = None if dense else tensor.strides
         whole = tensor.offset == 0 and math.prod(tensor.shape) * size == length
-        known = crc if whole and crc and strides is None else None  # 0: torch was told to write none
+        known = crc if whole and crc and strides is None else None  # 0: torch wrote no checksums
         return Raw(self.path, begin + tensor.offset * size, kind, tensor.shape, strides, known)
 
 
 def archive(path: Path, offset: int = 0, length: int | None = None) -> Archive:
-    """Read what `torch.save` wrote, without its tensors' elements. Raises BadCheckpoint, OSError."""
+    """Open what `torch.save` wrote, without reading the elements of tensors. Raises BadCheckpoint, OSError."""
     with open_plain(path) as file:
         size = path.stat().st_size
         end = size if length is None else offset + length
@@ -464,7 +448,7 @@ def archive(path: Path, offset: int = 0, length: int | None = None) -> Archive:
             content, storages = _unpack(path, file, offset, end)
         except (BadCheckpoint, OSError):
             raise
-        except Exception as error:  # the module zipfile has many ways to be surprised
+        except Exception as error:  # zipfile raises many kinds of errors
             raise BadCheckpoint(
                 f"{path}: not an archive of torch.save{text_in(file)} ({str(error)[:100]}): it is damaged, "
                 "or of a torch before 1.6 and has to be saved anew"
@@ -474,11 +458,11 @@ def archive(path: Path, offset: int = 0, length: int | None = None) -> Archive:
 
 
 def _unpack(path: Path, file: BinaryIO, offset: int, end: int) -> tuple[bytes, dict[str, tuple[int, int, int]]]:
-    """(the pickle in an archive, where its storages are)."""
+    """Return the pickle of an archive, and the places of its storages."""
     packed = zipfile.ZipFile(_Window(file, offset, end - offset))
     entries = packed.infolist()
     for each in entries:
-        if not each.CRC:  # torch was told to write no checksums; without the attribute none is compared
+        if not each.CRC:  # torch wrote no checksums; without the attribute none is compared
             del each.CRC
     if any(each.compress_type != zipfile.ZIP_STORED for each in entries):
         raise BadCheckpoint(f"{path}: it is compressed, which torch.save never does: save it anew")
@@ -505,8 +489,8 @@ def _unpack(path: Path, file: BinaryIO, offset: int, end: int) -> tuple[bytes, d
 
 
 def plain(value: Any, found: Archive) -> Any:
-    """Plain values only: of a record its fields, of a tensor its elements, which should be few. Raises BadCheckpoint
-    where they are more than the file has room for."""
+    """Convert content to plain values: namespaces to dictionaries, small tensors to lists, anything else to None.
+    Raises BadCheckpoint when the budget is spent."""
     found.budget.spend(VALUE + (len(value) if isinstance(value, str | bytes) else 0))
     if isinstance(value, dict):
         return {key if isinstance(key, str | int) else str(key): plain(each, found) for key, each in value.items()}

@@ -1,10 +1,9 @@
-"""Megatron-LM's `torch` format: one file for each model-parallel rank, with what its modules and its optimizer have.
+"""Reads Megatron-LM's `torch` format: a file for each model-parallel rank, with the state of its modules and optimizer.
 
-The files say neither how tensor parallelism cuts a tensor nor which parameter a state belongs to. The cut follows from
-the tensor's name, and a name that is not known is refused. The optimizer numbers its parameters in the order of the
-modules, those without weight decay by themselves. A distributed optimizer has its buffers in a second file, one bucket
-after the other (`buckets.py`). Where there are main parameters, they have to be the model's own once they are rounded
-(`buckets.prove`).
+The files do not tell how tensor parallelism cuts a tensor, nor which parameter a state belongs to. The cut follows from
+the tensor's name, and an unknown name is refused. The optimizer numbers its parameters in the order of the modules,
+those without weight decay separately. A distributed optimizer has its buffers in a second file, one bucket after the
+other. Main parameters, rounded, must be the model's own (`buckets.prove`).
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from unicron_transition.snapshot.formats.index import (
     row_major,
 )
 from unicron_transition.snapshot.formats.pickles import Archive, TensorReference, archive, plain
+from unicron_transition.snapshot.reading import Settings
 
 FORMAT = "torch"
 FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?")
@@ -40,14 +40,14 @@ NAME, SHARDED = "model_optim_rng.pt", "distrib_optim.pt"
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 INSTEAD = "convert it with Megatron-LM's --ckpt-convert-format torch_dist"
 FC1, FC2 = "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
-# Norms that are modules of their own have the names here that they have in Transformer Engine's linear layers.
+# Norms that are modules of their own get the names that they have in Transformer Engine's linear layers.
 NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "input_layernorm.bias": "self_attention.linear_qkv.layer_norm_bias",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "pre_mlp_layernorm.bias": "mlp.linear_fc1.layer_norm_bias",
 }
-# The axis of a parameter that tensor parallelism cuts, None for one that every rank has.
+# The axis of a parameter that tensor parallelism cuts, None if every rank has the whole.
 AXES: dict[str, int | None] = {
     EMBEDDING: 0,
     "embedding.position_embeddings.weight": None,
@@ -74,17 +74,19 @@ OF_BOTH_HALVES = (FC1, "mlp.linear_fc1.bias")  # each rank has rows of both halv
 
 @dataclass(frozen=True)
 class _Own:
-    """A parameter in one rank's file. name: of the whole tensor, without the stack's; layer: its number in the model,
-    None for none; kept: it is not another rank's as well; alone: it has a
-    bucket of its own."""
+    """A parameter in one rank's file."""
 
     name: str
+    """The name of the whole tensor; in a layer, without the prefix of layers"""
     layer: int | None
+    """The number of its layer in the model"""
     rank: int
     file: Archive
     found: TensorReference
     kept: bool
+    """It is read here, not from another rank that has it too"""
     alone: bool
+    """It has a bucket of its own"""
 
     @property
     def whole(self) -> str:
@@ -96,7 +98,7 @@ def is_one(folder: Path) -> bool:
 
 
 def read(folder: Path) -> Index:
-    """The index of the checkpoint in a folder. Raises BadCheckpoint, OSError."""
+    """Return the index of the checkpoint in a folder. Raises BadCheckpoint, OSError."""
     files = _files(folder)
     try:
         return _read(folder, files)
@@ -107,12 +109,12 @@ def read(folder: Path) -> Index:
 def _read(folder: Path, files: Mapping[tuple[int, int], Archive]) -> Index:
     first = files[0, 0]
     kept = {key: first.content.get(key) for key in ("args", "iteration", "opt_param_scheduler")}
-    told = {key: plain(value, first) for key, value in kept.items()} | {"optimizer": _settings(first)}
-    index = Index(FORMAT, int(told["iteration"] or 0), "", {}, dcp.common_of(told))
+    state = {key: plain(value, first) for key, value in kept.items()} | {"optimizer": _settings(first)}
+    index = Index(FORMAT, int(state["iteration"] or 0), "", {}, dcp.common_of(state))
     index.layout = dcp.layout_of(index.common.args)
     model = _Model(folder, files, index.common.args)
     model.add_parameters(index)
-    if told["optimizer"]:
+    if state["optimizer"]:
         try:
             model.add_states(index)
         except BadCheckpoint as error:
@@ -121,7 +123,7 @@ def _read(folder: Path, files: Mapping[tuple[int, int], Archive]) -> Index:
 
 
 def _files(folder: Path) -> dict[tuple[int, int], Archive]:
-    """(tensor rank, stage) -> the file. Raises BadCheckpoint, OSError."""
+    """Open the files, by tensor rank and stage. Raises BadCheckpoint, OSError."""
     found = {}
     for path in sorted(folder.glob(f"mp_rank_*/{NAME}")):
         match = FOLDER.fullmatch(path.parent.name)
@@ -137,8 +139,8 @@ def _files(folder: Path) -> dict[tuple[int, int], Archive]:
     return found
 
 
-def _settings(file: Archive) -> dict[str, Any]:
-    """Return what an optimizer has besides its state. Raises BadCheckpoint."""
+def _settings(file: Archive) -> Settings:
+    """Return the settings of an optimizer, in Megatron's form. Raises BadCheckpoint."""
     optimizer = file.content.get("optimizer")
     if optimizer is None:
         return {}
@@ -146,14 +148,14 @@ def _settings(file: Archive) -> dict[str, Any]:
         raise BadCheckpoint(f"{file.path}: it has several optimizers: {INSTEAD}")
     inner = optimizer.get("optimizer", optimizer)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in inner["param_groups"]]
-    found = {"optimizer": {"param_groups": plain(groups, file)}}
-    return found | {key: plain(optimizer[key], file) for key in ("grad_scaler",) if key in optimizer}
+    found: Settings = {"optimizer": {"param_groups": plain(groups, file)}}
+    return found | ({"grad_scaler": plain(optimizer["grad_scaler"], file)} if "grad_scaler" in optimizer else {})
 
 
 class _Model:
     """The parameters in all files."""
 
-    def __init__(self, folder: Path, files: Mapping[tuple[int, int], Archive], args: dict[str, Any]):
+    def __init__(self, folder: Path, files: Mapping[tuple[int, int], Archive], args: Settings):
         self._folder, self._files, self._args = folder, files, args
         self._tensor, self._stages = (1 + max(place[axis] for place in files) for axis in (0, 1))
         sizes = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
@@ -177,7 +179,7 @@ class _Model:
         return max(1, sum(re.fullmatch(r"model\d+", str(key)) is not None for key in content))
 
     def _add(self, stage: int, rank: int, chunk: int, begin: int) -> set[int]:
-        """The parameters of a rank's chunk, whose layers begin with this one; returns its own numbers of them."""
+        """Add the parameters of a rank's chunk and return its own numbers of its layers. begin: the first of them."""
         file = self._files[rank, stage]
         content = file.content.get("model", file.content.get(f"model{chunk}"))
         if not isinstance(content, dict):
@@ -201,7 +203,7 @@ class _Model:
         return layers
 
     def _places(self, own: _Own) -> tuple[Place, list[tuple[Place, Place]]]:
-        """(the shape of the whole tensor, the boxes that this rank has of it)."""
+        """Return the shape of the whole tensor, and the boxes of it that this rank has."""
         axis, extent = AXES[own.name], list(own.found.shape)
         shape, pieces = list(extent), 2 if self._gated and own.name in OF_BOTH_HALVES else 1
         stack = () if own.layer is None else (own.layer,)
@@ -219,7 +221,7 @@ class _Model:
         return (*front, *shape), boxes
 
     def _blocks(self, own: _Own, found: TensorReference) -> Iterator[tuple[Place, Block]]:
-        """(shape of the whole, block) of a tensor like this parameter."""
+        """Yield the shape of the whole and each block of a tensor like this parameter."""
         shape, boxes = self._places(own)
         rows = found.shape[0] // len(boxes) if found.shape else 0
         for number, box in enumerate(boxes):
@@ -230,14 +232,13 @@ class _Model:
             yield shape, Block.of(*box, partial(own.file.raw, part))
 
     def add_parameters(self, index: Index) -> None:
-        """Raises BadCheckpoint where they do not fit together."""
+        """Add the model's tensors to the index. Raises BadCheckpoint if the ranks' parts do not fit together."""
         for own in self._all():
             for shape, block in self._blocks(own, own.found):
                 index.add(own.whole, shape, own.found.storage.dtype, block)
         for tensor in index.parameters():
-            if sum(math.prod(extent) for _, extent in {block.box for block in tensor.blocks}) != math.prod(
-                tensor.shape
-            ):
+            boxes = {block.box for block in tensor.blocks}
+            if sum(math.prod(extent) for _, extent in boxes) != math.prod(tensor.shape):
                 raise BadCheckpoint(f"{self._folder}: {tensor.name} is not in all of its layers: {INSTEAD}")
 
     def _all(self) -> Iterator[_Own]:
@@ -248,7 +249,8 @@ class _Model:
 
     # ------------------------------------------------------------ the optimizer
     def add_states(self, index: Index) -> None:
-        """Raises BadCheckpoint where it cannot be said which state is whose, OSError."""
+        """Add the optimizer's state to the index. Raises BadCheckpoint if its parameters cannot be identified,
+        OSError."""
         steps = set()
         for place, file in self._files.items():
             sharded = file.path.parent / SHARDED
@@ -263,8 +265,8 @@ class _Model:
                     self._add_state(index, own, kinds)
         index.common.step = max(steps, default=index.common.step)
 
-    def _in_buckets(self, place: tuple[int, int], path: Path) -> Iterator[tuple[_Own, dict[str, Any]]]:
-        """Each parameter of a rank, and its state in the rank's second file. Raises BadCheckpoint, OSError."""
+    def _in_buckets(self, place: tuple[int, int], path: Path) -> Iterator[tuple[_Own, Settings]]:
+        """Yield each parameter of a rank with its state from the second file, by key. Raises BadCheckpoint, OSError."""
         file = archive(path)
         for chunk, owns in self._owns[place].items():
             buffers = file.content.get(chunk) if isinstance(file.content, dict) else None
@@ -274,18 +276,13 @@ class _Model:
             if MAINS[0] not in kinds or any(found.shape != (end,) for found in kinds.values()):
                 raise BadCheckpoint(f"{path}: its buffers are not those of its model: {INSTEAD}")
             for own, at in places:
-                shape, mine = own.found.shape, dataclasses.replace(own, file=file)
+                shape = own.found.shape
                 strides = row_major(shape)
-                yield (
-                    mine,
-                    {
-                        key: TensorReference(each.storage, each.offset + at, shape, strides)
-                        for key, each in kinds.items()
-                    },
-                )
+                parts = {k: TensorReference(f.storage, f.offset + at, shape, strides) for k, f in kinds.items()}
+                yield dataclasses.replace(own, file=file), parts
 
     def _room(self) -> float:
-        """The elements with which a bucket of the first chunk of the first stage is full."""
+        """Return the size at which a bucket of the first chunk of the first stage is full, in elements."""
         if not self._args.get("overlap_grad_reduce"):
             return math.inf
         ranks = int(self._args.get("data_parallel_size") or 1) * int(self._args.get("context_parallel_size") or 1)
@@ -293,7 +290,7 @@ class _Model:
 
     @staticmethod
     def _laid_out(owns: Sequence[_Own], room: float) -> tuple[list[tuple[_Own, int]], int]:
-        """(where each begins in the buffer, whose buckets follow one another; where the last ends)."""
+        """Return the place of each parameter in the buffer, with its buckets one after the other, and the end."""
         found: list[tuple[_Own, int]] = []
         bucket = at = 0
         for own in reversed(owns):
@@ -317,8 +314,8 @@ class _Model:
             tensor.blocks += [block for _, block in self._blocks(own, found)]
 
 
-def _states(file: Archive, owns: Sequence[_Own]) -> Iterator[tuple[_Own, dict[str, Any]]]:
-    """Each parameter of a file, and what its optimizer has for it, by key. Raises BadCheckpoint."""
+def _states(file: Archive, owns: Sequence[_Own]) -> Iterator[tuple[_Own, Settings]]:
+    """Yield each parameter of a file with its optimizer's state, by key. Raises BadCheckpoint."""
     optimizer = file.content.get("optimizer")
     inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else {}
     if not isinstance(inner, dict) or "state" not in inner:
@@ -342,5 +339,5 @@ def _states(file: Archive, owns: Sequence[_Own]) -> Iterator[tuple[_Own, dict[st
 
 
 def _has_decay(owns: Sequence[_Own], decayed: bool) -> list[_Own]:
-    """The parameters with weight decay, or those without: biases and vectors."""
+    """List the parameters with weight decay, or those without: biases and vectors."""
     return [own for own in owns if (len(own.found.shape) > 1 and not own.name.endswith(".bias")) == decayed]

@@ -1,4 +1,4 @@
-"""Files of safetensors: a header in JSON, and the tensors' bytes behind it. Hugging Face's folders have one or more."""
+"""Reads safetensors: files with a JSON header and the bytes of the tensors. Hugging Face's folders have one or more."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from unicron_transition.snapshot.formats.index import (
 from unicron_transition.snapshot.reading import (
     MOST_FILES,
     MOST_NAMES,
+    Settings,
     allowance,
     open_plain,
     parse_json,
@@ -39,20 +40,20 @@ from unicron_transition.snapshot.reading import (
 FORMAT = "safetensors"
 SUFFIX = ".safetensors"
 NAME = "model.safetensors"
-PICKLE = "pytorch_model.bin"  # what transformers takes where there is none of these
+PICKLE = "pytorch_model.bin"  # transformers reads it if there are no safetensors
 CONFIG = "config.json"
-PAIRS = "float4_e2m1fn_x2"  # of torch, which counts two elements as one; files have them one by one
-FILE_KEY = "transformers_weights"  # in config.json: the file that has the weights
-OFFSETS = "DCP_SHARDING_INFO"  # in the header of files that torch DCP writes by rank: where in the whole each piece is
-ADAPTER = "adapter_"  # how the files of an adapter begin
+PAIRS = "float4_e2m1fn_x2"  # a dtype of torch that counts two elements as one; files count each of them
+FILE_KEY = "transformers_weights"  # in config.json: the file with the weights
+OFFSETS = "DCP_SHARDING_INFO"  # in the header of torch DCP's files by rank: the place of each piece in its tensor
+ADAPTER = "adapter_"  # the start of the file names of an adapter
 NO_MODEL = "{} is an adapter, and no whole model: merge it into its base model first (peft: merge_and_unload)"
-VARIANT = re.compile(r"model\.[^.]+?(?:-\d+-of-\d+)?\.safetensors")  # as of model.fp16.safetensors
+VARIANT = re.compile(r"model\.[^.]+?(?:-\d+-of-\d+)?\.safetensors")  # such as model.fp16.safetensors
 SHARD = re.compile(r"((?!shard-).*)-(\d+)-of-(\d+)\.safetensors")
-RANK = re.compile(r"shard-(\d+)-.*\.safetensors")  # torch DCP's files by rank, of which the first is 1
-MISTRALS = "consolidated"  # how files begin that Mistral has beside Hugging Face's, with the same weights
-MOST = 100_000_000  # bytes of a header, as the library has it
-VALUES, MOST_TEXTS = 6, 10_000  # of a header: for each tensor, torch's place of it included; and besides them
-Entry = tuple[str, Place, int, int]  # of a tensor: its kind as the library has it, its shape, its bytes
+RANK = re.compile(r"shard-(\d+)-.*\.safetensors")  # torch DCP's files by rank, numbered from 1
+MISTRALS = "consolidated"  # the start of Mistral's own file names, with the same weights as Hugging Face's beside them
+MOST = 100_000_000  # bytes of a header: the library's own limit
+VALUES, MOST_TEXTS = 6, 10_000  # names in a header: for each tensor, torch's place of it included, and besides them
+Entry = tuple[str, Place, int, int]  # the library's dtype, the shape, the first byte and the end of a tensor
 KINDS = {
     "F64": "float64",
     "F32": "float32",
@@ -78,13 +79,13 @@ KINDS = {
 
 
 def files(folder: Path) -> list[Path]:
-    """The files with the weights of a folder, of which transformers' `from_pretrained` takes the same; or the file, or
-    index of files, that is named itself. Raises BadCheckpoint."""
+    """Return the files with the weights of a folder, the same that `from_pretrained` of transformers reads, or of a
+    file or index of files. Raises BadCheckpoint."""
     return _choose(folder)[0]
 
 
 def _choose(folder: Path) -> tuple[list[Path], Collection[str]]:
-    """(those files, the names of tensors that an index says are in them)."""
+    """Return these files, and the tensors that an index of files lists."""
     if folder.is_file():
         if folder.suffix == SUFFIX:
             return _whole_models([folder]), ()
@@ -110,7 +111,7 @@ def _check_count(where: Path, count: int) -> None:
 
 
 def _whole_models(found: list[Path]) -> list[Path]:
-    """Some files without those that are of no model. Raises BadCheckpoint where they are a part of one, or several."""
+    """Return the files without those of adapters. Raises BadCheckpoint for a part of a model, or several variants."""
     models = [path for path in found if not path.name.startswith(ADAPTER)]
     if found and not models:
         raise BadCheckpoint(NO_MODEL.format(found[0]))
@@ -130,33 +131,34 @@ def _whole_models(found: list[Path]) -> list[Path]:
 
 
 def read_list(index: Path) -> tuple[list[Path], Collection[str]]:
-    """The files that an index of Hugging Face's names, and the tensors. Raises BadCheckpoint."""
+    """Return the files and the tensors that an index of Hugging Face's lists. Raises BadCheckpoint."""
     try:
-        told = parse_json(read_small(index))["weight_map"]
-        found = {str(name) for name in told.values()}
+        listed = parse_json(read_small(index))["weight_map"]
+        found = {str(name) for name in listed.values()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{index}: not as Hugging Face writes it ({str(error)[:100]})") from None
     if any("/" in name for name in found):
         raise BadCheckpoint(f"{index}: names files outside of its folder")
     _check_count(index, len(found))
-    return [index.parent / name for name in sorted(found)], told.keys()
+    return [index.parent / name for name in sorted(found)], listed.keys()
 
 
 def _file_of_config(config: Path) -> str:
-    """The file that a model's config.json names for its weights; "" for none. Raises BadCheckpoint."""
+    """Return the file of weights that a model's config.json names, "" for none. Raises BadCheckpoint."""
     try:
-        told = parse_json(read_small(config)) if config.is_file() else {}
+        settings = parse_json(read_small(config)) if config.is_file() else {}
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{config}: not a model's configuration ({str(error)[:100]})") from None
-    name = told.get(FILE_KEY) if isinstance(told, dict) else None
+    name = settings.get(FILE_KEY) if isinstance(settings, dict) else None
     return name if isinstance(name, str) and name.endswith(SUFFIX) and "/" not in name else ""
 
 
 def read(folder: Path) -> Index | None:
-    """The index of the files in a folder, or of one file; None where there are none. Raises BadCheckpoint, OSError."""
+    """Return the index of the files in a folder, or of one file; None if there are none. Raises BadCheckpoint,
+    OSError."""
     index = Index(FORMAT, 0, "", {})
     pieces: dict[str, list[tuple[Place, Raw]]] = {}
-    paths, told = _choose(folder)
+    paths, listed = _choose(folder)
     if not paths:
         return None
     ranks, names, there = 0, _Names(folder), set[str]()
@@ -164,9 +166,11 @@ def read(folder: Path) -> Index | None:
         tensors, about, begin = _header(path, names)
         offsets = _offsets(path, about)
         ranks += offsets is not None
-        _adopt(index, about)
+        iteration = str(about.get("iteration", ""))
+        if iteration.isdecimal():
+            index.iteration = int(iteration)
         _check_offsets(path, tensors, path.stat().st_size - begin)
-        there.update(name for name in told if name in tensors)
+        there.update(name for name in listed if name in tensors)
         for name, (kind, shape, first, last) in tensors.items():
             check_name(name)
             if kind not in KINDS:
@@ -186,18 +190,18 @@ def read(folder: Path) -> Index | None:
     _add(index, pieces)
     if not index.tensors:
         raise BadCheckpoint(f"{folder} has no tensor that is read here: {some(index.common.left) or 'none at all'}")
-    adopt_folder(index, folder, NAME, [name for name in told if name not in there])
+    adopt_folder(index, folder, NAME, [name for name in listed if name not in there])
     if ranks:
         _check_ranks(folder, ranks, index)
     return index
 
 
 def adopt_folder(index: Index, folder: Path, name: str, missed: Sequence[str]) -> None:
-    """Take what a folder of Hugging Face's, or that of a file, says of its model. name: of the file of weights; missed:
-    tensors that only the list of files names. Raises BadCheckpoint, OSError."""
+    """Add the model's config.json from a folder of Hugging Face's, or the folder of a file. name: the file of weights.
+    missed: tensors that are listed and in no file. Raises BadCheckpoint, OSError."""
     if all(".lora_" in each for each in index.tensors):
         raise BadCheckpoint(NO_MODEL.format(folder))
-    if missed:  # transformers gives these new random values
+    if missed:  # transformers initialises these at random
         at = folder / f"{name}.index.json" if folder.is_dir() else folder
         index.common.doubt = f"{at} names tensors that are in none of its files: {some(missed)}"
     if folder.is_dir() and (folder / f"{ADAPTER}config.json").is_file():
@@ -209,7 +213,7 @@ def adopt_folder(index: Index, folder: Path, name: str, missed: Sequence[str]) -
 
 
 def _raw(path: Path, name: str, kind: str, shape: Place, place: tuple[int, int]) -> Raw:
-    """Return where a tensor lies. place: its first byte, and how many there are. Raises BadCheckpoint."""
+    """Return the place of a tensor in a file. place: its first byte and their number. Raises BadCheckpoint."""
     if kind == PAIRS:
         if not shape or shape[-1] % 2:
             raise BadCheckpoint(f"{path}: {name} has half a byte at the end of a row")
@@ -220,7 +224,7 @@ def _raw(path: Path, name: str, kind: str, shape: Place, place: tuple[int, int])
 
 
 def _check_offsets(path: Path, tensors: dict[str, Entry], length: int) -> None:
-    """Raises BadCheckpoint where tensors do not stand one behind the other up to the end, as the library wants them."""
+    """Raises BadCheckpoint unless the tensors follow one another up to the end of the file, as the library demands."""
     at = 0
     for first, last in sorted(each[2:] for each in tensors.values()):
         if first != at or last < first:
@@ -233,7 +237,7 @@ def _check_offsets(path: Path, tensors: dict[str, Entry], length: int) -> None:
 
 
 def _add(index: Index, places: dict[str, list[tuple[Place, Raw]]]) -> None:
-    """A whole tensor ends where the last of its pieces does. Raises BadCheckpoint."""
+    """Add tensors that are in pieces. A tensor ends where its last piece ends. Raises BadCheckpoint."""
     for name, pieces in places.items():
         ends = [[at + extent for at, extent in zip(offset, raw.shape, strict=True)] for offset, raw in pieces]
         if len({len(end) for end in ends}) != 1:
@@ -244,7 +248,7 @@ def _add(index: Index, places: dict[str, list[tuple[Place, Raw]]]) -> None:
 
 
 def _check_ranks(folder: Path, ranks: int, index: Index) -> None:
-    """Raises BadCheckpoint for files of ranks that are not all there. Of the last ones nothing says that they were."""
+    """Raises BadCheckpoint if files of some ranks are missing. Missing files of the last ranks cannot be noticed."""
     whole = "put the files of all ranks into one folder, or consolidate them (torch: consolidate_safetensors_files)"
     if ranks == 1:
         raise BadCheckpoint(f"{folder} has the file of one rank, and nothing says that there are no others: {whole}")
@@ -258,13 +262,13 @@ def _check_ranks(folder: Path, ranks: int, index: Index) -> None:
     index.common.doubt = f"these are the files of {ranks} ranks, and nothing in them says whether there were more"
 
 
-def _offsets(path: Path, about: Any) -> dict[str, Place] | None:
-    """Return where in whole tensors those of a file are, None where they are whole. Raises BadCheckpoint."""
-    told = about.get(OFFSETS) if isinstance(about, dict) else None
-    if told is None:
+def _offsets(path: Path, about: Settings) -> dict[str, Place] | None:
+    """Return the places of a file's pieces in their tensors, None if the file has whole tensors. Raises
+    BadCheckpoint."""
+    if (text := about.get(OFFSETS)) is None:
         return None
     try:
-        found = {name: tuple(each["saved_offsets"]) for name, each in parse_json(told.encode(), 3).items()}
+        found = {name: tuple(each["saved_offsets"]) for name, each in parse_json(text.encode(), 3).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: {OFFSETS} is not as torch writes it ({str(error)[:100]})") from None
     if not all(type(each) is int and each >= 0 for offset in found.values() for each in offset):
@@ -273,33 +277,34 @@ def _offsets(path: Path, about: Any) -> dict[str, Place] | None:
 
 
 class _Names:
-    """Counts the tensors of a checkpoint while its headers are read. Raises BadCheckpoint where they are too many."""
+    """Counts the tensors of a checkpoint while its headers are read. Raises BadCheckpoint if there are too many."""
 
     def __init__(self, folder: Path):
         self._folder, self._left = folder, MOST_NAMES
-        self._shapes: dict[Place, Place] = {}  # each once: many tensors have the same
+        self._shapes: dict[Place, Place] = {}  # each once: many tensors have the same shape
 
     def entry(self, pairs: list[tuple[str, Any]]) -> Any:
-        """A tensor's object of a header as a short one, and any other as it is."""
-        told = dict(pairs)
-        if type(where := told.get("data_offsets")) is not list:  # the object around all has a tensor of that name
-            return told
+        """Convert the object of a tensor in a header to an Entry, and leave any other object as it is."""
+        values = dict(pairs)
+        if type(where := values.get("data_offsets")) is not list:  # the outermost object can have a tensor of that name
+            return values
         self._left -= 1
         if self._left < 0:
             raise BadCheckpoint(f"{self._folder} has more than {MOST_NAMES} tensors, as no model has: it is damaged")
-        kind, shape, (first, last) = told["dtype"], tuple(told["shape"]), where
+        kind, shape, (first, last) = values["dtype"], tuple(values["shape"]), where
         if len(shape) > MOST_AXES:
             check_shape(str(self._folder), shape)
         for each in (first, last, *shape):
             if type(each) is not int or not 0 <= each <= MOST_ELEMENTS:
-                raise ValueError(str(told)[:200])
+                raise ValueError(str(values)[:200])
         if type(kind) is not str:
-            raise ValueError(str(told)[:200])
+            raise ValueError(str(values)[:200])
         return sys.intern(kind), self._shapes.setdefault(shape, shape), first, last
 
 
-def _header(path: Path, names: _Names) -> tuple[dict[str, Entry], dict[str, Any], int]:
-    """(the tensors, what else it says, where their bytes begin). Raises BadCheckpoint, OSError."""
+def _header(path: Path, names: _Names) -> tuple[dict[str, Entry], Settings, int]:
+    """Return the tensors of a header, its other texts, and the first byte of the data. Raises BadCheckpoint,
+    OSError."""
     with open_plain(path) as file:
         front = file.read(8)
         length = struct.unpack("<Q", front)[0] if len(front) == 8 else 0
@@ -309,32 +314,26 @@ def _header(path: Path, names: _Names) -> tuple[dict[str, Entry], dict[str, Any]
     try:
         if data.count(b":") > VALUES * data.count(b'"data_offsets"') + MOST_TEXTS:
             raise ValueError(f"more than {MOST_TEXTS} texts beside its tensors")
-        told = parse_json(data, VALUES, names.entry)
-        about = told.pop("__metadata__", None) or {}
-        if not isinstance(about, dict) or not all(type(each) is tuple for each in told.values()):
+        tensors = parse_json(data, VALUES, names.entry)
+        about = tensors.pop("__metadata__", None) or {}
+        if not isinstance(about, dict) or not all(type(each) is tuple for each in tensors.values()):
             raise ValueError("not as the library writes it")
     except BadCheckpoint:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: its header is damaged ({str(error)[:100]})") from None
-    return told, about, 8 + length
+    return tensors, about, 8 + length
 
 
-def _adopt(index: Index, told: Any) -> None:
-    iteration = str(told.get("iteration", "")) if isinstance(told, dict) else ""
-    if iteration.isdecimal():
-        index.iteration = int(iteration)
-
-
-def facts_of(config: Path) -> dict[str, Any]:
-    """Read what a model's config.json says of it, as `model_facts` does. Raises BadCheckpoint, OSError."""
+def facts_of(config: Path) -> Settings:
+    """Return the facts about the model that its config.json gives (`model_facts`). Raises BadCheckpoint, OSError."""
     try:
-        told = parse_json(read_small(config))
-        heads = told.get("num_attention_heads") or told.get("n_head")
+        settings = parse_json(read_small(config))
+        heads = settings.get("num_attention_heads") or settings.get("n_head")
         if not isinstance(heads, int):
             return {}
-        found = {"heads": heads, "groups": told.get("num_key_value_heads") or heads}
-        found |= {"channels": told.get("head_dim") or 0, "vocabulary": told.get("vocab_size") or 0}
+        found = {"heads": heads, "groups": settings.get("num_key_value_heads") or heads}
+        found |= {"channels": settings.get("head_dim") or 0, "vocabulary": settings.get("vocab_size") or 0}
         return {name: int(value) for name, value in found.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{config}: not a model's configuration ({error})") from None

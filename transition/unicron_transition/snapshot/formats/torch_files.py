@@ -1,5 +1,5 @@
-"""Files of `torch.save` with a model's weights: Hugging Face's, Meta's of llama, Lightning's, and those of scripts that
-say what is the model. Any other file of that kind may hold anything, and is refused with a line."""
+"""Reads files of `torch.save` with a model's weights: Hugging Face's, Meta's llama, Lightning's, and those of scripts
+that give the model a usual name. Others are refused with a line."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from unicron_transition.snapshot.formats.pickles import Archive, TensorReference
 from unicron_transition.snapshot.reading import MOST_NAMES
 
 FORMAT = "torch"
-FIRST = "consolidated.00.pth"  # of Meta's files
+FIRST = "consolidated.00.pth"  # the first of Meta's files
 META = re.compile(r"consolidated\.(\d+)\.pth")
-LIGHTNING = "pytorch-lightning_version"  # in its files
+LIGHTNING = "pytorch-lightning_version"  # a key in Lightning's files
 MODEL = safetensors.PICKLE
 VARIANT = re.compile(r"pytorch_model(?:\.\w+)?\.bin")
 PART = re.compile(r"pytorch_model(?:\.\w+)?-\d+-of-\d+\.bin")
 INDEX = re.compile(r"pytorch_model\.bin\.index(?:\.\w+)?\.json")
 RANK = re.compile(r"(?<![a-z])rank[-_]?\d", re.IGNORECASE)  # in the name of a file or its folder: one rank's part
-MODELS = ("model", "state_dict", "model_state_dict")  # what training scripts call the model's tensors in a file
+MODELS = ("model", "state_dict", "model_state_dict")  # names under which scripts save the model's tensors
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 NEMO = ".nemo"
 SAVE = "save its weights as model.safetensors (transformers' save_pretrained, or safetensors.torch.save_file)"
 
 
 def read(path: Path) -> Index | None:
-    """The index of a file, or of Meta's in a folder; None for another. Raises BadCheckpoint, OSError."""
+    """Return the index of a file, or of the files in a folder; None for other kinds. Raises BadCheckpoint, OSError."""
     if path.is_dir():
         found = next((each for each in (path / MODEL, path / f"{MODEL}.index.json") if each.is_file()), None)
         if found is not None:
@@ -49,8 +49,8 @@ def read(path: Path) -> Index | None:
 
 
 def _of_hugging_face(found: Path, folder: Path) -> Index | None:
-    """found: the file of weights, or the index of several; folder: what people named."""
-    paths, told = safetensors.read_list(found) if found.suffix == ".json" else ([found], ())
+    """Read a file of weights, or an index of several (`found`). folder: the file or folder that the user named."""
+    paths, listed = safetensors.read_list(found) if found.suffix == ".json" else ([found], ())
     index, there = Index(FORMAT, 0, "", {}), set[str]()
     for path in paths:
         part = archive(path)
@@ -58,7 +58,7 @@ def _of_hugging_face(found: Path, folder: Path) -> Index | None:
         there.update(part.content)
     if not paths:
         return None
-    safetensors.adopt_folder(index, folder, MODEL, [name for name in told if name not in there])
+    safetensors.adopt_folder(index, folder, MODEL, [name for name in listed if name not in there])
     return index
 
 
@@ -81,7 +81,7 @@ def _of_meta(path: Path) -> Index:
 
 
 def _of_training(path: Path) -> Index:
-    """A file of Lightning's, or of a training script that names its model."""
+    """Read a file of Lightning's, or of a training script."""
     found = archive(path)
     content = found.content if isinstance(found.content, dict) else {}
     if LIGHTNING in content and "state_dict" in content:
@@ -89,7 +89,7 @@ def _of_training(path: Path) -> Index:
     models = [key for key in MODELS if _has_tensors(content.get(key))]
     if len(models) != 1:
         raise BadCheckpoint(f"{path} is a file of torch.save, which may hold anything: {SAVE}")
-    if "checkpoint_version" in content or RANK.search("/".join(path.parts[-2:])):  # the first one is Megatron-LM's
+    if "checkpoint_version" in content or RANK.search("/".join(path.parts[-2:])):  # the key is Megatron-LM's
         raise BadCheckpoint(
             f"{path} is the file of one rank, and may have a part of the model: name the folder of all of them, or "
             f"{SAVE}"
@@ -130,7 +130,7 @@ def _of_lightning(path: Path, found: Archive) -> Index:
 
 
 def _add(index: Index, found: Archive, state: Any) -> None:
-    """Raises BadCheckpoint where there is no tensor."""
+    """Add the tensors of a state dict to the index. Raises BadCheckpoint if there is none."""
     if not isinstance(state, dict) or len(state) + len(index.tensors) > MOST_NAMES:
         raise BadCheckpoint(f"{found.path} has no tensors by name, or more than {MOST_NAMES}")
     for name, each in state.items():

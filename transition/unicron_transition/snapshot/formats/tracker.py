@@ -1,5 +1,8 @@
-"""The file in which Megatron-LM says which of its checkpoints is the newest. It is written in place, so a node that
-dies meanwhile can leave an empty one; Megatron-LM then prints a line and ends with status 0."""
+"""Reads Megatron-LM's tracker file, which names its newest checkpoint.
+
+It is written in place, so a node that dies meanwhile can leave it empty. Megatron-LM then prints a line and exits with
+status 0.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ from pathlib import Path
 
 from unicron_transition.snapshot.reading import open_plain
 
-TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's checkpoints
+TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 MOST_DIGITS = 16
-MOST = 64  # bytes that are read of it
-SECONDS = 1.0  # to read it before a process starts; a file system that hangs is the process's own matter
+MOST = 64  # bytes of the file that are read
+SECONDS = 1.0  # to read it before a process starts; on a file system that hangs, the process would hang by itself
 
 
 def read_tracker(folder: Path) -> str:
-    """Read the file; "" for no file. Raises OSError."""
+    """Return the text of the tracker file in a folder, "" without one. Raises OSError."""
     path = folder / TRACKER
     if not path.is_file():
         return ""
@@ -27,19 +30,19 @@ def read_tracker(folder: Path) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Whether it is an iteration."""
+    """Whether the text is an iteration."""
     return text.isascii() and text.isdecimal() and len(text) < MOST_DIGITS
 
 
 def megatrons_iteration(folder: Path) -> int:
-    """Return the iteration of the newest checkpoint that Megatron-LM has in a folder, -1 where the file names none.
-    Raises OSError."""
+    """Return the iteration of Megatron-LM's newest checkpoint in a folder, -1 if there is none. Raises OSError."""
     text = read_tracker(folder)
     return int(text) if is_number(text) else -1
 
 
 def problem(folder: Path) -> str:
-    """Why the file in a folder is of no use, in one line; "" where it is, or is not there. Raises OSError."""
+    """Explain in one line why the tracker file in a folder is useless; "" if it is not, or is missing. Raises
+    OSError."""
     text = read_tracker(folder)
     if is_number(text) or text == RELEASE or not (folder / TRACKER).is_file():
         return ""
@@ -47,7 +50,7 @@ def problem(folder: Path) -> str:
 
 
 def problem_of(command: Sequence[str]) -> str:
-    """Why the file in the folder that a command loads from (--load FOLDER) is of no use, if that can be said soon."""
+    """Do the same for the folder that a command loads from (--load FOLDER); "" if the file cannot be read in time."""
     folders = [word.removeprefix("--load=") for word in command if word.startswith("--load=")]
     folders += [after for word, after in itertools.pairwise(command) if word == "--load"]
     found: list[str] = []

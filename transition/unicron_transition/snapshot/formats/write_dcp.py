@@ -1,5 +1,7 @@
-"""Writes checkpoints of `torch.distributed.checkpoint` and Megatron's `torch_dist`. Their metadata are pickled classes
-of torch, so this is the one module of the package that needs torch."""
+"""Writes checkpoints of `torch.distributed.checkpoint` and Megatron's `torch_dist`.
+
+Their metadata are pickled classes of torch, so this is the only module of the package that needs torch.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,16 @@ from typing import IO, Any
 import numpy as np
 
 from unicron_transition.seams import table, torch_chunks
-from unicron_transition.snapshot.formats import names
+from unicron_transition.snapshot.formats import dcp, names
 from unicron_transition.snapshot.formats.dcp import COMMON, CONFIG, METADATA, OWN_KEY, RESHARDABLE, TORCH_DIST
 from unicron_transition.snapshot.formats.index import LAYERS, MAINS, STATE, Array, BadCheckpoint, Common, Index
 from unicron_transition.snapshot.formats.megatron_arguments import arguments, unknown
 from unicron_transition.snapshot.formats.tracker import RELEASE, TRACKER
 from unicron_transition.snapshot.formats.written import Options, Out, of
+from unicron_transition.snapshot.reading import Settings
 
 DATA = "__0_0.distcp"
-FIELDS = 5  # of TensorProperties, as every release of torch reads them
+FIELDS = 5  # the fields of TensorProperties that every release of torch reads
 WITHOUT_TORCH = (
     "torch is needed to write {0}, and {1} has none: run unicronctl in the environment of the job, or "
     "`{1} -m pip install torch`, or write safetensors"
@@ -34,8 +37,8 @@ WITHOUT_TORCH = (
 
 
 class _Pickler(pickle.Pickler):
-    """Writes TensorProperties with five fields. torch 2.15 has a sixth, which older releases cannot read; it reads
-    five, too."""
+    """Writes the first five fields of TensorProperties. torch 2.15 can read that too, and its sixth field would make
+    the file unreadable for older releases."""
 
     def __init__(self, file: IO[bytes], properties: type):
         super().__init__(file)
@@ -62,23 +65,23 @@ class _Writer:
             raise BadCheckpoint(str(error)) from None
         self._torch, self._types, self._storage = torch, metadata, storage
         self._folder = folder
-        self._known: dict[str, Any] = {}
-        self._where: dict[Any, Any] = {}
+        self._state: Settings = {}  # the metadata of each tensor and object, by name
+        self._places: dict[Any, Any] = {}  # torch's MetadataIndex -> the place in the file
 
     def write(self, outs: Iterable[Out], aliases: Mapping[str, Sequence[str]], objects: Mapping[str, Any]) -> None:
-        """Writes tensors, with one chunk in memory at a time, and objects. aliases: name -> other names of a tensor."""
+        """Write tensors, one chunk in memory at a time, and objects. aliases: name -> other names of a tensor."""
         with (self._folder / DATA).open("wb") as file:
             for out in outs:
                 self._add(file, out, aliases.get(out.name, ()))
             for name, value in objects.items():
                 at = file.tell()
                 self._torch.save(value, file)
-                self._known[name] = self._types.BytesStorageMetadata()
-                self._where[self._types.MetadataIndex(name)] = self._storage(DATA, at, file.tell() - at)
+                self._state[name] = self._types.BytesStorageMetadata()
+                self._places[self._types.MetadataIndex(name)] = self._storage(DATA, at, file.tell() - at)
             file.flush()
             os.fsync(file.fileno())
-        paths = {name: (name,) for name in self._known}
-        metadata = self._types.Metadata(self._known, paths, self._where, self._types.StorageMeta())
+        paths = {name: (name,) for name in self._state}
+        metadata = self._types.Metadata(self._state, paths, self._places, self._types.StorageMeta())
         metadata.version = "1.0.0"
         packed = io.BytesIO()
         _Pickler(packed, self._types.TensorProperties).dump(metadata)
@@ -95,12 +98,12 @@ class _Writer:
             where = self._storage(DATA, at, file.tell() - at)
             chunks.append(types.ChunkStorageMetadata(self._torch.Size(offset), self._torch.Size(extent)))
             for name in (out.name, *aliases):
-                self._where[types.MetadataIndex(name, offset)] = where
+                self._places[types.MetadataIndex(name, offset)] = where
         for name in (out.name, *aliases):
-            self._known[name] = types.TensorStorageMetadata(properties, size, chunks)
+            self._state[name] = types.TensorStorageMetadata(properties, size, chunks)
 
     def _tensor(self, array: Array, kind: Any) -> Any:
-        # ascontiguousarray gives a scalar a dimension: reshape takes it away again
+        # ascontiguousarray gives a scalar a dimension, and reshape removes it
         found = self._torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
         return found if found.dtype == kind else found.view(kind)
 
@@ -113,29 +116,11 @@ class _Writer:
         return self._torch.tensor(value)
 
 
-def told_of(index: Index) -> dict[str, Any]:
-    """Return what :func:`dcp.adopt_told` reads."""
-    common = index.common
-    return {
-        "iteration": index.iteration,
-        "layout": index.layout,
-        "groups": common.groups,
-        "step": common.step,
-        "schedule": common.schedule,
-        "scales": common.scales,
-        "seed": common.seed,
-        "loss": common.loss,
-        "facts": common.facts,
-        "args": common.args,
-        "others": index.others,
-    }
-
-
 def write_dcp(folder: Path, index: Index, options: Options) -> None:
-    """Write all tensors under the names of the index. Raises BadCheckpoint, OSError."""
+    """Write all tensors under their names in the index. Raises BadCheckpoint, OSError."""
     if options.names:
         raise BadCheckpoint("--format dcp renames nothing: leave --names out, or give it to `checkpoint import` first")
-    _Writer(folder, "dcp").write(map(of, index.tensors.values()), {}, {OWN_KEY: told_of(index)})
+    _Writer(folder, "dcp").write(map(of, index.tensors.values()), {}, {OWN_KEY: dcp.saved_part(index)})
 
 
 # ------------------------------------------------------------ Megatron's
@@ -153,7 +138,7 @@ def write_megatrons(folder: Path, index: Index, options: Options) -> None:
         raise BadCheckpoint("the names are Megatron's already, as torch_dist has them: leave --names out")
     for line in unknown(index):
         options.say(line)
-    # From a release Megatron-LM loads only the model, without being told to.
+    # From a release Megatron-LM loads only the model, without any option.
     release = index.iteration == 0 and not index.has_optimizer()
     at = folder / (RELEASE if release else f"iter_{index.iteration:07d}")
     at.mkdir()
@@ -162,8 +147,8 @@ def write_megatrons(folder: Path, index: Index, options: Options) -> None:
 
 
 def write_torch_dist(folder: Path, index: Index) -> None:
-    """Write the tensors as Megatron since 0.16 loads them, with a distributed optimizer or without. Raises
-    BadCheckpoint, OSError."""
+    """Write the tensors for Megatron 0.16 and later, with or without a distributed optimizer. Raises BadCheckpoint,
+    OSError."""
     writer = _Writer(folder, TORCH_DIST)
     outs, aliases = [], {}
     for tensor in index.parameters():
@@ -200,9 +185,9 @@ def _extra_states(index: Index) -> list[str]:
     return list(found)
 
 
-def _common(index: Index, writer: _Writer) -> dict[str, Any]:
+def _common(index: Index, writer: _Writer) -> Settings:
     common = index.common
-    found = {
+    found: Settings = {
         "args": argparse.Namespace(**arguments(index)),
         "checkpoint_version": 3.0,
         "iteration": index.iteration,
@@ -212,7 +197,7 @@ def _common(index: Index, writer: _Writer) -> dict[str, Any]:
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,
         },
-        OWN_KEY: told_of(index),
+        OWN_KEY: dcp.saved_part(index),
     }
     if index.has_optimizer():
         found["optimizer"] = _optimizer(common, writer)
@@ -221,14 +206,14 @@ def _common(index: Index, writer: _Writer) -> dict[str, Any]:
     return found
 
 
-def _optimizer(common: Common, writer: _Writer) -> dict[str, Any]:
-    """Return the optimizer's state in each of the places where one of Megatron's optimizers looks for it."""
+def _optimizer(common: Common, writer: _Writer) -> Settings:
+    """Return the optimizer's state, in each place where one of Megatron's optimizers looks for it."""
     groups = []
     for group in common.groups:
         settings = {key: tuple(value) if key == "betas" else value for key, value in group.items() if key != "params"}
         groups.append(settings | ({"step": common.step} if common.step is not None else {}))
     state = {} if common.step is None else {"common_step": writer.tensor(float(common.step))}
-    found = {
+    found: Settings = {
         "optimizer": {"state": dict(state), "param_groups": groups},
         "state": dict(state),
         "param_groups": [dict(group) for group in groups],
@@ -238,5 +223,5 @@ def _optimizer(common: Common, writer: _Writer) -> dict[str, Any]:
         scale = {
             key: writer.tensor(value) if isinstance(value, list) else value for key, value in common.scales[0].items()
         }
-        found["optimizer"]["grad_scaler"] = found["grad_scaler"] = scale  # type: ignore[index]
+        found["optimizer"]["grad_scaler"] = found["grad_scaler"] = scale
     return found

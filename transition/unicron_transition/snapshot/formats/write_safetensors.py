@@ -1,6 +1,6 @@
-"""Writes the tensors of a model as one file of safetensors, under the names that Hugging Face has for them.
+"""Writes the tensors of a model to one file of safetensors, under Hugging Face's names.
 
-The package `safetensors` takes all tensors of a file at once, so the file is written here, a tensor in memory at a time
+The package `safetensors` needs all tensors of a file in memory at once. This module needs one at a time
 (docs/behaviour/checkpoint-files.md).
 """
 
@@ -12,14 +12,14 @@ import shutil
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from unicron_transition.snapshot.formats import names
 from unicron_transition.snapshot.formats.index import LAYERS, BadCheckpoint, Index, raw_type
 from unicron_transition.snapshot.formats.safetensors import CONFIG, KINDS, NAME, PAIRS
 from unicron_transition.snapshot.formats.written import Options, Out, of
+from unicron_transition.snapshot.reading import Settings
 
-UNLIKE = ("apply_layernorm_1p", "rotary_interleaved")  # Megatron's options with other values under the same names
+UNLIKE = ("apply_layernorm_1p", "rotary_interleaved")  # options of Megatron that change the meaning of weights
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
 
@@ -53,9 +53,9 @@ def _tensors(index: Index, options: Options) -> list[Out]:
 
 
 def write_file(path: Path, outs: Sequence[Out], about: dict[str, str]) -> None:
-    """Write one file of these tensors, in this order. about: texts by name, for the header. Raises BadCheckpoint,
+    """Write these tensors to one file, in this order. about: texts by name, for the header. Raises BadCheckpoint,
     OSError."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
+    header: Settings = {"__metadata__": {"format": "pt", **about}}
     at = 0
     for out in outs:
         if out.dtype not in _NAMES:

@@ -1,5 +1,4 @@
-"""Tensors that are to be written: what each is called there, and where its elements come from. They are read when they
-are written, one block after the other."""
+"""The tensors of a new checkpoint: the name and the source of each. Elements are read a block at a time."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def pieces_of(box: tuple[Place, Place]) -> Iterator[tuple[Place, Place]]:
-    """The parts in which a block is read and written. A block that is put together from ranges is put together for each
-    of them: there are some eight."""
+    """Cut a block into the parts in which it is read and written. A block that is assembled from ranges is assembled
+    again for each part, so there are some eight."""
     return in_pieces(*box, max(LEAST, math.prod(box[1]) // 8))
 
 
 @dataclass(frozen=True)
 class Options:
-    """The choices of whoever exports a checkpoint."""
+    """The options of an export."""
 
     names: str = ""
-    """The table of Hugging Face's names, where one side of it has them."""
+    """The table of Hugging Face's names (`names.choose`)."""
 
     config: Path | None = None
     """The model's config.json."""
@@ -41,20 +40,22 @@ class Options:
 
 @dataclass(frozen=True)
 class Out:
-    """One of them. boxes: the blocks that it is written in, which make up the whole; read: the elements of one."""
+    """A tensor of the new checkpoint."""
 
     name: str
     shape: Place
     dtype: str
     boxes: list[tuple[Place, Place]]
+    """The blocks in which it is written; they make up the whole"""
     read: Callable[[Place, Place], Array]
+    """Reads the elements of a block"""
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * raw_type(self.dtype).itemsize
 
     def whole(self) -> Iterator[Array]:
-        """Its elements in row-major order: block by block where the blocks are rows, else all at once."""
+        """Yield its elements in row-major order: block by block if the blocks are rows, otherwise all at once."""
         zeros = (0,) * len(self.shape)
         rows = sorted(self.boxes)
         if all(offset[1:] == zeros[1:] and extent[1:] == self.shape[1:] for offset, extent in rows):
@@ -66,7 +67,7 @@ class Out:
 
 
 def of(tensor: Tensor, name: str = "", dtype: str = "") -> Out:
-    """A tensor of an index under another name, or in another precision."""
+    """Return a tensor of an index, under another name or in another precision."""
     wanted = dtype or tensor.dtype
 
     def read(offset: Place, extent: Place) -> Array:
@@ -76,8 +77,8 @@ def of(tensor: Tensor, name: str = "", dtype: str = "") -> Out:
 
 
 def cast(array: Array, dtype: str, wanted: str) -> Array:
-    """The elements in another precision, rounded to the nearest as torch does. Raises BadCheckpoint for a pair of types
-    that is no pair of floats."""
+    """Return the elements in another precision, rounded to the nearest as torch does. Raises BadCheckpoint unless both
+    types are floats."""
     if dtype == wanted:
         return array
     if dtype not in FLOATS or wanted not in FLOATS:

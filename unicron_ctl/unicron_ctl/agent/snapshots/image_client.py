@@ -1,4 +1,4 @@
-"""Gives an image to another agent of the job, and gets one from it (:mod:`image_stream` has the protocol)."""
+"""Gives images to another agent of the job, and gets images from it (:mod:`image_stream` has the protocol)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ def put(
     rate: float = 0.0,
     wanted: stream.Check = lambda: True,
 ) -> None:
-    """Give an image to the agent at `address`. rate: bytes a second at most, 0 for no limit. wanted(): it still is.
+    """Give an image to the agent at `address`. rate: the most bytes a second, 0 for no limit. wanted(): whether it is
+    still wanted.
 
-    Raises OSError, BadImage where the image was overwritten meanwhile, or is damaged: then it is gone; NoLongerWanted.
+    Raises OSError, NoLongerWanted, and BadImage if it was overwritten meanwhile, or was damaged and has been removed.
     """
     with _connect(address, token, stream.Request(bytes=found.used)) as connection:
         connection.settimeout(stream.room_seconds(found.used))
-        said = stream.receive(connection, len(stream.GO))
+        reply = stream.receive(connection, len(stream.GO))
         connection.settimeout(stream.SILENT_SECONDS)
-        if said == stream.SO:
+        if reply == stream.SO:
             raise stream.Busy("it serves others")
-        if said != stream.GO:
+        if reply != stream.GO:
             length = min(stream.MOST_REASON, stream.LENGTH.unpack(stream.receive(connection, stream.LENGTH.size))[0])
             raise stream.TransferError(stream.receive(connection, length).decode(errors="replace"))
         stream.send_image(connection, found, rate, meter, wanted=wanted)
@@ -44,8 +45,8 @@ def put(
 
 
 def get(key: Key, folder: Path, address: str, token: str, meter: stream.Meter) -> ImagePage:
-    """Get an image from the agent at `address` into `folder`. Raises OSError, Busy, NoRoom where this side cannot take
-    it, BadImage."""
+    """Get an image from the agent at `address` into `folder`. Raises OSError, Busy, NoRoom if there is no room here,
+    BadImage."""
     with _connect(address, token, stream.Request(key)) as connection:
         length = stream.LENGTH.unpack(stream.receive(connection, stream.LENGTH.size))[0]
         if not length:

@@ -1,4 +1,4 @@
-"""Gives images of this node to the job's other agents, and takes theirs (:mod:`image_stream` has the protocol)."""
+"""Gives images of this node to the job's other agents, and receives theirs (:mod:`image_stream` has the protocol)."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from unicron_ctl.shared.system.addresses import join, listen_at
 from unicron_transition.snapshot.image_format import BadImage
 
 PROOF_SECONDS = 5.0  # for the whole proof
-PAUSE_SECONDS = 0.5  # after a connection that could not be taken
-STRANGERS = 32  # connections that have proved nothing yet
-AT_ONCE = 8  # others that are served
+PAUSE_SECONDS = 0.5  # after a connection that could not be accepted
+STRANGERS = 32  # connections without a proof
+AT_ONCE = 8  # connections that are served at the same time
 
 
 class News(NamedTuple):
-    """A server's news."""
+    """An event of the server."""
 
     problem: str = ""
     """A line that is logged once"""
     more: str = ""
-    """Its end, which changes from one time to the next"""
+    """The end of that line, which differs each time"""
 
 
 class _Strangers:
-    """Connections that have proved nothing yet, the one that came first in front. One too many and that one is shut:
-    a client with the token proves it at once, and strangers who only wait keep nobody out."""
+    """Connections without a proof, the oldest first. If there are too many, the oldest is shut: a client with the token
+    proves it at once, so idle strangers keep no client out."""
 
     def __init__(self) -> None:
         self._there: dict[socket.socket, None] = {}
-        self._lock = threading.Lock()  # nobody shuts what is closed, for its descriptor may be another file's
+        self._lock = threading.Lock()  # a closed connection is never shut: its descriptor could be another file's
 
     def add(self, connection: socket.socket) -> None:
         with self._lock:
@@ -51,7 +51,7 @@ class _Strangers:
                     first.shutdown(socket.SHUT_RDWR)
 
     def remove_stranger(self, connection: socket.socket) -> bool:
-        """The connection has proved itself, or is to be closed; False where it was shut."""
+        """Remove a connection that has proved itself, or will be closed; False if it was shut."""
         with self._lock:
             if connection not in self._there:
                 return False
@@ -60,10 +60,10 @@ class _Strangers:
 
 
 class Server:
-    """Takes images into a folder and gives those that are there to clients with the token, in threads of its own.
+    """Receives images into a folder and gives its images to clients with the token, in threads of its own.
 
-    folder(): None while there is none. news(news): one has come, or there is one less, or could not be taken, and
-    why. address: host:port, empty where nothing could be bound.
+    folder(): None while there is none. news(news): called when an image came, was removed, or could not be received.
+    address: host:port, "" if nothing could be bound.
     """
 
     def __init__(self, folder: Callable[[], Path | None], host: str, news: Callable[[News], None], meter: stream.Meter):
@@ -76,7 +76,7 @@ class Server:
             threading.Thread(target=self._run, name="unicron-images", daemon=True).start()
 
     def close(self) -> None:
-        """Nobody is served any more."""
+        """Stop serving."""
         self._closing = True
         if self._socket is not None:
             with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ class Server:
         while not self._closing:
             try:
                 self._start_serving(self._socket.accept()[0])
-            except (OSError, RuntimeError) as error:  # a lost connection, no descriptor or no thread left: that passes
+            except (OSError, RuntimeError) as error:  # temporary: a lost connection, no descriptor or thread left
                 if not self._closing:
                     why = getattr(error, "strerror", "") or str(error)
                     what = "a connection for copies of the training state could not be taken"
@@ -96,7 +96,7 @@ class Server:
                     time.sleep(PAUSE_SECONDS)
 
     def _start_serving(self, connection: socket.socket) -> None:
-        """Serve a connection in a thread of its own. Raises RuntimeError where there is none to be had."""
+        """Serve a connection in a thread of its own. Raises RuntimeError if none can be started."""
         self._strangers.add(connection)
         try:
             threading.Thread(target=self._serve, args=(connection,), name="unicron-image", daemon=True).start()
@@ -124,19 +124,19 @@ class Server:
                 finally:
                     self._slots.release()
         except (OSError, OverflowError, BadImage, msgspec.DecodeError):
-            pass  # the other side sees that nothing came, and says so
+            pass  # the other side sees that nothing came, and reports it
 
     def _proven(self, connection: socket.socket) -> stream.Request:
-        """The request of somebody who has the token. Raises OSError, msgspec.DecodeError."""
+        """Receive a request with a proof of the token. Raises OSError, msgspec.DecodeError."""
         until, nonce = time.monotonic() + PROOF_SECONDS, secrets.token_bytes(stream.NONCE)
         connection.settimeout(PROOF_SECONDS)
         connection.sendall(nonce)
-        told = stream.receive(connection, stream.PROOF, until)
+        proof = stream.receive(connection, stream.PROOF, until)
         length = stream.LENGTH.unpack(stream.receive(connection, stream.LENGTH.size, until))[0]
         if length > stream.MOST_REQUEST:
             raise stream.TransferError("no request is as long")
         request = stream.receive(connection, length, until)
-        if not hmac.compare_digest(told, stream.proof(self.token, nonce, request)):
+        if not hmac.compare_digest(proof, stream.proof(self.token, nonce, request)):
             raise stream.TransferError("the proof is wrong")
         return msgspec.msgpack.decode(request, type=stream.Request)
 
@@ -160,8 +160,8 @@ class Server:
         except (OSError, OverflowError) as error:
             what, why = stream.no_room(folder, length, error)
             self._news(News(f"a copy of another node's training state is not kept: {what}", why))
-            said = (what + why).encode()[: stream.MOST_REASON]
-            connection.sendall(stream.NO + stream.LENGTH.pack(len(said)) + said)
+            reason = (what + why).encode()[: stream.MOST_REASON]
+            connection.sendall(stream.NO + stream.LENGTH.pack(len(reason)) + reason)
             return
         try:
             with draft:
@@ -176,7 +176,7 @@ class Server:
 
 
 def _listen(host: str) -> tuple[socket.socket | None, str]:
-    for interface in (host, ""):  # the name of a node need not be one of its interfaces'
+    for interface in (host, ""):  # the node's name need not be that of an interface
         with contextlib.suppress(OSError):
             listening = listen_at(interface, STRANGERS)
             return listening, join(host, listening.getsockname()[1])

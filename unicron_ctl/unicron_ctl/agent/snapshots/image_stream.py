@@ -1,19 +1,18 @@
-"""Images on their way between the agents of a job: plain TCP, for the data are large (docs/design/memory.md).
+"""Sends images between the agents of a job, over plain TCP because they are large (docs/design/memory.md).
 
-A connection begins with a proof: the server sends a number that it uses once, the client answers with its HMAC under
-the server's token, which only the controller and the job's other agents know. Strangers take no place of those who have
-proved themselves, and of too many the one that came first goes. What follows is as open as the collectives' own
-traffic. Every image carries its checksums: the receiver works them out as it comes, and says so when they do not match;
-then the sender looks at what it has, and removes what is damaged. Each wait has a limit, and so has the whole; while a
-receiver makes room for a large image before it takes a byte, it is given the time for that.
+A connection begins with a proof: the server sends a nonce, and the client answers with an HMAC under the server's
+token, which only the controller and the job's other agents know. Everything after that is as open as the collectives'
+own traffic. The receiver computes an image's checksums on arrival and reports a mismatch, and then the sender checks
+its own image and removes it if it is damaged. Each wait has a limit, and so has the whole transfer. A receiver gets
+extra time to make room for a large image.
 
     server                       client
     16 bytes                 ->
                              <-  HMAC-SHA256 (32 bytes), length and MessagePack of the request
-    put: "go", or "no", length and why not, or "so" when so many others are served ->
+    put: "go", or "no", length and reason, or "so" if the server is busy ->
                              <-  the image's bytes, then "whole" or nothing
     "kept", or "harm"        ->
-    get: length (8 bytes), or 0 when so many others are served ->
+    get: length (8 bytes), or 0 if the server is busy ->
     the image's bytes, "whole"
                              <-  "kept", or "harm"
 """
@@ -49,10 +48,10 @@ from unicron_transition.snapshot.image_format import (
 )
 from unicron_transition.snapshot.shared_memory import allocate
 
-SILENT_SECONDS = 30.0  # without a byte; then a connection is given up
-KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}  # the same, of a kernel
-LEAST_RATE = 1e5  # bytes a second in all; what is slower is given up, too
-ROOM_RATE = 2.5e8  # bytes a second for which a receiver makes room, at least
+SILENT_SECONDS = 30.0  # without a byte, after which a connection is abandoned
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}  # the same time for a kernel
+LEAST_RATE = 1e5  # bytes a second of the whole transfer; a slower one is abandoned
+ROOM_RATE = 2.5e8  # bytes a second that a receiver can allocate at least
 PIECE = 1 << 22  # bytes between two looks at the clock
 MOST_REQUEST = 4096  # bytes
 NONCE, PROOF = 16, hashlib.sha256().digest_size
@@ -67,15 +66,16 @@ class TransferError(OSError):
 
 
 class NoRoom(TransferError):
-    """The receiver has no room for the image; its holder is not to blame."""
+    """This side has no room for the image."""
 
 
 class Busy(TransferError):
-    """The other side serves others for now."""
+    """The other side is serving others."""
 
 
 class NoLongerWanted(Exception):
-    """An image that nobody wants any more was not sent to its end. rate: bytes a second until then, 0 for too few."""
+    """A transfer was stopped because its image is not wanted any more. rate: its bytes a second, 0 if too few to
+    tell."""
 
     def __init__(self, sent: int, seconds: float, length: int):
         super().__init__(f"{sent} of {length} bytes went in {seconds:.0f} s, and then it was not wanted any more")
@@ -83,21 +83,20 @@ class NoLongerWanted(Exception):
 
 
 class ChecksumError(TransferError):
-    """The bytes that came do not match their checksum."""
+    """An image arrived damaged."""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A client's request: the image of this key, or to give one of so many bytes."""
+    """A client's request to get or to put an image."""
 
     key: Key | None = None
+    """The image to get"""
     bytes: int = 0
+    """The size of the image to put"""
 
 
 class Meter:
-    """Counts what was transferred.
-
-    moved: bytes of images that were sent and received, in whatever threads.
-    """
+    """Counts the bytes of images that all threads have sent and received."""
 
     def __init__(self) -> None:
         self.moved = 0
@@ -109,15 +108,16 @@ class Meter:
 
 
 def copy_name(key: Key) -> str:
-    """The name of the file that holds a copy. What scripts keep in worlds of two sizes may be of one iteration."""
+    """Return the file name of a copy. It includes the world of a script without a session, since worlds of two sizes
+    can have states of the same iteration."""
     kind = "" if key.kind == STATE else f"{key.kind}-"
     world = f"{int(key.size)}-{int(key.base)}-" if key.kind == USER else ""
     return f"{COPY_PREFIX}{kind}{world}{int(key.slot)}-{int(key.shard)}-{int(key.iteration)}{SUFFIX}"
 
 
 class Draft:
-    """A file that is being received; it is gone where it was not kept. Raises OSError, OverflowError where there is no
-    room for it, BadImage."""
+    """A file that is being received, and removed unless it is kept. Raises OSError, OverflowError if there is no room,
+    BadImage."""
 
     def __init__(self, folder: Path, length: int):
         if not PAGE <= length:
@@ -135,7 +135,7 @@ class Draft:
         return self
 
     def receive(self, connection: socket.socket, meter: Meter) -> None:
-        """All of it, and the word that it is whole."""
+        """Receive all of it, up to the final WHOLE."""
         at, offset, buffer, until = 0, 0, memoryview(bytearray(PIECE)), _latest(self._length)
         while at < self._length:
             piece = buffer[: min(self._length - at, PIECE)]
@@ -152,8 +152,7 @@ class Draft:
             raise TransferError("it was overwritten while it was sent")
 
     def keep_image(self) -> ImagePage:
-        """Give the file its name. Raises BadImage where its first page is not sound, ChecksumError where the rest is
-        not."""
+        """Give the file its name. Raises BadImage if its first page is damaged, ChecksumError if the rest is."""
         self._file.flush()
         found = read_page(self._path)
         if found.key.kind not in COPY_KINDS:
@@ -180,17 +179,17 @@ def _head_is_sound(found: ImagePage) -> bool:
 
 
 def no_room(folder: Path, length: int, error: Exception) -> tuple[str, str]:
-    """For people: what there is no room for, and why, with figures that change from one time to the next."""
+    """Describe a lack of room for people, and its cause, with figures that differ each time."""
     return f"there is no room for {length / 1e6:.1f} MB in {folder}", f": {getattr(error, 'strerror', '') or error}"
 
 
 def find(folder: Path, key: Key) -> ImagePage | None:
-    """The image in the folder, if it is there and whole."""
+    """Find a whole image in the folder."""
     return next((found for found in inventory(folder) if found.key == key), None)
 
 
 def examine(found: ImagePage) -> str:
-    """Somebody got it damaged. Where it is so here it is removed, and the text says so; empty where it is not."""
+    """Check an image that arrived damaged elsewhere. If it is damaged here, remove it and return a line; "" if not."""
     try:
         _, data = found.read()
         found.check(data)
@@ -202,8 +201,8 @@ def examine(found: ImagePage) -> str:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Keep the connection alive: a side that makes room for a large image sends nothing for long, but its kernel
-    answers until the side is gone."""
+    """Let the kernel probe the connection: a side that makes room for a large image is silent for long, but its kernel
+    answers."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -214,12 +213,12 @@ def proof(token: str, nonce: bytes, request: bytes) -> bytes:
 
 
 def _latest(length: int) -> float:
-    """The deadline of the whole transfer, however slow it is."""
+    """Return the deadline of the whole transfer."""
     return time.monotonic() + SILENT_SECONDS + length / LEAST_RATE
 
 
 def room_seconds(length: int) -> float:
-    """For the other side to make room for so many bytes, before it answers or takes the first."""
+    """Return the time for the other side to make room, before it answers or reads the first byte."""
     return SILENT_SECONDS + length / ROOM_RATE
 
 
@@ -240,12 +239,12 @@ def send_image(
     room: float = 0.0,
     wanted: Check = lambda: True,
 ) -> None:
-    """Its bytes, and at the end that they were those of one image. room: seconds in which the other side may still make
-    room for them, and takes none: what is sent first lies in the sockets until then."""
+    """Send an image, and WHOLE unless it was overwritten meanwhile. room: seconds in which the other side can still be
+    making room, so that the first bytes stay in the sockets."""
     try:
         _send_bytes(connection, found, rate, meter, room, wanted)
     except ConnectionError:
-        _compare(found)  # the other side takes no more of a torn image
+        _compare(found)  # the other side disconnects if the image is torn
         raise
     _compare(found)
     connection.sendall(WHOLE)
@@ -278,7 +277,7 @@ def _send_bytes(
 
 
 def receive(connection: socket.socket, count: int, until: float = math.inf) -> bytes:
-    """So many bytes. until: when all of them are to be there; else each wait has the connection's own limit."""
+    """Receive `count` bytes. until: a deadline for all of them; by default each wait has the connection's limit."""
     data = bytearray()
     while len(data) < count:
         if until < math.inf:

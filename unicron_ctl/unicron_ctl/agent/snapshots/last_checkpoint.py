@@ -1,4 +1,4 @@
-"""The checkpoint of a job that ends in the middle of its training, made of what its nodes' memories have
+"""Writes the checkpoint of a job that ends in the middle of its training from its nodes' memories
 (docs/design/memory.md, "Ownership")."""
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from unicron_transition.snapshot.folders import Part
 from unicron_transition.snapshot.image_format import SHARD, STATE, BadImage, ImagePage, Key, inventory
 
 NEWEST = 2  # iterations of each part that are written
-WRITERS = 3  # nodes that have the same place: the first writes it, the others what those before did not
+WRITERS = 3  # nodes with the same place: the first writes it, and each other one what those before it did not
 TURN_SECONDS = 5.0  # without a sign of the node before; Slurm's KillWait is 30 s
-Before = tuple[int, ...]  # the nodes that have the same place and come first
+Before = tuple[int, ...]  # the nodes with the same place that come first
 
 
 class LastCheckpoint:
-    """The last checkpoint of one node. folder: its memory, None where it has none; where the script makes no
-    checkpoints nothing is written. turn(key): the nodes that have that place, too, and come first; None: this node does
-    not write it. say: called with one line for the job's log. ends: is set when nothing is waited for any more. prunes:
-    older checkpoints are removed."""
+    """The last checkpoint of one node. folder: its memory, None if it has none. turn(key): the nodes with the same
+    place that come first, None if this node does not write it. say: called with one line for the job's log. ends: set
+    to stop waiting. prunes: whether to remove older checkpoints. If the script makes no checkpoints, nothing is
+    written."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class LastCheckpoint:
         self._where = checkpoint_file.destination(folder) if folder is not None else None
 
     def write(self, cuts: Sequence[int] = ()) -> None:
-        """Write the newest two states of each place. Ranks end in the middle of a copy, so another node may have the
-        newest whole, and this one not. With a distributed optimizer that is so of each shard, which its own rank has.
+        """Write the newest two states of each place, or of each shard. Ranks end in the middle of a copy, so the newest
+        state can be whole in another node, and not in this one.
 
-        cuts: iterations of which the nodes' memories may have all, the surest first, where a part of the newest ones
-        may have been lost with a node. Each is written whole before the next one, for there may be little time.
+        cuts: iterations that the nodes' memories probably have in full, the surest first, in case a part of the newest
+        ones was lost with a node. Each is written in full before the next, since there might be little time.
         """
         if self._memory is None or self._where is None:
             return
@@ -54,9 +54,9 @@ class LastCheckpoint:
         self._write_in_turn(_newest((each for each in images if each.key.iteration not in cuts), NEWEST))
 
     def _write_in_turn(self, parts: list[list[ImagePage]], exactly: bool = False) -> None:
-        """The first nodes begin at once. A later one writes what is missing when those before it have done nothing for
-        TURN_SECONDS each: they may have no memory. It looks before it writes what it is first for, which may take long:
-        so it sees what went on meanwhile. exactly: files of later iterations are of no use in place of these."""
+        """Write the parts for which this node is first at once, and the others when the nodes before it have done
+        nothing for TURN_SECONDS each, since they could be without memory. It first looks at the files, so that it sees
+        afterwards what the others did meanwhile. exactly: files of later iterations do not replace these."""
         by_turn: dict[Before, dict[Part, list[ImagePage]]] = defaultdict(dict)
         for each in parts:
             before = self._turn_of(each[0].key)
@@ -83,7 +83,7 @@ class LastCheckpoint:
             pause *= 2
 
     def _still_missing(self, turns: list[folders.Turn]) -> list[folders.Turn]:
-        """Look at the checkpoints; returns the turns of which something is missing."""
+        """Look at the checkpoints, and return the turns of which parts are missing."""
         assert self._where is not None
         begun: list[folders.FileInProgress] = []
         if oldest := [iteration for each in turns for iteration in each.missing.values()]:
@@ -103,7 +103,7 @@ class LastCheckpoint:
             try:
                 path = checkpoint_file.persist(found, self._where.folder)
                 self._say(f"the training state of iteration {found.key.iteration} was saved in {path.parent}")
-            except Exception as error:  # whatever it is: the others are saved
+            except Exception as error:  # after any error the others are still saved
                 why = str(error) or type(error).__name__
                 self._say(f"couldn't save the training state of iteration {found.key.iteration}: {why}")
         if self._prunes and any(folders.prunes(found.key) for found in images):
@@ -112,7 +112,7 @@ class LastCheckpoint:
 
 
 def _newest(images: Iterable[ImagePage], most: int) -> list[list[ImagePage]]:
-    """The newest `most` images of each part of a checkpoint, the newest first."""
+    """Return the newest `most` images of each part of a checkpoint, the newest first."""
     states: dict[tuple[int, ...], dict[tuple[int, int], ImagePage]] = defaultdict(dict)
     for found in images:
         states[found.key.place, found.key.shard, found.key.count][_age(found.key)] = found
@@ -124,7 +124,7 @@ def _age(key: Key) -> tuple[int, int]:
 
 
 def _is_part(found: ImagePage) -> bool:
-    """Whether an image is a whole part of a checkpoint. A shard is one where its head says what is in it."""
+    """Whether an image can become a part of a checkpoint. A shard can if its head describes it."""
     if found.key.kind not in (STATE, SHARD):
         return False
     try:

@@ -1,13 +1,12 @@
 """The node's shared memory for one job: training state that outlives a rank, its requeue and its agent
 (docs/design/memory.md).
 
-The agent makes the folder and says where it is; the ranks write images there (:mod:`snapshot.image_format`). It is
-held by a lock as long as an agent of the job lives on the node. What nobody holds was left by an agent that was killed
-or told to end: it stays for an element that comes back, and is removed when it has been forgotten for long enough, by
-the next agent of another job of its user or by an epilog.
+The agent makes the folder, and the ranks write images there (:mod:`snapshot.image_format`). Agents of the job on the
+node hold it with a lock. A folder without a lock was left by an agent that was killed or asked to end. It stays for an
+element that comes back, and after some time the next agent of another job of its user, or an epilog, removes it.
 
-A job id does not name a training: clusters count from 1, and a log may be lost. So the controller gives each training a
-name of its own (`run`), and without one there is no memory.
+A job id does not identify a training: clusters count from 1, and a log could be lost. So the controller gives each
+training a name (`run`), and without one there is no memory.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from unicron_transition.snapshot.shared_memory import AWAY
 BASE = "UNICRON_MEMORY_DIR"
 SHARED_MEMORY = "/dev/shm"
 TOUCH_SECONDS = 10.0
-# Job, run, node, uid; an epilog knows the form. Where somebody else has taken the name, something is added to the run.
+# Job, run, node, uid; an epilog relies on this form. If another user has taken the name, a suffix is added to the run.
 _NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+(?:-[0-9a-f]+)?\.(.+)\.(\d+)")
 
 
 class Memory:
-    """The memory of one agent. folder: None while there is none. Raises UserError for settings that make no sense."""
+    """The memory of one agent. folder: None while there is none. Raises UserError for invalid settings."""
 
     def __init__(self, place: Place, environment: Mapping[str, str], complain: Callable[[str], None]):
         self.folder: Path | None = None
@@ -50,8 +49,8 @@ class Memory:
         self._touched = 0.0
 
     def open(self, run: str) -> None:
-        """The controller's word which training this is; the first one counts. Where no folder can be made, that is
-        said, and the job goes on without."""
+        """Make the folder for the training that the controller names; only the first call counts. If it cannot be made,
+        that is reported, and the job goes on without."""
         if not run or self._run:
             return
         self._run = run
@@ -70,26 +69,25 @@ class Memory:
             self._complain(f"no training state is kept in memory: couldn't make {folder} ({why})")
 
     def _free(self) -> None:
-        """Remove unfinished files of the own folder, and files that jobs have left long ago. All else in the own one
-        stays, however long ago that was left: it is held by now.
+        """Remove unfinished files of the own folder, and folders that jobs have left long ago. Other files in the own
+        folder stay, whatever their age.
 
-        To give back much memory takes many seconds, and an agent that is silent for so long is taken for lost: so a
-        thread does it. Ranks may want that room before it is free. Mostly they do not, since their imports take
-        seconds, too. Else they wait a little while (snapshot.shared_memory), and those that copy after each step try
-        again later. Where the agent ends meanwhile, the next one removes the rest.
+        Freeing much memory takes many seconds, in which a silent agent would be taken for lost, so a thread does it.
+        Ranks could need the room before it is free. Mostly they do not, since their imports take seconds too. Otherwise
+        they wait a little (snapshot.shared_memory), and those that copy after each step try again later. If the agent
+        ends meanwhile, the next one removes the rest.
         """
         arguments = self.folder, self._base, self._place.node, time.time(), self._places
-        with contextlib.suppress(RuntimeError):  # no thread is to be had: the next agent removes it
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the next agent removes it
             threading.Thread(target=_remove_all, args=arguments, name="unicron-sweep", daemon=True).start()
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of ranks."""
+        """The variables for ranks."""
         return {FOLDER: str(self.folder) if self.folder is not None else ""}
 
     def touch_folder(self, now: float) -> None:
-        """Show now and then that the folder is in use. One that somebody has removed is made again: ranks try theirs
-        again and again."""
+        """Show from time to time that the folder is in use. If it was removed, make it again, since ranks try again."""
         if self.folder is None or now - self._touched < TOUCH_SECONDS:
             return
         self._touched = now
@@ -105,7 +103,7 @@ class Memory:
             pass
 
     def close(self, over: bool) -> None:
-        """Let go of it. over: the job has ended, nobody will want it; unless other agents of it still live here."""
+        """Release the folder. over: the job has ended, so remove it unless other agents of the job hold it."""
         if self.folder is None:
             return
         with contextlib.suppress(OSError):
@@ -118,18 +116,18 @@ class Memory:
 
 
 def within(seconds: float, what: Callable[[], None]) -> None:
-    """Run `what` in a thread; what hangs, as on a file system that is away, is left behind."""
+    """Run `what` in a thread for at most `seconds`. If it hangs, as on a dead file system, it is left behind."""
     thread = threading.Thread(target=what, name="unicron-within", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no thread is to be had
+    except RuntimeError:  # no thread can be started
         what()
     else:
         thread.join(seconds)
 
 
 def _remove_all(folder: Path | None, base: Path, node: str, now: float, places: Iterable[Path]) -> None:
-    """Remove the files that were put away in `folder`, which ranks want first, and those that other jobs have left."""
+    """Remove the files put away in `folder`, whose room ranks need first, and folders that other jobs have left."""
     with contextlib.suppress(OSError):
         for path in list(folder.glob(f"{AWAY}*")) if folder is not None else ():
             path.unlink(missing_ok=True)
@@ -137,8 +135,8 @@ def _remove_all(folder: Path | None, base: Path, node: str, now: float, places: 
 
 
 def sweep(base: Path, node: str, now: float, places: Iterable[Path] = ()) -> list[Path]:
-    """Removes what agents of this user have left on this node (:func:`held_folders.sweep`): training state in `base`,
-    and folders for their ranks in `places`."""
+    """Remove leftovers of this user's agents on this node (:func:`held_folders.sweep`): training state in `base`, and
+    folders for their ranks in `places`. Returns the removed folders."""
 
     def memory(name: str) -> bool:
         match = _NAME.fullmatch(name)
@@ -151,8 +149,8 @@ def sweep(base: Path, node: str, now: float, places: Iterable[Path] = ()) -> lis
 
 
 def _own_name(folder: Path, run: str) -> Path:
-    """The name under which this user's folder is, or can be made: anybody may have made one of the usual name before,
-    for it shows on each node of the job. Raises OSError."""
+    """Return the name of this user's folder, or a free one. Any user could have taken the usual name, since the job's
+    other nodes show it. Raises OSError."""
     if not _is_others(folder):
         return folder
     head, tail = folder.name.split(f".{run}.", 1)
@@ -163,7 +161,7 @@ def _own_name(folder: Path, run: str) -> Path:
 
 
 def _is_others(folder: Path) -> bool:
-    """Something is there, and it is no folder of this user's that nobody else can enter."""
+    """Whether the name is taken, but not by a folder of this user that only this user can enter."""
     try:
         os.close(open_own(folder))
     except FileNotFoundError:
@@ -174,12 +172,12 @@ def _is_others(folder: Path) -> bool:
 
 
 def _put_unfinished_away(folder: Path, descriptor: int) -> int:
-    """Rename unfinished files of processes that have ended, so that they are removed; nobody makes any while this
-    agent alone is there, without ranks. Returns the descriptor that holds the folder from now on. Raises OSError.
+    """Rename unfinished files of ended processes, to be removed later, if this agent is the only one and has no ranks
+    yet. Returns the descriptor that holds the folder from now on. Raises OSError.
 
-    A lock that becomes another one is given up for a moment (flock(2)), in which somebody may take it who has found the
-    folder forgotten. So it is shown first that it is in use; and where it was taken all the same, the folder is held
-    anew, without a wait for who has it.
+    A lock that is converted is released for a moment (flock(2)), in which a process that removes old folders could take
+    it. So the folder is first marked as in use. If the lock was taken all the same, the folder is held anew, without
+    waiting for the other process.
     """
     with contextlib.suppress(OSError):
         os.utime(descriptor)

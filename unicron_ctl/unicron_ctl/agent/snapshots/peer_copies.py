@@ -1,10 +1,10 @@
 """The agent's part in keeping copies of the training state in other nodes (docs/design/memory.md).
 
-The controller names an iteration, a *cut*. The ranks keep what they have of it in files that are not overwritten; the
-agent gives these to the agents that it was told, in a thread of its own and no faster than it may; what it is to get
-has another, since a job may wait for that. From whom one could not be got, and who did not take one, is told the
-controller, and the others that wait for the same agent are let go. A cut that enough nodes have is good, and the one
-before it is removed. Nothing here decides, and nothing waits for a rank.
+The controller names an iteration, a *cut*. The ranks keep their images of it in files that are not overwritten, and the
+agent gives these to the agents that the controller names, in a thread and at a limited rate. Another thread gets
+images, since a job could be waiting for them. The controller hears of each agent that did not give or take an image,
+and other transfers with that agent are dropped. A cut that enough nodes have is good, and the one before it is removed.
+This module decides nothing, and waits for no rank.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from unicron_transition.snapshot.cuts import COPY_PREFIX, CUT_PREFIX
 from unicron_transition.snapshot.image_format import COPY_KINDS, STATE, UNTRAINED_KIND, USER, ImagePage, Key, inventory
 from unicron_transition.snapshot.worker import Worker
 
-VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # where a job says it
+VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # with which a job names its interfaces
 _OF_THE_LINK = "20"  # the scope in /proc/net/if_inet6
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
 
 def collectives_address(environment: Mapping[str, str]) -> str:
-    """The address of the first interface that the collectives are told to use, of IPv4 where it has one; empty where
-    they are told none, or it has none. As NCCL reads it: prefixes, with = in front whole names; what is to be left out
-    (^) says nothing here.
+    """Return the address of the first interface that the collectives should use, if possible of IPv4; "" if none is set
+    or it has no address. Names are read as NCCL does: prefixes, or whole names after a "=". Exclusions (^) are ignored.
     """
     for variable in VARIABLES:
         text = environment.get(variable, "")
@@ -63,7 +62,7 @@ def _address(interface: str) -> str:
 
 
 def _address_of_ipv6(interface: str) -> str:
-    """Its first address that is not for its own link only."""
+    """Return an interface's first IPv6 address that is not link-local."""
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:
@@ -74,26 +73,26 @@ def _address_of_ipv6(interface: str) -> str:
     return ""
 
 
-CUT_LOOK_SECONDS = 0.2  # between two looks whether a cut is there
-AGAIN_SECONDS = 2.0  # before what failed is tried again
-FAILING_SECONDS = 300.0  # for which the controller is told of an agent that did not give an image, or take one
-LEAST_MEASURED = 1 << 20  # bytes: how soon less is there says little of how much goes through
-SLOWER = 10.0  # times than usual: as long as the controller gives a cut
-USUAL_RATE = 1e8  # bytes a second where nothing is known; as the controller has it
+CUT_LOOK_SECONDS = 0.2  # between two looks for a cut
+AGAIN_SECONDS = 2.0  # before a failed transfer is tried again
+FAILING_SECONDS = 300.0  # for which an agent that did not give or take an image is reported
+LEAST_MEASURED = 1 << 20  # bytes: the rate of a smaller transfer means little
+SLOWER = 10.0  # times slower than usual is too slow: the controller gives a cut that much time
+USUAL_RATE = 1e8  # bytes a second if nothing is known, as the controller assumes
 WHY = 120  # characters of the reason
 
 
 @dataclass(frozen=True)
 class _Task:
-    """An image that is to go between this node and another."""
+    """A transfer between this node and another."""
 
     key: Key
     holder: structs.Holder
     """The other node's agent"""
     found: ImagePage | None = None
-    """The image to be given; None: it is to be got"""
+    """The image to give; None to get one"""
     failures: int = 0
-    """Images that could not be given to that agent, or got from it, before this one"""
+    """Failed transfers in this direction with that agent before this one"""
 
 
 @dataclass(frozen=True)
@@ -106,22 +105,21 @@ class _Outcome:
     dropped: bool = False
     """It was not wanted any more"""
     blames: bool = False
-    """The other side is to blame: as a sender it is asked last from now on, as a receiver it is passed over"""
+    """The other side is to blame, so that it is asked last, or passed over as a receiver"""
     rate: float = 0.0
     """Bytes a second; 0 for too little to tell"""
 
 
 class _FailedPeers:
-    """Agents, by their addresses, with which images came to nothing of late: how often, one after the other, and why
-    the last time."""
+    """Agents, by address, with which transfers have failed recently: how often in a row, and why the last time."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._known: dict[str, tuple[structs.Failing, float]] = {}  # and until when that is told
+        self._known: dict[str, tuple[structs.Failing, float]] = {}  # with the time until which it is reported
 
     def add(self, address: str, why: str, now: float) -> None:
         before = self.current(now).get(address)
-        self.drop(address)  # the last one comes last
+        self.drop(address)  # so that it is last in the order
         what = structs.Failing(times=1 + (before.times if before else 0), why=why[:WHY])
         self._known[address] = what, now + FAILING_SECONDS
         while len(self._known) > self._most:
@@ -136,8 +134,8 @@ class _FailedPeers:
 
 
 class Copies:
-    """folder(): the node's memory, None while there is none. tell(message): the ranks. say: one line for the job's
-    log."""
+    """The copies of one agent. folder(): the node's memory, None while there is none. tell(message): sends a message to
+    the ranks. say: called with one line for the job's log."""
 
     def __init__(
         self,
@@ -175,12 +173,12 @@ class Copies:
 
     @property
     def moved(self) -> int:
-        """Bytes of images that were sent and received; it rises while one is on its way."""
+        """Bytes of images sent and received, also of those on their way."""
         return self._meter.moved
 
     @property
     def whole(self) -> list[int]:
-        """Iterations of which all may lie in the nodes' memories, the surest first."""
+        """Iterations that the nodes' memories probably have in full, the surest first."""
         return [cut for cut in dict.fromkeys((self.cut.good, self.cut.iteration)) if cut >= 0]
 
     # ------------------------------------------------------------ orders
@@ -191,7 +189,7 @@ class Copies:
         back = not order.none and order.iteration < self.cut.iteration
         self.cut, self._look_at = order, 0.0
         self._prune(order, back)
-        # Whom it goes to is not for the ranks.
+        # The ranks do not need to know the targets.
         self._tell(wire.Cut(iteration=order.iteration, good=order.good, none=order.none))
 
     def fetch(self, order: wire.Fetch, now: float) -> None:
@@ -202,33 +200,32 @@ class Copies:
         if image_stream.find(folder, key) is not None:
             self._tell(order)
             return
-        if any(mark[0] == key and not mark[2] for mark in self._under_way):  # from another one, who was nearer then
+        if any(mark[0] == key and not mark[2] for mark in self._under_way):  # from an agent that was nearer before
             return
         self._submit(_Task(key, order.holder, failures=self._failures[order.holder.address, False]), now)
 
     # ------------------------------------------------------------ the agent's loop
     def seconds_to_cut(self, now: float) -> float:
-        """Seconds until :meth:`give_cut` is to be called; infinity while there is nothing to do."""
+        """Return the seconds until :meth:`give_cut` should be called; infinity while there is nothing to do."""
         return max(0.0, self._look_at - now) if self.cut.targets else float("inf")
 
     def give_cut(self, now: float) -> None:
-        """Give away what is there of the cut, until all of it has gone."""
+        """Give this node's images of the cut to its targets, until all of them have gone."""
         if not self.cut.targets or now < self._look_at:
             return
         self._look_at = now + CUT_LOOK_SECONDS
         mine = [found for found in self._images(CUT_PREFIX) if found.key.iteration >= self.cut.iteration]
         todo = [(one, to) for one in mine for to in self.cut.targets if (one.key, to.element) not in self._sent]
-        parts = {(one.key.place, one.key.shard) for one in mine if one.key.kind != UNTRAINED_KIND}  # which come first
+        parts = {(one.key.place, one.key.shard) for one in mine if one.key.kind != UNTRAINED_KIND}
         if not todo and len(parts) >= self.cut.parts:
             self._look_at = float("inf")
-        for found, holder in sorted(
-            todo, key=lambda each: each[0].key.kind != UNTRAINED_KIND
-        ):  # shards are no use without
+        # Untrained tensors first: shards are useless without them.
+        for found, holder in sorted(todo, key=lambda each: each[0].key.kind != UNTRAINED_KIND):
             if now >= self._rests.get(holder.address, 0.0):
                 self._submit(_Task(found.key, holder, found, self._failures[holder.address, True]), now)
 
     def finish(self, now: float) -> bool:
-        """Take in what the threads have done; True when the controller is to know of it."""
+        """Take in the threads' results; returns whether the controller must be informed."""
         news = False
         for done in self.results.take_all():
             if isinstance(done, image_server.News):
@@ -261,15 +258,15 @@ class Copies:
         return news
 
     def failing(self, now: float) -> dict[str, structs.Failing]:
-        """By their addresses, the agents from which images could not be got of late."""
+        """Return the agents, by address, from which images could not be got recently."""
         return self._failing.current(now)
 
     def refusing(self, now: float) -> dict[str, structs.Failing]:
-        """By their addresses, the agents to which images could not be given of late."""
+        """Return the agents, by address, to which images could not be given recently."""
         return self._refusing.current(now)
 
     def rows(self, trains: bool) -> list[structs.Image]:
-        """Return the images of this node that stay; while no rank trains, also those of the last iterations."""
+        """Return this node's images that later ones do not overwrite; while no rank trains, those of all states."""
         folder = self._folder()
         if folder is None or (trains and (self.cut.iteration < 0 or self.cut.none)):
             return []
@@ -279,19 +276,19 @@ class Copies:
         return [row(one) for one in found if one.path.name.startswith(stays) or one.key.kind in all_states]
 
     def newest_saved(self) -> structs.Image | None:
-        """The newest that a script without a session keeps in this node."""
+        """Return the newest image of a script without a session in this node."""
         folder = self._folder() if self.plain else None
         kept = [one for one in inventory(folder) if one.key.kind == USER] if folder is not None else []
         return row(max(kept, key=lambda one: (one.key.base, one.key.iteration))) if kept else None
 
     def refuse(self) -> None:
-        """There is no memory here: nobody gives anything to this node."""
+        """Receive no images, because this node has no memory."""
         if self._server is not None:
             self._server.close()
         self.address = self.token = ""
 
     def close(self) -> None:
-        """Nothing is taken, given or got any more."""
+        """End all transfers."""
         self.refuse()
         for worker in (self._giving, self._getting, self._freeing):
             worker.close(wait=False)
@@ -307,14 +304,14 @@ class Copies:
         mark = _mark(task)
         if mark not in self._under_way and now >= self._not_before.get(mark, 0.0):
             worker = self._getting if task.found is None else self._giving
-            with contextlib.suppress(RuntimeError):  # no thread is to be had: it is tried again
+            with contextlib.suppress(RuntimeError):  # no thread can be started: it is tried again
                 worker.submit(functools.partial(self._do, task))
                 self._under_way.add(mark)
 
     def _prune(self, order: wire.Cut, back: bool) -> None:
-        """Remove copies of cuts that are not needed any more. The ranks write over their own; where none is needed
-        these go, too, also of ranks that are no more. back: the job has gone back behind the last cut, so what there is
-        of later iterations is of no use."""
+        """Remove copies of cuts that are not needed any more. The ranks overwrite their own images, but if no cut is
+        needed these are removed too, also those of ended ranks. back: the job has gone back before the last cut, so
+        images of later iterations are useless."""
 
         def needed(iteration: int) -> bool:
             return iteration == order.good if back else _needed(order, iteration)
@@ -327,22 +324,22 @@ class Copies:
         self._not_before.clear()
 
     def _remove(self, path: Path) -> None:
-        """Nobody finds it any more. To give back the memory of a large file takes seconds, so a thread does it; where
-        that is ended in the middle, the next agent removes what is unfinished."""
+        """Rename an image, so that it is not found any more, and remove it in a thread, since freeing its memory takes
+        seconds. If the thread is stopped, the next agent removes it."""
         away = path.with_name(f"{path.name}.{os.getpid()}-{next(self._freed)}.new")
-        with contextlib.suppress(OSError, RuntimeError):  # no thread is to be had: the next agent does
+        with contextlib.suppress(OSError, RuntimeError):  # no thread can be started: the next agent removes it
             path.rename(away)
             self._freeing.submit(lambda: away.unlink(missing_ok=True))
 
     def _blame(self, done: _Outcome, now: float) -> None:
-        """An image could not be got from there, or given; the controller is told, for there may be others."""
+        """Note that the other side did not give or take an image, for the controller."""
         address = done.task.holder.address
         (self._failing if done.task.found is None else self._refusing).add(address, done.problem, now)
         if done.task.found is not None:
-            self._rests[address] = now + AGAIN_SECONDS  # until the controller has named another one
+            self._rests[address] = now + AGAIN_SECONDS  # time for the controller to name another agent
 
     def _is_slow(self, done: _Outcome) -> bool:
-        """Whether images go there so much slower than elsewhere that no cut may get through before the next one is
+        """Whether transfers there are so much slower than elsewhere that a cut might not arrive before the next one is
         due."""
         rates = [rate for element, rate in self.rates.items() if element != done.task.holder.element]
         usual = statistics.median(rates) if rates else USUAL_RATE
@@ -369,7 +366,7 @@ class Copies:
         except image_stream.NoLongerWanted as end:
             self.results.put(_Outcome(task, str(end), dropped=True, rate=end.rate))
             return
-        except Exception as error:  # what a peer sends must not end the thread
+        except Exception as error:  # nothing that a peer sends must end the thread
             blames = _blames(task, error)
             self._failures[task.holder.address, task.found is not None] += blames
             self.results.put(_Outcome(task, str(error) or type(error).__name__, blames=blames))
@@ -378,15 +375,15 @@ class Copies:
         self.results.put(_Outcome(task, rate=rate))
 
     def _wanted(self, task: _Task) -> bool:
-        """Say whether it is wanted still. What another image could not be got from, or given to, is not tried for all
-        that wait behind that: the controller names somebody else, or the same one again."""
+        """Whether the transfer is still wanted. After a failure with the same agent it is not, since the controller
+        will name another agent, or the same one again."""
         order, giving = self.cut, task.found is not None
         if giving and not (_needed(order, task.key.iteration) and task.holder in order.targets):
             return False
         return task.failures == self._failures[task.holder.address, giving]
 
     def _transfer(self, task: _Task) -> int:
-        """Bytes."""
+        """Give or get the image, and return its size."""
         if task.found is not None:
             to = task.holder
             image_client.put(task.found, to.address, to.token, self._meter, self._rate, lambda: self._wanted(task))
@@ -401,7 +398,7 @@ def _needed(order: wire.Cut, iteration: int) -> bool:
 
 
 def _blames(task: _Task, error: Exception) -> bool:
-    """Whether it was the other side, or the way there, and not what this node has or lacks."""
+    """Whether the other side or the network is to blame, and not this node."""
     if task.found is None:
         return not isinstance(error, (image_stream.NoRoom, image_stream.Busy))
     return isinstance(error, OSError) and not isinstance(error, image_stream.Busy) and error.filename is None

@@ -24,7 +24,7 @@ class Snapshots:
     copies: Copies
     """Copies of it in other nodes, and of theirs here"""
     files: Files
-    """Checkpoints of states that ranks have set aside"""
+    """Files of checkpoints, from images that ranks have set aside"""
     say: Callable[[str], None]
 
     def last_checkpoint(self, before: Callable[[Key], Before | None], rests: bool, prunes: bool) -> Callable[[], None]:
@@ -41,7 +41,8 @@ def open_snapshots(
     turn: Callable[[Key], Before | None],
     say: Callable[[str], None],
 ) -> Snapshots:
-    """tell: the ranks. turn(key): after whom this node writes what nobody trains. say: one line for the job's log."""
+    """Open them. tell: sends a message to the ranks. turn(key): as for :class:`Files`. say: called with one line for
+    the job's log."""
     memory = Memory(place, environment, say)
     copies = Copies(lambda: memory.folder, place, environment, tell, say)
     return Snapshots(memory, copies, Files(memory, turn, memory_rate(environment), say), say)
