@@ -84,26 +84,20 @@ def _whole(out: Path, write: Callable[[Path], None]) -> None:
     def fill() -> None:
         new.mkdir(parents=True)
         try:
-            _fill(new, out, write)
+            write(new)
             if out.exists():
                 out.rmdir()
             new.rename(out)
-        except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
-            raise
+        except RuntimeError as error:  # of torch, for a full disk for example
+            cause = error.__context__
+            if isinstance(cause, KeyboardInterrupt | SystemExit):  # torch complains about its unfinished file then
+                raise cause from None
+            why = cause.strerror if isinstance(cause, OSError) else str(error).splitlines()[0]
+            raise BadCheckpoint(NO_ROOM.format(out, why)) from None
+        finally:
+            shutil.rmtree(new, ignore_errors=True)  # it is gone if it was renamed
 
     _undone(out, fill)
-
-
-def _fill(new: Path, out: Path, write: Callable[[Path], None]) -> None:
-    try:
-        write(new)
-    except RuntimeError as error:  # of torch, for a full disk for example
-        cause = error.__context__
-        if isinstance(cause, KeyboardInterrupt | SystemExit):  # torch closes its unfinished file then, and complains
-            raise cause from None
-        why = cause.strerror if isinstance(cause, OSError) else str(error).splitlines()[0]
-        raise BadCheckpoint(NO_ROOM.format(out, why)) from None
 
 
 def _undone(out: Path, write: Callable[[], Result]) -> Result:

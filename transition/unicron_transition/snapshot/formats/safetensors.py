@@ -78,14 +78,9 @@ KINDS = {
 }
 
 
-def files(folder: Path) -> list[Path]:
-    """Return the files with the weights of a folder, the same that `from_pretrained` of transformers reads, or of a
-    file or index of files. Raises BadCheckpoint."""
-    return _choose(folder)[0]
-
-
 def _choose(folder: Path) -> tuple[list[Path], Collection[str]]:
-    """Return these files, and the tensors that an index of files lists."""
+    """Return the files with the weights of a folder, the same that `from_pretrained` of transformers reads, or of a
+    file or index of files, and the tensors that an index lists. Raises BadCheckpoint."""
     if folder.is_file():
         if folder.suffix == SUFFIX:
             return _whole_models([folder]), ()
@@ -192,7 +187,7 @@ def read(folder: Path) -> Index | None:
         raise BadCheckpoint(f"{folder} has no tensor that is read here: {some(index.common.left) or 'none at all'}")
     adopt_folder(index, folder, NAME, [name for name in listed if name not in there])
     if ranks:
-        _check_ranks(folder, ranks, index)
+        _check_ranks(folder, ranks, paths, index)
     return index
 
 
@@ -247,12 +242,12 @@ def _add(index: Index, places: dict[str, list[tuple[Place, Raw]]]) -> None:
             index.add(name, shape, raw.dtype, Block.of(offset, raw.shape, raw))
 
 
-def _check_ranks(folder: Path, ranks: int, index: Index) -> None:
+def _check_ranks(folder: Path, ranks: int, paths: Sequence[Path], index: Index) -> None:
     """Raises BadCheckpoint if files of some ranks are missing. Missing files of the last ranks cannot be noticed."""
     whole = "put the files of all ranks into one folder, or consolidate them (torch: consolidate_safetensors_files)"
     if ranks == 1:
         raise BadCheckpoint(f"{folder} has the file of one rank, and nothing says that there are no others: {whole}")
-    numbers = {int(match[1]) for path in files(folder) if (match := RANK.fullmatch(path.name))}
+    numbers = {int(match[1]) for path in paths if (match := RANK.fullmatch(path.name))}
     if missing := next((number for number in range(1, max(numbers, default=0)) if number not in numbers), 0):
         raise BadCheckpoint(f"{folder}: the file of rank {missing - 1} (shard-{missing:05}-*) is not there: {whole}")
     for tensor in index.tensors.values():

@@ -90,7 +90,8 @@ class Files:
                 self._say("no checkpoint is written: the script gives its session no `checkpoints`")
                 self._asked = False
             return
-        for found in checkpoint_file.asides(memory, self._report_bad_image):
+        text = "no checkpoint is made of what was set aside: {}: the training goes on"
+        for found in checkpoint_file.asides(memory, lambda error: self._log_change(text.format(error), True)):
             if not self._ends.is_set():
                 self._write(found, where)
         self._prune(where)
@@ -121,9 +122,6 @@ class Files:
         with contextlib.suppress(OSError):
             if folders.prune(where.folder, where.keep) >= self._first:
                 self._first = -1
-
-    def _report_bad_image(self, error: BadImage) -> None:
-        self._log_change(f"no checkpoint is made of what was set aside: {error}: the training goes on", True)
 
     def _log_change(self, text: str, failing: bool) -> None:
         """Log requested checkpoints, and changes between success and failure."""

@@ -21,6 +21,7 @@ from unicron_ctl.shared.protocol import ranges, structs, wire
 from unicron_detector.health.memory_limit import MemoryLeft
 from unicron_transition.snapshot import shared_memory
 from unicron_transition.snapshot.image_format import SUFFIX, Image, Key, inventory
+from unicron_transition.snapshot.worker import Worker
 
 DATA = bytes(range(256)) * 8192  # enough to be measured
 KEY = Key("state", slot=0, iteration=70, size=2, base=1, mark="aa")
@@ -46,6 +47,12 @@ class Side:
 
     def holder(self, element: int) -> structs.Holder:
         return structs.Holder(element=element, address=self.copies.address, token=self.copies.token)
+
+    def hold_back(self, worker: Worker) -> list:
+        """Have this worker do no task any more; returns the list of them."""
+        tasks: list = []
+        worker.submit = lambda run: tasks.append(run.args[0])
+        return tasks
 
     def names(self) -> list[str]:
         return [found.path.name for found in inventory(self.folder)]
@@ -93,11 +100,10 @@ def test_what_goes_with_shards_is_given_before_them(sides: tuple[Side, Side]) ->
     one, other = sides
     one.image(Key("shard", slot=0, iteration=70, base=1, mark="0000a"), name="cut-shard")
     one.image(Key("untrained", slot=0, iteration=70, mark="f00"), name="cut-untrained")
-    given: list[str] = []
-    one.copies._giving.submit = lambda run: given.append(run.args[0].key.kind)
+    given = one.hold_back(one.copies._giving)
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
     one.copies.give_cut(0.0)
-    assert given == ["untrained", "shard"]
+    assert [task.key.kind for task in given] == ["untrained", "shard"]
 
 
 def test_what_went_through_is_measured_and_counted(sides: tuple[Side, Side]) -> None:
@@ -162,8 +168,7 @@ def test_an_older_order_is_not_obeyed_and_a_newer_one_may_name_a_lower_iteration
 
 def test_what_waits_to_be_given_of_an_older_cut_is_not_given_any_more(sides: tuple[Side, Side]) -> None:
     one, other = sides
-    waiting: list = []
-    one.copies._giving.submit = lambda run: waiting.append(run.args[0])
+    waiting = one.hold_back(one.copies._giving)
     for slot, iteration in ((0, 70), (1, 80)):
         one.image(Key("state", slot=slot, iteration=iteration, place=slot, size=2, base=1, mark="aa"))
     one.copies.obey(wire.Cut(iteration=70, number=1, targets=[other.holder(1)]))
@@ -205,8 +210,7 @@ def test_of_whom_an_image_could_not_be_got_the_controller_is_told_and_what_waits
 ) -> None:
     one, other = sides
     other.image(Key("state", slot=1, iteration=70, place=1, size=2, base=1, mark="aa"), name="copy")
-    waiting: list = []
-    one.copies._getting.submit = lambda run: waiting.append(run.args[0])
+    waiting = one.hold_back(one.copies._getting)
     for each in (order(gone), order(gone, slot=1)):
         one.copies.fetch(each, 0.0)
     for task in waiting:
@@ -239,8 +243,7 @@ def test_who_gives_an_image_or_takes_one_is_not_failing_any_more(sides: tuple[Si
 def test_an_image_on_its_way_is_not_got_from_another_one_too(sides: tuple[Side, Side], gone: structs.Holder) -> None:
     """The nearest one may change while it is being sent."""
     one, other = sides
-    waiting: list = []
-    one.copies._getting.submit = lambda run: waiting.append(run.args[0])
+    waiting = one.hold_back(one.copies._getting)
     one.copies.fetch(order(other.holder(1)), 0.0)
     one.copies.fetch(order(gone), 0.0)
     assert [task.holder.element for task in waiting] == [1]
@@ -273,8 +276,7 @@ def test_who_takes_no_image_is_told_and_the_others_do_not_wait_for_all_that_goes
 ) -> None:
     """Defect: each image for a silent agent held up those for the others, and the controller was only told how many."""
     one, other = sides
-    waiting: list = []
-    one.copies._giving.submit = lambda run: waiting.append(run.args[0])
+    waiting = one.hold_back(one.copies._giving)
     for slot in (0, 1):
         one.image(Key("state", slot=slot, iteration=70, place=slot, size=2, base=1, mark="aa"))
     one.copies.obey(wire.Cut(iteration=70, number=1, targets=[gone, other.holder(1)], parts=2))
@@ -331,8 +333,7 @@ def test_of_those_that_take_no_image_only_the_last_few_are_told(sides: tuple[Sid
 @pytest.mark.parametrize("own", ["removed", "overwritten"])
 def test_nobody_is_blamed_for_an_image_that_is_not_here_any_more(sides: tuple[Side, Side], own: str) -> None:
     one, other = sides
-    waiting: list = []
-    one.copies._giving.submit = lambda run: waiting.append(run.args[0])
+    waiting = one.hold_back(one.copies._giving)
     one.image()
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
     one.copies.give_cut(0.0)
