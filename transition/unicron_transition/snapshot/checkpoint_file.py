@@ -1,6 +1,6 @@
 """Turns images into files of a checkpoint, without torch, so that an agent can write what a rank left in memory.
 
-A rank *sets aside* an image for this: the image gets a second name, under which nobody overwrites it, and which the
+A rank *sets aside* an image for this: the image gets a second name, under which it is not overwritten, and which the
 agent removes when the file is complete.
 
 The file of a place's first shard also has the untrained tensors, which are in no shard. The data of their image follow

@@ -40,7 +40,7 @@ class Beginnings:
         self._list_choices()
 
     @property
-    def told(self) -> list[tuple[int, str]]:
+    def choices(self) -> list[tuple[int, str]]:
         """(iteration, mark) of each, the newest first. Of several of one iteration, the one that would be taken."""
         found = [(each.key.iteration, each.key.mark) for each in self._images]
         found += [(each.iteration, each.mark) for each in self._files]
@@ -54,7 +54,7 @@ class Beginnings:
     @property
     def newest(self) -> int:
         """The iteration to begin with if no rank has another."""
-        return max((iteration for iteration, _ in self.told), default=self._start)
+        return max((iteration for iteration, _ in self.choices), default=self._start)
 
     def take_up(self, state: TrainingState, iteration: int | None) -> int:
         """Restore `iteration`, or the newest one, into `state`, from memory or else from files, and return the
@@ -63,9 +63,9 @@ class Beginnings:
         Raises Unusable if it is damaged, and CheckpointError if nothing else is left or it is of another model.
         """
         wanted = self.newest if iteration is None else iteration
-        if wanted not in (each for each, _ in self.told):
+        if wanted not in (each for each, _ in self.choices):
             raise Unusable(f"this rank has nothing of iteration {wanted}")
-        mark = dict(self.told)[wanted]
+        mark = dict(self.choices)[wanted]
         for found in [each for each in self._images if (each.key.iteration, each.key.mark) == (wanted, mark)]:
             self.untouched = False
             if self._take_image(state, found):
@@ -118,7 +118,7 @@ class Beginnings:
         except (image_format.BadImage, OSError) as error:
             warn(f"training state in memory passed over: {error}")
             with contextlib.suppress(OSError, image_format.BadImage):
-                if image_format.read_page(found.path) == found:  # nobody has overwritten it meanwhile
+                if image_format.read_page(found.path) == found:  # it was not overwritten meanwhile
                     found.path.unlink()
             return False
         return True
@@ -158,8 +158,8 @@ class WholeState(LocalState):
             self._came = False
             self._beginnings.list_again(writer, self._has_state)
         if not self._has_state:
-            return self._beginnings.told
-        others = [one for one in self._beginnings.told if one[0] != own]
+            return self._beginnings.choices
+        others = [one for one in self._beginnings.choices if one[0] != own]
         return sorted([(own, writer.mark), *others], reverse=True)
 
     # ------------------------------------------------------------ into a generation

@@ -25,7 +25,7 @@ def test_a_damaged_one_is_said_and_the_older_taken(tmp_path, capsys):
     with pytest.raises(Unusable):
         begin.take_up(other, 5)
     assert "their checksum" in capsys.readouterr().err
-    assert begin.told == [(4, WRITER.mark)] and not newest.path.exists()
+    assert begin.choices == [(4, WRITER.mark)] and not newest.path.exists()
     assert begin.take_up(other, 4) == 4 and same(everything(other), before)
     assert keeper.has_files
 
@@ -45,7 +45,7 @@ def test_after_memory_comes_the_file_and_never_the_start(tmp_path, snapshot):
     memory.mkdir()
     kept(memory, state, 2, 4)
     begin = beginnings(memory, Checkpoints(saves))
-    assert [iteration for iteration, _ in begin.told] == [4, 3, 2]
+    assert [iteration for iteration, _ in begin.choices] == [4, 3, 2]
     for found in inventory(memory):
         spoil(found.path)
     with pytest.raises(Unusable):
@@ -68,7 +68,7 @@ def test_of_another_place_or_layout_nothing_is_taken(tmp_path):
     keeper.copy(gatherer, 2, 1, Writer(place=0, size=2, layout="PP2"))
     keeper.close()
     begin = Beginnings(tmp_path, None, 0, Writer(place=0, size=2, layout="TP2"))
-    assert begin.told == [(0, "")]
+    assert begin.choices == [(0, "")]
     assert Beginnings(tmp_path, None, 0, Writer(place=0, size=2, layout="PP2")).newest == 2
 
 

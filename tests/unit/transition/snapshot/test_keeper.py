@@ -38,7 +38,7 @@ from unicron_transition.snapshot.whole_state import WholeState
 def test_everything_comes_back_bit_for_bit(tmp_path):
     state, other = training(), training(seed=3)
     kept(tmp_path, state, 7)
-    assert beginnings(tmp_path).told == [(7, WRITER.mark), (0, "")]
+    assert beginnings(tmp_path).choices == [(7, WRITER.mark), (0, "")]
     assert beginnings(tmp_path).take_up(other, 7) == 7
     assert same(everything(other), everything(state)) and (other.seed, other.loss) == (0, 1.0)
     assert other.scheduler.state_dict() == state.scheduler.state_dict()

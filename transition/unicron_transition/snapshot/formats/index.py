@@ -125,7 +125,7 @@ class Raw:
         return np.lib.stride_tricks.as_strided(flat, self.shape, [stride * kind.itemsize for stride in strides])[its]
 
     def check(self) -> None:
-        """Reads all of it, piece by piece. Raises BadCheckpoint where it does not match its checksum, OSError."""
+        """Read all of it, piece by piece. Raises BadCheckpoint if it does not match its checksum, OSError."""
         strides = self.strides or row_major(self.shape)
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, strides, strict=True))
         size = (last + 1) * raw_type(self.dtype).itemsize if all(self.shape) else 0

@@ -108,7 +108,7 @@ class Memory:
             return
         with contextlib.suppress(OSError):
             os.utime(self.folder)
-            self.folder.rmdir()  # where nothing was kept
+            self.folder.rmdir()  # fails unless it is empty
         if over:
             remove_if_unheld(self.folder, self._descriptor)
         os.close(self._descriptor)

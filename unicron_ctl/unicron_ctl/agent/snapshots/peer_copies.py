@@ -155,18 +155,18 @@ class Copies:
             host = collectives_address(environment) or place.address
             self._server = image_server.Server(folder, host, self.results.put, self._meter)
             self.address, self.token = self._server.address, self._server.token
-        self.failed = 0  # transfers that came to nothing
-        self._failing = _FailedPeers(ranges.MOST_FAILING)  # who gave none
-        self._refusing = _FailedPeers(ranges.MOST_PASSED_OVER)  # who took none; nobody asks for more
-        self._failures: Counter[tuple[str, bool]] = Counter()  # by address, got or given; the threads count
-        self._rests: dict[str, float] = {}  # address -> until when nothing is given to it
+        self.failed = 0  # transfers that failed
+        self._failing = _FailedPeers(ranges.MOST_FAILING)  # agents that gave none
+        self._refusing = _FailedPeers(ranges.MOST_PASSED_OVER)  # agents that took none
+        self._failures: Counter[tuple[str, bool]] = Counter()  # by address and direction; counted by the threads
+        self._rests: dict[str, float] = {}  # address -> the time until which it is given nothing
         self.rates: dict[int, float] = {}  # element -> bytes a second of the last image between it and this one
         self.cut = wire.Cut(iteration=-1)
-        self._sent: set[tuple[Key, int]] = set()  # which image, to the agent of which element
+        self._sent: set[tuple[Key, int]] = set()  # image, element of the receiver
         self._under_way: set[tuple[Key, int, bool]] = set()
         self._not_before: dict[tuple[Key, int, bool], float] = {}
         self._complained: set[str] = set()
-        self.plain = False  # the ranks say nothing of what they keep
+        self.plain = False  # the ranks do not report their states
         self._look_at = 0.0
         self._giving, self._getting, self._freeing = (Worker("unicron-copies") for _ in range(3))
         self._freed = itertools.count()
