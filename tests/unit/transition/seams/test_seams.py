@@ -137,7 +137,7 @@ def test_objects_of_megatron_without_an_attribute_are_refused_by_name():
 
 
 # They are loaded by their paths, from the standard library alone; the counters have a table of their own (SEAMS).
-BY_PATH = ("fork_seeds.py", "forkable.py", "counters.py", "step_signals.py")
+BY_PATH = ("forkable.py", "counters.py", "step_signals.py")
 
 
 def private_names(path: Path) -> list[str]:
