@@ -1,8 +1,8 @@
-"""Megatron-LM's own TensorBoard and Weights & Biases: written by the last rank of the present world, as there.
+"""Megatron-LM's own TensorBoard and Weights & Biases, written by the last rank of the present world as in Megatron-LM.
 
-Another process may be the last one after each iteration. It opens its writer when it first is. A file of TensorBoard's
-begins with the step from which on earlier files do not count, and each line of the log is on disk before the next
-iteration. All who write to Weights & Biases resume one run.
+Another process may be the last rank after each iteration, and opens its writer when it first is. A file of TensorBoard
+begins with the step from which earlier files do not count, and each line of the log is on disk before the next
+iteration. All writers of Weights & Biases resume one run.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ JOBS = ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID")
 
 
 class Writers:
-    """The writers of one rank. step(): the iteration of the next line, None before there is one."""
+    """The writers of one rank. step(): the iteration of the next line; None if there is none yet."""
 
     def __init__(self, step: Callable[[], int | None], save: Callable[[], Path | None]):
         self._step, self._save = step, save
-        self._set: dict[str, Callable[[], None]] = {}  # opens the writer of this kind, if Megatron-LM is to have one
+        self._set: dict[str, Callable[[], None]] = {}  # kind -> opens its writer
         self._found: dict[str, Any] = {}
         self._was_last = False
 
     def install(self) -> None:
-        """Replace what opens the writers, and what the loop gets them by."""
+        """Replace the functions that open the writers, and those by which the loop gets them."""
         for kind in ("tensorboard", "wandb"):
             replace(GLOBALS, f"_set_{kind}_writer", self._setting(kind))
             replace(TRAINING, f"get_{kind}_writer", self._getting(kind))
@@ -47,7 +47,7 @@ class Writers:
         return by
 
     def _open(self, original: Callable[[Any], None], args: Any) -> None:
-        """Open it as Megatron-LM does in its last rank. The run of Weights & Biases has the job's number as its id."""
+        """Open it like Megatron-LM's last rank. The run of Weights & Biases has the job's number in its id."""
         before, save = getattr(args, "wandb_save_dir", None), self._save()
         job = next((os.environ[name] for name in JOBS if os.environ.get(name)), None)
         if job is not None:
@@ -85,7 +85,7 @@ class Writers:
         return last
 
     def _begin_file(self) -> None:
-        """Begin a file that makes void what TensorBoard has of this step and later ones, of another rank or of before
+        """Begin a file that replaces what TensorBoard has of this step and later ones, from another rank or from before
         the job went back."""
         writer, step = self._found.get("tensorboard"), self._step()
         if writer is not None and step is not None:
@@ -93,7 +93,7 @@ class Writers:
             writer.purge_step = step
 
     def note_return(self) -> None:
-        """Note that the loop begins anew: steps may come once more."""
+        """Note that the loop begins again: steps may be repeated."""
         self._was_last = False
 
     def _flushing(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,4 @@
-"""Replace names of Megatron-LM, once they are known to be what is expected: another release is refused, not guessed
-at."""
+"""Replaces names of Megatron-LM after a check: an unknown release is refused."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from unicron_transition.seams.table import (
 
 
 class CannotHeal(RuntimeError):
-    """This Megatron-LM, or what it was asked to do, cannot be healed; one line that says what to do."""
+    """This Megatron-LM, or one of its options, cannot be healed; one line with advice."""
 
 
 def check() -> None:
-    """Imports `megatron.training`. Raises :class:`CannotHeal` for one that is not there, or not known."""
+    """Import `megatron.training`. Raises :class:`CannotHeal` if it is missing or unknown."""
     try:
         importlib.import_module("megatron.training")
     except ModuleNotFoundError as error:
@@ -49,7 +48,7 @@ def check() -> None:
 
 
 def replace(module: str, name: str, by: Callable[[Any], Any]) -> None:
-    """Puts `by(original)` in the place of a name of the table."""
+    """Replace a name of the table by `by(original)`."""
     owner: Any = importlib.import_module(module)
     *path, last = name.split(".")
     for part in path:
@@ -58,21 +57,20 @@ def replace(module: str, name: str, by: Callable[[Any], Any]) -> None:
 
 
 def reads_arguments() -> str:
-    """Return the module whose names are called to read the arguments: from 0.18 on the script does that itself."""
+    """Return the module whose functions read the arguments: from 0.18 on the script calls them itself."""
     return INITIALIZE if hasattr(importlib.import_module(INITIALIZE), "parse_args") else ARGUMENTS
 
 
 def growing_batches() -> type[Any] | None:
-    """Return Megatron's calculator of batches for `--rampup-batch-size`; None from 0.18 on, which ignores the
-    option."""
-    found: type[Any] | None = getattr(importlib.import_module(CALCULATORS), RAMP, None)
-    return found
+    """Return Megatron's calculator for `--rampup-batch-size`; None from 0.18 on, which ignores the option."""
+    calculator: type[Any] | None = getattr(importlib.import_module(CALCULATORS), RAMP, None)
+    return calculator
 
 
 def known_timers(timers: Any) -> Mapping[str, Any]:
-    """Return the timers that a rank has started, by name."""
-    found: Mapping[str, Any] = timers._timers
-    return found
+    """Return name -> timer of all timers that a rank has started."""
+    started: Mapping[str, Any] = timers._timers
+    return started
 
 
 def end_was_signalled() -> bool:
