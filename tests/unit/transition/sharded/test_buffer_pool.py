@@ -28,12 +28,17 @@ def key(slot: int, version: int = 1, shard: int = 0, place: int = 0, size: int =
 
 
 def keep(store: BufferPool, number: float, about: Key, elements: int = ELEMENTS) -> buffer_pool.Buffer:
-    """A room with a content."""
-    with store.take_buffers(1, elements, 100) as (room,):
-        room.flat.fill_(number)
+    """A sealed room with a content."""
+    room = take(store, elements=elements)
+    room.flat.fill_(number)
     store.seal(room, about, b"head")
     store.wait_whole()
     return room
+
+
+def take(store: BufferPool, head_bytes: int = 100, elements: int = ELEMENTS) -> buffer_pool.Buffer:
+    with store.take_buffers(1, elements, head_bytes) as (room,):
+        return room
 
 
 def usable(found: ImagePage) -> str:
@@ -67,10 +72,9 @@ def test_an_image_is_torn_from_when_its_room_is_taken_again_and_whole_until_then
     room = keep(store, 1.0, key(3))
     store.give_back(room)
     assert read_page(room.image.path).key.iteration == 1
-    with store.take_buffers(1, ELEMENTS, 100) as (again,):
-        assert again is room
-        with pytest.raises(BadImage, match="torn"):
-            read_page(room.image.path)
+    assert take(store) is room
+    with pytest.raises(BadImage, match="torn"):
+        read_page(room.image.path)
 
 
 def test_a_room_is_not_written_before_the_thread_has_summed_it(store, monkeypatch):
@@ -84,13 +88,12 @@ def test_a_room_is_not_written_before_the_thread_has_summed_it(store, monkeypatc
         order.append("summed")
 
     monkeypatch.setattr(buffer_pool, "_finish", late)
-    with store.take_buffers(1, ELEMENTS, 100) as (room,):
-        pass
+    room = take(store)
     store.seal(room, key(3), b"")
     store.give_back(room)
     threading.Timer(0.05, gate.set).start()
-    with store.take_buffers(1, ELEMENTS, 100):
-        order.append("taken")
+    take(store)
+    order.append("taken")
     assert order == ["summed", "taken"]
 
 
@@ -100,8 +103,7 @@ def test_what_fails_costs_its_rooms_for_a_late_message_may_still_be_written_ther
         taken += both
         raise RuntimeError("a peer is gone")
     assert store.free == 0 and list(tmp_path.iterdir()) == []
-    with store.take_buffers(1, ELEMENTS, 100) as (other,):
-        assert other not in taken
+    assert take(store) not in taken
 
 
 def test_rooms_of_another_size_are_let_go_of_when_the_next_is_taken(tmp_path, store):
@@ -114,8 +116,7 @@ def test_rooms_of_another_size_are_let_go_of_when_the_next_is_taken(tmp_path, st
 def test_a_head_that_has_grown_gets_a_larger_image(store):
     room = keep(store, 1.0, key(3))
     store.give_back(room)
-    with store.take_buffers(1, ELEMENTS, 10 * PAGE) as (larger,):
-        pass
+    larger = take(store, 10 * PAGE)
     store.seal(larger, key(3, 2), bytes(10 * PAGE))
     store.wait_whole()
     assert larger is not room and read_page(larger.image.path).head_bytes == 10 * PAGE
@@ -126,11 +127,10 @@ def test_rooms_are_used_again_though_own_heads_and_those_of_copies_differ_in_siz
     held: list[list[buffer_pool.Buffer]] = []
     made = []
     for version in range(1, 8):
-        both = []
+        both: list[buffer_pool.Buffer] = []
         for shard, head in ((3, bytes(10 * PAGE)), (2, b"head")):
-            with store.take_buffers(1, ELEMENTS, len(head)) as (room,):
-                both.append(room)
-            store.seal(room, key(3, version, shard), head)
+            both.append(take(store, len(head)))
+            store.seal(both[-1], key(3, version, shard), head)
         store.wait_whole()
         held.append(both)
         if len(held) > 2:
@@ -142,12 +142,10 @@ def test_rooms_are_used_again_though_own_heads_and_those_of_copies_differ_in_siz
 
 def test_a_room_of_an_older_smaller_head_does_not_cost_one_that_fits(store):
     small = keep(store, 1.0, key(3))
-    with store.take_buffers(1, ELEMENTS, 10 * PAGE) as (large,):
-        pass
+    large = take(store, 10 * PAGE)
     for room in (large, small):
         store.give_back(room)
-    with store.take_buffers(1, ELEMENTS, 10 * PAGE) as (again,):
-        assert again is large
+    assert take(store, 10 * PAGE) is large
     assert small.image.path.exists() and store.free == 1
 
 
@@ -191,11 +189,8 @@ def test_what_is_torn_or_flipped_or_of_another_model_is_passed_over_with_one_lin
     found = again.claim([3], 0, 1, lambda each: "of another model" if each.key.iteration == 3 else "")
     assert [each.key.iteration for each in found] == [4]
     assert len(said) == 4 and {path.name for path in tmp_path.iterdir()} == {paths[4].name}
-    assert [any(word in line for line in said) for word in ("checksum", "torn", "model", "before it was made")] == [
-        True
-    ] * 4
-    with again.take_buffers(1, ELEMENTS, 100) as (fresh,):
-        assert fresh.image.path.name == f"{SHARD}-3.10.image", "no name is used twice"
+    assert all(any(word in line for line in said) for word in ("checksum", "torn", "model", "before it was made"))
+    assert take(again).image.path.name == f"{SHARD}-3.10.image", "no name is used twice"
 
 
 def test_an_earlier_process_image_goes_when_its_state_is_not_needed(tmp_path, store):
@@ -220,8 +215,7 @@ def test_where_there_is_no_room_it_is_said_once_and_the_process_keeps_the_state_
     store.seal(both[0], key(3), b"")
     store.wait_whole()
     store.give_back(both[0])
-    with store.take_buffers(1, ELEMENTS, 100) as (again,):
-        assert again is both[0]
+    assert take(store) is both[0]
 
 
 def test_a_bit_that_flips_in_a_living_ranks_memory_is_seen(store, said):
@@ -256,8 +250,8 @@ def test_of_a_cut_there_is_an_image_that_the_next_states_do_not_overwrite(tmp_pa
     store = BufferPool(tmp_path, 3, CPU, tell=said.append, cuts=cuts)
 
     def cut(version: int) -> None:
-        with store.take_buffers(1, ELEMENTS, 100) as (room,):
-            room.flat.fill_(float(version))
+        room = take(store)
+        room.flat.fill_(float(version))
         store.seal(room, key(3, version), b"head", cut=True)
         store.wait_whole()
         store.give_back(room)
@@ -361,8 +355,8 @@ def test_the_training_does_not_wait_while_cuts_are_removed(tmp_path, said, monke
     cuts.on_order(Cut(-1, none=True))
     store.remove_unwanted_cuts()
     store.remove_unwanted_cuts()
-    with store.take_buffers(1, ELEMENTS, 100) as (room,):
-        room.flat.fill_(5.0)
+    room = take(store)
+    room.flat.fill_(5.0)
     store.seal(room, key(3, 5), b"head")
     with pytest.raises(BadImage):
         read_page(room.image.path)
