@@ -75,12 +75,18 @@ def gradients(model: nn.Module, forward_step=mean, lost=lambda: False, where: Wh
     return made
 
 
+def finish(mine, ledger: Ledger) -> None:
+    mine.compute(ledger)
+    mine.reduce(ledger, PROOF)
+    mine.proven(0.0)
+
+
 def by_hand(forward_step=mean, indices=range(TOTAL)) -> list[torch.Tensor | None]:
-    """What torch alone makes of it."""
+    """The gradients of torch alone."""
     model = Model()
     for index in indices:
-        told = forward_step(fetch(0, index), model)
-        (told[0] / 10 if isinstance(told, tuple) else told / TOTAL).backward()
+        loss = forward_step(fetch(0, index), model)
+        (loss[0] / 10 if isinstance(loss, tuple) else loss / TOTAL).backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
@@ -109,16 +115,12 @@ def test_a_reduce_that_is_undone_goes_on_with_what_was_there():
     """Clipping and all that comes after it included; a parameter without a gradient may get one yet."""
     model = Model()
     mine, ledger = gradients(model), Ledger(0, TOTAL, [0, 1])
-    mine.compute(ledger)
-    mine.reduce(ledger, PROOF)
-    mine.proven(0.0)
+    finish(mine, ledger)
     assert model.rare.weight.grad is None
     nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
     assert mine.restore()
     ledger.reassign([0, 1, 2, 3])
-    mine.compute(ledger)
-    mine.reduce(ledger, PROOF)
-    mine.proven(0.0)
+    finish(mine, ledger)
     assert same(model, by_hand())
 
 
@@ -217,11 +219,8 @@ def in_buckets(monkeypatch, model: nn.Module, begun: list[tuple[int, bool]]):
 
 
 def one_iteration(mine) -> None:
-    ledger = Ledger(0, TOTAL, list(range(TOTAL)))
     mine.begin_iteration(ordered=False, total=TOTAL)
-    mine.compute(ledger)
-    mine.reduce(ledger, PROOF)
-    mine.proven(0.0)
+    finish(mine, Ledger(0, TOTAL, list(range(TOTAL))))
 
 
 def test_buckets_are_reduced_beside_the_last_backward_pass_in_their_order_from_the_second_iteration_on(monkeypatch):
