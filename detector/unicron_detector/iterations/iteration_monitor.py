@@ -105,17 +105,16 @@ class IterationMonitor:
     def observe(self, seconds: float, recovery: bool = False) -> Observation:
         """Judge one finished iteration, and learn from it unless it is warm-up or has failed. recovery: a failure was
         handled in it, so it says nothing about the job's speed."""
+        average = self.average
         if recovery:
-            return self._answer(self._health(), 1.0, "a recovery iteration is not judged")
+            return Observation(self._health(), 1.0, average, "a recovery iteration is not judged")
         if self._to_skip > 0:
             self._to_skip -= 1
-            return self._answer(Health.LEARNING, 1.0, WARM_UP)
-        average = self.average
-        if len(self._window) < self.limits.learn:
+            return Observation(Health.LEARNING, 1.0, average, WARM_UP)
+        if not self.learned:
             self._learn(seconds)
-            return self._answer(
-                Health.LEARNING, 1.0, f"learning, {len(self._window)} of {self.limits.learn} iterations"
-            )
+            reason = f"learning, {len(self._window)} of {self.limits.learn} iterations"
+            return Observation(Health.LEARNING, 1.0, self.average, reason)
         ratio = seconds / average if average > 0 else 1.0
         if seconds > self._failure_time():
             # The average does not follow failures, which would excuse the next one. But an iteration that ended by
@@ -212,9 +211,6 @@ class IterationMonitor:
         if not self.learned:
             return Health.LEARNING
         return Health.DEGRADED if self._degraded else Health.HEALTHY
-
-    def _answer(self, health: Health, ratio: float, reason: str) -> Observation:
-        return Observation(health, ratio, self.average, reason)
 
 
 def _standard_deviation(values: Iterable[float]) -> float:

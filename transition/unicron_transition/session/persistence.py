@@ -17,7 +17,7 @@ from unicron_transition.snapshot.checkpoint import TURN_SECONDS, Checkpoints, Wr
 from unicron_transition.snapshot.keeper import COPIES
 from unicron_transition.snapshot.local_state import LocalState
 from unicron_transition.snapshot.migrate import TrainingState
-from unicron_transition.snapshot.save_interval import Risk
+from unicron_transition.snapshot.save_interval import Risk, SaveClock
 
 LONGEST_NAME = 255  # characters, `unicron_ctl.shared.protocol.ranges.NAME`
 
@@ -57,16 +57,13 @@ class SaveSchedule:
         """Forget the last commit, and note how long the file of the last checkpoint took."""
         self._commit = CommitResult()
         if self._filing_since is not None and not self.busy:
-            self._note(written=time.monotonic() - self._filing_since)
+            if self._clock is not None:
+                self._clock.note_written(time.monotonic() - self._filing_since)
             self._filing_since = None
 
-    def _note(self, blocked: float = 0.0, written: float = 0.0) -> None:
-        """Note the cost of this rank's part of a checkpoint."""
-        clock = self._checkpoints.clock if self._checkpoints is not None else None
-        if clock is not None and blocked:
-            clock.note_blocked(blocked)
-        if clock is not None and written:
-            clock.note_written(written)
+    @property
+    def _clock(self) -> SaveClock | None:
+        return self._checkpoints.clock if self._checkpoints is not None else None
 
     def on_commit(self, result: CommitResult) -> None:
         """Note the result of this iteration's commit. A rank that steps by a plan gets none, which costs at most the
@@ -104,7 +101,8 @@ class SaveSchedule:
             self._checkpoints.save(state, iteration, self._local.file_writer(writer))
             if self.asked:
                 inform(f"the checkpoint of iteration {iteration} goes to {self._checkpoints.folder}")
-        self._note(blocked=time.monotonic() - began)
+        if self._clock is not None:
+            self._clock.note_blocked(time.monotonic() - began)
 
 
 class Persistence:

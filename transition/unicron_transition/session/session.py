@@ -8,12 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from unicron_transition.iteration import rank_process
 from unicron_transition.iteration.accumulation import PeerLost
 from unicron_transition.iteration.ledger import StepResult
-from unicron_transition.session.model_kinds import kind_of
 from unicron_transition.session.training import RankRejoined, Training
-from unicron_transition.snapshot.checkpoint import Checkpoints
 
 
 class Session(Training):
@@ -89,49 +86,8 @@ class Session(Training):
     >>> torch.distributed.destroy_process_group()
     """
 
-    def __init__(
-        self,
-        *,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any = None,
-        micro_batches: int | Callable[[int], int],
-        forward_step: Callable[..., Any],
-        fetch: Callable[[int, int], Any],
-        seq_length: int = 0,
-        micro_batch_size: int = 0,
-        train_iterations: int,
-        start_iteration: int = 0,
-        checkpoints: Checkpoints | None = None,
-        seed: int | None = None,
-        clip_grad: float | None = None,
-        scaler: Any = None,
-    ):
-        micro_batches_of = micro_batches if callable(micro_batches) else lambda iteration: micro_batches
-        first = micro_batches_of(start_iteration)
-        if first < 1 or train_iterations < start_iteration:
-            raise ValueError(
-                f"micro_batches {first} and train_iterations {train_iterations} must be at least 1 and "
-                f"{start_iteration}"
-            )
-        layout = rank_process.current().layout
-        kind = kind_of(model, optimizer, scheduler, clip_grad=clip_grad, scaler=scaler)
-        kind.check(layout)
-        if callable(micro_batches) and not kind.varies:
-            raise ValueError("micro_batches is one number for a plain module: a function is for Megatron's models")
-        super().__init__(
-            kind,
-            micro_batches_of,
-            forward_step,
-            fetch,
-            sequence=seq_length,
-            size=micro_batch_size,
-            start=start_iteration,
-            end=train_iterations,
-            checkpoints=checkpoints,
-            seed=seed,
-        )
-        self.finishes = True
+    finishes = True
+    """Whether iterating to the end calls :meth:`finish`."""
 
     @property
     def memory(self) -> str:

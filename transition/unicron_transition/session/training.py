@@ -38,7 +38,7 @@ from unicron_transition.seams.table import UnsupportedLayout
 from unicron_transition.session.evaluation import Evaluations
 from unicron_transition.session.handover import Handover
 from unicron_transition.session.member import Member
-from unicron_transition.session.model_kinds import ModelKind
+from unicron_transition.session.model_kinds import ModelKind, kind_of
 from unicron_transition.session.persistence import Persistence
 from unicron_transition.session.progress import RankReporter, SessionPosition
 from unicron_transition.sharded.sharded_state import ShardedState
@@ -77,25 +77,38 @@ class Training:
 
     def __init__(
         self,
-        kind: ModelKind,
-        micro_batches_of: Callable[[int], int],
+        *,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any = None,
+        micro_batches: int | Callable[[int], int],
         forward_step: Callable[..., Any],
         fetch: Callable[[int, int], Any],
-        *,
-        sequence: int,
-        size: int,
-        start: int,
-        end: int,
-        checkpoints: Checkpoints | None,
-        seed: int | None,
+        seq_length: int = 0,
+        micro_batch_size: int = 0,
+        train_iterations: int,
+        start_iteration: int = 0,
+        checkpoints: Checkpoints | None = None,
+        seed: int | None = None,
+        clip_grad: float | None = None,
+        scaler: Any = None,
     ):
-        self.micro_batches_of = micro_batches_of
-        first = micro_batches_of(start)
+        self.micro_batches_of = micro_batches if callable(micro_batches) else lambda iteration: micro_batches
+        first = self.micro_batches_of(start_iteration)
+        if first < 1 or train_iterations < start_iteration:
+            raise ValueError(
+                f"micro_batches {first} and train_iterations {train_iterations} must be at least 1 and "
+                f"{start_iteration}"
+            )
         self._process = current = rank_process.current()
         self.layout = current.layout
+        kind = kind_of(model, optimizer, scheduler, clip_grad=clip_grad, scaler=scaler)
+        kind.check(self.layout)
+        if callable(micro_batches) and not kind.varies:
+            raise ValueError("micro_batches is one number for a plain module: a function is for Megatron's models")
         self._watch, self._channel, self.slot = current.watch, current.channel, current.slot
         self._model, self._optimizer, self._scheduler = kind.chunks, kind.optimizer, kind.scheduler
-        self._at = SessionPosition(start, end, (Ledger(start, first, []), "computing"))
+        self._at = SessionPosition(start_iteration, train_iterations, (Ledger(start_iteration, first, []), "computing"))
         self._state = kind.state(torch.initial_seed() if seed is None else seed)
         self._member = self._join(current, kind)
         self._exchange = Exchange(current)
@@ -115,16 +128,16 @@ class Training:
             where=where,
             begin_sum=self._exchange.begin_sum,
             pending=self._pending,
-            sequence=sequence,
-            size=size,
+            sequence=seq_length,
+            size=micro_batch_size,
         )
         self._gradients = kind.gradients(forward_step, work)
         at_commit(self._optimizer, self._commit)
         hold_scalers(self._optimizer, self._pending)
         parameters = sum(each.numel() for chunk in self._model for each in chunk.module.parameters())
-        self._size = max(1, size)
+        self._size = max(1, micro_batch_size)
         # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1); a replica's ranks have about as many
-        flops = 6.0 * parameters * self.layout.size * self._size * max(1, sequence)
+        flops = 6.0 * parameters * self.layout.size * self._size * max(1, seq_length)
         self._next_assignment: list[int] | None = None
         self._ordered_next = True
         self._committed = False
@@ -135,11 +148,11 @@ class Training:
         self._persistence = Persistence(self._member, self._state, checkpoints, self._local)
         self._saving = self._persistence.schedule
         self._reporter = RankReporter(self._at, self._member, self._gradients, self._persistence, parameters, flops)
-        self._reporter.micro_batches_of = micro_batches_of
+        self._reporter.micro_batches_of = self.micro_batches_of
         self._member.report = self._reporter.status
         if self._channel is not None:
             self._channel.progress = self._reporter.progress
-        self._at.iteration = self._local.find_start(checkpoints, start, self._persistence.writer)
+        self._at.iteration = self._local.find_start(checkpoints, start_iteration, self._persistence.writer)
         self._handover = Handover(self._member, self._state, self._exchange, self._local)
         self.evaluations = Evaluations(self._exchange, self._gradients, self._watch.lost, current.device)
 
