@@ -19,8 +19,8 @@ NOTICEABLE = 0.1  # a smaller slowdown of the whole iteration does not count
 
 @dataclass(frozen=True)
 class Culprit:
-    """A slow or stuck rank. slot: None if no single rank is (the network). slowdown: ratio to the peers in that phase,
-    infinite if it is stuck."""
+    """A slow or stuck rank, or the network (slot None). slowdown: ratio to the peers in the phase, infinite if
+    stuck."""
 
     slot: int | None
     phase: str

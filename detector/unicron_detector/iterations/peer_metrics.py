@@ -236,8 +236,8 @@ class PeerWatch:
         self._streaks: dict[str, int] = {}
 
     def judge(self, values: Mapping[str, Mapping[str, float]]) -> list[Anomaly]:
-        """Judge one round: peer -> metric -> value. Returns the peers that have stood out for ``rounds`` rounds, the
-        worst first."""
+        """Judge one round, peer -> metric -> value; return the peers that stood out for ``rounds`` rounds, worst
+        first."""
         scores = robust_scores(values, self.minima)
         outliers: dict[str, tuple[float, dict[str, float]]] = {}
         for peer, (distance, by_metric) in scores.items():
@@ -310,8 +310,7 @@ def robust_scores(
 
 
 def _distances(scores: Any) -> Any:
-    """Return robust distances of the rows: the covariance comes from clipped scores, so that one bad peer cannot hide
-    itself."""
+    """Return robust distances of the rows. Clipped scores make the covariance, so one bad peer cannot hide itself."""
     import numpy as np
 
     rows, columns = scores.shape

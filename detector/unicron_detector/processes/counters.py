@@ -220,8 +220,7 @@ def _keep_from_compiler(function: Any) -> None:
 
 
 def collectives() -> dict[str, list[Any]]:
-    """Return group -> [collectives that this rank has begun, that have ended, the last one in words], from the flight
-    recorder."""
+    """Read the flight recorder: group -> [collectives that this rank has begun, that have ended, the last in words]."""
     from torch._C import _distributed_c10d as c10d
 
     progress: dict[str, list[Any]] = {}
@@ -249,8 +248,7 @@ def _lacks(module: str, name: str, parameters: str | None) -> bool:
 
 
 def install() -> None:
-    """Start to count in this process if its agent asks for it. Never raises, because counting must not break a
-    program."""
+    """Start to count if the agent asks for it. Never raises, because counting must not break a program."""
     path = None if install_later else os.environ.get(PAGE)
     if path is None:
         return

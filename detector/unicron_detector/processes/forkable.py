@@ -70,8 +70,7 @@ def unsafe() -> str | None:
 
 
 def blas_threads() -> int:
-    """Return the number of OpenBLAS's threads, which it ends before a fork and restarts on demand
-    (pthread_atfork(3))."""
+    """Count OpenBLAS's threads, which it ends before a fork and restarts on demand (pthread_atfork(3))."""
     with open("/proc/self/maps") as maps:
         libraries = {line.split()[-1] for line in maps if "openblas" in line and line.split()[-1].startswith("/")}
     count = 0

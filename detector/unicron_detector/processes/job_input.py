@@ -51,8 +51,7 @@ class JobInput:
             return self._add_process()
 
     def give_back(self) -> None:
-        """Rewind the input for a program that this process executes. Raises OSError if a part was read and the rest has
-        not come."""
+        """Rewind the input for a program that this process executes. Raises OSError if only a part of it was read."""
         with self._lock:
             if self._read and not self._ended:
                 raise OSError(errno.ESPIPE, "a part of its standard input was read before")

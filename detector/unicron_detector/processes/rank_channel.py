@@ -34,8 +34,7 @@ MAX_TRACEBACK = 8000  # characters: the end of a traceback says what happened
 
 
 class RankChannel:
-    """A connection to the agent's `endpoint` as rank `slot`; `on_message(message)` is called in the channel's
-    thread."""
+    """A connection to the agent's `endpoint` as rank `slot`, whose thread calls `on_message(message)`."""
 
     def __init__(self, endpoint: str, slot: int, incarnation: int, on_message: Callable[[ToRank], None]):
         self.slot, self.incarnation = slot, incarnation
@@ -176,8 +175,7 @@ def micro_batch_of(error: BaseException | None) -> tuple[int | None, int | None]
 
 
 def _cause(lines: str) -> str:
-    """Return the reason that a traceback names: the root of a chain, and the owner of a socket. Empty if that fails,
-    because a report must go out."""
+    """Return the reason that a traceback names, the root of a chain. Empty if that fails: a report must go out."""
     try:
         return one_line(default_classifier().last_words(lines)[0])
     except Exception:

@@ -40,8 +40,7 @@ def register_from_environment() -> None:
 
 
 def process_state(pid: int) -> str:
-    """Return the state letter of proc(5), with the place where the kernel has the process waiting; empty if it is
-    gone."""
+    """Return the state letter of proc(5), and where the kernel has the process waiting; empty if it is gone."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -16,8 +16,7 @@ STEP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM, s
 
 
 def ignore_step_signals() -> list[signal.Signals]:
-    """Ignore them from here on. Returns those that this process did not ignore before, as it does SIGHUP under
-    nohup(1)."""
+    """Ignore them from here on; return those that were not ignored before, as SIGHUP is under nohup(1)."""
     effective = [number for number in STEP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     for number in effective:
         signal.signal(number, signal.SIG_IGN)

@@ -45,8 +45,7 @@ def adopt_orphans(on: bool = True) -> None:
 
 
 def reap_orphans(known: Collection[int]) -> None:
-    """Reap adopted children that have ended: those that are neither `known` nor in this process's own group, which
-    other code waits for."""
+    """Reap ended adopted children that are neither `known` nor in this process's own group, which others wait for."""
     with contextlib.suppress(ChildProcessError, ProcessLookupError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid in known or os.getpgid(ended.si_pid) == os.getpgrp():
@@ -55,8 +54,7 @@ def reap_orphans(known: Collection[int]) -> None:
 
 
 def _visible_line(line: bytes) -> bytes:
-    """Return the line as a terminal would show it: the part after its last carriage return. A long line keeps both
-    ends."""
+    """Return the part after the last carriage return, as a terminal shows it. A long line keeps both ends."""
     line = line.rstrip(b"\r").rpartition(b"\r")[2]
     half = LINE_BYTES // 2
     return line if len(line) <= LINE_BYTES else line[:half] + line[-half:]
@@ -147,8 +145,7 @@ class Child:
 
     @classmethod
     def of_fork(cls, pid: int, stderr: int, surroundings: Surroundings = USUAL) -> Child:
-        """Make a child of this process that another one has forked, in a process group of its own; `stderr` is the
-        reading end of its standard error."""
+        """Make a child that another process has forked, in its own process group; `stderr` reads its standard error."""
         child = cls.__new__(cls)
         child._adopt_process(ForkedProcess(pid), stderr, surroundings)
         return child
@@ -204,8 +201,7 @@ class Child:
         return _readable(self.pidfd, seconds)
 
     def reap(self, seconds: float) -> int | None:
-        """Wait up to `seconds` for the exit; then drain the output, and kill what the process has left behind (workers
-        of a data loader)."""
+        """Wait up to `seconds` for the exit, then drain the output and kill what the process has left behind."""
         if not self.ended(seconds):
             return None
         self.signal(signal.SIGKILL)

@@ -95,8 +95,7 @@ def constant(value: ast.expr) -> bool:
 
 
 def lead_path(words: list[str], before: str = "") -> str:
-    """Put into sys.path what the interpreter puts first for a command `SCRIPT ...` or `-m MODULE ...`, in place of the
-    entry `before`; return it."""
+    """Put into sys.path, in place of `before`, what the interpreter puts first for `SCRIPT ...` or `-m MODULE ...`."""
     first = os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.realpath(words[0]))
     if not sys.flags.safe_path:
         if before in sys.path:  # imports may have inserted entries before it
@@ -232,8 +231,8 @@ class Zygote:
         self._seeds = forkable.Seeds()
 
     def load(self, preload: list[str], later: list[str]) -> None:
-        """Import the user's modules `preload`, the leading imports of the command's script, and the agent's modules
-        `later`. Raises Cold."""
+        """Import the user's modules `preload`, the script's leading imports, and the agent's modules `later`, or raise
+        Cold."""
         before = set(forkable.descriptors())
         counters.install_later, sys.modules[counters.NAME] = True, counters
         self.first = lead_path(self._words)
@@ -353,8 +352,7 @@ class Zygote:
         return int(text or -1)
 
     def _become(self, between: int, environment: Mapping[str, str], cpus: list[int], streams: list[int]) -> None:
-        """Become like a new process of the agent. Called in the rank. cpus: those on which it runs, if not the
-        agent's."""
+        """Become like a new process of the agent; called in the rank. cpus: if not the agent's."""
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         adopt(self._agent, between)

@@ -72,8 +72,7 @@ def open_to_newcomers(store: Any) -> None:
 
 @dataclass(frozen=True)
 class Role:
-    """The ranks of one of Megatron's groups: those at `places`, in all replicas if `whole`, otherwise in this
-    rank's."""
+    """The ranks of one of Megatron's groups: those at `places`, in all replicas if `whole`, otherwise in this one."""
 
     whole: bool
     places: tuple[int, ...]

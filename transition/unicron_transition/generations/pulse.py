@@ -23,8 +23,7 @@ _INFO = struct.Struct("=xxB21xI16xI8xI60xQQ")
 
 
 class Pulse:
-    """The progress of a rank's connections, for one thread. connections() returns inode -> file descriptor of its
-    sockets."""
+    """The progress of a rank's connections, for one thread. connections() returns inode -> file descriptor."""
 
     def __init__(self, connections: Callable[[], Mapping[int, int]]):
         self._connections = connections

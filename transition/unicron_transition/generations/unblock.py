@@ -34,7 +34,7 @@ def _is_tcp(descriptor: int) -> bool:
 
 
 class Unblocker:
-    """The sockets of the present generation. Thread-safe. abort(inside) frees the main thread of groups without sockets
+    """The sockets of the present generation. Thread-safe. abort(inside) frees waits in groups without sockets
     (NCCL)."""
 
     def __init__(self, abort: Callable[[bool], int] = lambda inside: 0) -> None:
@@ -89,8 +89,7 @@ class Unblocker:
             self._armed, self._across, self._inside = False, set(), set()
 
     def unblock(self, inside: bool = True) -> int:
-        """Break every connection of the generation, and with `inside` those inside the replica; return the number.
-        Idempotent."""
+        """Break all connections of the generation, with `inside` also those inside the replica; return how many."""
         with self._lock:
             if not self._armed:
                 return 0

@@ -161,8 +161,7 @@ class Watch:
         return bool(self._active) and self._broken >= self._active
 
     def hit(self) -> bool:
-        """Whether the generation is over, and a rank of this replica is lost or its connections to this rank are
-        broken."""
+        """Whether the generation is over, and a rank of this replica is lost or cut off from this rank."""
         return (self._hit or self._cut) and self.lost()
 
     def disturbed(self, inside: bool) -> bool:

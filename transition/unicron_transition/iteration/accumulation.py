@@ -27,8 +27,8 @@ class PeerLost(RuntimeError):
 
 
 def wait_out(works: Iterable[Any], unblock: Callable[[], Any]) -> None:
-    """Wait for pending reduces whose connections are broken, which takes milliseconds. Raises :class:`LedgerError`
-    after DRAIN_SECONDS."""
+    """Wait for pending reduces with broken connections (milliseconds), or raise :class:`LedgerError` after
+    DRAIN_SECONDS."""
     deadline = time.monotonic() + DRAIN_SECONDS
     for work in works:
         while not work.is_completed():
@@ -204,8 +204,7 @@ class Accumulation(ABC):
 
     @abstractmethod
     def proven(self, tokens: float) -> float:
-        """Finish the reduce after the ledger's proof; returns the divisor of the sum of losses. tokens: of all
-        micro-batches."""
+        """Finish the reduce after the ledger's proof of all `tokens`; return the divisor of the sum of losses."""
 
     def drain(self, unblock: Callable[[], Any]) -> None:  # noqa: B027
         """Wait for pending reduces, which would otherwise write into restored gradients later."""

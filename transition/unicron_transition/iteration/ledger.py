@@ -67,8 +67,7 @@ class Ledger:
 
     @staticmethod
     def signature(done: Sequence[int] | None) -> float:
-        """Return a number for a set of micro-batches in any order; None, for an unfinished one, has a number of its
-        own."""
+        """Return a number for a set of micro-batches in any order; None, for an unfinished one, has its own."""
         text = "none" if done is None else ",".join(map(str, sorted(done)))
         return float(zlib.crc32(text.encode()))
 

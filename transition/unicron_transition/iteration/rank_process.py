@@ -22,8 +22,7 @@ from unicron_transition.seams.table import UnsupportedLayout
 
 
 class Process:
-    """The parts that a rank's process has once: its channel to the agent (None without an agent), watch and
-    unblocker."""
+    """The parts that a rank's process has once: channel to the agent (None without one), watch and unblocker."""
 
     def __init__(self, backend: str, layout: Layout):
         self.backend, self.layout = backend, layout

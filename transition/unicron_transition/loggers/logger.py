@@ -82,8 +82,7 @@ class Logger(ABC):
 
     @abstractmethod
     def _open_run(self, first: int) -> int:
-        """Begin to write. first: the first step that this rank can write. Returns the last step that must not be
-        written again."""
+        """Begin to write, at `first` at the earliest. Returns the last step that must not be written again."""
 
     @abstractmethod
     def _write(self, step: int, scalars: dict[str, float]) -> None:

@@ -26,8 +26,7 @@ _SCALERS = (  # (module, class that adds an auxiliary loss's gradient, the setti
 
 
 class Auxiliary:
-    """The auxiliary losses and biases of one rank's model chunks. total: micro-batches of an iteration, over all
-    ranks."""
+    """The auxiliary losses and biases of one rank's model chunks. total: micro-batches of the whole iteration."""
 
     def __init__(self, model: Sequence[Any], config: Any, total: int, pending: DeferredChanges):
         self._config, self.total, self._pending = config, total, pending

@@ -29,8 +29,7 @@ UNBLOCK_SECONDS = 0.02  # between two attempts to free a wait
 
 @contextlib.contextmanager
 def again_and_again(unblock: Callable[[], Any]) -> Iterator[None]:
-    """Call `unblock` again and again in a thread while the body runs: the connection of a wait may not have existed
-    before."""
+    """Call `unblock` repeatedly in a thread while the body runs: the connection of a wait may be made later."""
     over = threading.Event()
 
     def repeat() -> None:
@@ -274,8 +273,7 @@ class Gradients(Accumulation):
         return first.device
 
     def _dispatch_overlapped(self) -> None:
-        """Start overlapped reduces that no backward hook has started: those of kept gradients, and all in a rank that
-        had nothing to compute."""
+        """Start overlapped reduces without a backward hook: of kept gradients, and all in a rank without work."""
         for group in self._bucket_groups():
             if group.ddp_config.overlap_grad_reduce and not group.is_first_batch and group.grad_reduce_handle is None:
                 group.start_grad_sync()
@@ -303,8 +301,7 @@ class Gradients(Accumulation):
         group.start_grad_sync = start_grad_sync
 
     def _overwritten(self, bucket: Any, group: Any) -> torch.Tensor:
-        """Return the part of a bucket that its reduce overwrites; a failed in-place all-reduce leaves partial sums
-        there."""
+        """Return the part of a bucket that its reduce overwrites, with partial sums if it fails."""
         return elastic_buckets.own_part(bucket, group) if self._sharded else bucket.grad_data
 
     def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:

@@ -1,5 +1,4 @@
-"""`python -m unicron.transition.megatron_lm SCRIPT ARGUMENTS`: runs a program of Megatron-LM's, healed within the
-iteration."""
+"""`python -m unicron.transition.megatron_lm SCRIPT ARGUMENTS` runs a program of Megatron-LM's under a session."""
 
 from __future__ import annotations
 

@@ -132,8 +132,7 @@ def _has_samples(args: Any) -> dict[str, bool]:
 
 @contextlib.contextmanager
 def once(folder: Path, what: str) -> Iterator[None]:
-    """Let the first rank do the work in the body while the others wait; they and all later ranks find it done and do
-    not wait."""
+    """Let the first rank do the work in the body while the others wait; later ranks find it done."""
     done = folder / f".unicron-{os.getuid()}-{what}.built"
     if done.exists():
         yield

@@ -169,8 +169,7 @@ class Loop:
         return session
 
     def _note_steps(self, optimizer: Any) -> None:
-        """Note the result of each optimizer step: the log has the number of zero gradients, and whether the step was
-        skipped."""
+        """Note the result of each optimizer step for the log: zero gradients, and whether the step was skipped."""
         step = optimizer.step
 
         def note_step() -> Any:

@@ -87,6 +87,5 @@ class SavedAndLoaded(Checkpoints):
 
 
 def checkpoints(folders: Folders | None, before: Callable[[int], int]) -> SavedAndLoaded | None:
-    """Return the checkpoints; None without both options. Raises :class:`CheckpointError` for a folder that cannot be
-    used."""
+    """Return the checkpoints; None without folders. Raises :class:`CheckpointError` for an unusable folder."""
     return SavedAndLoaded(folders, before) if folders is not None and (folders.save or folders.load) else None

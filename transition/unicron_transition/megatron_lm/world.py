@@ -107,8 +107,7 @@ class _AsOneReplica:
         return getattr(self._mpu, name)
 
     def get_data_parallel_world_size(self, with_context_parallel: bool = False, **more: Any) -> int:
-        """Return 1 for the batch. Calls with context parallelism build the model (in 0.18 the layout of its
-        buffers)."""
+        """Return 1 for the batch; calls with context parallelism build the model (its buffers in 0.18)."""
         if not with_context_parallel:
             return 1
         return int(self._mpu.get_data_parallel_world_size(with_context_parallel=True, **more))

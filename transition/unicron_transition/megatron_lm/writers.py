@@ -85,8 +85,7 @@ class Writers:
         return last
 
     def _begin_file(self) -> None:
-        """Begin a file that replaces what TensorBoard has of this step and later ones, from another rank or from before
-        the job went back."""
+        """Begin a file that replaces TensorBoard's data from this step on, by other ranks or from before a way back."""
         writer, step = self._found.get("tensorboard"), self._step()
         if writer is not None and step is not None:
             writer.close()

@@ -145,8 +145,7 @@ class PlainGradients(Accumulation):
             self._begin_complete()
 
     def _begin_complete(self) -> None:
-        """Begin the reduces of complete buckets, in their order. Errors are raised later: an exception in a hook would
-        cut the backward pass short."""
+        """Begin the reduces of complete buckets in order. A hook must not raise, so errors are kept for later."""
         while (number := len(self._sums)) < len(self._buckets) - 1 and self._deferred is None:
             if self._missing[number] or number in self._nested:
                 return

@@ -77,8 +77,8 @@ class PlainState(TrainingState):
 
 
 class PlainOptimizer:
-    """torch's optimizer with the interface of Megatron's. Nothing in its step communicates, so all of it comes after
-    the commit."""
+    """torch's optimizer with the interface of Megatron's. Its whole step comes after the commit: it does not
+    communicate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, clip_grad: float | None, scaler: Any):
         self.optimizer, self._module, self._clip, self._scaler = optimizer, module, clip_grad, scaler

@@ -93,8 +93,7 @@ class _Waiting(MetaPathFinder):
 
 
 def _roomy_layout(compute: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Wrap Megatron's layout of a buffer, which pads the ends of its buckets in turn, so that it pads them with
-    room."""
+    """Wrap Megatron's layout of a buffer so that the end of each bucket is padded with room."""
 
     @functools.wraps(compute)
     def _compute_per_buffer_param_layout(*arguments: Any, **keywords: Any) -> Any:
@@ -248,8 +247,7 @@ def _refuse(*settings: tuple[bool, str]) -> None:
 
 
 def _check_room(buffer: Any) -> None:
-    """Refuse a release that lays buffers out in another way than the one replaced here: now, not at the first
-    resize."""
+    """Refuse, before the first resize, a release that lays buffers out in another way than the one replaced here."""
     size, unit = buffer.data_parallel_group.size(), quantum(buffer.ddp_config)
     starts = [bucket.offset for bucket in buffer.buckets]
     for bucket, end in zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True):
@@ -272,8 +270,7 @@ def own_part(bucket: Any, group: Any) -> torch.Tensor:
 
 
 def optimizer_buckets(optimizer: Any) -> Iterator[tuple[Any, int, Any, Any]]:
-    """Yield (optimizer, number of the buffer, buffer, bucket) for all buckets of sharded optimizers, in a fixed
-    order."""
+    """Yield (optimizer, number of the buffer, buffer, bucket) of all sharded optimizers in a fixed order."""
     for each in distributed_optimizers(optimizer):
         for number, buffer in enumerate(each.buffers):
             for bucket in buffer.buckets:
@@ -430,8 +427,7 @@ def rebuild_parameters(model: Sequence[Any], optimizer: Any) -> None:
 
 
 def gather_without_forward(model: Sequence[Any]) -> None:
-    """Gather, in a rank without micro-batches, what a forward pass with `overlap_param_gather` gathers, in the same
-    order."""
+    """Gather, in a rank without micro-batches, like a forward pass with `overlap_param_gather`."""
     for chunk in model:
         for group in reversed(chunk.bucket_groups):
             group.finish_param_sync()

@@ -57,8 +57,7 @@ def abandonable_connections(lost: Callable[[], bool]) -> Iterator[None]:
 
 
 def abandon_lost_messages(cut: Callable[[], bool]) -> None:
-    """Make the main thread's waits for messages raise :class:`LostWait` GRACE_SECONDS after `cut()`, when their
-    connections have been broken."""
+    """Make the main thread's waits for messages raise :class:`LostWait` GRACE_SECONDS after `cut()`."""
 
     def abandonable_wait(work: Any, *arguments: Any, **keywords: Any) -> Any:
         main = threading.current_thread() is threading.main_thread()
@@ -103,8 +102,7 @@ _idle: list[_Worker] = []
 
 
 def run_until(work: Callable[[], Any], lost: Callable[[], bool], error: Exception) -> Any:
-    """Run `work()` in a thread of its own, and return or raise its outcome. Raises `error` as soon as `lost()`, and
-    drops the outcome then."""
+    """Return or raise the outcome of `work()` in another thread, or raise `error` as soon as `lost()`."""
     value, failure = None, None
     over = threading.Event()
 

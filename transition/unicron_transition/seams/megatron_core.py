@@ -34,8 +34,7 @@ SHARDED_OPTIMIZER = (
 
 
 def check(model: Sequence[Any], optimizers: Iterable[Any]) -> None:
-    """Compare the imported parts of Megatron-core with the table. optimizers: the distributed ones. Raises
-    :class:`table.UnsupportedLayout`."""
+    """Compare the imported parts of Megatron-core, and these distributed optimizers, with the table."""
     table.check("megatron-core", table.MEGATRON_CORE)
     sharded = list(optimizers)
     found_groups = [group for chunk in model for group in bucket_groups(chunk)][:1]
@@ -99,8 +98,7 @@ def set_parallel_state(values: Mapping[str, Any]) -> None:
 
 
 def group_holders(model: Sequence[Any], optimizer: Any) -> list[Any]:
-    """Return every Megatron object that caches process groups: DDP, its modules, token dispatchers of experts, buffers,
-    bucket groups and optimizers."""
+    """Return every Megatron object that may cache a process group."""
     holders: list[Any] = []
     for chunk in model:
         modules = list(chunk.module.modules())
@@ -110,7 +108,7 @@ def group_holders(model: Sequence[Any], optimizer: Any) -> list[Any]:
 
 
 def held_groups(holders: Iterable[Any]) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """Yield (owner, container, key, group) for every attribute of the holders that is a process group or a list of
+    """Yield (owner, container, key, group) for each attribute of the holders that is a process group or a list of
     them."""
     collection = getattr(module("process_groups_config"), "ProcessGroupCollection", ())
     seen: set[int] = set()

@@ -75,7 +75,7 @@ class Aborter:
         self._lock = threading.Lock()
 
     def abort(self, inside: bool) -> int:
-        """Abort the generation's communicators, and with `inside` those inside the replica; return how many are
+        """Abort the generation's communicators, with `inside` also those inside the replica; return how many are
         done."""
         begun = self._start_aborts(inside)
         deadline = time.monotonic() + ABORT_SECONDS

@@ -104,6 +104,5 @@ def init_world(backend: str, store: Any, rank: int, size: int, limit: timedelta)
 
 
 def check_torch(peers: bool) -> None:
-    """Compare torch with the table. peers: the rank begins in a world with others. Raises
-    :class:`table.UnsupportedLayout`."""
+    """Compare torch with the table. peers: the rank begins in a world with others."""
     table.check("torch", table.TORCH, () if peers else (table.PEERLESS,))

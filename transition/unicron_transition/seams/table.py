@@ -368,8 +368,7 @@ ABSENT = object()  # a class that this build of torch does not have
 
 
 def find(seam: Seam) -> Any:
-    """Find the object of the row. Raises AttributeError if it is missing; :data:`ABSENT` for a missing part with
-    `?`."""
+    """Find the object of the row; :data:`ABSENT` for a missing part with `?`. Raises AttributeError."""
     found: Any = importlib.import_module(seam.module)
     for part in seam.name.split("."):
         if part.startswith("~"):

@@ -61,8 +61,8 @@ def _outlives() -> bool:
 
 
 def _keep_in_torch() -> None:
-    """Keep the handler in torch's workers, which set another one. They exit by themselves, since torch reports a killed
-    worker as a failure."""
+    """Keep the handler in torch's workers, which set their own. They exit by themselves: torch takes a kill for a
+    failure."""
     torch: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
     if torch is None:
         return

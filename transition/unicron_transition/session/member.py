@@ -135,8 +135,7 @@ class Member:
                 self._leave_generation()
 
     def _spare(self) -> bool:
-        """Whether this rank has no training state in a job with hot spares, which wait for as long as no rank is
-        lost."""
+        """Whether this rank, without training state, is a hot spare and may wait for ever."""
         return not self.inside and os.environ.get("UNICRON_SPARES", "0") not in ("", "0")
 
     def _leave_generation(self) -> None:
@@ -215,8 +214,8 @@ class Member:
         self.moments["entered"] = time.monotonic()
 
     def _keeps_inner_groups(self, store: Any, plan: Plan) -> bool:
-        """Whether the groups inside the replica are kept: all of its ranks report that they built them together, and
-        that they are whole."""
+        """Whether all ranks of the replica report that they built its inner groups together, and that these are
+        whole."""
         slots = slots_of(plan.members, self.layout.size, self.slot)
         if len(slots) == 1:
             return self._built != NEVER_KEPT

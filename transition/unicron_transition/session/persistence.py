@@ -23,8 +23,8 @@ LONGEST_NAME = 255  # characters, `unicron_ctl.shared.protocol.ranges.NAME`
 
 
 class SaveSchedule:
-    """The schedule of one rank. checkpoints: None if the script makes none. local: the state in memory. risk(): what
-    the job may lose."""
+    """The schedule of one rank. checkpoints: None for none. local: the state in memory. risk(): what the job may
+    lose."""
 
     def __init__(
         self, checkpoints: Checkpoints | None, local: LocalState, risk: Callable[[], Risk] = lambda: Risk(1, False)
@@ -66,8 +66,7 @@ class SaveSchedule:
         return self._checkpoints.clock if self._checkpoints is not None else None
 
     def on_commit(self, result: CommitResult) -> None:
-        """Note the result of this iteration's commit. A rank that steps by a plan gets none, which costs at most the
-        checkpoint of that iteration."""
+        """Note the commit's result. A rank that steps by a plan gets none, and may miss a checkpoint."""
         self._commit = result
 
     def is_due(self, iteration: int) -> bool:
@@ -91,8 +90,7 @@ class SaveSchedule:
     def store(
         self, iteration: int, state: TrainingState, members: Sequence[int], generation: int, writer: Writer
     ) -> None:
-        """Store this rank's part of the checkpoint of `iteration`: the agent writes it, or else a thread of this
-        rank."""
+        """Store this rank's part of the checkpoint of `iteration`, by the agent or by a thread of this rank."""
         assert self._checkpoints is not None
         began = time.monotonic()
         if self._local.set_aside(iteration, members, generation, writer):
@@ -127,14 +125,12 @@ class Persistence:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes a part of each checkpoint: the first replica does, and all ranks of a distributed
-        optimizer."""
+        """Whether this rank writes a part of each checkpoint: the first replica, and all ranks with shards."""
         return self._state.sharded or self._member.replica == 0
 
     @property
     def folder(self) -> str:
-        """The folder of the job's checkpoints, from its first rank only; empty if the name is too long for a
-        message."""
+        """The folder of the job's checkpoints, from the first rank only; empty if it is too long for a message."""
         return self._folder if self._is_first else ""
 
     @property

@@ -74,8 +74,7 @@ class RankReporter:
 
     # ------------------------------------------------------------ to the agent
     def progress(self) -> Status | None:
-        """Return the status of a rank that trains, if it has come further since the last status. Called in the
-        channel's thread."""
+        """Return the status if this rank has come further while it trains. Called in the channel's thread."""
         member, (ledger, phase) = self._member, self._at.moment
         if member.state != "running" or self._last_reported == (ledger.iteration, phase, len(ledger.done)):
             return None
@@ -109,8 +108,7 @@ class RankReporter:
         )
 
     def _micro_batches(self, ledger: Ledger, phase: str) -> int:
-        """Return how many micro-batches a plan would deal: those of the next iteration if this one may be stepped by
-        then."""
+        """Return how many micro-batches a plan would deal: of the next iteration if this one may be stepped."""
         if not self._member.inside:
             return self.micro_batches_of(self._at.iteration)
         after = phase in ("synced", "stepped")

@@ -184,8 +184,7 @@ class Session(Training):
         return self.evaluations.end()
 
     def request_stop(self) -> None:
-        """End the training after the present iteration, on all ranks; one rank's request is enough. Safe in a signal
-        handler."""
+        """End the training after this iteration, on all ranks; one request is enough. Safe in a signal handler."""
         self._stop_wanted = True
 
     def note_arguments(self, arguments: Mapping[str, Any]) -> None:

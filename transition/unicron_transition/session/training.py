@@ -60,8 +60,7 @@ PEER_ERRORS = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)  # of
 
 
 class RankRejoined(Exception):
-    """This rank was left out and has joined as a newcomer, or the job formed anew: its old iteration is no longer
-    valid."""
+    """This rank has joined as a newcomer, or the job formed anew: its old iteration is no longer valid."""
 
 
 class _Again(Exception):
@@ -341,8 +340,7 @@ class Training:
 
     # ------------------------------------------------------------ generations
     def change_to(self, plan: Plan) -> None:
-        """Go on in `plan`, which this rank has entered at an iteration boundary: all ranks held it, or it followed one
-        that broke."""
+        """Go on in `plan`, entered at an iteration boundary: all ranks held it, or it followed one that broke."""
         self._ordered_next = True
         self._local.note_has_state()
         self._member.publish("running")
@@ -412,8 +410,7 @@ class Training:
         return False
 
     def _unsure_parameters(self) -> bool:
-        """Whether parameters that were gathered during this iteration may be garbage: an aborted NCCL gather raises
-        nothing."""
+        """Whether gathered parameters may be garbage: an aborted NCCL gather raises nothing."""
         overlapped = self._local.sharded and self._model[0].ddp_config.overlap_param_gather
         return overlapped and self._process.backend == "nccl"
 

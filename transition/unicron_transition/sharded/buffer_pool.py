@@ -159,8 +159,7 @@ class BufferPool:
             )
 
     def give_back(self, buffer: Buffer) -> None:
-        """Give a buffer back whose content is not needed any more. Its image stays whole until the buffer is taken
-        again."""
+        """Give back a buffer whose content is not needed. Its image stays whole until the buffer is taken again."""
         if buffer.path is not None:
             self.discard(buffer)
         else:
@@ -206,8 +205,7 @@ class BufferPool:
         return True
 
     def forget_missed(self) -> None:
-        """Forget images that could not be set aside, with a line that gives the reason; they are written in another
-        way."""
+        """Forget images that could not be set aside, with a line about the reason; the caller writes them."""
         if self.aside.error is not None:
             self._tell(f"the training state could not be set aside for the agent: {self.aside.error}")
             self._aside_failed = True
@@ -275,8 +273,7 @@ class BufferPool:
     def _examine(
         self, path: Path, here: Sequence[int], place: int, size: int, usable: Callable[[ImagePage], str]
     ) -> ImagePage | None:
-        """Read an image's first page, if the image is for this rank. Raises OSError, and BadImage if no rank can use
-        it."""
+        """Read the first page of an image for this rank. Raises OSError, and BadImage if no rank can use it."""
         if not path.name.endswith(SUFFIX):
             raise BadImage(f"{path}: its writer ended before it was made")
         page = read_page(path)

@@ -142,8 +142,7 @@ class ShardExchange:
     def send_soundly(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]]
     ) -> None:
-        """Send as :meth:`send` does, and again if bytes were corrupted in transit. Raises :class:`CopyFailed` after the
-        last try."""
+        """Send, and again if bytes were corrupted in transit. Raises :class:`CopyFailed` after the last try."""
         group = self._group()
         for _ in range(TRIES):
             spoil = bool(outgoing) and injector.spoils_transfer()

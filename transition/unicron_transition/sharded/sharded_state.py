@@ -36,8 +36,8 @@ from unicron_transition.snapshot.migrate import TrainingState
 
 
 class ShardedState(LocalState):
-    """The state of one rank: its own shard, and those of which it is a partner. Collective methods raise RuntimeError
-    if a peer is lost."""
+    """The state of one rank: its own shard, and copies of others. Collective methods raise RuntimeError for a lost
+    peer."""
 
     sharded = True
 
@@ -80,8 +80,7 @@ class ShardedState(LocalState):
         return start if saved is None else saved
 
     def _check_untouched(self) -> None:
-        """Raise :class:`UnsupportedLayout` if the script has loaded a state of the optimizer by itself: it belongs to a
-        shard that this rank will not have."""
+        """Refuse an optimizer state that the script has loaded: it belongs to a shard that this rank will not have."""
         if any(each.optimizer.state for each in elastic_buckets.distributed_optimizers(self._state.optimizer)):
             raise UnsupportedLayout(
                 "unicron can't go on from an optimizer state that the script loaded: let unicron.Checkpoints do it"
@@ -123,8 +122,7 @@ class ShardedState(LocalState):
         return iteration
 
     def _take_shards(self, plan: Plan, iteration: int) -> int:
-        """Take the optimizer's state into the new layout: the one that the plan names or, if no rank has trained, the
-        one that goes with the parameters."""
+        """Take the optimizer's state into the new layout: the plan's or, if no rank has trained, the parameters'."""
         if plan.state is not None:
             self.adopt(*plan.state, lacking=not self._trained or plan.state[1] < self._version_before)
             return plan.state[1]
@@ -152,8 +150,7 @@ class ShardedState(LocalState):
         self._confirm(version)
 
     def _is_whole(self, version: int, lacking: bool | None, extra: bytes) -> bool:
-        """Whether the untrained tensors that the shards of `version` name exist somewhere; collective over the
-        members."""
+        """Whether the untrained tensors for the shards of `version` exist in some rank; collective."""
         if lacking is None:
             return True
         mark, untrained = msgpack.unpackb(extra, strict_map_key=False)["untrained"], self._untrained
@@ -220,8 +217,7 @@ class ShardedState(LocalState):
     # ------------------------------------------------------------ memory
     @property
     def bytes(self) -> int:
-        """Bytes of the states: the last two versions of this rank's own shard and of each copy, and one that the agent
-        makes a file of."""
+        """Bytes of the states: two versions of the own shard and of each copy, and one that becomes a file."""
         filed = self._checkpoints is not None and self._checkpoints.destination is not None
         return (2 * (1 + len(self._shifts)) + filed) * self.shards.shard_bytes
 

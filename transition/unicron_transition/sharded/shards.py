@@ -211,8 +211,7 @@ class Shards:
         self._confirmed = self._before = now
 
     def held_shards(self) -> list[tuple[int, int, int, list[int]]]:
-        """Return (base, version, count of shards, shards that this rank holds) of each set, the newest last. Their
-        images are whole."""
+        """Return (base, version, count of shards, shards of this rank) of each set with whole images, newest last."""
         self.pool.wait_whole()
         return [(*key, found.count, sorted(found.shards)) for key, found in sorted(self._sets.items())]
 
@@ -262,8 +261,7 @@ class Shards:
         return extra
 
     def _add(self, version: int, shard: int, buffer: Buffer, file_head: bytes = b"", cut: bool = False) -> None:
-        """Add a filled buffer of the present generation to the set of `version`. file_head: for readers of its image as
-        a checkpoint's file."""
+        """Add a filled buffer to this generation's set of `version`. file_head: for readers of a checkpoint's file."""
         mine = self._sets[self.base, version]
         mine.shards[shard] = buffer
         key = Key(SHARD, self.pool.slot, version, self._place, self._size, shard, mine.count, *self._base_parts)
@@ -296,7 +294,7 @@ class Shards:
 
     # ------------------------------------------------------------ the optimizer
     def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[dict[str, torch.Tensor], list[torch.Tensor]]]:
-        """Yield, for each parameter of which this rank has a part, Megatron's tensors of the part and its places in
+        """Yield, for each parameter with a part in this rank, Megatron's tensors of the part and its places in
         `flat`."""
         for optimizer, parameter, where, base in self._ranges():
             local = where["gbuf_local"]
@@ -389,8 +387,7 @@ class Shards:
         return bytes(data["extra"])
 
     def _header(self, extra: bytes) -> bytes:
-        """Return all state that is not a big tensor: learning rates and the like, the loss scaler's state, and
-        `extra`."""
+        """Return all state but big tensors: learning rates and the like, the loss scaler's state, and `extra`."""
         optimizers = [
             (
                 plain(optimizer.optimizer.param_groups),
