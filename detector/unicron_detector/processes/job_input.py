@@ -26,7 +26,7 @@ class JobInput:
         self._kept = -1  # a file with the input, or with the part behind `_first`
         self._first = self._read = 0
         self._ended = self._lost = False
-        self._given: dict[int, int] = {}  # writing end of a process's pipe -> bytes written to it
+        self._written: dict[int, int] = {}  # writing end of a process's pipe -> bytes written to it
         self._wake: tuple[int, int] | None = None  # a pipe to the thread, while it runs
 
     def open(self) -> int | None:
@@ -63,7 +63,7 @@ class JobInput:
     def _add_process(self) -> int:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
-        self._given[writing] = 0
+        self._written[writing] = 0
         if self._wake is not None:
             os.write(self._wake[1], b".")
             return reading
@@ -82,9 +82,9 @@ class JobInput:
         """Pass the input on until no process wants more of it."""
         while True:
             with self._lock:
-                for writing in list(self._given):
+                for writing in list(self._written):
                     self._write_to(writing)
-                if not self._given:
+                if not self._written:
                     for descriptor in self._wake or ():
                         os.close(descriptor)
                     self._wake = None
@@ -104,8 +104,8 @@ class JobInput:
         """
         poll = select.poll()
         poll.register(wake, select.POLLIN)
-        at_end = [given == self._read for given in self._given.values()]
-        for (writing, _), done in zip(self._given.items(), at_end, strict=True):
+        at_end = [count == self._read for count in self._written.values()]
+        for (writing, _), done in zip(self._written.items(), at_end, strict=True):
             poll.register(writing, 0 if done else select.POLLOUT)  # a closed reading end is always reported
         if all(at_end) if self._full else any(at_end):
             poll.register(self._source, select.POLLIN)
@@ -127,7 +127,7 @@ class JobInput:
             if not data:
                 self._ended = True
                 return
-            if self._full and all(given == self._read for given in self._given.values()):
+            if self._full and all(count == self._read for count in self._written.values()):
                 self._lost, self._first = True, self._read
                 os.ftruncate(self._kept, 0)
             os.pwrite(self._kept, data, self._read - self._first)
@@ -136,9 +136,9 @@ class JobInput:
     def _write_to(self, writing: int) -> None:
         """Write to a process's pipe what it accepts now, and close the pipe after everything."""
         try:
-            while (given := self._given[writing]) < self._read:
-                data = os.pread(self._kept, READ_BYTES, given - self._first)
-                self._given[writing] = given + os.write(writing, data)
+            while (count := self._written[writing]) < self._read:
+                data = os.pread(self._kept, READ_BYTES, count - self._first)
+                self._written[writing] = count + os.write(writing, data)
         except BlockingIOError:
             return
         except OSError:  # the process is gone
@@ -150,7 +150,7 @@ class JobInput:
             self._drop(writing)
 
     def _drop(self, writing: int) -> None:
-        del self._given[writing]
+        del self._written[writing]
         os.close(writing)
 
 

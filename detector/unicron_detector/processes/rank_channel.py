@@ -30,7 +30,7 @@ from unicron_detector.processes.rank_messages import CollectiveProgress, Fault, 
 LINGER_MS = 1000  # the end of a process waits this long for its last messages
 PROGRESS_SECONDS = 0.2  # between a message and a report of mere progress
 QUIET_SECONDS = 0.5  # between two calls of `on_quiet`
-MAX_TRACEBACK = 8000  # characters: the end of a traceback says what happened
+MAX_TRACEBACK = 8000  # characters; the end of a traceback names the error
 
 
 class RankChannel:

@@ -138,9 +138,9 @@ class Exchange:
         """Raise PeerLost if the result of a collective may be garbage: NCCL raises nothing when one fails."""
         asks = self._process.backend == "nccl" and work is not None
         if asks and work.is_completed() and _has_error(work):
-            raise PeerLost("the members told each other nothing: their communicator reports an error")
+            raise PeerLost("the exchange failed: its communicator reports an error")
         if self._process.channel is not None and self._process.watch.disturbed(inside):
-            raise PeerLost("the generation ended while its members told each other")
+            raise PeerLost("the generation ended during an exchange of its members")
 
     def tie_embeddings(self, model: Sequence[Any]) -> bool:
         """Give the last stage the first stage's embedding if they share it. Returns whether this rank's has changed."""

@@ -233,7 +233,7 @@ class Shards:
         own = (old.count, old.step, sorted(old.shards)) if old is not None else (0, 0.0, [])
         count, step, held = self._exchange.who_holds(*own)
         if not any(held):
-            raise MissingShard(f"nobody holds state {version} of generation {base}")
+            raise MissingShard(f"no rank holds state {version} of generation {base}")
         header = self._exchange.header(old.header if old else b"", next(rank for rank, has in enumerate(held) if has))
         if not whole(bytes(msgpack.unpackb(header, strict_map_key=False)["extra"])):
             self._pass_over((base, version))

@@ -15,7 +15,7 @@ USUAL = {"data": 0.02, "forward": 0.30, "backward": 0.60, "reduce": 0.05, "step"
 
 
 def ranks(count=8, noise=0.02, seed=1, slow=None, phase="forward", factor=1.0):
-    """Phase times of a synchronous step: whoever is fast waits in the reduce."""
+    """Phase times of a synchronous step: the fast ranks wait in the reduce."""
     rng = random.Random(seed)
     own = {
         slot: {

@@ -1,4 +1,4 @@
-"""Ranks that are always slower than their peers: named without any history, and nobody is named by mistake."""
+"""Ranks that are always slower than their peers: named without any history, and never by mistake."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _steady(rng):
 
 
 def feed(watch, table):
-    """How often somebody was newly named, and the last one."""
+    """Return how often a rank was newly named, and the last one."""
     named, before = 0, watch.current
     for row in table:
         found = watch.observe(row)
@@ -55,11 +55,11 @@ def test_named_after_48_iterations_and_no_longer_when_it_is_over():
     watch = Stragglers()
     assert feed(watch, rows(4, 47, slow={2: {"backward": 1.5}}))[1] is None
     assert feed(watch, rows(4, 1, slow={2: {"backward": 1.5}}))[1].slot == 2
-    assert feed(watch, rows(4, 40, slow={2: {"backward": 1.5}}))[0] == 0, "it is said once"
+    assert feed(watch, rows(4, 40, slow={2: {"backward": 1.5}}))[0] == 0, "it is named once"
     assert feed(watch, rows(4, 16))[1] is None
 
 
-def test_less_than_a_tenth_is_nobody():
+def test_less_than_a_tenth_does_not_count():
     assert feed(Stragglers(), rows(8, 500, slow={2: {"backward": 1.12}})) == (0, None)
 
 

@@ -114,7 +114,7 @@ def test_one_process_of_a_rank_counts_and_its_children_do_not(pair, folder):
     again = Counters(f"{folder.path}/0")
     again.page[counters.AT["pid"]] = subprocess.Popen(["true"]).wait() or 4_000_000
     steps(again, again)
-    assert again.page[counters.AT["done"]] == 1, "the one after a process that has ended begins anew"
+    assert again.page[counters.AT["done"]] == 1, "the next process starts again"
 
 
 def test_a_page_that_is_gone_harms_no_script(monkeypatch):

@@ -8,7 +8,6 @@ import pty
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,6 @@ import pytest
 from unicron_detector.processes.job_input import JobInput
 
 TEXT = b"print('trained')\n" * 20_000  # more than a pipe holds
-
-
-@pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
-    reading, writing = os.pipe()
-    yield reading, writing
-    for descriptor in (reading, writing):
-        try:
-            os.close(descriptor)
-        except OSError:
-            pass
 
 
 def read_all(made: JobInput) -> bytes:

@@ -64,7 +64,7 @@ def test_what_all_ranks_share_is_the_world(built, replicas):
 
 
 def test_what_the_ranks_were_asked_once_they_are_asked_again_in_each_generation(built):
-    """Defect: Megatron 0.19 remembers an answer of its first step. A rank that joined asked, and nobody answered."""
+    """Defect: Megatron 0.19 remembers an answer of its first step. A rank that joined asked, and got no answer."""
     asking = SimpleNamespace(has_grad_norm_group=None, _has_grad_norm_group_cache={"mtp": False})
     silent = SimpleNamespace()
     built.groups.note_holders([silent, asking])

@@ -88,7 +88,7 @@ def test_an_offer_above_the_break_is_kept(watch):
     assert watch.offer.generation == 3
 
 
-def test_a_break_that_overtakes_a_plan_is_told_to_the_waiting_rank(watch):
+def test_a_waiting_rank_notices_a_break_that_overtakes_a_plan(watch):
     """Otherwise it would wait in silence for a plan that its silence holds up."""
     inside(watch, 1)
     watch.on_message(broken(1))
@@ -109,7 +109,7 @@ def test_entering_drops_only_what_is_not_newer(watch):
     assert watch.wait_plan(0.0).generation == 2
 
 
-def test_who_trains_forgets_an_offer_that_is_withdrawn(watch):
+def test_a_rank_that_trains_forgets_an_offer_that_is_withdrawn(watch):
     inside(watch, 1)
     watch.on_message(plan(2, boundary=True))
     watch.on_message(Withdraw(2))
@@ -139,7 +139,7 @@ def test_for_a_newcomer_that_waits_it_is_over_and_the_next_offer_is_its_way_in(w
     assert watch.wait_plan(0.0).generation == 3
 
 
-def test_who_is_in_with_all_others_stays_in(watch):
+def test_a_rank_that_is_in_with_all_others_stays_in(watch):
     newcomer(watch, 2)
     watch.note_entered()
     watch.on_message(Withdraw(2))
@@ -185,7 +185,7 @@ def test_no_order_of_messages_leads_back(events):
         assert watch.broken >= before
         assert watch.lost() == (0 < entered <= watch.broken)
         assert watch.offer is None or watch.offer.generation > max(entered, watch.broken)
-    watch.give_up()  # else its thread would kick until the process ends
+    watch.give_up()  # otherwise its thread would kick until the process ends
 
 
 def test_a_rank_that_has_to_end_does_so_while_it_waits_for_a_plan(watch):
@@ -202,7 +202,7 @@ def test_a_rank_that_stopped_by_itself_is_out_of_its_generation(watch, kicks):
     assert watch.give_up() == 4 and watch.lost()
     watch.on_message(broken(4))
     time.sleep(0.06)
-    assert len(kicks) == 0, "it has left its collectives: there is nobody to free"
+    assert not kicks, "it has left its collectives and needs no help"
     inside(watch, 5)
     assert not watch.lost()
 

@@ -84,7 +84,7 @@ class Runs:
         return SimpleNamespace(step=log[-1][0] + 1 if log else 0, log=write, finish=lambda: None)
 
 
-def test_a_run_of_wandb_is_resumed_by_whoever_writes(world, monkeypatch):
+def test_a_run_of_wandb_is_resumed_by_each_writer(world, monkeypatch):
     service = Runs()
     monkeypatch.setitem(sys.modules, "wandb", service)
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
@@ -104,8 +104,8 @@ def test_a_service_that_is_down_costs_a_line_and_is_caught_up_with(world, monkey
     service.down = False
     train(world, {0: mine}, range(3, 5))
     assert [step for step, _ in service.runs["run"]] == [0, 1, 2, 3, 4]
-    said = capfd.readouterr().err
-    assert said.count("iteration 0,") == said.count("no network") == 1 and "iteration 1," not in said, said
+    output = capfd.readouterr().err
+    assert output.count("iteration 0,") == output.count("no network") == 1 and "iteration 1," not in output, output
 
 
 class Client:
@@ -186,7 +186,7 @@ def test_a_run_of_mlflow_ends_with_its_block(world, mlflow):
     assert run.info.status == "FINISHED"
 
 
-def test_a_run_of_mlflow_is_found_again_by_whoever_writes(world, mlflow):
+def test_a_run_of_mlflow_is_found_again_by_each_writer(world, mlflow):
     ranks = {rank: loggers.MLflow("mine", tracking_uri="file:/x") for rank in range(2)}
     train(world, ranks, range(4))
     train(world, {0: ranks[1]}, range(4, 6))

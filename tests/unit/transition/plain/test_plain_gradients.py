@@ -143,7 +143,7 @@ def test_a_loss_stops_it_between_two_micro_batches():
 
 
 def same_sum(model: nn.Module, wanted: list[torch.Tensor | None]) -> bool:
-    """Before the reduce: nobody knows yet who has a gradient."""
+    """Compare before the reduce, when parameters without a gradient still have zeros."""
     zeros = [torch.zeros_like(parameter) for parameter in model.parameters()]
     return same(model, [zero if its is None else its for zero, its in zip(zeros, wanted, strict=True)])
 
@@ -163,7 +163,7 @@ def mixed(batch, model):
 
 
 @pytest.mark.parametrize(
-    ("forward_step", "error", "says"),
+    ("forward_step", "error", "message"),
     [
         (counting, UnsupportedLayout, "can't heal seen: a buffer that a forward pass changes"),
         (zeroing, UnsupportedLayout, r"gradient of layer\.weight was replaced"),
@@ -172,8 +172,8 @@ def mixed(batch, model):
         (mixed, TypeError, "the same of them for every micro-batch"),
     ],
 )
-def test_what_would_be_trained_wrongly_is_one_line(forward_step, error, says):
-    with pytest.raises(error, match=says) as raised:
+def test_what_would_be_trained_wrongly_is_one_line(forward_step, error, message):
+    with pytest.raises(error, match=message) as raised:
         gradients(Model(), forward_step).compute(Ledger(0, TOTAL, [0, 1]))
     assert "\n" not in str(raised.value)
 

@@ -321,6 +321,6 @@ def test_a_tensor_that_is_in_no_image_leaves_the_file_to_the_rank(build, tmp_pat
     offsets = UntrainedTensors(TrainingState([model], optimizer, None), tmp_path, 0, 0, 1, print).offsets()
     offsets.pop(model.module.rest.biases.data_ptr())
     assert kept.about(offsets) == b""
-    told = []
-    kept.export(9, b"", lambda about, step: told.append(about) or b"", untrained=offsets)
-    assert not told and not kept.set_aside(9)
+    heads = []
+    kept.export(9, b"", lambda about, step: heads.append(about) or b"", untrained=offsets)
+    assert not heads and not kept.set_aside(9)

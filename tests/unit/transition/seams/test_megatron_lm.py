@@ -182,11 +182,11 @@ def test_batches_are_those_of_megatrons_own_calculator(ramp):
 
     # Releases since 0.18 have no ramp: with them each case is that of batches which do not grow.
     ramp = ramp if growing_batches() is not None else None
-    told = {"rampup_batch_size": ramp} if growing_batches() is not None else {}
+    options = {"rampup_batch_size": ramp} if growing_batches() is not None else {}
     mine = data.Batches(args(rampup_batch_size=ramp and list(map(str, ramp))))
     calculator.unset_num_microbatches_calculator()
     calculator.init_num_microbatches_calculator(
-        rank=1, global_batch_size=16, micro_batch_size=2, data_parallel_size=1, **told
+        rank=1, global_batch_size=16, micro_batch_size=2, data_parallel_size=1, **options
     )
     try:
         consumed = 0
@@ -285,8 +285,8 @@ def test_a_folder_of_megatrons_own_that_cannot_be_used_is_told_of_at_once(tmp_pa
         made_of(folders(None, tmp_path))
 
 
-@pytest.mark.parametrize(("samples", "iterations", "said"), [(84, True, 0), (80, True, 1), (80, False, 0)])
-def test_other_data_than_those_that_follow_are_never_taken_silently(tmp_path, capsys, samples, iterations, said):
+@pytest.mark.parametrize(("samples", "iterations", "warnings"), [(84, True, 0), (80, True, 1), (80, False, 0)])
+def test_other_data_than_those_that_follow_are_never_taken_silently(tmp_path, capsys, samples, iterations, warnings):
     model = torch.nn.Linear(2, 2)
     state = TrainingState([model], torch.optim.AdamW(model.parameters()), None)
     Checkpoints(tmp_path / "saves").save_last(state, 7)
@@ -298,7 +298,7 @@ def test_other_data_than_those_that_follow_are_never_taken_silently(tmp_path, ca
     given = arguments.Folders(None, tmp_path / "theirs", 0, False, iteration=iterations)
     assert made_of(given).load(state) == (7 if iterations else 0)
     lines = capsys.readouterr().err
-    assert len(re.findall(rf"sample 84, .* iteration 7 .* {samples} samples", lines)) == said
+    assert len(re.findall(rf"sample 84, .* iteration 7 .* {samples} samples", lines)) == warnings
 
 
 def test_an_older_checkpoint_of_unicrons_is_not_taken_for_megatrons_newer_one(tmp_path, snapshot):
@@ -319,7 +319,7 @@ def test_a_checkpoint_that_has_to_be_there(tmp_path, capsys):
 
 
 def made(folder: Path, iteration: int) -> None:
-    """A checkpoint that is whole, as far as its name says."""
+    """Make a checkpoint that is whole by its name."""
     path = folder / f"iteration-{iteration}"
     path.mkdir(parents=True)
     (path / Writer().name).write_text("")

@@ -1,5 +1,5 @@
-"""The table of private names: what is installed is what it says, a release that differs is one line, and nobody else
-holds such a name."""
+"""The table of private names fits what is installed, a release that differs is one line, and no other file has such a
+name."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_release_that_is_not_known_is_refused_and_tried_where_the_user_says_so
 
 
 @pytest.mark.parametrize(
-    ("seam", "says"),
+    ("seam", "message"),
     [
         (Seam(C10D, "_set_pg_timeout", "timeout", ""), f"{C10D}._set_pg_timeout takes (timeout, group)"),
         (Seam(C10D, "_set_pg_patience", "timeout group", ""), f"{C10D}._set_pg_patience is not there"),
@@ -97,11 +97,11 @@ def test_a_release_that_is_not_known_is_refused_and_tried_where_the_user_says_so
         (Seam("torch.gone", "x", None, ""), "torch.gone.x is not there"),
     ],
 )
-def test_a_release_that_differs_is_refused_in_one_line_that_says_what_to_do(seam, says):
+def test_a_release_that_differs_is_refused_in_one_line_with_advice(seam, message):
     with pytest.raises(UnsupportedLayout) as refused:
         table.check("torch", [seam], needed=[seam.module])
     text = str(refused.value)
-    assert says in text and "\n" not in text
+    assert message in text and "\n" not in text
     assert f" {', '.join(table.KNOWN_RELEASES['torch'])}, " in text and text.endswith("--unicron-mode=restart")
 
 

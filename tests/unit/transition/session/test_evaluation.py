@@ -1,4 +1,4 @@
-"""What the members of a new generation agree on: who has the value of the last evaluation, and who still wants one."""
+"""The members of a new generation agree on who has the value of the last evaluation, and who still needs one."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Members:
 
     def agree(self, boundary: int, new: tuple[int, ...] = ()) -> None:
         """One plan: each rank's exchanges come in the same order, so they are played one after the other."""
-        said: list[list[list[float]]] = [[] for _ in self.ranks]
+        sent: list[list[list[float]]] = [[] for _ in self.ranks]
         answers: list[list[float]] = []
         while True:
             before = [dict(vars(rank)) for rank in self.ranks]
             lengths = []
             for number, rank in enumerate(self.ranks):
-                told = iter(answers)
-                said[number] = []
+                known = iter(answers)
+                sent[number] = []
 
-                def most(numbers, told=told, mine=said[number]):
+                def most(numbers, known=known, mine=sent[number]):
                     mine.append(list(numbers))
-                    answer = next(told, None)
+                    answer = next(known, None)
                     if answer is None:
                         raise _Waits
                     return answer
@@ -39,11 +39,11 @@ class Members:
                     rank.agree(boundary, number in new)
                     lengths.append(len(answers))
                 except _Waits:
-                    lengths.append(len(said[number]))
-            if all(len(each) == len(answers) for each in said):
+                    lengths.append(len(sent[number]))
+            if all(len(each) == len(answers) for each in sent):
                 return
-            assert len(set(map(len, said))) == 1, "ranks wait in different exchanges"
-            answers.append([max(column) for column in zip(*(each[-1] for each in said), strict=True)])
+            assert len(set(map(len, sent))) == 1, "ranks wait in different exchanges"
+            answers.append([max(column) for column in zip(*(each[-1] for each in sent), strict=True)])
             for rank, values in zip(self.ranks, before, strict=True):
                 vars(rank).update(values)
 
@@ -65,12 +65,12 @@ TICKET = 6 * MOST
 
 @pytest.mark.parametrize("value", [2.5, math.nan, -math.inf])
 def test_whoever_has_the_value_gives_it_to_those_who_lack_it(value):
-    """One of them trains iteration 6 by now; nobody begins anew."""
+    """One of them trains iteration 6 by now; no rank starts the evaluation again."""
     ahead, behind = rank(known=TICKET, value=value), rank(at=TICKET)
     Members(ahead, behind).agree(6)
     assert not behind.running
-    told = behind.end()
-    assert told == value or (not math.isfinite(value) and not math.isfinite(told))
+    result = behind.end()
+    assert result == value or (not math.isfinite(value) and not math.isfinite(result))
 
 
 def test_where_nobody_has_it_all_begin_anew_and_who_is_behind_comes_later():
