@@ -19,18 +19,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from unicron_detector.processes.rank_messages import (
-    Break,
-    Cut,
-    Fetch,
-    MemoryMessage,
-    Plan,
-    Save,
-    SavedCheckpoint,
-    StopRank,
-    ToRank,
-    Withdraw,
-)
+from unicron_detector.processes import rank_messages
+from unicron_detector.processes.rank_messages import Plan
 
 KICK_SECONDS = 0.02  # between two attempts: the main thread may enter a collective late
 
@@ -77,28 +67,28 @@ class Watch:
         self._held_off = False  # the main thread changes the parameters
         self._dismissed = False
         self._came = False  # an image has come into the node's memory
-        self.on_memory: Callable[[MemoryMessage], None] = lambda message: None  # in the channel's thread
+        self.on_memory: Callable[[rank_messages.MemoryMessage], None] = lambda message: None  # in the channel's thread
         self.broken_at = 0.0  # on the monotonic clock, for the timing of a recovery
         threading.Thread(target=self._kick, name="unicron-unblock", daemon=True).start()
 
     # ------------------------------------------------------------ the channel's thread
-    def on_message(self, message: ToRank) -> None:
+    def on_message(self, message: rank_messages.ToRank) -> None:
         """Handle the agent's messages about generations and about the node's memory."""
         match message:
-            case Break():
+            case rank_messages.Break():
                 self._on_break(message.generation, frozenset(message.lost))
-            case Withdraw():
+            case rank_messages.Withdraw():
                 self._on_withdraw(message.generation)
             case Plan():
                 self._on_plan(message)
-            case StopRank():
+            case rank_messages.StopRank():
                 with self._changed:
                     self._dismissed = True
                     self._changed.notify_all()
-            case Cut() | Fetch() | Save() | SavedCheckpoint():
+            case rank_messages.Cut() | rank_messages.Fetch() | rank_messages.Save() | rank_messages.SavedCheckpoint():
                 self.on_memory(message)
                 with self._changed:
-                    self._came = self._came or isinstance(message, Fetch)
+                    self._came = self._came or isinstance(message, rank_messages.Fetch)
                     self._changed.notify_all()
 
     def _on_break(self, generation: int, lost: frozenset[int]) -> None:

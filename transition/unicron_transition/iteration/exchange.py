@@ -18,6 +18,7 @@ import torch.distributed as dist
 from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.iteration.accumulation import PeerLost, Sum
 from unicron_transition.iteration.rank_process import Process
+from unicron_transition.seams import megatron_core
 
 SENT_SECONDS = 10.0  # for a living peer to take a message of an exchange that it has begun
 SENT_TIME = timedelta(seconds=SENT_SECONDS)
@@ -51,16 +52,12 @@ class Exchange:
         """The ranks at this rank's place in all replicas; None for the whole world."""
         if self._process.layout.size == 1:
             return None
-        from megatron.core import parallel_state
-
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return megatron_core.module("parallel_state").get_data_parallel_group(with_context_parallel=True)
 
     @property
     def replica(self) -> Any:
         """The ranks of this rank's replica."""
-        from megatron.core import parallel_state
-
-        return parallel_state.get_model_parallel_group()
+        return megatron_core.module("parallel_state").get_model_parallel_group()
 
     # ------------------------------------------------------------ sums and largest numbers
     def inside(self, numbers: Sequence[float]) -> list[float]:
@@ -78,9 +75,7 @@ class Exchange:
         """Return the loss, which only the last stage has computed."""
         if self._process.layout.pipeline == 1:
             return loss
-        from megatron.core import parallel_state
-
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        last = megatron_core.module("parallel_state").is_pipeline_last_stage(ignore_virtual=True)
         value, bad = self.inside([loss if last and math.isfinite(loss) else -math.inf, float(not math.isfinite(loss))])
         return math.nan if bad else value
 
@@ -146,8 +141,7 @@ class Exchange:
         """Give the last stage the first stage's embedding if they share it. Returns whether this rank's has changed."""
         if self._process.layout.pipeline == 1:
             return False
-        from megatron.core import parallel_state
-
+        parallel_state = megatron_core.module("parallel_state")
         group = parallel_state.get_embedding_group(check_initialized=False)
         if group is None or dist.get_world_size(group) == 1 or dist.get_rank(group) < 0:
             return False

@@ -7,18 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unicron_transition.seams.table import (
-    ARGUMENTS,
-    CALCULATORS,
-    INITIALIZE,
-    KNOWN_RELEASES,
-    MEGATRON_LM,
-    RAMP,
-    TRUST,
-    difference,
-    installed_release,
-    known,
-)
+from unicron_transition.seams import table
 
 
 class CannotHeal(RuntimeError):
@@ -38,12 +27,14 @@ def check() -> None:
             "no megatron.training beside the script or in PYTHONPATH: name the script in a checkout of Megatron-LM"
         ) from None
     importlib.import_module("megatron.core")
-    release = installed_release("megatron-core")
+    release = table.installed_release("megatron-core")
     instead = "check one of those out, or run the job with --unicron-mode=restart"
-    if not known("megatron-core", release) and os.environ.get(TRUST) != "1":
-        tested = ", ".join(f"core_v{each}" for each in KNOWN_RELEASES["megatron-core"])
-        raise CannotHeal(f"knows Megatron-LM {tested}, and this is core_v{release}: {instead}; {TRUST}=1 tries it")
-    if (found := difference(MEGATRON_LM, release)) is not None:
+    if not table.known("megatron-core", release) and os.environ.get(table.TRUST) != "1":
+        tested = ", ".join(f"core_v{each}" for each in table.KNOWN_RELEASES["megatron-core"])
+        raise CannotHeal(
+            f"knows Megatron-LM {tested}, and this is core_v{release}: {instead}; {table.TRUST}=1 tries it"
+        )
+    if (found := table.difference(table.MEGATRON_LM, release)) is not None:
         raise CannotHeal(f"this is not Megatron-LM core_v{release}, in which {found}: {instead}")
 
 
@@ -58,12 +49,12 @@ def replace(module: str, name: str, by: Callable[[Any], Any]) -> None:
 
 def reads_arguments() -> str:
     """Return the module whose functions read the arguments: from 0.18 on the script calls them itself."""
-    return INITIALIZE if hasattr(importlib.import_module(INITIALIZE), "parse_args") else ARGUMENTS
+    return table.INITIALIZE if hasattr(importlib.import_module(table.INITIALIZE), "parse_args") else table.ARGUMENTS
 
 
 def growing_batches() -> type[Any] | None:
     """Return Megatron's calculator for `--rampup-batch-size`; None from 0.18 on, which ignores the option."""
-    calculator: type[Any] | None = getattr(importlib.import_module(CALCULATORS), RAMP, None)
+    calculator: type[Any] | None = getattr(importlib.import_module(table.CALCULATORS), table.RAMP, None)
     return calculator
 
 
