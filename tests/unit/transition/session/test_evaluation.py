@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -22,7 +23,6 @@ class Members:
         answers: list[list[float]] = []
         while True:
             before = [dict(vars(rank)) for rank in self.ranks]
-            lengths = []
             for number, rank in enumerate(self.ranks):
                 known = iter(answers)
                 sent[number] = []
@@ -35,11 +35,8 @@ class Members:
                     return answer
 
                 rank._exchange = type("Exchange", (), {"most": staticmethod(most)})
-                try:
+                with contextlib.suppress(_Waits):
                     rank.agree(boundary, number in new)
-                    lengths.append(len(answers))
-                except _Waits:
-                    lengths.append(len(sent[number]))
             if all(len(each) == len(answers) for each in sent):
                 return
             assert len(set(map(len, sent))) == 1, "ranks wait in different exchanges"
