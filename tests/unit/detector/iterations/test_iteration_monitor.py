@@ -19,7 +19,7 @@ ITERATIONS = 200_000
 
 
 def alarms(draw, count, monitor=None):
-    """(failed iterations, times that the monitor turned to degraded)."""
+    """Return (failed iterations, number of times that the monitor turned to degraded)."""
     monitor = monitor or IterationMonitor()
     failed = degraded = 0
     before = Health.LEARNING
@@ -57,7 +57,7 @@ def steady(count=100, seconds=1.0, limits=None):
 
 
 def noisy(count, spread, seed):
-    """A monitor that has seen iterations of a second with this spread, and their generator."""
+    """Return a monitor that has seen iterations of a second with this spread, and their generator."""
     monitor, rng = IterationMonitor(), random.Random(seed)
     for _ in range(count):
         monitor.observe(rng.gauss(1.0, spread))
@@ -169,7 +169,7 @@ def test_any_times_get_an_answer(times):
 
 
 def test_a_slowdown_soon_after_the_start_is_seen_too():
-    """Few blocks are known then, and the fault's own beginning must not pass for the job's noise."""
+    """Few blocks are known then, and the start of the fault must not count as the job's noise."""
     monitor, rng = noisy(120, 0.02, seed=5)
     seen = [monitor.observe(1.5 * rng.gauss(1.0, 0.02)).health for _ in range(16)]
     assert Health.DEGRADED in seen

@@ -14,7 +14,7 @@ USUAL = {"data": 0.02, "forward": 0.3, "backward": 0.6, "reduce": 0.05, "step": 
 
 
 def rows(ranks, iterations, draw=None, slow=None, seed=1):
-    """Each rank draws its own noise per phase. slow: slot -> {phase: factor}."""
+    """Yield iterations in which each rank draws its own noise per phase. slow: slot -> {phase: factor}."""
     rngs = [random.Random(1000 * seed + slot) for slot in range(ranks)]
     draws = [{name: (draw or _steady)(rng) for name in USUAL} for rng in rngs]
     for number in range(iterations):
@@ -74,7 +74,7 @@ def test_a_long_checkpoint_of_one_rank_is_no_slowness():
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize(("ranks", "iterations"), [(2, 3000), (3, 3000), (8, 1000)])
 def test_no_false_alarms(name, ranks, iterations):
-    """Each rank has the distribution by itself, the hardest case: noise that all share does not show here at all."""
+    """Each rank draws from the distribution by itself, the hardest case: common noise does not show here."""
     named, _ = feed(Stragglers(), rows(ranks, iterations, DISTRIBUTIONS[name], seed=7))
     assert named == 0
 

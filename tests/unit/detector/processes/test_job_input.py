@@ -18,7 +18,7 @@ TEXT = b"print('trained')\n" * 20_000  # more than a pipe holds
 
 
 def read_all(made: JobInput) -> bytes:
-    """What a process gets."""
+    """Return what a process reads."""
     descriptor = made.open()
     assert descriptor is not None
     with open(descriptor, "rb") as file:
@@ -26,7 +26,7 @@ def read_all(made: JobInput) -> bytes:
 
 
 def write(descriptor: int, data: bytes) -> subprocess.Popen[bytes]:
-    """Another process writes it, and closes the pipe."""
+    """Let another process write it, and close the pipe."""
     command = [sys.executable, "-c", f"import os, sys; os.write({descriptor}, sys.stdin.buffer.read())"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor])
     assert process.stdin is not None

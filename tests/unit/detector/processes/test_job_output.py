@@ -1,4 +1,4 @@
-"""The way to a job's log that may take nothing, by real pipes."""
+"""Output to a job's log that may accept nothing, by real pipes."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_a_signal_that_is_passed_on_reaches_no_worker() -> None:
 
 
 def runs(pid: int) -> bool:
-    """It is there, and is no zombie."""
+    """Whether it exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except OSError:

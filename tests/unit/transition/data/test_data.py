@@ -120,7 +120,7 @@ def test_the_index_is_made_once_and_anew_for_another_file(tars, monkeypatch):
 
 
 def test_files_of_metadata_are_no_samples(tmp_path):
-    """As WebDataset 1.0.2 reads this file."""
+    """WebDataset 1.0.2 reads this file in the same way."""
     files = {
         "__meta__/info": {"json": b"{}"},
         "a.b/0001": {"cls": b"1"},

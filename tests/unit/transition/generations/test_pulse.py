@@ -1,4 +1,4 @@
-"""Whether a collective's network gets on, of real connections: bytes that move, a peer that hangs, lost packets."""
+"""The progress of a collective's network, with real connections: bytes that move, a peer that hangs, lost packets."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_moved_while_the_main_thread_was_busy_says_nothing(ends):
 
 
 def test_a_peer_that_hangs_is_no_progress(ends):
-    """Its kernel takes what it is sent until its buffer is full, and acknowledges it."""
+    """Its kernel accepts and acknowledges data until its buffer is full."""
     near, _ = ends
     pulse = pulse_of(near)
     near.setblocking(False)

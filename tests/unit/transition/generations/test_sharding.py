@@ -1,4 +1,4 @@
-"""The cut of buckets into shards, what moves when their number changes, and where copies are."""
+"""The cut of buckets into shards, the moves when their number changes, and the places of copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_a_bucket_has_room_for_every_number_of_parts(elements, most, quantum):
 
 @st.composite
 def changes(draw):
-    """Buckets, the old number of shards, and what each rank of the new group holds: a copy of each shard at least."""
+    """Draw buckets, the old number of shards, and the shards of each rank of the new group, at least one copy of
+    each."""
     buckets, count, ranks = Buckets(draw(SIZES)), draw(COUNTS), draw(COUNTS)
     held = [draw(st.sets(st.integers(0, count - 1), max_size=2)) for _ in range(ranks)]
     for shard in range(count):
@@ -36,7 +37,7 @@ def changes(draw):
 
 
 def contents(buckets: Buckets, count: int) -> list[list[int | None]]:
-    """Every shard's elements, each named by a number of its own; None is padding."""
+    """Return every shard's elements, each a different number; None is padding."""
     shards: list[list[int | None]] = [[] for _ in range(count)]
     number = 0
     for elements, part in zip(buckets.elements, buckets.parts(count), strict=True):

@@ -20,7 +20,7 @@ class Connection:
         self.far = stack.enter_context(self.listener.accept()[0])
 
     def works(self) -> bool:
-        """A byte gets through."""
+        """Whether a byte gets through."""
         try:
             self.far.sendall(b"x")
             return self.near.recv(1) == b"x"
@@ -28,7 +28,7 @@ class Connection:
             return False
 
     def listens(self) -> bool:
-        """A new connection is accepted."""
+        """Whether a new connection is accepted."""
         with socket.create_connection(self.listener.getsockname(), timeout=5), self.listener.accept()[0]:
             return True
 

@@ -24,7 +24,7 @@ def broken(generation: int) -> Break:
 
 @pytest.fixture
 def kicks() -> list[bool]:
-    """One entry for each time that the main thread was freed: whether inside its replica, too."""
+    """One entry for each time that the main thread was freed: whether inside its replica as well."""
     return []
 
 
@@ -161,7 +161,7 @@ def test_a_rank_that_is_in_with_all_others_stays_in(watch):
     )
 )
 def test_no_order_of_messages_leads_back(events):
-    """Whatever comes when: no plan of a broken generation, or of one that was entered before, is ever handed out."""
+    """No plan of a broken generation, or of one that was entered before, is ever handed out."""
     watch, entered = Watch(0, lambda inside: None), 0
     for what, generation in events:
         before = watch.broken

@@ -1,4 +1,4 @@
-"""The begin of a rank's process."""
+"""The start of a rank's process."""
 
 from __future__ import annotations
 

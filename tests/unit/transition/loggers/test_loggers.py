@@ -1,4 +1,4 @@
-"""Loggers: one rank writes at a time, and nothing is missing or there twice when it is another one."""
+"""Loggers: one rank writes at a time, and nothing is missing or written twice when another rank takes over."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def world(monkeypatch):
 
 
 def train(world, ranks, steps, die=None) -> None:
-    """Each of the ranks, a dictionary by rank, logs these steps; `die` ends after the last one without a call of it."""
+    """Let each of the ranks, a dictionary by rank, log these steps; `die` ends before it logs the last one."""
     for step in steps:
         for rank, logger in ranks.items():
             if not (step == steps[-1] and rank == die):
@@ -41,7 +41,7 @@ def train(world, ranks, steps, die=None) -> None:
 # ------------------------------------------------------------ TensorBoard
 @pytest.mark.parametrize("flushed", [True, False])
 def test_tensorboard_shows_each_step_once_when_the_writer_dies(world, tmp_path, flushed):
-    """With what it wrote last, and without it: then its file ends before."""
+    """The writer dies with its last step written, or before it."""
     pytest.importorskip("tensorboard")
     ranks = {rank: loggers.TensorBoard(tmp_path) for rank in range(3)}
     train(world, ranks, range(5), die=None if flushed else 0)
@@ -109,7 +109,7 @@ def test_a_service_that_is_down_costs_a_line_and_is_caught_up_with(world, monkey
 
 
 class Client:
-    """Stands for MLflow's."""
+    """Stands for MLflow's client."""
 
     store: dict = {}
 
@@ -141,7 +141,7 @@ class Client:
 
 @pytest.fixture
 def mlflow(monkeypatch):
-    """A stand-in for the package, and what it has registered for the end of the process."""
+    """Replace the package; returns what it registers for the end of the process."""
 
     def metric(key, value, timestamp, step):
         return SimpleNamespace(key=key, value=value, step=step)
@@ -194,7 +194,7 @@ def test_a_run_of_mlflow_is_found_again_by_each_writer(world, mlflow):
     assert [(each.step, each.value) for each in run.metrics if each.key == "loss"] == [(s, s / 2) for s in range(6)]
 
 
-def test_what_is_missing_is_said_in_one_line(monkeypatch, snapshot):
+def test_what_is_missing_is_one_line(monkeypatch, snapshot):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with raises_text(ValueError, snapshot):
         loggers.MLflow("run")

@@ -1,4 +1,5 @@
-"""Auxiliary losses weigh as the loss does, and biases of experts follow each micro-batch once, whatever breaks."""
+"""Auxiliary losses have the weight of the loss, and biases of experts follow each micro-batch once, even after
+failures."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ TOTAL = 8
 
 
 class Router(torch.nn.Module):
-    """What Megatron's has of the balance of two experts."""
+    """The used part of Megatron's router, for two experts."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -27,7 +28,7 @@ class Router(torch.nn.Module):
 
 
 class Scaler:
-    """Megatron's MoEAuxLossAutoScaler, as far as the scale goes."""
+    """The scale of Megatron's MoEAuxLossAutoScaler."""
 
     scale = torch.ones(1)
 
@@ -62,7 +63,7 @@ def weighed(made_of: Auxiliary, chunk: int, real: bool) -> torch.Tensor:
 # ------------------------------------------------------------ auxiliary losses
 @pytest.mark.parametrize(("per_token", "weight"), [(False, 1 / TOTAL), (True, 1.0)])
 def test_each_backward_pass_has_the_weight_of_its_own_micro_batch(chunks, monkeypatch, per_token, weight):
-    """Forward passes of others come between; and Megatron sets the scale of its call in each of them."""
+    """Other forward passes come between, and Megatron sets the scale of its call in each of them."""
     made_of = made(chunks, monkeypatch=monkeypatch)
     made_of._config.calculate_per_token_loss = per_token
     outputs = []
@@ -107,7 +108,7 @@ def test_recomputed_layers_count_in_the_backward_pass(chunks, monkeypatch):
 
 
 def finalize(chunks) -> None:
-    """As Megatron's finalize_model_grads: new biases, counts zero."""
+    """Make new biases and zero the counts, like Megatron's finalize_model_grads."""
     for chunk in chunks:
         router = chunk.module
         router.local_tokens_per_expert *= 4  # the sum over all ranks

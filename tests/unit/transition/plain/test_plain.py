@@ -1,4 +1,4 @@
-"""A plain module under a session, in one process: what is refused, and that its state is whole wherever it goes."""
+"""A plain module under a session, in one process: its refusals, and its whole state by every way."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain(model: nn.Module, optimizer: Any = None, scheduler: Any = None, **more
 
 
 class Remembering(nn.Linear):
-    """It has a state that is no tensor."""
+    """A layer with a state that is no tensor."""
 
     def get_extra_state(self):
         return {"calls": 3}
@@ -37,7 +37,7 @@ class Remembering(nn.Linear):
 
 
 class Sharded(torch.optim.SGD):
-    """Stands for those of torch.distributed."""
+    """Stands for the optimizers of torch.distributed."""
 
     __module__ = "torch.distributed.optim"
 
@@ -115,7 +115,7 @@ def test_parameters_that_are_trained_only_later_are_refused_then():
 
 # ------------------------------------------------------------ its state
 class Model(nn.Module):
-    """A tied parameter, one without dimensions, a buffer of booleans, and a cache."""
+    """Has a tied parameter, one without dimensions, a buffer of booleans, and a cache."""
 
     def __init__(self):
         super().__init__()
@@ -174,7 +174,7 @@ def everything(trained: Plain) -> list[Any]:
 
 
 def moved(source: TrainingState, target: TrainingState) -> None:
-    """As :func:`unicron_transition.snapshot.migrate.transfer` does it."""
+    """Move the state like :func:`unicron_transition.snapshot.migrate.transfer`."""
     target.adopt(source.header(3))
     for mine, its in zip(target.tensors(), source.tensors(), strict=True):
         assert (mine.shape, mine.dtype) == (its.shape, its.dtype)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 class Model(nn.Module):
-    """`rare` has a gradient in micro-batch 2 only, `never` in none."""
+    """In this model `rare` has a gradient in micro-batch 2 only, `never` in none."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ def mean(batch, model) -> torch.Tensor:
 
 
 def per_token(batch, model) -> tuple[torch.Tensor, int]:
-    """Of micro-batch i the first i + 1 rows count."""
+    """Count the first i + 1 rows of micro-batch i."""
     return model(batch)[: batch[0] + 1].sum(), batch[0] + 1
 
 
@@ -112,7 +112,7 @@ def test_they_are_those_of_a_loop_of_torch_alone(forward_step):
 
 
 def test_a_reduce_that_is_undone_goes_on_with_what_was_there():
-    """Clipping and all that comes after it included; a parameter without a gradient may get one yet."""
+    """So is the clipping after it; a parameter without a gradient may still get one."""
     model = Model()
     mine, ledger = gradients(model), Ledger(0, TOTAL, [0, 1])
     finish(mine, ledger)
@@ -188,7 +188,7 @@ def test_buckets_are_of_one_kind_and_not_too_large():
 
 
 class Deep(nn.Module):
-    """Three layers, the first of them inside a checkpoint where that is wanted."""
+    """Three layers; the first one may be inside a checkpoint."""
 
     def __init__(self, reentrant: bool = False):
         super().__init__()
@@ -205,7 +205,8 @@ class Deep(nn.Module):
 
 
 def in_buckets(monkeypatch, model: nn.Module, begun: list[tuple[int, bool]]):
-    """Its gradients, a layer a bucket. begun: of each reduce its bucket, and whether the pass still went on."""
+    """Return its gradients, one layer in each bucket. begun: the bucket of each reduce, and whether the pass still went
+    on."""
     monkeypatch.setattr(flat_gradients, "BUCKET_BYTES", 48)
     mine = gradients(model)
 
@@ -284,7 +285,7 @@ def test_a_gradient_that_comes_after_its_reduce_has_begun_is_no_silent_mistake(m
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 def test_the_sum_of_proofs_is_exact_in_every_dtype(dtype):
-    """Of each loss one rank has a number that is not 0; counts of several ranks add up, and a wrong one shows."""
+    """Only one rank has each loss; counts of several ranks add up, and a wrong one shows."""
     ranks = [Bucket([nn.Parameter(torch.zeros(2, dtype=dtype))], TOTAL) for _ in range(300)]
     proofs = torch.zeros(300, 4, TOTAL, dtype=torch.float64)
     proofs[:4, 0], proofs[7, 0, 2] = torch.eye(TOTAL), 1.0

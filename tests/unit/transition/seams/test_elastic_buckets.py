@@ -25,7 +25,7 @@ SHAPES = [(100,), (7, 3), (129,), (640,), (1,), (33, 5)]
 
 
 class Group(SimpleNamespace):
-    """What is asked of a process group when nothing is sent."""
+    """The part of a process group that is used when nothing is sent."""
 
     def size(self) -> int:
         return self.of
@@ -48,7 +48,7 @@ class Layers(torch.nn.Module):
 
 @pytest.fixture
 def build():
-    """(size, rank, dtype, high bus bandwidth, not all is trained) -> DDP and optimizer, in a world without peers."""
+    """Return a builder of (DDP, optimizer) in a world without peers."""
     cpu_adapter.install()
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -85,7 +85,7 @@ def build():
 
 @pytest.fixture
 def plain(monkeypatch):
-    """Megatron as it is, for a while."""
+    """Build with the original Megatron."""
 
     def go(build):
         from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
@@ -114,7 +114,7 @@ def become(model, optimizer, size, rank):
 
 
 def described(model, optimizer):
-    """Everything that depends on the size and the rank, with names for parameters."""
+    """Return everything that depends on the size and the rank, with names for parameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     (each,) = elastic_buckets.distributed_optimizers(optimizer)
     shards = {}
@@ -209,12 +209,12 @@ def test_an_optimizer_that_was_built_too_early_is_refused(build, snapshot):
 
 # ------------------------------------------------------------ shards as files of a checkpoint
 def of_the_element(number: int, key: str, numel: int) -> torch.Tensor:
-    """What parameter `number` has in a state that is made up: each element another value."""
+    """Return the made-up state of parameter `number`: each element has a different value."""
     return torch.arange(numel, dtype=torch.float32) + 1000 * number + STATES.index(key) / 4
 
 
 def held_by(model, optimizer):
-    """(number of the parameter, its range, Megatron's tensors of the range) of each of which this rank has a part."""
+    """Yield (number of the parameter, its range, Megatron's tensors of the range) for this rank's parts."""
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     (each,) = elastic_buckets.distributed_optimizers(optimizer)
     for parameter in each.model_param_gbuf_map:
@@ -224,7 +224,7 @@ def held_by(model, optimizer):
 
 
 def kept_by(build, memory: Path, dtype, frozen=False) -> None:
-    """Images of three ranks' shards, and of what they do not train."""
+    """Make images of three ranks' shards, and of their untrained tensors."""
     memory.mkdir()
     for rank in range(3):
         model, optimizer = build(MOST, 0, dtype, frozen=frozen)

@@ -1,5 +1,4 @@
-"""Megatron-LM's options, samples and folders, as the launcher takes them; its seams are tried in
-tests/process/test_megatron_lm.py."""
+"""Megatron-LM's options, samples and folders in the launcher; tests/process/test_megatron_lm.py tries its seams."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from unicron_transition.snapshot.migrate import TrainingState
 
 
 def args(**more):
-    """Of a run that can be healed."""
+    """Return the arguments of a run that can be healed."""
     plain = {
         "tensor_model_parallel_size": 2,
         "context_parallel_size": 1,
@@ -137,7 +136,7 @@ def test_the_batch_of_the_loop_is_that_of_one_replica():
 
 # ------------------------------------------------------------ data
 def dealt(replicas: int, iterations: int, whole: int, micro: int):
-    """What Megatron-LM's sampler gives: (iteration, replica) -> its micro-batches."""
+    """Return (iteration, replica) -> its micro-batches, from Megatron-LM's sampler."""
     found, sample = {}, 0
     for iteration in range(iterations):
         for _ in range(whole // (micro * replicas)):
@@ -302,7 +301,7 @@ def test_other_data_than_those_that_follow_are_never_taken_silently(tmp_path, ca
 
 
 def test_an_older_checkpoint_of_unicrons_is_not_taken_for_megatrons_newer_one(tmp_path, snapshot):
-    """Defect: in one folder for both, as --save X --load X has it, the training went back to the older one."""
+    """Defect: in one folder for both, with --save X --load X, the training went back to the older one."""
     made(tmp_path, 5)
     (tmp_path / TRACKER).write_text("5")
     assert iterations(made_of(folders(tmp_path, tmp_path))) == [5]

@@ -110,7 +110,7 @@ def test_a_part_that_this_build_of_torch_lacks_is_left_out():
 
 
 def test_what_somebody_has_wrapped_is_not_taken_for_another_release(monkeypatch):
-    """A profiler's wrapper, say, which passes on whatever it is given."""
+    """For example a profiler's wrapper, which passes its arguments on."""
     row = Seam(C10D, "_set_pg_timeout", "timeout group", "")
     known = table.find(row)
     monkeypatch.setattr(

@@ -12,13 +12,13 @@ from unicron_transition.session.evaluation import MOST, NONE, Evaluations
 
 
 class Members:
-    """Evaluations of several ranks, whose exchange is the largest of what all say."""
+    """Evaluations of several ranks, whose exchange is the maximum over all of them."""
 
     def __init__(self, *ranks: Evaluations):
         self.ranks = ranks
 
     def agree(self, boundary: int, new: tuple[int, ...] = ()) -> None:
-        """One plan: each rank's exchanges come in the same order, so they are played one after the other."""
+        """Play one plan: each rank's exchanges come in the same order, one after the other."""
         sent: list[list[list[float]]] = [[] for _ in self.ranks]
         answers: list[list[float]] = []
         while True:
@@ -46,7 +46,7 @@ class Members:
 
 
 class _Waits(Exception):
-    """A rank has come to an exchange whose answer is not known yet."""
+    """A rank waits for an exchange without an answer yet."""
 
 
 def rank(*, at: int = NONE, known: int = NONE, value: float = math.nan, calls: list | None = None) -> Evaluations:
@@ -61,7 +61,7 @@ TICKET = 6 * MOST
 
 
 @pytest.mark.parametrize("value", [2.5, math.nan, -math.inf])
-def test_whoever_has_the_value_gives_it_to_those_who_lack_it(value):
+def test_ranks_with_the_value_give_it_to_those_without(value):
     """One of them trains iteration 6 by now; no rank starts the evaluation again."""
     ahead, behind = rank(known=TICKET, value=value), rank(at=TICKET)
     Members(ahead, behind).agree(6)

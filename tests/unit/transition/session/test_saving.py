@@ -15,7 +15,7 @@ from unicron_transition.snapshot.save_interval import Risk
 
 
 class Memory:
-    """What a rank has set aside, and what was asked of its agent."""
+    """A rank's images and the requests to its agent."""
 
     def __init__(self, asked: bool = False, filing: bool = False):
         self.asked = self.requested = asked
@@ -27,7 +27,7 @@ class Memory:
 
 @pytest.fixture
 def now(monkeypatch) -> list[float]:
-    """The time, in its only element."""
+    """The time, the only element of a list."""
     time_now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: time_now[0])
     return time_now
@@ -106,7 +106,7 @@ def test_the_interval_finds_itself_unless_the_user_sets_it(
 
 
 def test_the_rank_that_knows_what_a_save_costs_asks_for_the_next_one(tmp_path: Path, now) -> None:
-    """One that writes nothing waits for it. The file of 10 s costs 0.2 s: with a loss in 1000 hours of one node the
+    """A rank that writes nothing waits for it. The file of 10 s costs 0.2 s: with a loss in 1000 hours of one node the
     next one comes after 20 minutes."""
     agents = Memory()
     agents.set_aside = lambda *_: True

@@ -28,7 +28,7 @@ def key(slot: int, version: int = 1, shard: int = 0, place: int = 0, size: int =
 
 
 def keep(store: BufferPool, number: float, about: Key, elements: int = ELEMENTS) -> buffer_pool.Buffer:
-    """A sealed room with a content."""
+    """Return a sealed room with a content."""
     room = take(store, elements=elements)
     room.flat.fill_(number)
     store.seal(room, about, b"head")
@@ -83,7 +83,7 @@ def test_an_image_is_torn_from_when_its_room_is_taken_again_and_whole_until_then
 
 
 def test_a_room_is_not_written_before_the_thread_has_summed_it(store, monkeypatch):
-    """Else it would call whole what is half written."""
+    """Otherwise it would mark half-written data as whole."""
     gate, order = threading.Event(), []
     finish = buffer_pool._finish
 
@@ -392,8 +392,8 @@ def test_a_living_rank_takes_only_the_cuts_and_copies_that_it_lacks(tmp_path, st
     assert room.image.path.exists() and (tmp_path / "copy-shard-0.image").exists()
 
 
-def test_where_no_thread_is_to_be_had_images_become_whole_all_the_same(tmp_path, store, monkeypatch):
-    """Defect: the error that there is no thread ended the training."""
+def test_images_become_whole_even_without_a_thread(tmp_path, store, monkeypatch):
+    """Defect: the training ended because no thread could be started."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
