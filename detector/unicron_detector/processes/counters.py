@@ -27,10 +27,10 @@ from typing import Any
 
 NAME = "unicron_counters"  # torch finds this module by this name, without the project's folders
 PAGE, ASKS = "UNICRON_COUNTERS", ".ask"  # the page's path in the environment; the pipe beside it
-BYTES, TEXT = 32768, 1024  # of a page, and where its text begins
+BYTES, TEXT = 32768, 1024  # size of a page, and the place of its text
 FIELDS = (
     "version",
-    "pid",  # of the process that counts: the first that calls a hook
+    "pid",  # the process that counts: the first one that calls a hook
     "began",  # when it was installed; all times are nanoseconds on the monotonic clock
     "done",  # iterations
     "done_at",  # end of the last one

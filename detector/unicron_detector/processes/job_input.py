@@ -13,7 +13,7 @@ import select
 import stat
 import threading
 
-MOST_BYTES = 64 << 20  # that are kept
+MOST_BYTES = 64 << 20  # to keep
 READ_BYTES = 1 << 16
 
 

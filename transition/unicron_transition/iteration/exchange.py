@@ -20,7 +20,7 @@ from unicron_transition.iteration.accumulation import PeerLost, Sum
 from unicron_transition.iteration.rank_process import Process
 from unicron_transition.seams import megatron_core
 
-SENT_SECONDS = 10.0  # for a living peer to take a message of an exchange that it has begun
+SENT_SECONDS = 10.0  # time of a living peer to take a message of an exchange that it has begun
 SENT_TIME = timedelta(seconds=SENT_SECONDS)
 FIRST_TAG = 1 << 20  # pipelines send with tag 0
 

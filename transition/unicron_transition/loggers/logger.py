@@ -37,11 +37,15 @@ class Logger(ABC):
     def __call__(self, result: StepResult, **scalars: float) -> None:
         """Log an iteration: its loss, norm, learning rate, seconds and world size, and these scalars."""
         step = result.iteration
+        values = {"loss": result.loss, "learning-rate": result.learning_rate, "seconds": result.seconds}
+        if result.grad_norm is not None:
+            values["grad-norm"] = result.grad_norm
+        values |= {"ranks": float(result.world_size), **{name: float(value) for name, value in scalars.items()}}
         while self._kept and self._kept[-1][0] >= step:  # the job went back to an earlier state
             self._kept.pop()
-        self._kept.append((step, scalars_of(result) | {name: float(value) for name, value in scalars.items()}))
+        self._kept.append((step, values))
         try:
-            if _first_rank():
+            if not dist.is_initialized() or dist.get_rank() == 0:
                 self._log(step)
             else:
                 self._stop_writing()
@@ -94,18 +98,6 @@ class Logger(ABC):
     @abstractmethod
     def _close_run(self) -> None:
         """Close what is open: another rank writes from now on."""
-
-
-def scalars_of(result: StepResult) -> dict[str, float]:
-    """Return the scalars that are logged for each iteration."""
-    found = {"loss": result.loss, "learning-rate": result.learning_rate, "seconds": result.seconds}
-    if result.grad_norm is not None:
-        found["grad-norm"] = result.grad_norm
-    return {**found, "ranks": float(result.world_size)}
-
-
-def _first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def job_name() -> str:

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,25 +96,22 @@ def one(samples: Any) -> Samples:
 
 def install() -> None:
     """Make Megatron-LM build datasets without waiting for another rank, and no loaders."""
+    replace(TRAINING, "build_train_valid_test_data_iterators", lambda _: _build_iterators)
 
-    def build_iterators(original: Callable[..., Any]) -> Callable[..., Any]:
-        def build_train_valid_test_data_iterators(provider: Any) -> tuple[Any, ...]:
-            from megatron.training import get_args, training
 
-            args = get_args()
-            with once(_folder(args), _what(args)), as_if_alone():
-                datasets = training.build_train_valid_test_datasets(provider)
-            has = _has_samples(args)
-            parts = dict(zip(has, datasets, strict=True))
-            for kind, dataset in parts.items():
-                if has[kind] and dataset is None and parts["train"] is not None:
-                    raise CannotHeal(f"there are no samples for --eval-iters ({kind}): give --split such a part, too")
-            args.do_train, args.do_valid, args.do_test = has.values()
-            return tuple(Samples(dataset, args.micro_batch_size, kind) for kind, dataset in parts.items())
+def _build_iterators(provider: Any) -> tuple[Samples, ...]:
+    from megatron.training import get_args, training
 
-        return build_train_valid_test_data_iterators
-
-    replace(TRAINING, "build_train_valid_test_data_iterators", build_iterators)
+    args = get_args()
+    with once(_folder(args), _what(args)), as_if_alone():
+        datasets = training.build_train_valid_test_datasets(provider)
+    has = _has_samples(args)
+    parts = dict(zip(has, datasets, strict=True))
+    for kind, dataset in parts.items():
+        if has[kind] and dataset is None and parts["train"] is not None:
+            raise CannotHeal(f"there are no samples for --eval-iters ({kind}): give --split such a part, too")
+    args.do_train, args.do_valid, args.do_test = has.values()
+    return tuple(Samples(dataset, args.micro_batch_size, kind) for kind, dataset in parts.items())
 
 
 def _has_samples(args: Any) -> dict[str, bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,16 @@ class Writers:
     def install(self) -> None:
         """Replace the functions that open the writers, and those by which the loop gets them."""
         for kind in ("tensorboard", "wandb"):
-            replace(GLOBALS, f"_set_{kind}_writer", self._setting(kind))
-            replace(TRAINING, f"get_{kind}_writer", self._getting(kind))
+            replace(GLOBALS, f"_set_{kind}_writer", partial(self._setting, kind))
+            replace(TRAINING, f"get_{kind}_writer", partial(self._getting, kind))
         replace(TRAINING, "training_log", self._flushing)
         replace(TRAINING, "evaluate_and_print_results", self._flushing)
 
-    def _setting(self, kind: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-        def by(original: Callable[[Any], None]) -> Callable[[Any], None]:
-            def set_writer(args: Any) -> None:
-                self._set[kind] = lambda: self._open(original, args)
+    def _setting(self, kind: str, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def set_writer(args: Any) -> None:
+            self._set[kind] = lambda: self._open(original, args)
 
-            return set_writer
-
-        return by
+        return set_writer
 
     def _open(self, original: Callable[[Any], None], args: Any) -> None:
         """Open it like Megatron-LM's last rank. The run of Weights & Biases has the job's number in its id."""
@@ -60,21 +58,18 @@ class Writers:
         finally:
             args.wandb_save_dir = before
 
-    def _getting(self, kind: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-        def by(original: Callable[[], Any]) -> Callable[[], Any]:
-            def get_writer() -> Any:
-                if not self._is_last():
-                    return None
-                if kind in self._set:
-                    self._set.pop(kind)()
-                    if (opened := original()) is not None:
-                        self._found[kind] = opened
-                        self._begin_file()
-                return self._found.get(kind)
+    def _getting(self, kind: str, original: Callable[[], Any]) -> Callable[[], Any]:
+        def get_writer() -> Any:
+            if not self._is_last():
+                return None
+            if kind in self._set:
+                self._set.pop(kind)()
+                if (opened := original()) is not None:
+                    self._found[kind] = opened
+                    self._begin_file()
+            return self._found.get(kind)
 
-            return get_writer
-
-        return by
+        return get_writer
 
     def _is_last(self) -> bool:
         step = self._step()

@@ -26,7 +26,7 @@ from unicron_transition.seams import modules
 from unicron_transition.seams.table import UnsupportedLayout
 
 BUCKET_BYTES = 1 << 25  # a larger parameter has a bucket of its own
-BYTES = 8  # of a number; each byte is an element, since even bf16 has whole numbers up to 256 exactly
+BYTES = 8  # of float64; each byte is an element, since even bf16 has whole numbers up to 256 exactly
 LOSS = "forward_step returns the mean loss of its micro-batch, or (sum of losses, tokens)"
 
 

@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 POLL_SECONDS = 0.005
-GRACE_SECONDS = 0.3  # for a wait with a cut connection to end by itself, with gloo's own error
+GRACE_SECONDS = 0.3  # time of a wait with a cut connection to end by itself, with gloo's own error
 _types: Any = _distributed_c10d.OpType  # type: ignore[attr-defined]
 MESSAGES = frozenset(map(int, (_types.SEND, _types.RECV, _types.RECVANYSOURCE)))
 _work: Any = dist.Work
