@@ -161,11 +161,9 @@ class IterationMonitor:
         The baseline falls quickly if the job gets faster, and rises only slowly. So a job that has become slow stays
         degraded until it is fast again or resized.
         """
-        if self._baseline is None:
-            if len(self._window) == self._window.maxlen:
+        if self._baseline is None or len(self._recent) < self.limits.recent:
+            if self._baseline is None and len(self._window) == self._window.maxlen:
                 self._baseline = average
-            return Observation(self._health(), ratio, average, "")
-        if len(self._recent) < self.limits.recent:
             return Observation(self._health(), ratio, average, "")
         recent = sum(self._recent) / len(self._recent)
         limit = max(self.limits.degraded * self._baseline, self._baseline + self.limits.spreads * self._block_error())

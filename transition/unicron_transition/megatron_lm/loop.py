@@ -246,17 +246,13 @@ class Loop:
         if not self._session.stopping and not (interval and iteration % interval == 0):
             return False
         inform(f"the training ends after iteration {iteration}")
-        self._finish()
+        self.close()
         return True
 
     def close(self) -> None:
-        """End the session: the program is over, including its evaluations after the training."""
-        if self._session is not None:
-            self._finish()
-
-    def _finish(self) -> None:
-        """End the session, which writes its last checkpoint."""
-        assert self._session is not None
+        """End the session, which writes its last checkpoint: the program and its evaluations are over."""
+        if self._session is None:
+            return
         self._session.train_iterations = self._session.iteration
         for result in self._results:
             raise RuntimeError(f"the session went on with iteration {result.iteration} after the loop's end")
