@@ -1,26 +1,26 @@
-"""Which rank makes the others wait: from phase times, and from who has entered the collective.
+"""Finds the rank that makes the others wait, from phase times and from the progress of collectives. Pure, standard
+library only.
 
-Pure, standard library only. A synchronous step hides its straggler: every rank's iteration takes equally long, because
-the fast ones wait in the reduce. So the phases in which a rank works by itself are compared with those of its peers,
-and the reduce is read the other way round: who waits least came last (MegaScale and C4; docs/design/paper.md, section
-8).
+A synchronous step hides its straggler: every rank's iteration takes equally long, because the fast ones wait in the
+reduce. So the phases in which a rank works by itself are compared with those of its peers, and the reduce is read the
+other way round: the rank that waits least came last (MegaScale and C4; docs/design/paper.md, section 8).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
 PHASES = ("data", "forward", "backward", "reduce", "step")
 OWN_PHASES = ("data", "forward", "backward", "step")
-NOTICEABLE = 0.1  # a slowdown of the whole iteration by less does not count
+NOTICEABLE = 0.1  # a smaller slowdown of the whole iteration does not count
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """A slow or stuck rank. ``slot`` is None when no single rank is (the network). ``slowdown``: ratio to the peers in
-    that phase, infinite when it is stuck."""
+    """A slow or stuck rank, or the network (slot None). slowdown: ratio to the peers in the phase, infinite if
+    stuck."""
 
     slot: int | None
     phase: str
@@ -28,38 +28,24 @@ class Culprit:
     reason: str
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a rank: the number of collectives it has entered, when it entered the last one (seconds on the
-    controller's clock, None if unknown), and the phase it reported last."""
-
-    collectives: int
-    entered_at: float | None = None
-    phase: str = ""
-
-
 def slowest(
     phases: Mapping[int, Mapping[str, float]],
     usual: Mapping[int, Mapping[str, float]] | None = None,
 ) -> Culprit | None:
-    """The straggler of a slow but finished iteration, or None when the ranks do not differ.
+    """Return the straggler of a slow but finished iteration, or None if the ranks do not differ.
 
-    ``phases``: slot -> phase -> seconds (means of some recent iterations are better than one). ``usual``: the same
-    while all was well; a rank without two peers is compared with its own usual times.
+    phases: slot -> phase -> seconds; means of some recent iterations are better than one. usual: the same while all was
+    well; a rank without two peers is compared with its own usual times.
     """
-    found = [
-        culprit
-        for slot in sorted(phases)
-        for phase in OWN_PHASES
-        if (culprit := _own_phase(slot, phase, phases, usual or {})) is not None
-    ]
-    if found:
-        return max(found, key=lambda item: (_seconds_lost(item, phases), -(item.slot or 0)))
+    examined = (_own_phase(slot, phase, phases, usual or {}) for slot in sorted(phases) for phase in OWN_PHASES)
+    culprits = [culprit for culprit in examined if culprit is not None]
+    if culprits:
+        return max(culprits, key=lambda item: (_seconds_lost(item, phases), -(item.slot or 0)))
     return _by_waiting(phases, usual or {})
 
 
 def _seconds_lost(culprit: Culprit, phases: Mapping[int, Mapping[str, float]]) -> float:
-    """The seconds that the culprit's phase takes over its reference: what the others wait for."""
+    """Return by how much the culprit's phase exceeds its reference: the time that the others wait."""
     own = 0.0 if culprit.slot is None else phases[culprit.slot][culprit.phase]
     return own - own / culprit.slowdown
 
@@ -98,8 +84,8 @@ def _by_waiting(
     phases: Mapping[int, Mapping[str, float]],
     usual: Mapping[int, Mapping[str, float]],
 ) -> Culprit | None:
-    """By the reduce alone: one rank that waits far less than all others came last (it lost the time outside the
-    measured phases); all waiting longer than usual is the network's doing."""
+    """Judge by the reduce alone. One rank that waits far less than all others came last, and lost the time outside the
+    measured phases; if all wait longer than usual, it is the network."""
     waits = {slot: times.get("reduce", 0.0) for slot, times in phases.items()}
     if len(waits) < 3:
         return None
@@ -123,40 +109,13 @@ def _by_waiting(
     return None
 
 
-def stuck(progress: Mapping[int, Progress], slots: Iterable[int] | None = None) -> list[Culprit]:
-    """Find the ranks that have not entered the collective in which the others wait, past the iteration's deadline.
-
-    ``progress``: slot -> Progress of those that report; ``slots``: all slots of the job (a silent one is stuck, too).
-    Returns the culprits, furthest behind first; empty when nobody is behind (then all wait in the same collective,
-    which the network does not finish: the caller reports an nccl_timeout without a culprit).
-    """
-    everyone = sorted(set(slots) if slots is not None else set(progress))
-    silent = [slot for slot in everyone if slot not in progress]
-    if not progress:
-        return []
-    ahead = max(item.collectives for item in progress.values())
-    waiting = sum(1 for item in progress.values() if item.collectives == ahead)
-    found = [Culprit(slot, "silent", float("inf"), f"slot {slot} reports nothing") for slot in silent]
-    behind = sorted((item.collectives, slot) for slot, item in progress.items() if item.collectives < ahead)
-    for count, slot in behind:
-        phase = progress[slot].phase or "unknown"
-        reason = (
-            f"slot {slot} is in {phase} and has entered {count} collectives; {waiting} rank"
-            f"{'s have' if waiting != 1 else ' has'} entered {ahead} and wait{'s' if waiting == 1 else ''} for it"
-        )
-        found.append(Culprit(slot, phase, float("inf"), reason))
-    if not found:
-        return _last_to_enter(progress)
-    return found
-
-
 Groups = Mapping[str, tuple[int, int, str]]
 
 
 def lagging(ranks: Mapping[int, Groups]) -> list[Culprit]:
-    """Find the ranks that have not begun a collective in which others wait, and wait in no group themselves.
+    """Return the ranks that have not begun a collective in which others wait, and wait in no group themselves.
 
-    ``ranks``: slot -> process group -> (collectives begun, ended, the last one in words). Empty when nobody lags.
+    ranks: slot -> process group -> (collectives begun, ended, the last one in words).
     """
     most: dict[str, int] = {}
     for groups in ranks.values():
@@ -164,36 +123,24 @@ def lagging(ranks: Mapping[int, Groups]) -> list[Culprit]:
             most[name] = max(begun, most.get(name, 0))
     waits = {name: [s for s, groups in ranks.items() if _waits(groups, name, most[name])] for name in most}
     waiting = {slot for slots in waits.values() for slot in slots}
-    found: dict[int, Culprit] = {}
+    culprits: dict[int, Culprit] = {}
     for name, count in sorted(most.items()):
         if not waits[name]:
             continue
         words = ranks[waits[name][0]][name][2]
-        for slot in sorted(ranks.keys() - waiting - found.keys()):
+        for slot in sorted(ranks.keys() - waiting - culprits.keys()):
             if name in ranks[slot] and ranks[slot][name][0] < count:
                 others = f"{len(waits[name])} other{'s wait' if len(waits[name]) > 1 else ' waits'}"
                 reason = f"slot {slot} has not begun collective {count} of group {name} ({words}), in which {others}"
-                found[slot] = Culprit(slot, "computing", float("inf"), reason)
-    return [found[slot] for slot in sorted(found)]
+                culprits[slot] = Culprit(slot, "computing", float("inf"), reason)
+    return [culprits[slot] for slot in sorted(culprits)]
 
 
 def all_wait(ranks: Mapping[int, Groups]) -> bool:
-    """Each rank is in a collective that nobody has yet to begin."""
+    """Whether each rank is in a collective that all ranks have begun."""
     return all(any(ended < begun for begun, ended, _ in groups.values()) for groups in ranks.values())
 
 
 def _waits(groups: Groups, name: str, most: int) -> bool:
     begun, ended, _ = groups.get(name, (0, 0, ""))
     return begun == most and ended < begun
-
-
-def _last_to_enter(progress: Mapping[int, Progress]) -> list[Culprit]:
-    """All are in the same collective: the one that came much later than the rest, if there is one."""
-    entered = sorted((item.entered_at, slot) for slot, item in progress.items() if item.entered_at is not None)
-    if len(entered) < 3:
-        return []
-    first, (before, _), (last, slot) = entered[0][0], entered[-2], entered[-1]
-    if last - before > max(4.0 * (before - first), 0.1):
-        reason = f"slot {slot} entered the collective {last - before:.3f} s after all others"
-        return [Culprit(slot, progress[slot].phase or "unknown", 1.0 + (last - before), reason)]
-    return []

@@ -1,12 +1,11 @@
-"""Online statistics of iteration times: degraded, failed, and how long the iteration in progress may take.
+"""Online statistics of iteration times: degraded, failed, and how long the present iteration may take. Pure, standard
+library only.
 
-Pure, with the standard library only: the caller measures. An iteration over 3x the running average has failed; over
-1.1x it is degraded, which is only reported (docs/design/paper.md, section 3).
-
-Why not simply compare with the mean: the first iterations are slow (allocator, compilation, data), checkpoints and
-evaluations are not iterations, times drift with the sequence length, and some jobs alternate between two speeds. So the
-monitor learns a centre and a spread from the job's own iterations, and calls a job degraded only when the whole recent
-window has moved, beyond what the job's own noise explains.
+An iteration over 3x the running average has failed; over 1.1x it is degraded, which is only reported
+(docs/design/paper.md, section 3). A comparison with the mean alone is not enough: the first iterations are slow
+(allocator, compilation, data), checkpoints and evaluations are not iterations, times drift with the sequence length,
+and some jobs alternate between two speeds. So the monitor learns a centre and a spread from the job's own iterations,
+and calls a job degraded only if the whole recent window has moved, beyond the job's own noise.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ class Health(enum.Enum):
     FAILED = "failed"
 
 
-WARM_UP = "warm-up"  # the reason for an iteration that is not learned from, right after a (re)start
-BLOCKS = 64  # blocks of iterations whose means say how much the job's speed varies by itself
-FEW_BLOCKS = 16  # with fewer, the noise that was measured is doubled
-OWN_MARGIN = 1.25  # the longest iteration that ended by itself may come again, and take this much longer
+WARM_UP = "warm-up"  # the reason for iterations right after a (re)start, which are not learned
+BLOCKS = 64  # blocks whose means measure how much the job's speed varies by itself
+FEW_BLOCKS = 16  # with fewer, the measured noise is doubled
+OWN_MARGIN = 1.25  # the longest successful iteration may come again, and take this much longer
 KEPT_OF_HIGHEST = 1.0 - 3.5e-5  # per iteration, of the longest one: a half-life of about 20,000
-RECOVERY_SHARE = 0.6  # of the way from the baseline to the limit: below it a degraded job is healthy again
-STEADY_MOVE = 0.5  # of that way: a degraded block is beyond it even without its OUTLIERS slowest iterations
+RECOVERY_SHARE = 0.6  # of the way from the baseline to the limit; below it a degraded job is healthy again
+STEADY_MOVE = 0.5  # of that way; a degraded block exceeds it even without its OUTLIERS slowest iterations
 OUTLIERS = 2
-FASTER, SLOWER = 0.02, 0.002  # shares of the way to the average by which the baseline moves in an iteration
+FASTER, SLOWER = 0.02, 0.002  # shares of the way to the average that the baseline moves in an iteration
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,14 @@ class Limits:
     spreads: float = 6.0
     """A degraded block is also slower by this many standard deviations of the job's own blocks"""
     patience: float = 6.0
-    """The most to which a job's own slow iterations can raise ``failed``"""
+    """Maximum to which a job's own slow iterations can raise ``failed``"""
     floor: float = 0.25
     """Seconds that any iteration may take, so that a short stall of the machine is not a failure"""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The monitor's answer to one iteration. ``ratio``: its time over the running average (1.0 while learning)."""
+    """The verdict on one iteration. ratio: its time over the running average (1.0 while learning)."""
 
     health: Health
     ratio: float
@@ -73,7 +72,7 @@ class Observation:
 
 
 class IterationMonitor:
-    """Learns one job's iteration time and judges each iteration and the one in progress. Times in seconds."""
+    """Learns one job's iteration time, and judges finished iterations and the present one. Times in seconds."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -88,12 +87,12 @@ class IterationMonitor:
         self._high = 0.0
 
     def begin_again(self) -> None:
-        """The job was restarted or regrouped: the next iterations are warm-up again; what was learned is kept."""
+        """Skip the next iterations as warm-up, after a restart or a regrouping; what was learned is kept."""
         self._to_skip = self.limits.skip
         self._recent.clear()
 
     def learn_anew(self) -> None:
-        """The job's size changed, so its speed did too: learn anew."""
+        """Forget everything: the job's size, and so its speed, has changed."""
         self._window.clear()
         self._block.clear()
         self._block_means.clear()
@@ -104,23 +103,22 @@ class IterationMonitor:
         self.begin_again()
 
     def observe(self, seconds: float, recovery: bool = False) -> Observation:
-        """Judges one finished iteration and learns from it unless it is warm-up or failed. ``recovery``: a failure was
-        handled in it, so it says nothing about the job's speed and is neither judged nor learned."""
+        """Judge one finished iteration, and learn from it unless it is warm-up or has failed. recovery: a failure was
+        handled in it, so it says nothing about the job's speed."""
+        average = self.average
         if recovery:
-            return self._answer(self._health(), 1.0, "a recovery iteration is not judged")
+            return Observation(self._health(), 1.0, average, "a recovery iteration is not judged")
         if self._to_skip > 0:
             self._to_skip -= 1
-            return self._answer(Health.LEARNING, 1.0, WARM_UP)
-        average = self.average
-        if len(self._window) < self.limits.learn:
+            return Observation(Health.LEARNING, 1.0, average, WARM_UP)
+        if not self.learned:
             self._learn(seconds)
-            return self._answer(
-                Health.LEARNING, 1.0, f"learning, {len(self._window)} of {self.limits.learn} iterations"
-            )
+            reason = f"learning, {len(self._window)} of {self.limits.learn} iterations"
+            return Observation(Health.LEARNING, 1.0, self.average, reason)
         ratio = seconds / average if average > 0 else 1.0
         if seconds > self._failure_time():
-            # The average does not follow failures, else they would excuse the next one. But an iteration of this length
-            # that ended by itself can come again (an epoch's first batch), and then it is not news.
+            # The average does not follow failures, which would excuse the next one. But an iteration that ended by
+            # itself (an epoch's first batch) can take as long again, and is no failure then.
             self._high = max(self._high, seconds)
             reason = f"{seconds:.3f} s is {ratio:.1f}x the running average of {average:.3f} s"
             return Observation(Health.FAILED, ratio, average, reason)
@@ -128,13 +126,13 @@ class IterationMonitor:
         return self._judge(ratio, average)
 
     def limit(self) -> float | None:
-        """Seconds after which the iteration in progress counts as failed; None while still learning. In warm-up an
-        iteration may take longer, which the caller must allow for (:attr:`warming`)."""
+        """Return the seconds after which the present iteration has failed; None while learning. In warm-up it may take
+        longer, which the caller must allow for (:attr:`warming`)."""
         return self._failure_time() if self.learned else None
 
     @property
     def warming(self) -> bool:
-        """The next iteration is one of the first after a (re)start."""
+        """Whether the next iteration is one of the first after a (re)start."""
         return self._to_skip > 0
 
     @property
@@ -147,7 +145,7 @@ class IterationMonitor:
         return len(self._window) >= self.limits.learn
 
     def _failure_time(self) -> float:
-        """3x the running average; more only where the job's own iterations have come close to that and ended by
+        """Return 3x the running average; more only if the job's own iterations have come close to that and ended by
         themselves: a job that alternates between 1 s and 3 s is healthy."""
         limits, average = self.limits, self.average
         return max(limits.failed * average, limits.floor, min(OWN_MARGIN * self._high, limits.patience * average))
@@ -155,24 +153,22 @@ class IterationMonitor:
     def _learn(self, seconds: float) -> None:
         self._window.append(seconds)
         self._recent.append(seconds)
-        self._high = max(seconds, self._high * KEPT_OF_HIGHEST)  # what comes once per epoch stays known
+        self._high = max(seconds, self._high * KEPT_OF_HIGHEST)  # remembers what comes once per epoch
 
     def _judge(self, ratio: float, average: float) -> Observation:
-        """Degraded: the recent iterations together took over 1.1x the baseline, and by more than chance explains.
+        """Judge the recent iterations: degraded if they took over 1.1x the baseline, and more than chance explains.
 
-        The baseline falls quickly when the job gets faster, and rises only slowly. So a job that has become slow stays
+        The baseline falls quickly if the job gets faster, and rises only slowly. So a job that has become slow stays
         degraded until it is fast again or resized.
         """
-        if self._baseline is None:
-            if len(self._window) == self._window.maxlen:
+        if self._baseline is None or len(self._recent) < self.limits.recent:
+            if self._baseline is None and len(self._window) == self._window.maxlen:
                 self._baseline = average
-            return Observation(self._health(), ratio, average, "")
-        if len(self._recent) < self.limits.recent:
             return Observation(self._health(), ratio, average, "")
         recent = sum(self._recent) / len(self._recent)
         limit = max(self.limits.degraded * self._baseline, self._baseline + self.limits.spreads * self._block_error())
         recovery_limit = self._baseline + (limit - self._baseline) * RECOVERY_SHARE
-        # A few slow iterations can raise the mean of a block. A slow job is slow without them, too.
+        # A few slow iterations can raise the mean of a block; a slow job is slow even without them.
         most = sorted(self._recent)[:-OUTLIERS]
         moved = sum(most) / len(most) > self._baseline + (limit - self._baseline) * STEADY_MOVE
         self._degraded = (recent > limit and moved) or (self._degraded and recent > recovery_limit)
@@ -184,8 +180,8 @@ class IterationMonitor:
         return Observation(self._health(), ratio, average, reason)
 
     def _block_error(self) -> float:
-        """The standard deviation of the mean of a block. Measured on blocks, not derived from single iterations, since
-        noise comes in runs; doubled while few blocks are known."""
+        """Return the standard deviation of the mean of a block. It is measured on blocks, not derived from single
+        iterations, since noise comes in runs; and doubled while few blocks are known."""
         before = list(self._window)[: -self.limits.recent] or self._window  # a fault must not widen its own limit
         single = _standard_deviation(before) / math.sqrt(self.limits.recent)
         if len(self._block_means) < FEW_BLOCKS:
@@ -193,29 +189,26 @@ class IterationMonitor:
         return max(single, _standard_deviation(self._block_means))
 
     def _follow(self, seconds: float) -> None:
-        """Learns the noise of whole blocks and lets the baseline drift, both only while the job is not degraded."""
+        """Learn the noise of whole blocks and let the baseline drift, both only while the job is not degraded."""
         if self._degraded:
             self._block.clear()
             self._pending = None
             return
         self._block.append(seconds)
         if len(self._block) == self.limits.recent:
-            if self._pending is not None:  # one block late, when it is clear that no fault began in it
+            if self._pending is not None:  # one block late, when no fault has begun in it
                 self._block_means.append(self._pending)
             self._pending = sum(self._block) / len(self._block)
             self._block.clear()
-        target = self.average
         # Schedules drift over thousands of iterations; a fault does not take that long.
-        assert self._baseline is not None  # learned before there is anything to follow
-        self._baseline += (FASTER if target < self._baseline else SLOWER) * (target - self._baseline)
+        assert self._baseline is not None  # learned before
+        change = self.average - self._baseline
+        self._baseline += (FASTER if change < 0 else SLOWER) * change
 
     def _health(self) -> Health:
         if not self.learned:
             return Health.LEARNING
         return Health.DEGRADED if self._degraded else Health.HEALTHY
-
-    def _answer(self, health: Health, ratio: float, reason: str) -> Observation:
-        return Observation(health, ratio, self.average, reason)
 
 
 def _standard_deviation(values: Iterable[float]) -> float:

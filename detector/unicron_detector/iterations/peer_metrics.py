@@ -1,10 +1,9 @@
-"""TEE: several metrics at once per rank and node, against the job's own peers (TRANSOM's eagle eye;
-docs/design/paper.md, section 7).
+"""Several metrics at once of each rank and node, against the job's own peers (TRANSOM's TEE; docs/design/paper.md,
+section 7).
 
-Two halves. Collectors read counters of the node (standard library; NVML through pynvml where it is installed) and
-become rates by ``Rates``. ``PeerWatch`` (numpy, controller side) judges one round of metrics of all peers: robust
-z-scores per metric, and a robust multi-dimensional distance that sees a node which is a little off in many metrics at
-once.
+Collectors read counters of the node (standard library; NVML through pynvml if it is installed), which :class:`Rates`
+converts. In the controller :class:`PeerWatch` (numpy) judges one round of metrics of all peers: robust z-scores for
+each metric, and a robust multi-dimensional distance that finds a node with small deviations in many metrics at once.
 """
 
 from __future__ import annotations
@@ -19,102 +18,65 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# What a metric says when it is high or low; +1: only high is bad, -1: only low is bad, 0: both.
-DIRECTIONS = {
-    "data": +1,
-    "forward": +1,
-    "backward": +1,
-    "step": +1,
-    "reduce": 0,
-    "iteration": +1,
-    "cpu_busy": 0,
-    "cpu_pressure": +1,
-    "memory_used": +1,
-    "memory_pressure": +1,
-    "shm_used": +1,
-    "rank_cpu": 0,
-    "rank_memory": +1,
-    "nic_receive": 0,
-    "nic_transmit": 0,
-    "nic_errors": +1,
-    "nic_drops": +1,
-    "carrier_changes": +1,
-    "file_latency": +1,
-    "gpu_busy": -1,
-    "gpu_memory": 0,
-    "gpu_power": 0,
-    "gpu_temperature": +1,
-    "gpu_clock": -1,
-    "gpu_corrected_ecc": +1,
-    "pcie_replays": +1,
+# Metric -> (bad direction, largest difference without consequence). +1: only high is bad, -1: only low, 0: both.
+METRICS: dict[str, tuple[int, float]] = {
+    "data": (+1, 0.0),
+    "forward": (+1, 0.0),
+    "backward": (+1, 0.0),
+    "step": (+1, 0.0),
+    "reduce": (0, 0.0),
+    "iteration": (+1, 0.0),
+    "cpu_busy": (0, 0.15),
+    "cpu_pressure": (+1, 0.10),
+    "memory_used": (+1, 0.05),
+    "memory_pressure": (+1, 0.05),
+    "shm_used": (+1, 0.05),
+    "rank_cpu": (0, 0.5),
+    "rank_memory": (+1, 2.0 * 2**30),
+    "nic_receive": (0, 2e7),
+    "nic_transmit": (0, 2e7),
+    "nic_errors": (+1, 1.0),
+    "nic_drops": (+1, 10.0),
+    "carrier_changes": (+1, 0.001),
+    "file_latency": (+1, 0.25),
+    "gpu_busy": (-1, 0.15),
+    "gpu_memory": (0, 2.0 * 2**30),
+    "gpu_power": (0, 60.0),
+    "gpu_temperature": (+1, 8.0),
+    "gpu_clock": (-1, 60.0),
+    "gpu_corrected_ecc": (+1, 0.1),
+    "pcie_replays": (+1, 0.1),
 }
-MIN_PEERS = 4  # fewer than these have no majority to compare with
-FLOOR = 0.02  # smallest spread, of the median: of peers that agree to the last digit a hair's breadth is no anomaly
-# Differences under these are of no consequence however regular the peers are (units as collected).
-MINIMA = {
-    "file_latency": 0.25,
-    "cpu_busy": 0.15,
-    "cpu_pressure": 0.10,
-    "memory_used": 0.05,
-    "memory_pressure": 0.05,
-    "shm_used": 0.05,
-    "rank_cpu": 0.5,
-    "rank_memory": 2.0 * 2**30,
-    "nic_receive": 2e7,
-    "nic_transmit": 2e7,
-    "gpu_memory": 2.0 * 2**30,
-    "nic_errors": 1.0,
-    "nic_drops": 10.0,
-    "carrier_changes": 0.001,
-    "gpu_temperature": 8.0,
-    "gpu_clock": 60.0,
-    "gpu_power": 60.0,
-    "gpu_busy": 0.15,
-    "gpu_corrected_ecc": 0.1,
-    "pcie_replays": 0.1,
-}
-COUNTERS = (
-    "nic_receive",
-    "nic_transmit",
-    "nic_errors",
-    "nic_drops",
-    "carrier_changes",
-    "cpu_busy_seconds",
-    "gpu_corrected_ecc",
-    "pcie_replays",
-)
+DIRECTIONS = {name: direction for name, (direction, _) in METRICS.items()}
+MINIMA = {name: least for name, (_, least) in METRICS.items() if least}
+MIN_PEERS = 4  # fewer have no majority to compare with
+FLOOR = 0.02  # smallest spread, as a share of the median: tiny differences between equal peers are no anomaly
+_NIC_COUNTERS = ("nic_receive", "nic_transmit", "nic_errors", "nic_drops", "carrier_changes")
+COUNTERS = (*_NIC_COUNTERS, "cpu_busy_seconds", "gpu_corrected_ecc", "pcie_replays")
 
 
 def read_cpu(root: Path = Path("/proc")) -> dict[str, float]:
-    """``cpu_busy_seconds`` (counter, over all cores), ``cpu_count``, ``cpu_pressure`` (0 to 1, last 10 s)."""
+    """Read ``cpu_busy_seconds`` (counter, over all cores), ``cpu_count``, ``cpu_pressure`` (0 to 1, last 10 s)."""
     fields = (root / "stat").read_text().split("\n", 1)[0].split()[1:]
     ticks = [int(field) for field in fields[:8]]
     idle = ticks[3] + ticks[4]
-    result = {
-        "cpu_busy_seconds": (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK"),
-        "cpu_count": float(os.cpu_count() or 1),
-    }
-    result.update(_pressure(root, "cpu"))
-    return result
+    busy = (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
+    return {"cpu_busy_seconds": busy, "cpu_count": float(os.cpu_count() or 1), **_pressure(root, "cpu")}
 
 
 def read_memory(root: Path = Path("/proc")) -> dict[str, float]:
-    """``memory_used`` and ``shm_used`` (shares of the total, 0 to 1), ``memory_pressure`` (0 to 1, last 10 s)."""
+    """Read ``memory_used`` and ``shm_used`` (shares of the total, 0 to 1), ``memory_pressure`` (0 to 1, last 10 s)."""
     values = {}
     for line in (root / "meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         values[name] = float(rest.split()[0])
     total = values["MemTotal"] or 1.0
-    result = {
-        "memory_used": 1.0 - values.get("MemAvailable", total) / total,
-        "shm_used": values.get("Shmem", 0.0) / total,
-    }
-    result.update(_pressure(root, "memory"))
-    return result
+    used = 1.0 - values.get("MemAvailable", total) / total
+    return {"memory_used": used, "shm_used": values.get("Shmem", 0.0) / total, **_pressure(root, "memory")}
 
 
 def _pressure(root: Path, what: str) -> dict[str, float]:
-    """Linux pressure stall information, where the kernel has it."""
+    """Read pressure stall information, if the kernel has it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         line = (root / "pressure" / what).read_text().split("\n", 1)[0]
         average = next(field for field in line.split() if field.startswith("avg10="))
@@ -123,8 +85,8 @@ def _pressure(root: Path, what: str) -> dict[str, float]:
 
 
 def read_nics(root: Path = Path("/proc"), classes: Path = Path("/sys/class/net")) -> dict[str, float]:
-    """Counters summed over the node's real interfaces: bytes, errors, drops, and changes of the carrier."""
-    result = dict.fromkeys(("nic_receive", "nic_transmit", "nic_errors", "nic_drops", "carrier_changes"), 0.0)
+    """Sum the counters of the node's real interfaces: bytes, errors, drops, and changes of the carrier."""
+    result = dict.fromkeys(_NIC_COUNTERS, 0.0)
     for line in (root / "net" / "dev").read_text().splitlines()[2:]:
         name, _, rest = line.partition(":")
         name, fields = name.strip(), rest.split()
@@ -142,7 +104,7 @@ def read_nics(root: Path = Path("/proc"), classes: Path = Path("/sys/class/net")
 def read_links(
     classes: Path = Path("/sys/class/net"), infiniband: Path = Path("/sys/class/infiniband")
 ) -> dict[str, int]:
-    """Count how often each link changed: ``carrier_changes`` of interfaces, ``link_downed`` of InfiniBand ports."""
+    """Count the changes of each link: ``carrier_changes`` of interfaces, ``link_downed`` of InfiniBand ports."""
     result = {}
     for path in [*classes.glob("*/carrier_changes"), *infiniband.glob("*/ports/*/counters/link_downed")]:
         parts = path.relative_to(classes if path.is_relative_to(classes) else infiniband).parts
@@ -154,14 +116,14 @@ def read_links(
 
 
 def link_flaps(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Links whose counter rose between two readings, by how much: the cause link_flapping of the severity table."""
+    """Return link -> rise of its counter between two readings: the cause link_flapping of the severity table."""
     return {name: after[name] - before[name] for name in sorted(after) if after[name] > before.get(name, after[name])}
 
 
 def read_file_latency(directory: str | Path) -> dict[str, float]:
-    """``file_latency``: seconds to write, sync and read back a small file in the directory. Raises OSError."""
+    """Measure ``file_latency``: seconds to write, sync and read back a small file in the directory. Raises OSError."""
     start = time.perf_counter()
-    with tempfile.TemporaryFile(dir=directory, prefix=".unicron-") as file:  # without a name, where that is possible
+    with tempfile.TemporaryFile(dir=directory, prefix=".unicron-") as file:  # without a name, if possible
         file.write(bytes(4096))
         file.flush()
         os.fsync(file.fileno())
@@ -171,25 +133,22 @@ def read_file_latency(directory: str | Path) -> dict[str, float]:
 
 
 def read_gpus() -> list[dict[str, float]]:
-    """One mapping per GPU through NVML; an empty list without GPUs, driver or pynvml."""
+    """Read one mapping for each GPU through NVML; none without GPUs, driver or pynvml."""
     try:
         import pynvml
     except ImportError:
         return []
-    try:
+    with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        return [_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
+        try:
+            return [_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        finally:
+            pynvml.nvmlShutdown()
+    return []
 
 
 def _read_gpu(nvml: Any, index: int) -> dict[str, float]:
-    """Return the metrics of a card; a query that it does not support is left out."""
+    """Return the metrics of a card, without those that it does not support."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     queries: dict[str, Callable[[], float]] = {
         "gpu_busy": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0,
@@ -210,7 +169,7 @@ def _read_gpu(nvml: Any, index: int) -> dict[str, float]:
 
 
 def read_worst_gpu() -> dict[str, float]:
-    """The worst value of each metric over the node's GPUs; empty without any."""
+    """Return the worst value of each metric over the node's GPUs; nothing without any."""
     gpus = read_gpus()
     result = {}
     for name in {name for gpu in gpus for name in gpu}:
@@ -220,7 +179,7 @@ def read_worst_gpu() -> dict[str, float]:
 
 
 def read_node() -> dict[str, float]:
-    """Return what the kernel counts of the node, which never hangs; a collector that fails is left out."""
+    """Read the kernel's counters of the node, which never hang, without collectors that fail."""
     result: dict[str, float] = {}
     for collector in (read_cpu, read_memory, read_nics):
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
@@ -229,7 +188,7 @@ def read_node() -> dict[str, float]:
 
 
 class Rates:
-    """Turns counters into rates per second and leaves gauges as they are. The first call gives gauges only."""
+    """Converts counters to rates per second, and leaves gauges as they are. The first call returns only gauges."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
@@ -240,7 +199,7 @@ class Rates:
         if self._time is not None and now > self._time:
             for name in COUNTERS:
                 if name in values and name in self._last:
-                    # A counter that went back was reset with its driver.
+                    # a driver resets its counters
                     result[name] = max(0.0, values[name] - self._last[name]) / (now - self._time)
         if "cpu_busy_seconds" in result:
             result["cpu_busy"] = result.pop("cpu_busy_seconds") / result.get("cpu_count", 1.0)
@@ -251,8 +210,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """A peer that stands out. ``scores``: metric -> signed robust z-score of those that count, the largest first.
-    ``distance``: robust distance over all metrics. ``rounds``: for how many rounds in a row."""
+    """A peer that stands out. scores: metric -> signed robust z-score of those that count, the largest first. distance:
+    robust distance over all metrics. rounds: number of rounds in a row."""
 
     peer: str
     metric: str
@@ -263,7 +222,7 @@ class Anomaly:
 
 
 class PeerWatch:
-    """Judges rounds of metrics of the peers of one job (ranks of one group, or its nodes)."""
+    """Judges rounds of metrics of the peers of one job: ranks of one group, or its nodes."""
 
     def __init__(
         self,
@@ -271,26 +230,28 @@ class PeerWatch:
         rounds: int = 3,
         minima: Mapping[str, float] = MINIMA,
     ) -> None:
-        """threshold: robust z-score or scaled distance that counts. rounds: so many in a row, since one sample proves
-        nothing. minima: metric -> difference under which nothing counts."""
+        """Each limit must be exceeded in `rounds` rounds in a row, since one sample proves nothing. threshold: limit of
+        robust z-scores and of the scaled distance. minima: metric -> difference under which nothing counts."""
         self.threshold, self.rounds, self.minima = threshold, rounds, minima
         self._streaks: dict[str, int] = {}
 
     def judge(self, values: Mapping[str, Mapping[str, float]]) -> list[Anomaly]:
-        """One round: peer -> metric -> value. Returns who has stood out for ``rounds`` rounds, the worst first."""
+        """Judge one round, peer -> metric -> value; return the peers that stood out for ``rounds`` rounds, worst
+        first."""
         scores = robust_scores(values, self.minima)
-        found: dict[str, tuple[float, dict[str, float]]] = {}
+        outliers: dict[str, tuple[float, dict[str, float]]] = {}
         for peer, (distance, by_metric) in scores.items():
             bad = {metric: score for metric, score in by_metric.items() if _is_bad(metric, score, self.threshold)}
             if bad or distance > self.threshold:
                 ranked = bad or by_metric
-                found[peer] = (distance, dict(sorted(ranked.items(), key=lambda item: -abs(item[1]))[:5]))
-        self._streaks = {peer: self._streaks.get(peer, 0) + 1 for peer in found}
-        result = []
-        for peer, (distance, ranked) in found.items():
-            if self._streaks[peer] >= self.rounds:
-                result.append(self._anomaly(peer, distance, ranked, values))
-        return sorted(result, key=lambda anomaly: -max(anomaly.distance, *map(abs, anomaly.scores.values())))
+                outliers[peer] = (distance, dict(sorted(ranked.items(), key=lambda item: -abs(item[1]))[:5]))
+        self._streaks = {peer: self._streaks.get(peer, 0) + 1 for peer in outliers}
+        anomalies = [
+            self._anomaly(peer, distance, ranked, values)
+            for peer, (distance, ranked) in outliers.items()
+            if self._streaks[peer] >= self.rounds
+        ]
+        return sorted(anomalies, key=lambda anomaly: -max(anomaly.distance, *map(abs, anomaly.scores.values())))
 
     def _anomaly(
         self, peer: str, distance: float, ranked: dict[str, float], values: Mapping[str, Mapping[str, float]]
@@ -312,12 +273,12 @@ def _is_bad(metric: str, score: float, threshold: float) -> bool:
 def robust_scores(
     values: Mapping[str, Mapping[str, float]], minima: Mapping[str, float] = MINIMA
 ) -> dict[str, tuple[float, dict[str, float]]]:
-    """peer -> (distance, metric -> z). z: distance from the median in units of the median absolute deviation.
+    """Return peer -> (distance, metric -> z). z: distance from the median in units of the median absolute deviation.
 
-    Distance: Mahalanobis distance of the clipped z-scores with a covariance shrunk towards the identity, scaled so that
-    sqrt(number of metrics) is usual and the result reads like a z-score; what is off in the good direction (a cool GPU)
-    adds nothing to it. Metrics that fewer than MIN_PEERS report are left out; so are values that are not finite or
-    beyond 1e100.
+    The distance is the Mahalanobis distance of the clipped z-scores, with a covariance shrunk towards the identity, and
+    scaled so that sqrt(number of metrics) is usual and the result reads like a z-score. Deviations in the good
+    direction (a cool GPU) do not count in it. Metrics from fewer than MIN_PEERS peers are left out, and so are values
+    that are not finite or beyond 1e100.
     """
     import numpy as np
 
@@ -326,7 +287,7 @@ def robust_scores(
         return {}
     names = sorted({name for row in values.values() for name in row})
     table = np.array([[values[peer].get(name, np.nan) for name in names] for peer in peers], dtype=float)
-    table[~(np.abs(table) < 1e100)] = np.nan  # neither infinite nor absurd: squares must stay finite
+    table[~(np.abs(table) < 1e100)] = np.nan  # squares must stay finite
     keep = np.sum(~np.isnan(table), axis=0) >= MIN_PEERS
     names, table = [name for name, kept in zip(names, keep, strict=True) if kept], table[:, keep]
     if not names:
@@ -349,7 +310,7 @@ def robust_scores(
 
 
 def _distances(scores: Any) -> Any:
-    """Robust distances of the rows: the covariance comes from clipped scores, so one bad peer cannot hide itself."""
+    """Return robust distances of the rows. Clipped scores make the covariance, so one bad peer cannot hide itself."""
     import numpy as np
 
     rows, columns = scores.shape
@@ -358,5 +319,5 @@ def _distances(scores: Any) -> Any:
     covariance = weight * (clipped.T @ clipped / rows) + (1.0 - weight) * np.eye(columns)
     squared = np.einsum("ij,jk,ik->i", scores, np.linalg.pinv(covariance), scores)
     lengths = np.sqrt(np.maximum(squared, 0.0))
-    # Chi with k degrees of freedom is about normal around sqrt(k) with deviation 1/sqrt(2), wider for heavy tails.
+    # Chi with k degrees of freedom is nearly normal around sqrt(k) with deviation 1/sqrt(2), wider for heavy tails.
     return np.maximum(0.0, (lengths - np.sqrt(columns)) / 1.4)

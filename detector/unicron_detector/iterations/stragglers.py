@@ -1,9 +1,9 @@
-"""Ranks that are slower than their peers all the time, from the very start even: no history of the job is needed.
+"""Finds ranks that are always slower than their peers, without a history of the job. Pure, standard library only.
 
-Pure, standard library only. `IterationMonitor` sees a job that becomes slow; a straggler that was slow when the
-baseline was learned is part of it. Here each rank's own phases are compared with its peers' over the last blocks of
-iterations, and a rank is named when the difference matters (THRESHOLD), stands out from the peers' own differences, is
-beyond the noise of the measurement, and was there in every block.
+`IterationMonitor` sees a job that becomes slow, but a straggler that was slow from the start is part of its baseline.
+Here each rank's own phases are compared with those of its peers over the last blocks of iterations. A rank is reported
+if the difference matters (THRESHOLD), exceeds the peers' own differences and the noise of the measurement, and was
+there in every block.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from statistics import fmean, median, pstdev
 
 from unicron_detector.iterations.culprit import OWN_PHASES, Culprit
 
-OWN_TIMES = (*OWN_PHASES, "outside")  # in which a rank works by itself
-BLOCK, BLOCKS = 8, 6  # iterations of a block; so many blocks in a row
-THRESHOLD = 0.1  # share of the iteration's own work that counts
-PEER_SPREADS = 4.0  # robust standard deviations of the peers among themselves
+OWN_TIMES = (*OWN_PHASES, "outside")  # in these a rank works by itself
+BLOCK, BLOCKS = 8, 6  # iterations of a block; blocks in a row
+THRESHOLD = 0.1  # of the iteration's own work
+PEER_SPREADS = 4.0  # robust standard deviations among the peers
 ERRORS = 6.0  # standard errors of the rank's own difference
 Row = Mapping[int, Mapping[str, float]]
 
 
 @dataclass
 class Block:
-    """Sums over some iterations: slot -> one number per phase. apart, squared: of the differences from the mean of all
-    ranks, so that noise which all have in common does not count."""
+    """Sums over some iterations: slot -> one number for each phase. apart, squared: of the differences from the mean of
+    all ranks, so that common noise does not count."""
 
     iterations: int = 0
     seconds: dict[int, list[float]] = field(default_factory=dict)
@@ -50,21 +50,22 @@ class Block:
 
 
 class Stragglers:
-    """Feed it `observe` once per iteration; `current` is the straggler, if there is one."""
+    """Feed it `observe` once for each iteration; `current` is the straggler, if there is one."""
 
     def __init__(self) -> None:
         self.current: Culprit | None = None
         self.clear()
 
     def clear(self) -> None:
-        """The ranks or their work changed: begin anew. `current` stays until the next comparison."""
+        """Start again: the ranks or their work have changed. `current` stays until the next comparison."""
         self._past: deque[Block] = deque(maxlen=BLOCKS)
         self._open = Block()
 
     def observe(self, row: Row, groups: Mapping[int, Hashable] | None = None) -> Culprit | None:
-        """One iteration: slot -> phase -> seconds, for equal work. ``groups``: slot -> what makes ranks comparable.
+        """Add one iteration, slot -> phase -> seconds for equal work, and return ``current``. groups: slot -> ranks
+        with the same value are comparable.
 
-        Returns ``current``. Compares once per block; an iteration with other slots than before begins anew.
+        It compares once for each block; an iteration with other slots starts again.
         """
         known = self._open.seconds or (self._past[-1].seconds if self._past else row)
         if set(row) != set(known):
@@ -81,8 +82,8 @@ class Stragglers:
         return self.current
 
     def _means(self, last: int) -> dict[int, list[float]]:
-        """Seconds per iteration over the last blocks. Means are compared, not single iterations: where these have two
-        speeds, the mean is above the median for everybody."""
+        """Return the seconds of an iteration over the last blocks. Means are compared, not single iterations, because
+        with two speeds the mean is above the median for all ranks."""
         blocks = list(self._past)[-last:]
         count = sum(block.iterations for block in blocks)
         return {
@@ -92,7 +93,7 @@ class Stragglers:
         }
 
     def _still(self, culprit: Culprit, groups: Mapping[int, Hashable]) -> bool:
-        """Whether the last two blocks still show half of what counts; one lucky block is no cure."""
+        """Whether the last two blocks still show half of the threshold; one lucky block is no cure."""
         means, slot = self._means(2), culprit.slot
         if slot is None or slot not in means:
             return False
@@ -140,7 +141,7 @@ class Stragglers:
         return Culprit(slot, OWN_TIMES[index], slowdown, reason)
 
     def _noise(self, slot: int, index: int) -> float:
-        """Standard error of the slot's difference from the others, from single iterations."""
+        """Return the standard error of the slot's difference from the others, from single iterations."""
         count = sum(block.iterations for block in self._past)
         ranks = len(self._past[-1].seconds)
         mean = sum(block.apart[slot][index] for block in self._past) / count
@@ -153,5 +154,4 @@ def _peers(slots: Iterable[int], slot: int, groups: Mapping[int, Hashable]) -> l
 
 
 def _excess(means: Mapping[int, list[float]], slot: int, peers: list[int], index: int) -> float:
-    """Return how much longer the slot takes than its peers."""
     return means[slot][index] - median(means[other][index] for other in peers)

@@ -1,4 +1,4 @@
-"""Counts what a plain program does, in a page of memory that its agent reads: optimizer steps, waits for other ranks,
+"""Counts the work of a plain program, in a page of memory that its agent reads: optimizer steps, waits for other ranks,
 saves, heartbeats.
 
 The script is not changed. The zygote calls :func:`install` in each fork. In a process that starts cold, `import torch`
@@ -25,27 +25,27 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-NAME = "unicron_counters"  # of this module for torch, which finds it without this project's folders
+NAME = "unicron_counters"  # torch finds this module by this name, without the project's folders
 PAGE, ASKS = "UNICRON_COUNTERS", ".ask"  # the page's path in the environment; the pipe beside it
-BYTES, TEXT = 32768, 1024  # of a page, and where its text begins
+BYTES, TEXT = 32768, 1024  # size of a page, and the place of its text
 FIELDS = (
     "version",
-    "pid",  # of the process that counts: the first that calls a hook
+    "pid",  # the process that counts: the first one that calls a hook
     "began",  # when it was installed; all times are nanoseconds on the monotonic clock
     "done",  # iterations
     "done_at",  # end of the last one
-    "waited_then",  # `waited` at that moment
+    "waited_then",  # `waited` at that time
     "outside_then",
     "wait",  # why it waits for other ranks now: an index of WAITS
-    "waits",  # how often it has begun to
-    "waited",  # for how long in all
-    "outside",  # depth of saves, and of sections outside an iteration, that it is in
+    "waits",  # number of these waits
+    "waited",  # their total time
+    "outside",  # nesting depth in saves and sections outside an iteration
     "outside_for",
-    "saves",  # that have ended
+    "saves",  # finished saves
     "saved_done",  # iterations at the end of the last one
     "heartbeats",
-    "answers",  # to the agent's questions
-    "length",  # bytes of the text: an answer, or why something is not counted
+    "answers",  # number of answers to the agent
+    "length",  # bytes of the text: an answer, or the reason why something is not counted
 )
 AT = {name: number for number, name in enumerate(FIELDS)}
 VERSION = 1
@@ -60,7 +60,7 @@ END, END_SECONDS = b".", 1.0  # the question that ends the thread, and how long 
 MOST_GROUPS = 64  # in one answer
 MONITOR = "nvidia_resiliency_ext.fault_tolerance.rank_monitor_client"
 
-install_later = False  # in a zygote: its forks install
+install_later = False  # True in a zygote, whose forks install
 _DONE, _DONE_AT, _WAITED, _WAITED_THEN = AT["done"], AT["done_at"], AT["waited"], AT["waited_then"]
 _WAIT, _WAITS, _OUTSIDE, _OUTSIDE_FOR, _OUTSIDE_THEN, _PID = (
     AT[name] for name in ("wait", "waits", "outside", "outside_for", "outside_then", "pid")
@@ -69,7 +69,7 @@ _now, _thread = time.monotonic_ns, threading.get_ident
 
 
 class Counters:
-    """The page, as the process that counts writes it. Times in nanoseconds."""
+    """The page for the process that counts. Times in nanoseconds."""
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
@@ -77,12 +77,12 @@ class Counters:
         self.page = memoryview(self._map).cast("Q")
         self._path = path
         self.mine: bool | None = None  # whether this process counts; None until that is decided
-        self.thread = 0  # the one that trains
-        self._round: set[int] = set()  # optimizers that have stepped in the present iteration
+        self.thread = 0  # the thread that trains
+        self._round: set[int] = set()  # optimizers that have stepped in this iteration
         self.page[AT["version"]] = VERSION
 
     def claim(self) -> bool:
-        """Whether this process is the one that counts: the first living process of the rank that trains."""
+        """Whether this process counts: the first living process of the rank that trains."""
         if self.mine is None:
             owner = self.page[_PID]
             self.mine = owner in (0, os.getpid()) or not os.path.exists(f"/proc/{owner}")
@@ -95,14 +95,14 @@ class Counters:
         return self.mine
 
     def after_fork(self) -> None:
-        """Stops counting in a child, such as a worker that loads data, of the process that counts."""
+        """Stop counting in a child of the process that counts, such as a worker that loads data."""
         if self.mine:
             self.mine, self.thread = False, 0
 
     # ------------------------------------------------------------ what is counted
     def on_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        """Counts a step of an optimizer. An iteration ends with the first step of a round. If there are two optimizers,
-        as in a GAN, a new round begins when one of them steps again."""
+        """Count a step of an optimizer. An iteration ends with the first step of a round. With two optimizers, as in a
+        GAN, a new round begins when one of them steps again."""
         if not self.mine and not self.claim():
             return
         key, steps = id(optimizer), self._round
@@ -118,7 +118,7 @@ class Counters:
         page[_DONE] += 1
 
     def waiting(self, function: Callable[..., Any], kind: int) -> Callable[..., Any]:
-        """Returns the function wrapped, so that its time counts as waiting for other ranks."""
+        """Wrap the function so that its time counts as waiting for other ranks."""
         page = self.page
 
         def wrapper(*arguments: Any, **keywords: Any) -> Any:
@@ -136,7 +136,7 @@ class Counters:
         return unseen(wrapper, function)
 
     def saving(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function wrapped, so that its time counts as a save."""
+        """Wrap the function so that its time counts as a save."""
 
         def wrapper(*arguments: Any, **keywords: Any) -> Any:
             if not self.mine or _thread() != self.thread:
@@ -151,7 +151,7 @@ class Counters:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Counts the time within as outside an iteration."""
+        """Count the time in the body as outside an iteration."""
         page, began = self.page, _now()
         page[_OUTSIDE] += 1
         try:
@@ -161,25 +161,24 @@ class Counters:
             page[_OUTSIDE_FOR] += _now() - began
 
     def beat(self) -> None:
-        """Counts a heartbeat of the script."""
+        """Count a heartbeat of the script."""
         if self.mine or self.claim():
             self.page[AT["heartbeats"]] += 1
 
     def section(self, by: int) -> None:
-        """Notes that a section outside an iteration begins (1) or ends (-1)."""
+        """Note that a section outside an iteration begins (1) or ends (-1)."""
         if self.mine or self.claim():
             self.beat()
             self.page[_OUTSIDE] = max(0, self.page[_OUTSIDE] + by)
 
     def put_text(self, text: str) -> None:
-        """Put a text into the page."""
         data = text.encode(errors="replace")[: BYTES - TEXT]
         self._map[TEXT : TEXT + len(data)] = data
         self.page[AT["length"]] = len(data)
 
     # ------------------------------------------------------------ questions
     def _answer_questions(self) -> None:
-        """Starts a thread that answers the agent's questions, if there is a process group."""
+        """Start a thread that answers the agent's questions, if there is a process group."""
         distributed = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_available() or not distributed.is_initialized():
             return
@@ -190,7 +189,7 @@ class Counters:
             atexit.register(self._end_answers, pipe, thread)
 
     def _end_answers(self, pipe: int, thread: threading.Thread) -> None:
-        """Ends the thread: an interpreter that exits while a thread is in torch aborts. A fork has no such thread."""
+        """End the thread: an interpreter that exits while a thread is in torch aborts. A fork has no such thread."""
         if self.mine:
             os.write(pipe, END)
             thread.join(END_SECONDS)
@@ -199,13 +198,13 @@ class Counters:
         while END not in os.read(pipe, 64):
             try:
                 self.put_text(json.dumps(collectives()))
-            except Exception as error:  # no question may end the script
+            except Exception as error:  # a question must not end the script
                 self.put_text(json.dumps({"error": f"{type(error).__name__}: {error}"[:200]}))
             self.page[AT["answers"]] += 1
 
 
 def unseen(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the wrapper with the function's name. torch's compiler does not trace it."""
+    """Return the wrapper with the function's name and hidden from torch's compiler."""
     _keep_from_compiler(wrapper)
     wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
@@ -216,26 +215,25 @@ def unseen(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callabl
 
 
 def _keep_from_compiler(function: Any) -> None:
-    """Keeps torch's compiler, which goes by the file's name, from tracing the function: it would fail."""
+    """Keep torch's compiler, which goes by the file's name, from tracing the function: it would fail."""
     function.__code__ = function.__code__.replace(co_filename=f"<frozen importlib.{NAME}>")
 
 
 def collectives() -> dict[str, list[Any]]:
-    """Returns for each group's name [collectives that this rank has begun, that have ended, the last one in words],
-    from the flight recorder."""
+    """Read the flight recorder: group -> [collectives that this rank has begun, that have ended, the last in words]."""
     from torch._C import _distributed_c10d as c10d
 
-    found: dict[str, list[Any]] = {}
+    progress: dict[str, list[Any]] = {}
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(c10d, name, None)
         trace = json.loads(dump(True, False)) if dump is not None else {}
         for entry in trace.get("entries", ()):
             group, number = entry["process_group"][0], entry["collective_seq_id"]
-            if not entry["is_p2p"] and number >= found.get(group, [0])[0]:
+            if not entry["is_p2p"] and number >= progress.get(group, [0])[0]:
                 status = trace.get("pg_status", {}).get(str(entry["pg_id"]), {})
                 words = f"{entry['profiling_name']} {entry['input_sizes']}"[:80]
-                found[group] = [number, max(0, int(status.get("last_completed_collective", 0))), words]
-    return dict(list(found.items())[-MOST_GROUPS:])
+                progress[group] = [number, max(0, int(status.get("last_completed_collective", 0))), words]
+    return dict(list(progress.items())[-MOST_GROUPS:])
 
 
 # ---------------------------------------------------------------- installing it
@@ -250,7 +248,7 @@ def _lacks(module: str, name: str, parameters: str | None) -> bool:
 
 
 def install() -> None:
-    """Starts to count in this process, if its agent asks for that. Never raises: counting must not break a program."""
+    """Start to count if the agent asks for it. Never raises, because counting must not break a program."""
     path = None if install_later else os.environ.get(PAGE)
     if path is None:
         return
@@ -264,7 +262,7 @@ def install() -> None:
 
 
 def _beside(name: str) -> Any:
-    """Imports a module of this folder, which is not on sys.path."""
+    """Import a module of this folder, which is not on sys.path."""
     where = os.path.join(os.path.dirname(os.path.realpath(__file__)), f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"_unicron_{name}", where)
     assert spec is not None and spec.loader is not None
@@ -274,7 +272,6 @@ def _beside(name: str) -> Any:
 
 
 def _hook(counters: Counters) -> None:
-    """Puts the hooks into torch."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -283,7 +280,7 @@ def _hook(counters: Counters) -> None:
     def on_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
         counters.on_step(optimizer, arguments, keywords)
 
-    for method in (Counters.on_step, Counters.claim):  # what hooks call
+    for method in (Counters.on_step, Counters.claim):  # called by hooks
         _keep_from_compiler(method)
     register_optimizer_step_post_hook(unseen(on_step, on_step))
     torch.save = counters.saving(torch.save)
@@ -300,7 +297,7 @@ def _hook(counters: Counters) -> None:
 
 # ---------------------------------------------------------------- others' heartbeats
 class _Monitors:
-    """Watches for the import of NVRx's client. Its calls count as progress, and work without NVRx's launcher."""
+    """Waits for the import of NVRx's client. Its calls count as progress, and work without NVRx's launcher."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters, self._busy = counters, False

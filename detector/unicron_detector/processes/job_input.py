@@ -1,8 +1,8 @@
-"""The standard input of a job's command, for each process of its ranks from the beginning.
+"""The standard input of a job's command, from its beginning for each process of its ranks.
 
-`srun python - <<EOF` gives every task the program by a pipe, which can be read once. The ranks of a node, and each of
-them again after a failure, must all get the same. So this process reads the pipe as fast as the ranks do, keeps what it
-has read, and gives each process a pipe or a file of its own.
+`srun python - <<EOF` passes the program to every task by a pipe, which can be read only once. But all ranks of a node,
+and each of them again after a failure, need the same input. So this process reads the pipe as fast as the ranks do,
+keeps what it has read, and gives each process a pipe or a file of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import select
 import stat
 import threading
 
-MOST_BYTES = 64 << 20  # that are kept
+MOST_BYTES = 64 << 20  # to keep
 READ_BYTES = 1 << 16
 
 
@@ -23,15 +23,15 @@ class JobInput:
     def __init__(self, source: int, most: int = MOST_BYTES) -> None:
         self._source, self._most = source, most
         self._lock = threading.Lock()
-        self._kept = -1  # a file with what was read, or with the part of it that is behind `_first`
+        self._kept = -1  # a file with the input, or with the part behind `_first`
         self._first = self._read = 0
         self._ended = self._lost = False
-        self._given: dict[int, int] = {}  # the writing end of a process's pipe -> bytes that went into it
-        self._wake: tuple[int, int] | None = None  # of the thread, while it runs
+        self._written: dict[int, int] = {}  # writing end of a process's pipe -> bytes written to it
+        self._wake: tuple[int, int] | None = None  # a pipe to the thread, while it runs
 
     def open(self) -> int | None:
-        """A descriptor by which one process reads the input from its beginning. The caller closes it. None where the
-        process may use this process's own: for a terminal and for /dev/null. Raises OSError."""
+        """Return a descriptor by which one process reads the input from its beginning; the caller closes it. None if
+        the process may use this process's own input: a terminal or /dev/null. Raises OSError."""
         try:
             kind = os.fstat(self._source).st_mode
         except OSError:  # it is closed
@@ -51,8 +51,7 @@ class JobInput:
             return self._add_process()
 
     def give_back(self) -> None:
-        """A program that this process becomes will read the input from its beginning. Raises OSError where that cannot
-        be, for a part was read and the rest has not come."""
+        """Rewind the input for a program that this process executes. Raises OSError if only a part of it was read."""
         with self._lock:
             if self._read and not self._ended:
                 raise OSError(errno.ESPIPE, "a part of its standard input was read before")
@@ -64,7 +63,7 @@ class JobInput:
     def _add_process(self) -> int:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
-        self._given[writing] = 0
+        self._written[writing] = 0
         if self._wake is not None:
             os.write(self._wake[1], b".")
             return reading
@@ -83,10 +82,12 @@ class JobInput:
         """Pass the input on until no process wants more of it."""
         while True:
             with self._lock:
-                for writing in list(self._given):
+                for writing in list(self._written):
                     self._write_to(writing)
-                if not self._given:
-                    self._close_thread()
+                if not self._written:
+                    for descriptor in self._wake or ():
+                        os.close(descriptor)
+                    self._wake = None
                     return
                 poll = self._poll(wake)
             ready = [descriptor for descriptor, _ in poll.poll()]
@@ -95,22 +96,17 @@ class JobInput:
             if self._source in ready:
                 self._read_source()
 
-    def _close_thread(self) -> None:
-        for descriptor in self._wake or ():
-            os.close(descriptor)
-        self._wake = None
-
     def _poll(self, wake: int) -> select.poll:
-        """Return a poll of what to wait for.
+        """Return a poll for the next event.
 
-        The input is read when a process has all that was read before, so that nothing is taken from a stream that
-        nobody reads; where it is no longer kept, when all processes have.
+        The input is read when a process has all that was read before, so that nothing is taken from a stream that no
+        process reads; if it is no longer kept, when all processes have.
         """
         poll = select.poll()
         poll.register(wake, select.POLLIN)
-        at_end = [given == self._read for given in self._given.values()]
-        for (writing, _), done in zip(self._given.items(), at_end, strict=True):
-            poll.register(writing, 0 if done else select.POLLOUT)  # that nobody reads it any more is always told
+        at_end = [count == self._read for count in self._written.values()]
+        for (writing, _), done in zip(self._written.items(), at_end, strict=True):
+            poll.register(writing, 0 if done else select.POLLOUT)  # a closed reading end is always reported
         if all(at_end) if self._full else any(at_end):
             poll.register(self._source, select.POLLIN)
         return poll
@@ -121,7 +117,6 @@ class JobInput:
         return self._lost or self._read + READ_BYTES > self._most
 
     def _read_source(self) -> None:
-        """Read what has come."""
         try:
             data = os.read(self._source, READ_BYTES)
         except BlockingIOError:
@@ -132,18 +127,18 @@ class JobInput:
             if not data:
                 self._ended = True
                 return
-            if self._full and all(given == self._read for given in self._given.values()):
+            if self._full and all(count == self._read for count in self._written.values()):
                 self._lost, self._first = True, self._read
                 os.ftruncate(self._kept, 0)
             os.pwrite(self._kept, data, self._read - self._first)
             self._read += len(data)
 
     def _write_to(self, writing: int) -> None:
-        """Write to a process's pipe what it takes now. Its end is closed when it has everything."""
+        """Write to a process's pipe what it accepts now, and close the pipe after everything."""
         try:
-            while (given := self._given[writing]) < self._read:
-                data = os.pread(self._kept, READ_BYTES, given - self._first)
-                self._given[writing] = given + os.write(writing, data)
+            while (count := self._written[writing]) < self._read:
+                data = os.pread(self._kept, READ_BYTES, count - self._first)
+                self._written[writing] = count + os.write(writing, data)
         except BlockingIOError:
             return
         except OSError:  # the process is gone
@@ -155,7 +150,7 @@ class JobInput:
             self._drop(writing)
 
     def _drop(self, writing: int) -> None:
-        del self._given[writing]
+        del self._written[writing]
         os.close(writing)
 
 

@@ -1,9 +1,9 @@
 """Writes a supervisor's output to the job's log, and never waits for it: the file system may not answer, the disk may
 be full, the reader may be stopped.
 
-A thread of its own writes what is in a buffer. While the log takes something and the buffer fills, less is read from
-the ranks, and nothing is lost. Once it has taken nothing for STALL_SECONDS, training goes on
-and the newest output is dropped; the log says how much when it takes something again.
+A thread of its own writes the buffer. While the log accepts output and the buffer fills, less is read from the ranks,
+and nothing is lost. Once it has accepted nothing for STALL_SECONDS, training continues and the newest output is
+dropped; the log reports how much when it accepts output again.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from collections import deque
 
 from unicron_detector.processes.log_format import log_line
 
-FULL_BYTES = 4 << 20  # from here on who can hold back does
+FULL_BYTES = 4 << 20  # from here on writers should hold back
 MOST_BYTES = 2 * FULL_BYTES
 STALL_SECONDS = 5.0
 PIECE = 1 << 16
-LONGEST_FLUSH = 60.0  # for a log that is slow, at the end
+LONGEST_FLUSH = 60.0  # at the end, for a slow log
 
 
 class JobOutput:
-    """Bytes for one descriptor, from any thread."""
+    """Output for one descriptor, from any thread."""
 
     def __init__(self, descriptor: int, stall: float = STALL_SECONDS):
         self._descriptor, self._stall = descriptor, stall
         self._waiting: deque[bytes] = deque()
         self._size = self._dropped = 0
         self._why = ""
-        self._moved = time.monotonic()  # when the log took something, or had nothing to take
+        self._moved = time.monotonic()  # when the log last accepted output, or had none to accept
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def write(self, data: bytes) -> None:
-        """Never waits, never fails."""
+        """Write without ever waiting or failing."""
         if not data:
             return
         with self._changed:
@@ -54,11 +54,11 @@ class JobOutput:
 
     @property
     def full(self) -> bool:
-        """Whether writers should wait: much is in the buffer, and the log takes it."""
+        """Whether writers should wait: much is in the buffer, and the log accepts it."""
         return self._size > FULL_BYTES and time.monotonic() - self._moved < self._stall
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all is written, as long as something was within `seconds`; False when it was not."""
+        """Wait until all is written, as long as something is written every `seconds`; False if not."""
         limit = time.monotonic() + max(seconds, LONGEST_FLUSH)
         with self._changed:
             while self._size:
@@ -76,13 +76,13 @@ class JobOutput:
             thread = threading.Thread(target=self._run, name="unicron-output", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # there is no thread to be had
+            except RuntimeError:  # no thread can be started
                 return False
             self._thread = thread
         return True
 
     def _write_now(self, data: bytes) -> None:
-        """Write what the log takes at once, where there is no thread."""
+        """Write what the log accepts at once, without a thread."""
         with contextlib.suppress(OSError):
             poll = select.poll()
             poll.register(self._descriptor, select.POLLOUT)
@@ -108,13 +108,13 @@ class JobOutput:
                 self._tell_loss()
 
     def _put(self, data: bytes) -> int:
-        """Returns how many of the bytes the log refused."""
+        """Write, and return the number of bytes that the log refused."""
         left = memoryview(data)
         try:
             while left:
                 try:
                     left = left[os.write(self._descriptor, left[:PIECE]) :]
-                except BlockingIOError:  # somebody has made it so
+                except BlockingIOError:  # another process has made it non-blocking
                     poll = select.poll()
                     poll.register(self._descriptor, select.POLLOUT)
                     poll.poll()

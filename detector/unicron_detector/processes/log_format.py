@@ -9,8 +9,8 @@ import time
 
 
 def log_line(level: str, program: str, text: str, at: float | None = None, **about: object) -> str:
-    """One line. at: seconds since the epoch, now by default; written as local time. about: whose line it is, for
-    example job=131; what is empty is left out."""
+    """Format one line. at: seconds since the epoch, by default now; written as local time. about: names the source, for
+    example job=131; empty values are left out."""
     names = [f"{name}={value}" for name, value in about.items() if value not in ("", None)]
     when = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at))
     return f"{' '.join([when, level.upper(), program, *names])}: {text}"

@@ -1,9 +1,9 @@
-"""A rank's line to its agent: a thread of its own, so that messages flow while the main thread is stuck in a
+"""A rank's connection to its agent, in a thread of its own, so that messages flow while the main thread is stuck in a
 collective.
 
-Messages go over a ZeroMQ Unix socket. The thread owns the socket; the main thread only puts messages into a queue.
-How far the main thread has come beside that, the thread looks up by itself: each message wakes a thread here and a
-process there, just when all ranks of a job go on together.
+Messages go over a ZeroMQ Unix socket, which the thread owns; the main thread only puts messages into a queue. The
+thread looks up mere progress of the main thread by itself, because each message wakes a thread here and a process
+there, just when all ranks of a job continue together.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from unicron_detector.processes import rank_messages, stacks
 from unicron_detector.processes.log_format import log_line
 from unicron_detector.processes.rank_messages import CollectiveProgress, Fault, FromRank, Inject, Status, ToRank
 
-LINGER_MS = 1000  # how long the end of a process waits for its last words to be sent
-PROGRESS_SECONDS = 0.2  # after a message, until mere progress is told
-QUIET_SECONDS = 0.5  # between two looks of `on_quiet`
-MAX_TRACEBACK = 8000  # characters: the end of a traceback says what happened
+LINGER_MS = 1000  # the end of a process waits this long for its last messages
+PROGRESS_SECONDS = 0.2  # between a message and a report of mere progress
+QUIET_SECONDS = 0.5  # between two calls of `on_quiet`
+MAX_TRACEBACK = 8000  # characters; the end of a traceback names the error
 
 
 class RankChannel:
-    """Connects to the agent's `endpoint` as rank `slot`; `on_message(message)` is called in the channel's thread."""
+    """A connection to the agent's `endpoint` as rank `slot`, whose thread calls `on_message(message)`."""
 
     def __init__(self, endpoint: str, slot: int, incarnation: int, on_message: Callable[[ToRank], None]):
         self.slot, self.incarnation = slot, incarnation
         self._on_message = on_message
         self.on_quiet: Callable[[bool], CollectiveProgress | None] | None = None
-        """Called in the channel's thread whenever the main thread has said nothing for a while; fresh: for the first
-        time since it did. What it returns is sent."""
+        """on_quiet(fresh) is called in the channel's thread if the main thread has sent nothing for a while; fresh: for
+        the first time since. Its result is sent."""
         self.progress: Callable[[], Status | None] | None = None
-        """Called in the channel's thread whenever the main thread has said nothing for PROGRESS_SECONDS. What it
-        returns, if there is news, is sent."""
+        """Called in the channel's thread if the main thread has sent nothing for PROGRESS_SECONDS. Its result, if any,
+        is sent."""
         self._outgoing: deque[bytes] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -60,23 +60,23 @@ class RankChannel:
 
     @classmethod
     def from_environment(cls, on_message: Callable[[ToRank], None]) -> RankChannel | None:
-        """The channel that the agent's environment names, or None outside an agent."""
+        """Make the channel that the agent's environment names; None outside an agent."""
         endpoint = os.environ.get("UNICRON_AGENT")
         if not endpoint:
             return None
-        stacks.register_from_environment()  # first: an agent asks only ranks that have a handler
+        stacks.register_from_environment()  # before the agent can ask for stacks
         return cls(
             endpoint, int(os.environ["UNICRON_SLOT"]), int(os.environ.get("UNICRON_INCARNATION", "0")), on_message
         )
 
     def send(self, message: FromRank) -> None:
-        """Queue one message; never blocks, never raises for a missing agent."""
+        """Queue one message; never blocks, and never raises for a missing agent."""
         self._idle.clear()
         self._outgoing.append(rank_messages.encode(message, self.slot, self.incarnation))
         try:
             os.write(self._wake_write, b"x")
         except BlockingIOError:
-            pass  # the pipe is full of wake-ups already
+            pass  # the pipe is already full of wake-ups
 
     def send_fault(self, error: BaseException, at: float | None = None) -> None:
         """Report an exception (detection method 3) with its type, text and the end of its traceback."""
@@ -91,15 +91,15 @@ class RankChannel:
 
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             at = time.time()
-            previous(kind, error, trace)  # first: once the fault is known, nobody waits for this process's end
+            previous(kind, error, trace)  # first: once the fault is known, the agent may end this process
             if not issubclass(kind, KeyboardInterrupt):
                 self.send_fault(error, at)
-                self.close()  # the process ends: what ZeroMQ still holds would end with it
+                self.close()  # sends what ZeroMQ still holds
 
         sys.excepthook = hook
 
     def flush(self, seconds: float) -> bool:
-        """Wait until everything queued has been handed to ZeroMQ; False when `seconds` were not enough."""
+        """Wait until everything queued has been handed to ZeroMQ; False if `seconds` were not enough."""
         return self._idle.wait(seconds)
 
     def close(self) -> None:
@@ -133,12 +133,12 @@ class RankChannel:
         self._context.term()
 
     def _send_now(self, source: Callable[[], FromRank | None] | None) -> None:
-        """Send what it has to say of the rank."""
+        """Send the source's message about the rank, if it has one."""
         try:
-            said = source() if source is not None else None
-            if said is not None:
-                self._socket.send(rank_messages.encode(said, self.slot, self.incarnation))
-        except Exception as error:  # the main thread changes what is looked at: the next look tells
+            message = source() if source is not None else None
+            if message is not None:
+                self._socket.send(rank_messages.encode(message, self.slot, self.incarnation))
+        except Exception as error:  # the main thread changes the data meanwhile: try again next time
             _complain(f"rank {self.slot} could not say how far it is", error)
 
     def _deliver(self, data: bytes) -> None:
@@ -148,23 +148,23 @@ class RankChannel:
                 injector.on_order(vars(message))
             elif message is not None:
                 self._on_message(message)
-        except Exception as error:  # a bad message must not end the line to the agent
+        except Exception as error:  # a bad message must not end the connection
             _complain(f"rank {self.slot} dropped a message", error)
 
 
 def name_micro_batch(error: BaseException, iteration: int, index: int) -> None:
-    """The error came while this micro-batch was computed."""
+    """Note in the error that it came while this micro-batch was computed."""
     error.micro_batch = iteration, index  # type: ignore[attr-defined]
     error.add_note(f"in micro-batch {index} of iteration {iteration}")
 
 
 def fault_of(error: BaseException, at: float | None = None) -> Fault:
-    """The error as a message, with its micro-batch. at: when it came, now by default."""
+    """Convert an error to a message, with its micro-batch. at: time of the error, by default now."""
     return Fault(type(error).__name__, str(error)[:2000], at or time.time(), "", "", *micro_batch_of(error))
 
 
 def micro_batch_of(error: BaseException | None) -> tuple[int | None, int | None]:
-    """(iteration, micro-batch) of an error, or of one that it was raised from; None where none is named."""
+    """Return (iteration, micro-batch) of an error or of one that it was raised from; None if none is named."""
     for _ in range(10):
         if error is None:
             break
@@ -175,10 +175,7 @@ def micro_batch_of(error: BaseException | None) -> tuple[int | None, int | None]
 
 
 def _cause(lines: str) -> str:
-    """Return the reason that a traceback names: the root of a chain, and whose socket it was.
-
-    It is empty where that fails, for a report must go out.
-    """
+    """Return the reason that a traceback names, the root of a chain. Empty if that fails: a report must go out."""
     try:
         return one_line(default_classifier().last_words(lines)[0])
     except Exception:

@@ -1,8 +1,7 @@
 """The messages between a rank and its agent: dataclasses, written as MessagePack maps.
 
-What the agent passes on from the controller has the names and defaults of the controller's own message
-(`unicron_ctl.shared.protocol.wire`), as far as ranks need it. A rank says nothing that it need not: its agent adds the
-rest.
+Messages that the agent forwards from the controller have the names and defaults of the controller's own messages
+(`unicron_ctl.shared.protocol.wire`), restricted to what ranks need. A rank sends only what its agent cannot add.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgpack
 
@@ -29,7 +28,7 @@ class Break:
 
 @dataclass(frozen=True)
 class Withdraw:
-    """The offer of this generation is not to be taken."""
+    """The offer of this generation must not be taken."""
 
     kind: ClassVar[str] = "withdraw"
     generation: int
@@ -38,7 +37,7 @@ class Withdraw:
 @dataclass(frozen=True)
 class Plan:
     """A generation as the controller planned it. With `boundary` it is an offer, taken at the end of the iteration in
-    which every member holds it. For the fields see `unicron_ctl.shared.protocol.wire.Plan`."""
+    which every member holds it. The fields are described in `unicron_ctl.shared.protocol.wire.Plan`."""
 
     kind: ClassVar[str] = "plan"
     generation: int
@@ -58,15 +57,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class StopRank:
-    """The rank is to save its state and to end."""
+    """The rank must save its state and end."""
 
     kind: ClassVar[str] = "stop_rank"
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Keep the training state of `iteration` in memory when it comes, and that of `good` until then; -1: none. none: no
-    state is to be kept any more."""
+    """Keep the training state of `iteration` in memory when it comes, and that of `good` until then; -1: none. none:
+    keep no state any more."""
 
     kind: ClassVar[str] = "cut"
     iteration: int
@@ -83,7 +82,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Save:
-    """Somebody wants a checkpoint of the state that comes next."""
+    """A checkpoint of the next state is wanted."""
 
     kind: ClassVar[str] = "save"
 
@@ -98,7 +97,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class Inject:
-    """Break something on purpose (:mod:`unicron_detector.chaos.inject`). seconds: 0 for the fault's own time."""
+    """Break something on purpose (:mod:`unicron_detector.chaos.inject`). seconds: 0 for the fault's default."""
 
     kind: ClassVar[str] = "inject"
     fault: str
@@ -115,8 +114,8 @@ TO_RANK: dict[str, type[ToRank]] = {
 # ---------------------------------------------------------------- rank -> agent
 @dataclass
 class Fault:
-    """An exception that the rank saw: its type, text, and the end of its traceback. cause: the line that its traceback
-    names as the reason. micro_batch: in which it came, of `iteration`."""
+    """An exception in the rank: its type, text, and the end of its traceback. cause: the line that the traceback names
+    as the reason. iteration, micro_batch: those in which it came."""
 
     kind: ClassVar[str] = "fault"
     type: str
@@ -130,7 +129,7 @@ class Fault:
 
 @dataclass
 class Status:
-    """A rank's report of itself. For the fields see `unicron_ctl.shared.protocol.structs.RankStatus`."""
+    """A rank's report about itself. The fields are described in `unicron_ctl.shared.protocol.structs.RankStatus`."""
 
     kind: ClassVar[str] = "rank"
     state: str
@@ -162,7 +161,7 @@ class Status:
 
 @dataclass
 class CollectiveProgress:
-    """The network of the collective that the rank is in gets on: `moved` is another number than before."""
+    """The network of the rank's present collective makes progress: `moved` differs from the last message."""
 
     kind: ClassVar[str] = "moved"
     moved: int
@@ -170,8 +169,8 @@ class CollectiveProgress:
 
 @dataclass
 class Step:
-    """An iteration is stepped: the proof which micro-batches it has, and the rank's status after it. Times in seconds;
-    `at` by the rank's clock. phases: seconds by part of the iteration."""
+    """A stepped iteration: the proof of its micro-batches, and the rank's status after it. Times in seconds; `at` by
+    the rank's clock. phases: seconds of each part of the iteration."""
 
     kind: ClassVar[str] = "step"
     generation: int
@@ -188,7 +187,7 @@ class Step:
 
 @dataclass
 class Timing:
-    """When the parts of a recovery ended: seconds since it began, and the rank's clock at its end."""
+    """When the parts of a recovery ended: seconds since its start, and the rank's clock at its end."""
 
     kind: ClassVar[str] = "timing"
     generation: int
@@ -202,22 +201,15 @@ FROM_RANK: dict[str, type[FromRank]] = {each.kind: each for each in (Fault, Stat
 
 # ---------------------------------------------------------------- bytes
 def encode(message: FromRank, slot: int, incarnation: int) -> bytes:
-    """A rank's message, with who says it."""
+    """Encode a rank's message, with its sender."""
     head = {"v": RANKS.number, "kind": message.kind, "slot": slot, "incarnation": incarnation, "pid": os.getpid()}
-    data: bytes = msgpack.packb({**head, **vars(message)}, default=_as_map)
+    data: bytes = msgpack.packb({**head, **vars(message)}, default=vars)  # a message may be part of another
     return data
 
 
-def _as_map(value: Any) -> dict[str, Any]:
-    if not dataclasses.is_dataclass(value):
-        raise TypeError(f"{type(value).__name__} is part of no message")
-    return vars(value)
-
-
 def decode(data: bytes) -> ToRank | None:
-    """The agent's message; fields that ranks do not know are left out. None for a kind that is not for
-    ranks, and for another release, of which the agent tells. Raises ValueError, KeyError or TypeError for what is
-    none."""
+    """Decode the agent's message, without fields that ranks do not know. None for a kind that is not for ranks, and for
+    another release, which the agent reports. Raises ValueError, KeyError or TypeError for an invalid one."""
     fields = msgpack.unpackb(data, strict_map_key=False)  # slots are integer keys
     known = TO_RANK.get(fields["kind"])
     if known is None or RANKS.refusal(fields["v"]):

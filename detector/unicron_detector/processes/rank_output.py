@@ -1,7 +1,5 @@
-"""Output of a rank: it goes to the job's log, and to a file of its own, each line with the time.
-
-A supervisor reads a rank's standard output by a pipe only where somebody asked for one of the two.
-"""
+"""The output of a rank: it goes to the job's log, and to a file of its own with the time of each line. A supervisor
+reads a rank's standard output by a pipe only if that is needed."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ LINE_BYTES = 1 << 16  # of one line; a progress bar never ends its own
 
 
 class LogFile(JobOutput):
-    """A file that is opened, with its folder, by the thread that writes it: the file system may not answer."""
+    """A file that the writing thread opens, with its folder, because the file system may not answer."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(-1)
-        self.path, self._told = path, False
+        self.path, self._warned = path, False
 
     def _put(self, data: bytes) -> int:
         if self._descriptor < 0:
@@ -29,22 +27,22 @@ class LogFile(JobOutput):
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             except OSError as error:
                 self._why = error.strerror or str(error)
-                if not self._told:
-                    self._told = True
-                    told = f"{self.path}: {self._why}: the output of this rank is in no file"
-                    standard_error.write(f"{log_line('warning', 'unicron', told)}\n".encode())
+                if not self._warned:
+                    self._warned = True
+                    text = f"{self.path}: {self._why}: the output of this rank is in no file"
+                    standard_error.write(f"{log_line('warning', 'unicron', text)}\n".encode())
                 return len(data)
         return super()._put(data)
 
     def close(self, seconds: float = 0.0) -> None:
-        """No more is written; what waits gets `seconds`."""
+        """Close the file after `seconds` at most for what is still in the buffer."""
         if self.flush(seconds) and self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class RankOutput:
-    """The output of one process. file: its own, where there is one. shown: the job's log has it, too."""
+    """The output of one process. file: its own, if it has one. shown: whether the job's log gets it, too."""
 
     def __init__(self, file: LogFile | None = None, shown: bool = True) -> None:
         self._file, self.shown = file, shown
@@ -52,11 +50,11 @@ class RankOutput:
 
     @property
     def piped(self) -> bool:
-        """The supervisor has to read the process's standard output."""
+        """Whether the supervisor has to read the process's standard output."""
         return self._file is not None or not self.shown
 
     def write(self, data: bytes, job: JobOutput) -> None:
-        """Pass on what came by one of its streams; `job` is that stream of the job's log. Empty data: its end."""
+        """Forward output of one of its streams; `job` is that stream of the job's log. Empty data mark its end."""
         if self.shown:
             job.write(data)
         if self._file is None:

@@ -1,7 +1,6 @@
-"""Stack traces of a rank that does not answer: the rank's side (a signal that makes the C level write them) and the
-agent's.
+"""Stack traces of a rank that does not answer: the rank's side (a signal whose C handler writes them) and the agent's.
 
-Standard library only. faulthandler's handler needs no GIL, so it answers for a rank whose GIL is held; a process that
+Standard library only. faulthandler's handler needs no GIL, so it answers for a rank whose GIL is held. A process that
 was stopped by a signal (state T) runs nothing at all, and only py-spy can look into it.
 """
 
@@ -17,31 +16,31 @@ from pathlib import Path
 
 SIGNAL = signal.SIGRTMIN + 1
 SPY_SECONDS = 1.5  # py-spy's time to look at one process
-SETTLE_SECONDS = 0.05  # a trace that has not grown for so long is complete
+SETTLE_SECONDS = 0.05  # a trace that has not grown for this long is complete
 ANSWER_SECONDS = 0.5  # faulthandler's time to begin
 MAX_TEXT = 16_000
 _file = None  # kept open for the life of the rank
 
 
 def register(path: str) -> None:
-    """Have all threads' stacks written to `path` whenever SIGNAL comes. Called in the rank."""
+    """Write all threads' stacks to `path` whenever SIGNAL comes. Called in the rank."""
     global _file
     _file = open(path, "ab", buffering=0)
     faulthandler.register(SIGNAL, file=_file, all_threads=True)
 
 
 def register_from_environment() -> None:
-    """Call `register` where the agent asks for it (UNICRON_STACKS). Called in the rank."""
+    """Call `register` if the agent asks for it (UNICRON_STACKS). Called in the rank."""
     path = os.environ.get("UNICRON_STACKS")
     if path:
         try:
             register(path)
         except (OSError, ValueError, RuntimeError):
-            os.environ.pop("UNICRON_STACKS")  # traces are a comfort: their lack stops no rank
+            os.environ.pop("UNICRON_STACKS")  # a rank can do without traces
 
 
 def process_state(pid: int) -> str:
-    """The state letter of proc(5), with where the kernel has the process waiting; empty for one that is gone."""
+    """Return the state letter of proc(5), and where the kernel has the process waiting; empty if it is gone."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -62,7 +61,7 @@ def process_state(pid: int) -> str:
 
 
 def handles_signal(pid: int) -> bool:
-    """Whether the process has a handler for SIGNAL; one without would die of it."""
+    """Whether the process has a handler for SIGNAL; without one it would die of it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -72,8 +71,7 @@ def handles_signal(pid: int) -> bool:
 
 
 class Dump:
-    """One trace in the making: ask `done(now)` until it is true, then read `text`. Never blocks. Times on
-    time.monotonic."""
+    """One trace in the making: call `done()` until it is true, then read `text`. Never blocks."""
 
     def __init__(self, pid: int, path: str):
         self.pid, self.path = pid, Path(path)
@@ -81,11 +79,8 @@ class Dump:
         self.how = "none"
         self.text = ""
         self._spy: subprocess.Popen[bytes] | None = None
-        self._offset = self._size()
+        self._offset = self._last = self._size()
         self._began = self._grown = time.monotonic()
-        self._start()
-
-    def _start(self) -> None:
         program = shutil.which("py-spy")
         if program and self.state:
             self.how = "py-spy"
@@ -97,8 +92,8 @@ class Dump:
                     stdout=file,
                     stderr=subprocess.DEVNULL,
                 )
-            return
-        self._signal()
+        else:
+            self._signal()
 
     def _signal(self) -> None:
         self.how = "none"
@@ -109,8 +104,8 @@ class Dump:
             except ProcessLookupError:
                 self.how = "none"
 
-    def done(self, now: float | None = None) -> bool:
-        """Whether there is nothing more to come."""
+    def done(self) -> bool:
+        """Whether the trace is complete."""
         now = time.monotonic()
         if self._spy is not None:
             if self._spy.poll() is None and now - self._began < SPY_SECONDS:
@@ -119,8 +114,8 @@ class Dump:
                 self._spy.kill()
             failed = self._spy.wait() != 0
             self._spy = None
-            if failed:  # no permission to trace, most often
-                self._offset = self._size()
+            if failed:  # most often for lack of permission to trace
+                self._offset = self._last = self._size()
                 self._began = self._grown = now
                 self._signal()
         if self.how == "faulthandler" and not self._complete(now):
@@ -130,7 +125,7 @@ class Dump:
 
     def _complete(self, now: float) -> bool:
         size = self._size()
-        if size != getattr(self, "_last", self._offset):
+        if size != self._last:
             self._last, self._grown = size, now
         if size > self._offset:
             return now - self._grown >= SETTLE_SECONDS

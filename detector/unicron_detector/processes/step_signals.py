@@ -1,8 +1,5 @@
 """Signals that Slurm sends to every process of a step. They are for its ranks or its agent; no other process acts on
-them.
-
-This file must run by itself: the zygote loads it by its path.
-"""
+them. The zygote loads this file by its path, so it must run by itself."""
 
 from __future__ import annotations
 
@@ -19,25 +16,25 @@ STEP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM, s
 
 
 def ignore_step_signals() -> list[signal.Signals]:
-    """This process ignores them from here on. Returns those that it did not ignore before, as SIGHUP under nohup(1)."""
-    heard = [number for number in STEP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    for number in heard:
+    """Ignore them from here on; return those that were not ignored before, as SIGHUP is under nohup(1)."""
+    effective = [number for number in STEP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in effective:
         signal.signal(number, signal.SIG_IGN)
-    return heard
+    return effective
 
 
-# ---------------------------------------------------------------- what a rank starts
+# ---------------------------------------------------------------- a rank's own children
 FOR_THE_RANK = (signal.SIGUSR1, signal.SIGUSR2)
 _helpers_spared = False
-_before_fork = threading.local()  # the signals that this thread blocked before it forked
+_before_fork = threading.local()  # the signal mask of this thread before its fork
 
 
 def spare_helpers() -> None:
-    """Keep the signals for which this process has a handler from what it starts from here on.
+    """Keep the signals for which this process has a handler from the processes that it starts.
 
-    A fork, such as a worker that loads data, ignores them, and may set a handler of its own. A program that is
-    executed has them blocked: it inherits no handler, and SIGUSR1 would end it. SIGTERM is for a fork, too: one that
-    comes before Python has set up the fork waits until then, or Python would forget it.
+    A fork, such as a worker that loads data, ignores them, and may set a handler of its own. An executed program has
+    them blocked: it inherits no handler, and SIGUSR1 would end it. SIGTERM still reaches a fork, but it is held back
+    until Python has set up the fork, which would otherwise forget it.
     """
     global _helpers_spared
     if _helpers_spared:

@@ -1,7 +1,7 @@
 """Process supervision (detection method 2; docs/design/paper.md, section 3): the ranks' processes as children of their
 agent.
 
-A pidfd becomes readable the moment a child ends, so an exit is known in well under a millisecond and without polling.
+A pidfd becomes readable the moment a child ends, so an exit is known in well under a millisecond without polling.
 """
 
 from __future__ import annotations
@@ -22,40 +22,39 @@ from unicron_detector.processes.rank_output import RankOutput
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-TAIL_LINES = 200  # an abort writes the frames of every thread behind its reason
+TAIL_LINES = 200  # an abort writes the frames of every thread after its reason
 LINE_BYTES = 8192  # of one line; a progress bar never ends its own
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel end this process with its parent (prctl(2)). Called in the child before exec."""
+def _die_with_parent(parent: int) -> None:
+    """Let the kernel end this process with its parent (prctl(2)). Called in the child before exec."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)  # it died between the fork and the call
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)  # the parent died between the fork and the call
 
 
 def shell_status(code: int) -> int:
-    """An exit code as a shell shows it: 128 + n for an end by signal n."""
+    """Return an exit code as a shell shows it: 128 + n for an end by signal n."""
     return 128 - code if code < 0 else code
 
 
 def adopt_orphans(on: bool = True) -> None:
-    """Whether this process becomes the parent of its descendants whose own parents have ended (prctl(2))."""
+    """Set whether this process becomes the parent of descendants whose own parents have ended (prctl(2))."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
 def reap_orphans(known: Collection[int]) -> None:
-    """Reap the adopted children that have ended: those that are neither `known` nor in this process's own group. For
-    these somebody waits."""
+    """Reap ended adopted children that are neither `known` nor in this process's own group, which others wait for."""
     with contextlib.suppress(ChildProcessError, ProcessLookupError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid in known or os.getpgid(ended.si_pid) == os.getpgrp():
-                return  # it hides the others until somebody has waited for it
+                return  # it hides the others until it is reaped
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _visible_line(line: bytes) -> bytes:
-    """The line as a terminal would show it: the part behind its last carriage return. A long line keeps both ends."""
+    """Return the part after the last carriage return, as a terminal shows it. A long line keeps both ends."""
     line = line.rstrip(b"\r").rpartition(b"\r")[2]
     half = LINE_BYTES // 2
     return line if len(line) <= LINE_BYTES else line[:half] + line[-half:]
@@ -65,8 +64,8 @@ def _visible_line(line: bytes) -> bytes:
 class Surroundings:
     """Input, output and CPUs of a process: by default those of this process.
 
-    stdin, stdout: descriptors. out, err: take what was read of its standard output, where that is a pipe, and of its
-    standard error. cpus: empty for those of this process.
+    stdin, stdout: descriptors. out, err: get the data of its standard output, if that is a pipe, and of its standard
+    error. cpus: empty for those of this process.
     """
 
     stdin: int | None = None
@@ -76,7 +75,7 @@ class Surroundings:
     cpus: frozenset[int] = frozenset()
 
     def bind(self) -> None:
-        """This process runs on these CPUs, where Slurm lets it."""
+        """Run this process on these CPUs, if Slurm allows it."""
         if self.cpus:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, self.cpus)
@@ -86,14 +85,14 @@ USUAL = Surroundings()
 
 
 class ForkedProcess:
-    """A child of this process that another process has forked, with what :class:`Child` needs of a Popen."""
+    """A child of this process that another process has forked, with the part of Popen that :class:`Child` needs."""
 
     def __init__(self, pid: int):
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal, or None while it runs."""
+        """Return its exit code, negative for a signal, or None while it runs."""
         if self.returncode is None:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if ended else None
@@ -101,10 +100,11 @@ class ForkedProcess:
 
 
 class Child:
-    """One supervised process in a process group of its own. Its standard error passes through, and its last lines are
-    kept. keep: descriptors that it inherits.
+    """One supervised process in a process group of its own, which inherits the descriptors `keep`. Its standard error
+    passes through, and its last lines are kept.
 
-    output: where what it writes goes. stdout: the reading end of its standard output, where it is a pipe."""
+    output: gets what it writes. stdout: the reading end of its standard output, if that is a pipe.
+    """
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Child:
         try:
             stderr = os.dup(process.stderr.fileno())
             self._adopt_process(process, stderr, surroundings)
-        except OSError:  # without a handle on it nobody would end it
+        except OSError:  # without a handle on it, it would never be ended
             process.kill()
             process.wait()
             if stderr >= 0:
@@ -145,8 +145,7 @@ class Child:
 
     @classmethod
     def of_fork(cls, pid: int, stderr: int, surroundings: Surroundings = USUAL) -> Child:
-        """A child of this process that another one has forked, in a process group of its own; `stderr` is the reading
-        end of its standard error."""
+        """Make a child that another process has forked, in its own process group; `stderr` reads its standard error."""
         child = cls.__new__(cls)
         child._adopt_process(ForkedProcess(pid), stderr, surroundings)
         return child
@@ -155,7 +154,7 @@ class Child:
         self, process: subprocess.Popen[bytes] | ForkedProcess, stderr: int, around: Surroundings
     ) -> None:
         self.surroundings = around
-        self.started = time.monotonic()  # how long it lives does not change with the time of day
+        self.started = time.monotonic()  # independent of the time of day
         self._process, self.stderr = process, stderr
         self.output = RankOutput()
         self.stdout: int | None = None
@@ -167,7 +166,7 @@ class Child:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def pass_stderr(self) -> bool:
-        """Forward what the process wrote to standard error; False when it has closed it."""
+        """Forward what the process wrote to standard error; False if it has closed it."""
         try:
             data = os.read(self.stderr, 65536)
         except BlockingIOError:
@@ -179,7 +178,7 @@ class Child:
         return bool(data)
 
     def pass_stdout(self) -> bool:
-        """Forward what the process wrote to standard output, where that is a pipe; False when it has closed it."""
+        """Forward what the process wrote to standard output, if that is a pipe; False if it has closed it."""
         if self.stdout is None:
             return False
         try:
@@ -190,22 +189,19 @@ class Child:
         return bool(data)
 
     def tail(self) -> str:
-        """The last lines of standard error."""
+        """Return the last lines of standard error."""
         return "\n".join([*self._tail, *([self._partial.decode(errors="replace")] if self._partial.strip() else [])])
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal, or None while it runs."""
+        """Return the exit code, negative for a signal, or None while it runs."""
         return self._process.poll()
 
     def ended(self, seconds: float = 0.0) -> bool:
-        """The process has ended, or does so within `seconds`; it is not reaped."""
+        """Whether the process has ended or ends within `seconds`; it is not reaped."""
         return _readable(self.pidfd, seconds)
 
     def reap(self, seconds: float) -> int | None:
-        """Wait up to `seconds` for the exit; drains standard error so that the last lines are there.
-
-        What it started and left behind (workers of a data loader) goes with it.
-        """
+        """Wait up to `seconds` for the exit, then drain the output and kill what the process has left behind."""
         if not self.ended(seconds):
             return None
         self.signal(signal.SIGKILL)
@@ -216,15 +212,15 @@ class Child:
         return self.poll()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the whole process group. Once it is reaped its number may be another's: that gets none."""
+        """Send a signal to the whole process group, unless it is reaped and its number may belong to another."""
         if self._process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def pass_on(self, number: int, trainer: int = 0) -> None:
-        """Send a signal to the process itself, as Slurm does with proctrack/cgroup, and to the `trainer`, where that is
-        another one of the group. Workers that load data do not hear it."""
+        """Send a signal to the process itself, as Slurm does with proctrack/cgroup, and to the `trainer` if that is
+        another process of the group. Workers that load data do not get it."""
         if self._process.returncode is not None:
             return
         for pid in {self.pid, trainer} - {0}:
@@ -233,11 +229,11 @@ class Child:
                     os.kill(pid, number)
 
     def terminate(self) -> None:
-        """Send SIGTERM, unless it has reached the process already: its handler runs once."""
+        """Send SIGTERM, unless it has reached the process already: its handler must run only once."""
         if not self.terminated:
             self.terminated = True
             self.signal(signal.SIGTERM)
-        self.signal(signal.SIGCONT)  # a stopped process cannot act on it
+        self.signal(signal.SIGCONT)  # a stopped process cannot act on SIGTERM
 
     def close(self) -> None:
         """Release the descriptors of an ended process."""

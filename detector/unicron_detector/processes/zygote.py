@@ -1,13 +1,13 @@
-"""The zygote: a process that has imported what a job's script needs, and forks a rank of itself on demand
+"""The zygote: a process that has imported the modules of a job's script, and forks a rank of itself on demand
 (docs/design/warm-processes.md).
 
     python [FLAGS] zygote.py DESCRIPTOR SCRIPT|-m MODULE [ARGUMENTS]
 
-It is run by its path with the job's own interpreter and environment, so at its top it has the standard library only.
-Over the SOCK_SEQPACKET socket DESCRIPTOR come one task, then requests; every message is a JSON map. A
-request has four descriptors: a file with the rank's environment and arguments, its standard output, its standard error,
-and the pipe from which the rank reads whether it may begin. It is answered with the pid, or with the reason why this
-rank has to start cold. The rank is forked twice: it is then a child of the agent, which is a subreaper.
+It is run by its path with the job's own interpreter and environment, so it imports only the standard library itself.
+The SOCK_SEQPACKET socket DESCRIPTOR carries one task, then requests; every message is a JSON map. A request has four
+descriptors: a file with the rank's environment and arguments, its standard output, its standard error, and the pipe
+from which the rank reads whether it may begin. The answer is the pid, or the reason why this rank has to start cold.
+The rank is forked twice: it is then a child of the agent, which is a subreaper.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    del sys.path[0]  # this file's folder, whose modules hide others
+    del sys.path[0]  # this file's folder, whose modules would hide others
 
 import ast
 import contextlib
@@ -35,23 +35,23 @@ import types
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
-FORMAT = 1  # the number of what it and the agent tell each other (unicron_detector/formats.py)
+FORMAT = 1  # of the messages between it and the agent (unicron_detector/formats.py)
 PR_SET_PDEATHSIG = 1
 ANSWER_BYTES = 65536
 ADOPTED_SECONDS = 2.0  # for the agent to become the rank's parent
-# Read by C code, or by the interpreter before the first import, so nothing shows that they were read.
+# Variables that C code or the interpreter reads, so that their reading cannot be seen.
 READ_IN_C = re.compile(r"(PYTHON|LD_|LC_|OMP_|MKL_|KMP_|GOMP_|OPENBLAS_|MALLOC_|GLIBC_|ASAN_)\w+|LANG|TZ|PATH")
-# Imported -> what it imports by itself when it is first used: torch with the first optimizer, for a third of a second.
+# Module -> what it imports at its first use: torch with the first optimizer, for a third of a second.
 LATER = {"torch.optim": "torch._dynamo"}
 LAUNCHER = "unicron.transition.megatron_lm"  # runs the script that is its first argument
 
 
 class Cold(Exception):
-    """Ranks have to start cold; the text says why."""
+    """Ranks have to start cold; the text gives the reason."""
 
 
 def beside(name: str) -> Any:
-    """A module of this folder, which is not on sys.path."""
+    """Import a module of this folder, which is not on sys.path."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"_unicron_{name}", path)
     assert spec is not None and spec.loader is not None
@@ -60,34 +60,33 @@ def beside(name: str) -> Any:
     return module
 
 
-forkable, seeds, counters = beside("forkable"), beside("fork_seeds"), beside("counters")
-step_signals = beside("step_signals")
+forkable, counters, step_signals = beside("forkable"), beside("counters"), beside("step_signals")
 
 
 # ---------------------------------------------------------------- what is imported
 def leading_imports(source: str, name: str) -> list[ast.stmt]:
-    """The import statements at the top of a script, in their order: up to the first statement that is neither one, nor
-    a docstring, nor the assignment of a constant. The constant UNICRON_PRELOAD, a tuple of names, stands for the import
-    of these modules. Raises SyntaxError."""
-    found: list[ast.stmt] = []
+    """Return the import statements at the top of a script, up to the first statement that is no import, docstring or
+    assignment of a constant. The constant UNICRON_PRELOAD, a tuple of names, stands for the import of these modules.
+    Raises SyntaxError."""
+    imports: list[ast.stmt] = []
     for statement in ast.parse(source, name).body:
         match statement:
             case ast.ImportFrom(module="__future__") | ast.Expr(value=ast.Constant()):
                 pass
             case ast.Import() | ast.ImportFrom():
-                found.append(statement)
+                imports.append(statement)
             case ast.Assign(targets=[ast.Name(id="UNICRON_PRELOAD")], value=ast.Tuple() as value) if constant(value):
                 names = ast.parse(f"import {', '.join(map(str, ast.literal_eval(value)))}", name).body
-                found += [ast.increment_lineno(each, statement.lineno - 1) for each in names]
+                imports += [ast.increment_lineno(each, statement.lineno - 1) for each in names]
             case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value) if constant(value):
                 pass
             case _:
                 break
-    return found
+    return imports
 
 
 def constant(value: ast.expr) -> bool:
-    """A literal, which depends on nothing."""
+    """Whether the value is a literal."""
     try:
         ast.literal_eval(value)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -96,11 +95,10 @@ def constant(value: ast.expr) -> bool:
 
 
 def lead_path(words: list[str], before: str = "") -> str:
-    """Put into sys.path what the interpreter has in front of it for a command `SCRIPT ...` or `-m MODULE ...`, in the
-    place of what was there `before`; returns it."""
+    """Put into sys.path, in place of `before`, what the interpreter puts first for `SCRIPT ...` or `-m MODULE ...`."""
     first = os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.realpath(words[0]))
     if not sys.flags.safe_path:
-        if before in sys.path:  # imports may have put something in front of it
+        if before in sys.path:  # imports may have inserted entries before it
             sys.path[sys.path.index(before)] = first
         else:
             sys.path.insert(0, first)
@@ -108,8 +106,8 @@ def lead_path(words: list[str], before: str = "") -> str:
 
 
 class Reads(os._Environ[str]):
-    """os.environ while the imports run: `seen` is what they read of it, None for what was not set; `written` what they
-    wrote. (Copies and loops show as reads of what there is.)"""
+    """os.environ while the imports run. seen: the variables that they read, None for unset ones. written: those that
+    they wrote. (Copies and loops count as reads of all.)"""
 
     seen: dict[str, str | None] = {}
     written: set[str] = set()
@@ -132,7 +130,7 @@ class Reads(os._Environ[str]):
 
 
 def start_environment() -> dict[str, str]:
-    """The environment with which this process was started: the interpreter itself changes it (PEP 538)."""
+    """Return the environment with which this process was started: the interpreter itself changes it (PEP 538)."""
     with open("/proc/self/environ", "rb") as file:
         pairs = (entry.partition(b"=") for entry in file.read().split(b"\0") if entry)
         return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
@@ -140,7 +138,7 @@ def start_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def watch_environment() -> Iterator[None]:
-    """Notes in :class:`Reads` what is read of os.environ and written to it."""
+    """Note in :class:`Reads` the reads and writes of os.environ."""
     plain = os.environ.__class__
     os.environ.__class__ = Reads
     try:
@@ -151,8 +149,8 @@ def watch_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Keeps the garbage collector off: it would go over all that the imports make again and again, for a quarter of
-    their time. What an import has chosen of it stays."""
+    """Keep the garbage collector off: it would go over the imports' objects again and again, for a quarter of their
+    time. Thresholds that an import chooses stay."""
     before, off = gc.get_threshold(), (0, *gc.get_threshold()[1:])
     gc.set_threshold(*off)
     try:
@@ -163,7 +161,7 @@ def without_collector() -> Iterator[None]:
 
 
 def different(seen: Mapping[str, str | None], mine: Mapping[str, str], ranks: Mapping[str, str]) -> str | None:
-    """The first variable that the imports read, or C code may have, and that this rank has otherwise."""
+    """Return the first variable that the imports, or perhaps C code, have read and that differs for this rank."""
     names = [name for name in {**mine, **ranks} if READ_IN_C.fullmatch(name)]
     before = {**{name: mine.get(name) for name in names}, **seen}
     return next((name for name in sorted(before) if before[name] != ranks.get(name)), None)
@@ -174,29 +172,29 @@ Stamp = tuple[int, int, int]
 
 
 def stamp(path: str) -> Stamp | None:
-    """Return what changes with a file's content."""
+    """Return numbers that change with a file's content."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 class Files:
-    """The script and the files of the modules that it needs, as they were when they were read."""
+    """The script and the files of its modules, as they were when they were read."""
 
     def __init__(self) -> None:
         self._began = self._loaded = time.time_ns()
         self._stamps: dict[str, Stamp | None] = {}
-        self._looked = float("-inf")  # when the last look began
-        self._other: str | None = None  # and what it found
+        self._looked = float("-inf")  # when the last check began
+        self._changed: str | None = None  # its result
 
     def add(self, path: str) -> None:
-        """One that is about to be read."""
+        """Add a file that is about to be read."""
         self._stamps.setdefault(os.path.abspath(path), stamp(path))
 
     def add_modules(self) -> None:
-        """Add the modules that there are now: all has been read."""
+        """Add the modules that have been imported: everything has been read."""
         for module in list(sys.modules.values()):
             path = getattr(module, "__file__", None)
             if isinstance(path, str) and os.path.isabs(path):
@@ -204,15 +202,15 @@ class Files:
         self._loaded = time.time_ns()
 
     def first_change(self, asked: float) -> str | None:
-        """The first that is another by now, or was written while it was read. asked: when a rank was, by the clock that
-        all processes of a machine share (monotonic). A look that began later is one for this rank, too: those that are
-        asked for together cost one or two, and whatever was edited before a rank was asked for is seen."""
+        """Return the first file that has changed since it was read, or while it was read. asked: when a rank was
+        requested, by the monotonic clock. A check that began later counts for this rank as well: ranks that are
+        requested together cost one or two checks, and every edit before a rank's request is seen."""
         if self._looked <= asked:
             self._looked = time.monotonic()
-            self._other = next(self._others(), None)
-        return self._other
+            self._changed = next(self._changes(), None)
+        return self._changed
 
-    def _others(self) -> Iterator[str]:
+    def _changes(self) -> Iterator[str]:
         for path, known in self._stamps.items():
             if known is not None and (stamp(path) != known or self._began < known[0] <= self._loaded):
                 yield path
@@ -220,10 +218,8 @@ class Files:
 
 # ---------------------------------------------------------------- the zygote
 class Zygote:
-    """A server of requests on `line`, for the command `words`.
-
-    deaf: signals that it ignores, and ranks do not. first: what leads sys.path for it.
-    """
+    """Serves requests on `line` for the command `words`. deaf: signals that it ignores, and ranks do not. first: the
+    first entry of sys.path for the command."""
 
     def __init__(self, line: socket.socket, words: list[str], deaf: Sequence[signal.Signals]):
         self._line, self._words, self._deaf = line, words, deaf
@@ -232,11 +228,11 @@ class Zygote:
         Reads.written |= {name for name, value in os.environ.items() if self._mine.get(name) != value}
         self._written: dict[str, str | None] = {}
         self._files = Files()
-        self._seeds = seeds.Seeds()
+        self._seeds = forkable.Seeds()
 
-    def load(self, preload: list[str], told: list[str]) -> None:
-        """Import the leading imports of the command's script, then the modules `preload`, which the user has named,
-        and `told`, which the agent has. Raises Cold."""
+    def load(self, preload: list[str], later: list[str]) -> None:
+        """Import the user's modules `preload`, the script's leading imports, and the agent's modules `later`, or raise
+        Cold."""
         before = set(forkable.descriptors())
         counters.install_later, sys.modules[counters.NAME] = True, counters
         self.first = lead_path(self._words)
@@ -244,16 +240,16 @@ class Zygote:
             self._import_all(preload)
             for path, package in self._scripts():
                 self._lead(path, package)
-            self._import_all(told)
+            self._import_all(later)
             self._import_later()
         self._files.add_modules()
         self._written = {name: os.environ.get(name) for name in Reads.written}
         if reason := forkable.unsafe() or forkable.open_handles(before | {self._line.fileno()}) or forkable.trial():
             raise Cold(reason)
-        gc.freeze()  # a collection in a fork must not write to all that it shares; a first one here took 0.2 s
+        gc.freeze()  # a collection in a fork must not write to shared memory; a first one here took 0.2 s
 
     def _scripts(self) -> Iterator[tuple[str, str | None]]:
-        """(path, package) of each file whose leading imports the command's process begins with."""
+        """Yield (path, package) of each file whose leading imports the command's process begins with."""
         if self._words[0] != "-m":
             yield self._words[0], None
             return
@@ -271,7 +267,7 @@ class Zygote:
             yield self._words[2], None
 
     def _lead(self, path: str, package: str | None) -> None:
-        """The leading imports of one file, in a namespace that is thrown away."""
+        """Run the leading imports of one file, in a namespace that is thrown away."""
         self._files.add(path)
         try:
             with open(path, "rb") as file:
@@ -287,23 +283,23 @@ class Zygote:
             self._import(ast.parse(f"import {name}").body[0], {}, f"import {name}")
 
     def _import_later(self) -> None:
-        """Import what every rank would import for itself; what cannot be imported is the ranks' matter."""
+        """Import what every rank would import by itself; errors are left to the ranks."""
         with contextlib.suppress(Cold):
             self._import_all([later for now, later in LATER.items() if now in sys.modules])
 
     def _import(self, statement: ast.stmt, space: dict[str, Any], where: str) -> None:
         try:
             exec(compile(ast.Module([statement], []), "<zygote>", "exec", dont_inherit=True), space)
-        except BaseException as error:  # SystemExit, too
+        except BaseException as error:  # including SystemExit
             raise Cold(f"{where}: {type(error).__name__}: {error}") from None
 
     def send_to_agent(self, **message: Any) -> None:
-        """Sends it to the agent, if that still lives."""
+        """Send a message to the agent, if it still lives."""
         with contextlib.suppress(OSError):
             self._line.send(json.dumps(message).encode())
 
     def serve(self) -> list[str]:
-        """Answer requests until the agent's end of the line closes; returns in each rank, with its command."""
+        """Answer requests until the agent closes the line; in each rank, return with its command."""
         while True:
             data, files, _, _ = socket.recv_fds(self._line, ANSWER_BYTES, 5)
             if not data:
@@ -331,7 +327,7 @@ class Zygote:
         return None
 
     def _fork(self, environment: Mapping[str, str], cpus: list[int], streams: list[int]) -> int:
-        """A grandchild that becomes the agent's child; returns its pid, and 0 in it. cpus: see :meth:`_become`."""
+        """Fork a grandchild that becomes the agent's child; return its pid, and 0 in it. cpus: see :meth:`_become`."""
         read, write = os.pipe()
         middle = os.fork()
         if middle == 0:
@@ -343,7 +339,7 @@ class Zygote:
                 os._exit(1)
             if rank != 0:
                 with contextlib.suppress(OSError):
-                    os.setpgid(rank, rank)  # a signal to the group finds it from the first moment
+                    os.setpgid(rank, rank)  # so that signals to the group reach it at once
                 os.write(write, str(rank).encode())
                 os._exit(0)
             os.close(write)
@@ -356,8 +352,7 @@ class Zygote:
         return int(text or -1)
 
     def _become(self, between: int, environment: Mapping[str, str], cpus: list[int], streams: list[int]) -> None:
-        """Become what a new process of the agent's would be. Called in the rank. cpus: on which it runs, where they
-        are not the agent's."""
+        """Become like a new process of the agent; called in the rank. cpus: if not the agent's."""
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         adopt(self._agent, between)
@@ -371,15 +366,15 @@ class Zygote:
                 own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, own)
         if not os.read(streams[3], 1):
-            os._exit(128 + signal.SIGKILL)  # the agent has given up waiting for it
+            os._exit(128 + signal.SIGKILL)  # the agent has stopped waiting for it
         os.close(streams[3])
         restore(os.environ, environment, self._written)
         if cpus:
-            with contextlib.suppress(OSError):  # Slurm lets nobody out of the step's own
+            with contextlib.suppress(OSError):  # Slurm allows only the step's own
                 os.sched_setaffinity(0, cpus)
         self._seeds.renew()
         if "torch" in sys.modules:
-            counters.install()  # else torch does when it is imported
+            counters.install()  # otherwise torch does at its import
 
 
 def restore(mine: MutableMapping[str, str], ranks: Mapping[str, str], written: Mapping[str, str | None]) -> None:
@@ -397,18 +392,18 @@ def restore(mine: MutableMapping[str, str], ranks: Mapping[str, str], written: M
 
 
 def adopt(agent: int, between: int) -> None:
-    """Wait until this process is the agent's child, and die with it from then on (prctl(2))."""
+    """Wait until this process is the agent's child, and die with the agent from then on (prctl(2))."""
     deadline = time.monotonic() + ADOPTED_SECONDS
     while os.getppid() == between and time.monotonic() < deadline:
         time.sleep(0.0005)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent:  # it has died, or is no subreaper
+    if os.getppid() != agent:  # the agent has died, or is no subreaper
         os._exit(128 + signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- the rank
 def run(words: list[str], first: str) -> None:
-    """The command as `__main__`, as the interpreter would run it; raises what it does. first: see :class:`Zygote`."""
+    """Run the command as `__main__`, like the interpreter; raises its errors. first: see :class:`Zygote`."""
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=__builtins__)
     if sys.version_info < (3, 14):
@@ -429,7 +424,7 @@ def run(words: list[str], first: str) -> None:
 
 
 def end_of(words: list[str], first: str) -> int:
-    """Run the command; its exit status, as the interpreter gives it."""
+    """Run the command, and return its exit status like the interpreter's."""
     try:
         run(words, first)
     except SystemExit as end:
@@ -440,7 +435,7 @@ def end_of(words: list[str], first: str) -> int:
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next  # what the interpreter would not show
+            trace = trace.tb_next  # the interpreter would not show these frames
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         if isinstance(error, KeyboardInterrupt):
             return -signal.SIGINT
@@ -460,9 +455,9 @@ def has_nanobind() -> bool:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End as the interpreter does: by the signal itself where that was what ended the script."""
+    """End like the interpreter: by the signal itself if that was what ended the script."""
     if has_nanobind():
-        gc.unfreeze()  # it counts what the last collection leaves, and writes a page about it; else that costs a second
+        gc.unfreeze()  # nanobind reports each object that the last collection leaves, which takes a second
     if code >= 0:
         sys.exit(code)
     sys.stdout.flush()
@@ -472,16 +467,16 @@ def exit_process(code: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """The zygote, and in each fork the rank."""
+    """Run the zygote and, in each fork, the rank."""
     line = socket.socket(fileno=int(sys.argv[1]))
     words = sys.argv[2:]
-    zygote = Zygote(line, words, step_signals.ignore_step_signals())  # what was ignored before, ranks ignore, too
+    zygote = Zygote(line, words, step_signals.ignore_step_signals())  # ranks ignore only what was ignored before
     task = json.loads(line.recv(ANSWER_BYTES))
     sys.argv = ["-m", *words[2:]] if words[0] == "-m" else words
     try:
         if task.get("format") != FORMAT:
             raise Cold("the agent began with another release than the one that is installed now: new steps are warm")
-        if os.getppid() != task["agent"]:  # whose children forks could not become
+        if os.getppid() != task["agent"]:  # forks could not become its children
             raise Cold("the interpreter is started by a wrapper that stays in front of it")
         zygote.load(task["preload"], task["told"])
     except Cold as reason:

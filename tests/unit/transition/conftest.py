@@ -1,4 +1,4 @@
-"""A process group of one rank, for what asks for the world."""
+"""A process group of one rank."""
 
 from __future__ import annotations
 

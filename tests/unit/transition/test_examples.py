@@ -1,4 +1,4 @@
-"""The examples in the docstrings of what training scripts import do what they say."""
+"""The examples in the docstrings of the public interface work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks import beside torch and Megatron: three wheels and no more, for they run by the user's Python."""
+"""Ranks import three wheels beside torch and Megatron, because they run in the user's Python."""
 
 from __future__ import annotations
 

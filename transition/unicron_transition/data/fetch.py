@@ -1,4 +1,4 @@
-"""fetch(iteration, index) for any dataset that has a length and gives a sample by its number."""
+"""fetch(iteration, index) for any dataset with a length and samples by number."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MASK = (1 << 64) - 1
 
 
 class Permutation:
-    """A bijection of 0 to size - 1 that needs no table, another one for each key.
+    """A bijection of 0 to size - 1 without a table, a different one for each key.
 
-    A Feistel network of ROUNDS rounds over the smallest even number of bits that holds the size, and cycle walking: a
-    result that is no sample is put in again, until it is one. See J. Black and P. Rogaway, "Ciphers with arbitrary
-    finite domains", CT-RSA 2002. It shuffles; it keeps nothing secret. Raises ValueError for a size below 1.
+    It is a Feistel network of ROUNDS rounds over the smallest even number of bits that holds the size, with cycle
+    walking: a result that is no sample is encrypted again, until it is one. See J. Black and P. Rogaway, "Ciphers with
+    arbitrary finite domains", CT-RSA 2002. It shuffles, but keeps nothing secret. Raises ValueError for a size below 1.
 
     Examples
     --------
@@ -51,7 +51,7 @@ class Permutation:
 
 
 def _mix(value: int) -> int:
-    """The finalizer of SplitMix64 (G. L. Steele, D. Lea and C. H. Flood, OOPSLA 2014)."""
+    # the finalizer of SplitMix64 (G. L. Steele, D. Lea and C. H. Flood, OOPSLA 2014)
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
     return value ^ value >> 31
@@ -68,7 +68,7 @@ class MapStyle(Protocol):
 
 
 class Fetch:
-    """A session's `fetch`: any micro-batch, by iteration and index, on any rank and as often as asked.
+    """A session's `fetch`: any micro-batch, by iteration and index, on any rank and any number of times.
 
     Samples follow each other without a gap, so a micro-batch may have the last ones of an epoch and the first ones of
     the next.
@@ -76,15 +76,15 @@ class Fetch:
     Parameters
     ----------
     dataset
-        Anything that has a length and gives a sample by its number.
+        Any object with a length and samples by number.
     micro_batch_size
         Samples of a micro-batch.
     micro_batches
         Micro-batches of an iteration, as the session has them.
     seed
-        The samples of each epoch come in another order, which follows from it. None: they come in their own order.
+        Determines the order of the samples in each epoch. None: they keep their own order.
     repeat
-        Begin the dataset anew at its end; else a sample after it raises IndexError.
+        Start the dataset again at its end; otherwise a sample after it raises IndexError.
     collate
         `collate(samples)` returns a micro-batch; by default torch's `default_collate`.
 
@@ -119,10 +119,10 @@ class Fetch:
             raise ValueError("the dataset has no samples: check its path")
         self._dataset, self._size, self._micro_batches = dataset, micro_batch_size, micro_batches
         self._seed, self._repeat, self._collate = seed, repeat, collate
-        self._orders: dict[int, Permutation] = {}  # of the last epochs that were asked for
+        self._orders: dict[int, Permutation] = {}  # epoch -> its order, for the last epochs
 
     def __call__(self, iteration: int, index: int) -> Any:
-        """Return micro-batch `index` of `iteration`. Raises IndexError where there is none."""
+        """Return micro-batch `index` of `iteration`. Raises IndexError if there is none."""
         samples = [self._dataset[number] for number in self.numbers(iteration, index)]
         if self._collate is not None:
             return self._collate(samples)
@@ -154,6 +154,6 @@ class Fetch:
 
 
 def megatron(dataset: MapStyle, *, micro_batch_size: int, micro_batches: int) -> Fetch:
-    """Make a `fetch` for Megatron's GPTDataset or a blend of such: it is shuffled, and as long as the training. The
-    micro-batches are those that Megatron-LM's own sampler deals with `--dataloader-type single`."""
+    """Make a `fetch` for Megatron's GPTDataset or a blend of them, which is shuffled and as long as the training. The
+    micro-batches are those of Megatron-LM's own sampler with `--dataloader-type single`."""
     return Fetch(dataset, micro_batch_size=micro_batch_size, micro_batches=micro_batches, repeat=False)

@@ -1,4 +1,4 @@
-"""Reads parts of files at any offset, and finds samples in shards: the common part of datasets in shards."""
+"""The common part of datasets in shards: reading parts of files, and finding samples."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ OPEN = 64  # files at once
 
 
 class OpenFiles:
-    """Keeps the files that were read last open. Safe after a fork and in threads, since no file position is shared."""
+    """Keeps the most recently read files open. Safe after a fork and in threads, since no file position is shared."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, int] = OrderedDict()
 
     def read(self, path: str, begin: int, size: int) -> bytes:
-        """Read `size` bytes at offset `begin`. Raises OSError, also if the file is too short."""
+        """Read `size` bytes at offset `begin`. Raises OSError, also for a file that is too short."""
         descriptor = self._open.pop(path, None)
         if descriptor is None:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

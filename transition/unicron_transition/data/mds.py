@@ -1,7 +1,7 @@
-"""Samples in shards of MosaicML's format MDS: `index.json`, and binary files in which each sample has an offset.
+"""Samples in shards of MosaicML's format MDS: `index.json`, and binary files with an offset for each sample.
 
-Written from the format's description in the package mosaicml-streaming; nothing of it is needed. Images stay bytes.
-Columns that would be unpickled are refused.
+Written from the description of the format in the package mosaicml-streaming, which is not needed. Images stay bytes.
+Columns that would have to be unpickled are refused.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 class MDS:
     """A map-style dataset of the samples in a folder of MDS shards, in their order.
 
-    Shards that are compressed with zstd need the package zstandard, those that are compressed otherwise are refused.
+    Shards compressed with zstd need the package zstandard; other compressions are refused.
 
     Parameters
     ----------
     folder
         The folder that has `index.json`.
     decode
-        `decode(sample)` returns what a sample is to be; by default it is a dictionary of values by column.
+        `decode(sample)` converts a sample; by default it is a dictionary of values by column.
 
     Raises
     ------
@@ -66,7 +66,7 @@ class MDS:
         self._folder, self._decode = Path(folder), decode
         try:
             listed = json.loads((self._folder / "index.json").read_text())["shards"]
-            self._files = [_Shard(self._folder, said) for said in listed]
+            self._files = [_Shard(self._folder, entry) for entry in listed]
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{self._folder} is no folder of MDS shards: {error!r}; check the path") from None
         self._shards, self._open = Shards(shard.samples for shard in self._files), OpenFiles()
@@ -96,30 +96,30 @@ class MDS:
 
 
 class _Shard:
-    """One shard, as the index describes it."""
+    """One shard, from its entry in the index."""
 
-    def __init__(self, folder: Path, said: Mapping[str, Any]):
-        compression = said.get("compression")
-        if said.get("format") != "mds":
-            raise ValueError(f"{folder} has a shard of format {said.get('format')}: only mds can be read")
+    def __init__(self, folder: Path, entry: Mapping[str, Any]):
+        compression = entry.get("compression")
+        if entry.get("format") != "mds":
+            raise ValueError(f"{folder} has a shard of format {entry.get('format')}: only mds can be read")
         if compression:
             _check_zstd(folder, str(compression))
         self.zipped = bool(compression)
-        self.path = folder / said["zip_data" if compression else "raw_data"]["basename"]
-        self.samples = int(said["samples"])
-        columns = zip(said["column_names"], said["column_encodings"], said["column_sizes"], strict=True)
+        self.path = folder / entry["zip_data" if compression else "raw_data"]["basename"]
+        self.samples = int(entry["samples"])
+        columns = zip(entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True)
         self._columns = [(name, _decoder(folder, name, encoding), size) for name, encoding, size in columns]
 
     def sample(self, data: bytes) -> Sample:
-        """Return the values of a sample, by column: first come the sizes of those that have no fixed one."""
+        """Return the values of a sample by column; the data begin with the sizes of columns without a fixed one."""
         free = sum(size is None for _, _, size in self._columns)
         sizes = iter(struct.unpack(f"<{free}I", data[: 4 * free]))
-        found, begin = {}, 4 * free
+        values, begin = {}, 4 * free
         for name, decode, size in self._columns:
             end = begin + (next(sizes) if size is None else size)
-            found[name] = decode(data[begin:end])
+            values[name] = decode(data[begin:end])
             begin = end
-        return found
+        return values
 
 
 def _check_zstd(folder: Path, compression: str) -> None:

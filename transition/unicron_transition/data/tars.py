@@ -1,8 +1,8 @@
 """Samples in tar files, laid out as WebDataset does: the files of one sample follow each other and share their name up
-to its first dot; what follows the dot names the part.
+to its first dot; the rest of the name names the part.
 
-The place of each part is found once, with Python's `tarfile`, and kept in an index beside the tar file. So any sample
-can be read without what is before it.
+The place of each part is found once, with Python's `tarfile`, and kept in an index beside the tar file, so that any
+sample can be read directly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unicron_transition.data.files import OpenFiles, Sample, Shards
 
 INDEX = ".unicron-index"
 VERSION = 2
-_META = re.compile(r"__[^/]*__($|/)")  # what WebDataset (1.0.2) passes over: files that tell of the others
+_META = re.compile(r"__[^/]*__($|/)")  # metadata, which WebDataset (1.0.2) skips
 Parts = dict[str, tuple[int, int]]  # name -> (first byte, bytes)
 
 
@@ -34,16 +34,14 @@ class Tars:
     paths
         The files, or a pattern such as "/data/train-*.tar".
     index
-        A folder for the indices, by default that of each tar file. Where nothing can be written each process makes
-        them anew.
+        A folder for the indices, by default that of each tar file. Without write access each process makes them again.
     decode
-        `decode(sample)` returns what a sample is to be; by default it is a dictionary of bytes by part, with its name
-        in "__key__".
+        `decode(sample)` converts a sample; by default it is a dictionary of bytes by part, with its name in "__key__".
 
     Raises
     ------
     ValueError
-        Where there are no files, or one is compressed or no tar file.
+        If there are no files, or one is compressed or no tar file.
 
     Examples
     --------
@@ -85,20 +83,20 @@ class Tars:
 
 
 def _read_index(path: Path, folder: Path | None) -> list[tuple[str, Parts]]:
-    """Return the samples of one file, from its index if that is of this very file."""
+    """Return the samples of one file, from its index if that is up to date."""
     kept = (folder or path.parent) / f"{path.name}{INDEX}"
     status = path.stat()
     mark = [VERSION, status.st_size, status.st_mtime_ns]
     with contextlib.suppress(OSError, ValueError, msgpack.UnpackException):
-        found = msgpack.unpackb(kept.read_bytes(), strict_map_key=False)
-        if found["mark"] == mark:
-            return [(key, {name: (begin, size) for name, begin, size in parts}) for key, parts in found["samples"]]
+        index = msgpack.unpackb(kept.read_bytes(), strict_map_key=False)
+        if index["mark"] == mark:
+            return [(key, {name: (begin, size) for name, begin, size in parts}) for key, parts in index["samples"]]
     samples = _scan(path)
-    said = [(key, [(name, *where) for name, where in parts.items()]) for key, parts in samples]
+    entries = [(key, [(name, *where) for name, where in parts.items()]) for key, parts in samples]
     new = kept.with_name(f"{kept.name}.{os.getpid()}.new")
     with contextlib.suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
-        new.write_bytes(msgpack.packb({"mark": mark, "samples": said}))
+        new.write_bytes(msgpack.packb({"mark": mark, "samples": entries}))
         new.replace(kept)
     return samples
 

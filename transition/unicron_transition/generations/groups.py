@@ -1,8 +1,8 @@
-"""Process groups of a generation: build, tear down, and re-point Megatron's cached handles to the new ones.
+"""Builds and tears down the process groups of a generation, and re-points Megatron's cached handles to the new ones.
 
 A rank learns Megatron's groups once, in the world in which it prepared itself, as coordinates: over all replicas or
-inside one, and over which places. From then on it builds its own groups only, one for each set of ranks. Groups inside
-a replica that does not change live on.
+inside one, and over which places. From then on it builds only its own groups, one for each set of ranks. Groups inside
+a replica that does not change are kept.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def collective_timeout() -> datetime.timedelta:
 
 
 def connect_store(address: str, prefix: str, lost: Callable[[], bool]) -> Any:
-    """Connect to the rendezvous store of one generation: keys under `prefix`, at `address` (host:port).
+    """Connect to the rendezvous store at `address` (host:port), for the generation whose keys are under `prefix`.
 
     The port is tried first, since torch's own retries cannot be interrupted. Raises ConnectionError once `lost()`, or
     after ENTER_TIMEOUT.
@@ -49,8 +49,8 @@ def connect_store(address: str, prefix: str, lost: Callable[[], bool]) -> Any:
     deadline = time.monotonic() + ENTER_TIMEOUT
     while True:
         try:
-            with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as tried:
-                host = tried.getpeername()[0]  # of a name's addresses the one that answers
+            with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS) as probe:
+                host = probe.getpeername()[0]  # a name may have several addresses: the one that answers
             break
         except OSError as error:
             if lost() or time.monotonic() > deadline:
@@ -61,18 +61,18 @@ def connect_store(address: str, prefix: str, lost: Callable[[], bool]) -> Any:
 
 
 def wait_for_members(store: Any) -> None:
-    """Wait, as a newcomer, until a member has reached the boundary. To end the wait, shut the store's socket down."""
+    """Wait, as a newcomer, until a member has reached the boundary; shutting down the store's socket ends the wait."""
     store.wait(["open"], datetime.timedelta(seconds=BOUNDARY_TIMEOUT))
 
 
 def open_to_newcomers(store: Any) -> None:
-    """Tell newcomers that a member is at the boundary: everybody connects now, within ENTER_TIMEOUT."""
+    """Tell newcomers that a member is at the boundary: all ranks connect now, within ENTER_TIMEOUT."""
     store.set("open", "1")
 
 
 @dataclass(frozen=True)
 class Role:
-    """The ranks of one of Megatron's groups: those at `places`, in all replicas if `whole`, else in this rank's."""
+    """The ranks of one of Megatron's groups: those at `places`, in all replicas if `whole`, otherwise in this one."""
 
     whole: bool
     places: tuple[int, ...]
@@ -87,8 +87,8 @@ class Role:
 class Groups:
     """The groups of one rank, from generation to generation.
 
-    Make it in the world in which the rank prepared itself (:func:`init_without_peers`), when Megatron has made its
-    groups. Raises :class:`UnsupportedLayout` for a group that is part of the replicas only.
+    It is made in the world in which the rank prepared itself (:func:`init_without_peers`), after Megatron has made its
+    groups. Raises :class:`UnsupportedLayout` for a group that spans only some of the replicas.
     """
 
     def __init__(self, layout: Layout, unblocker: Unblocker, aborter: Aborter):
@@ -103,12 +103,12 @@ class Groups:
             self._lists[name] = self._role(name, ranks)
         self._kept: dict[tuple[Any, ...], Any] = {}  # (backend, slots, own) -> group inside the present replica
         self._pointers: list[tuple[Any, Any, str]] = []  # (container, key, role)
-        self._asking: list[Any] = []  # optimizers that have all ranks answer once
+        self._asking: list[Any] = []  # optimizers that ask all ranks something in their first step
 
     def _role(self, name: str, ranks: Sequence[int], backend: str | None = None) -> Role:
-        found = [self.layout.from_megatron_rank(rank, self._replicas) for rank in ranks]
-        within, places = {replica for replica, _ in found}, tuple(sorted({place for _, place in found}))
-        if len(within) not in (1, self._replicas) or len(found) != len(within) * len(places):
+        pairs = [self.layout.from_megatron_rank(rank, self._replicas) for rank in ranks]
+        within, places = {replica for replica, _ in pairs}, tuple(sorted({place for _, place in pairs}))
+        if len(within) not in (1, self._replicas) or len(pairs) != len(within) * len(places):
             raise UnsupportedLayout(
                 f"unicron can't heal a group of part of the replicas ({name}): no expert parallelism"
             )
@@ -116,8 +116,8 @@ class Groups:
 
     # ------------------------------------------------------------ a generation
     def build(self, backend: str, store: Any, members: Sequence[int], slot: int, lost: Callable[[], bool]) -> None:
-        """Build the world and this rank's groups for a generation with these members, replica by replica. The old
-        groups have been torn down. Raises ConnectionError or RuntimeError when a member does not connect, at once when
+        """Build the world and this rank's groups for a generation with these members, replica by replica, after the old
+        groups have been torn down. Raises ConnectionError or RuntimeError if a member does not connect, at once if
         `lost()`."""
         layout, count = self.layout, len(members) // self.layout.size
         replica = replica_of(members, layout.size, slot)
@@ -131,12 +131,10 @@ class Groups:
     def _connect_roles(self, backend: str, members: Sequence[int], me: int, replica: int, count: int) -> None:
         made: dict[tuple[Any, ...], Any] = {}
         roles: dict[str, dist.ProcessGroup] = {}
-        ranks_of = cache(
-            lambda whole, places: Role(whole, places).ranks(self.layout, replica, count)
-        )  # many have the same
+        ranks_of = cache(lambda whole, places: Role(whole, places).ranks(self.layout, replica, count))  # many share
         for name, role in sorted(self._roles.items()):
             ranks, kind = ranks_of(role.whole, role.places), role.backend or backend
-            # With one replica both may have the same ranks: what a Break cuts is never what a schedule goes over.
+            # With one replica both may have the same ranks, but a Break must not cut the connections of a schedule.
             key = (role.whole, kind, *ranks)
             if role.whole and kind == backend and len(ranks) == len(members):
                 made[key] = dist.group.WORLD
@@ -160,11 +158,11 @@ class Groups:
     def _connect_inside(
         self, name: str, kind: str, ranks: list[int], me: int, members: Sequence[int], own: str = ""
     ) -> Any:
-        """Return a group inside the replica, kept from the last generation or new. own: a name for a group that is not
-        to be shared with others of the same ranks."""
+        """Return a group inside the replica, kept from the last generation or new. own: a name for a group that must
+        not be shared with others of the same ranks."""
         size = self.layout.size
-        found = (self.layout.from_megatron_rank(rank, len(members) // size) for rank in ranks)
-        slots = tuple(members[replica * size + place] for replica, place in found)
+        pairs = (self.layout.from_megatron_rank(rank, len(members) // size) for rank in ranks)
+        slots = tuple(members[replica * size + place] for replica, place in pairs)
         if (kind, slots, own) not in self._kept:
             with self._unblocker.inside():
                 self._kept[kind, slots, own] = group = process_groups.connect(name, kind, ranks, me, ENTERING)
@@ -172,7 +170,7 @@ class Groups:
         return self._kept[kind, slots, own]
 
     def _register_kept(self, members: Sequence[int], replica: int, count: int) -> None:
-        """Register the groups that live on: torch forgot them with the world, and their ranks are others now."""
+        """Register the kept groups: torch forgot them with the world, and their ranks have new numbers."""
         size = self.layout.size
         by_slot = {
             slot: self.layout.megatron_rank(replica, place, count)
@@ -182,8 +180,7 @@ class Groups:
             process_groups.register(group, kind, {by_slot[slot]: number for number, slot in enumerate(slots)})
 
     def tear_down(self, keep: bool = False) -> None:
-        """End all groups, but not those inside the replica if they are to be kept. Errors of connections that are
-        already broken are expected."""
+        """End all groups, except those inside the replica if `keep`. Errors of broken connections are expected."""
         if keep:
             process_groups.forget(self._kept.values())
         process_groups.tear_down()
@@ -194,10 +191,10 @@ class Groups:
 
     # ------------------------------------------------------------ who holds groups
     def note_holders(self, holders: Iterable[Any]) -> int:
-        """Find every attribute of the holders that has one of Megatron's groups, in the world in which the rank
-        prepared itself, where each role has a group of its own; returns how many there are.
+        """Note every attribute of the holders that has one of Megatron's groups, and return their number.
 
-        Raises :class:`UnsupportedLayout` for a group that has no role, since a collective on it would hang.
+        To be called in the world in which the rank prepared itself, where each role has a group of its own. Raises
+        :class:`UnsupportedLayout` for a group without a role, since a collective on it would hang.
         """
         roles = {id(group): name for name, group in megatron_core.parallel_groups().items()}
         roles[id(dist.group.WORLD)] = WORLD
@@ -214,11 +211,11 @@ class Groups:
 
 # ---------------------------------------------------------------- the world without peers
 def init_without_peers(layout: Layout, slot: int) -> None:
-    """Initialize torch.distributed as the rank of this slot in a world with all the job's coordinates, and no peers.
+    """Initialize torch.distributed as the rank of this slot, in a world with all the job's coordinates and no peers.
 
-    It is as large as the job can be: UNICRON_MAX_RANKS. The collectives of torch's `fake` backend return at once. So
-    Megatron builds the part of the model that belongs to this rank's place while nobody else is there yet, and the
-    optimizer's smallest shard.
+    The world is as large as the job can become: UNICRON_MAX_RANKS. The collectives of torch's `fake` backend return at
+    once. So Megatron builds the part of the model that belongs to this rank's place, and the optimizer's smallest
+    shard, before any peer is there.
     """
     ranks = int(os.environ.get("UNICRON_MAX_RANKS", "0"))
     most = max(ranks // layout.size, slot // layout.size + 1)  # replicas

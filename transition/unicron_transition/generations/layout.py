@@ -1,9 +1,9 @@
 """The job's layout. A replica is the ranks that hold one copy of the model; a rank's place is its position in the
-replica (docs/design/generations.md). Pure, and without torch: the controller uses it too.
+replica (docs/design/generations.md). Pure and without torch, because the controller uses it too.
 
-A slot's place is fixed: `slot % size`, tensor fastest, then context, then pipeline. Its *home* replica is
-`slot // size`, but after losses a replica may be composed of slots of different homes. A generation's members are
-replica-major: `members[d * size : (d + 1) * size]` is data-parallel replica d in the order of its places, and the
+A slot's place is fixed: `slot % size`, tensor fastest, then context, then pipeline. Its *home* replica is `slot //
+size`, but after losses a replica may be composed of slots from different homes. Members of a generation are listed
+replica by replica: `members[d * size : (d + 1) * size]` is data-parallel replica d in the order of its places, and the
 member with place 0 is its *head*.
 """
 
@@ -58,7 +58,7 @@ class Layout:
 
     @property
     def text(self) -> str:
-        """The layout in words, "TP2 PP2"; empty where a rank is a replica."""
+        """The layout in words, "TP2 PP2"; empty if each rank is a replica."""
         named = (("TP", self.tensor), ("CP", self.context), ("PP", self.pipeline))
         return " ".join(f"{name}{count}" for name, count in named if count > 1)
 
@@ -73,8 +73,7 @@ class Layout:
         return Coordinate(tensor, context, pipeline)
 
     def megatron_rank(self, replica: int, place: int, replicas: int) -> int:
-        """Return the rank that Megatron-core gives it, in its order "tp-cp-ep-dp-pp"
-        (`megatron.core.parallel_state.RankGenerator`)."""
+        """Return the rank's number in Megatron-core's order "tp-cp-ep-dp-pp" (`parallel_state.RankGenerator`)."""
         tensor, context, pipeline = self.coordinate(place)
         return tensor + self.tensor * (context + self.context * (replica + replicas * pipeline))
 
@@ -87,7 +86,7 @@ class Layout:
 
 
 class StatedLayout(NamedTuple):
-    """A layout as a job states it."""
+    """A layout in the form in which a user states it for a job."""
 
     layout: Layout
     virtual: int = 1
@@ -95,7 +94,7 @@ class StatedLayout(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The layout in the words that :func:`parse_layout` reads: "TP2 PP2 VPP2"; "TP1" where a rank is a replica."""
+        """The layout as :func:`parse_layout` reads it: "TP2 PP2 VPP2"; "TP1" if each rank is a replica."""
         virtual = f" VPP{self.virtual}" if self.virtual > 1 else ""
         return (self.layout.text or "TP1") + virtual
 
@@ -106,10 +105,8 @@ def parse_layout(text: str) -> StatedLayout:
     for word in text.split():
         match = re.fullmatch(r"(TP|PP|VPP)([1-9]\d{0,4})", word)
         if match is None or match[1] in sizes:
-            twice = match is not None
-            raise ValueError(
-                f'{word} {"is one too many" if twice else "is no part of a layout"}: write it like "TP2 PP2 VPP2"'
-            )
+            problem = "is no part of a layout" if match is None else "is one too many"
+            raise ValueError(f'{word} {problem}: write it like "TP2 PP2 VPP2"')
         sizes[match[1]] = int(match[2])
     if not sizes:
         raise ValueError('a layout is missing: write it like "TP2 PP2"')
@@ -120,33 +117,31 @@ def parse_layout(text: str) -> StatedLayout:
 
 
 def replicas(members: Sequence[int], size: int) -> list[list[int]]:
-    """Return the slots of each replica, in the order of their places. Raises ValueError for members that are no whole
-    ones."""
+    """Return the slots of each replica, in the order of their places. Raises ValueError for an incomplete replica."""
     if len(members) % size:
         raise ValueError(f"{len(members)} members are no multiple of a replica's {size} ranks")
     return [list(members[first : first + size]) for first in range(0, len(members), size)]
 
 
 def heads(members: Sequence[int], size: int) -> list[int]:
-    """Return the head's slot of each replica."""
+    """Return the slot of each replica's head."""
     return list(members[::size])
 
 
 def heads_of(members: Sequence[int], size: int) -> dict[int, int]:
-    """Return the head's slot by member."""
+    """Return member -> slot of its replica's head."""
     return {slot: members[index - index % size] for index, slot in enumerate(members)}
 
 
 def replica_of(members: Sequence[int], size: int, slot: int) -> int:
-    """Return the data-parallel rank of a member. Raises ValueError for a slot that is none."""
+    """Return the data-parallel rank of a member. Raises ValueError for a slot that is not a member."""
     return members.index(slot) // size
 
 
 def compose(slots: Iterable[int], size: int) -> tuple[list[list[int]], list[int]]:
-    """Compose (complete replicas, slots that complete none): home replicas first, then any slots that make one.
+    """Compose (complete replicas, slots left over): complete home replicas first, then replicas of mixed slots.
 
-    Those that are mixed take from the fullest homes first, so that as many as possible of a replica's ranks stay
-    beside each other.
+    Mixed replicas take from the fullest homes first, so that as many ranks as possible stay beside each other.
     """
     homes: dict[int, list[int]] = {}
     for slot in sorted(slots):
@@ -161,6 +156,6 @@ def compose(slots: Iterable[int], size: int) -> tuple[list[list[int]], list[int]
     return complete + mixed, sorted(chain.from_iterable(place[count:] for place in places))
 
 
-def arrange(found: Iterable[list[int]]) -> list[int]:
+def arrange(complete: Iterable[list[int]]) -> list[int]:
     """Return the members of a generation with these replicas, in the order of their heads."""
-    return list(chain.from_iterable(sorted(found)))
+    return list(chain.from_iterable(sorted(complete)))

@@ -1,12 +1,11 @@
 """The rendezvous store of a node: a process of its own that outlives the node's ranks. `python -m
 unicron_transition.generations.store_host [forked]`.
 
-Prints `port N` and serves until its standard input closes, so that it never outlives the agent; `forked` from the
-agent's zygote, it dies with the agent anyway. It is no part of the agent because it needs torch, whose import takes
-seconds.
+It prints `port N` and serves until its standard input closes, so that it never outlives the agent; `forked` from the
+agent's zygote, it dies with the agent anyway. It is not part of the agent because importing torch takes seconds.
 
-A job that heals for months forms many generations. Once a newer one is there nobody goes back to an older one, and
-its keys are removed when none of them is new: groups inside a replica that live on may still make connections under it.
+A job that heals for months forms many generations, and no rank goes back to an older one. The keys of older generations
+are removed once no new ones are added: kept groups inside a replica may still make connections under theirs.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from typing import Any
 
 from unicron_detector.processes.step_signals import ignore_step_signals
 
-KEYS_SECONDS = 10.0  # between two looks at the keys
-KEPT_KEYS_SECONDS = 60.0  # without a new key; a connection is given up within a third of it (groups.ENTER_TIMEOUT)
-_GENERATION = re.compile(r"([^/]+\.g(\d+)[^/]*)/")  # what the controller's and the agents' prefixes begin with
+KEYS_SECONDS = 10.0  # between two clean-ups
+KEPT_KEYS_SECONDS = 60.0  # without a new key; a connection takes at most a third of it (groups.ENTER_TIMEOUT)
+_GENERATION = re.compile(r"([^/]+\.g(\d+)[^/]*)/")  # the controller's and the agents' prefixes
 
 
 class OldKeys:
-    """The keys of a store, from one look to the next. Pure; `now` is of any clock that does not jump."""
+    """The keys of a store, from one clean-up to the next. Pure; `now` is of a clock that does not jump."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
-        self._changed: dict[str, float] = {}  # prefix -> when it had a new key
+        self._changed: dict[str, float] = {}  # prefix -> when it got a new key
 
     def removable(self, keys: Iterable[str], now: float) -> list[str]:
-        """Return the keys of generations before the newest, to which no key was added for KEPT_KEYS_SECONDS."""
+        """Return the keys of generations before the newest that got no new key for KEPT_KEYS_SECONDS."""
         of_prefix: dict[str, list[str]] = {}
         number: dict[str, int] = {}
         for key in keys:
@@ -46,11 +45,8 @@ class OldKeys:
                 if key not in self._known:
                     self._changed[match[1]] = now
         newest = max(number.values(), default=0)
-        old = [
-            prefix
-            for prefix in of_prefix
-            if number[prefix] < newest and now - self._changed[prefix] >= KEPT_KEYS_SECONDS
-        ]
+        settled = (prefix for prefix in of_prefix if now - self._changed[prefix] >= KEPT_KEYS_SECONDS)
+        old = [prefix for prefix in settled if number[prefix] < newest]
         removed = [key for prefix in old for key in of_prefix[prefix]]
         self._known = {key for found in of_prefix.values() for key in found}.difference(removed)
         self._changed = {prefix: self._changed[prefix] for prefix in of_prefix if prefix not in old}
@@ -58,13 +54,13 @@ class OldKeys:
 
 
 def forget(store: Any, old: OldKeys, now: float) -> None:
-    """Remove from the store what nobody needs any more."""
+    """Remove the keys that no rank needs any more."""
     for key in old.removable(store.list_keys(), now):
         store.delete_key(key)
 
 
 def main() -> None:
-    """Serve on a free port of all interfaces until standard input closes, or for ever."""
+    """Serve on a free port of all interfaces until standard input closes; if forked, until the agent dies."""
     os.nice(10)  # the ranks start at the same time and matter more
     ignore_step_signals()  # the agent ends this process
     import torch.distributed as dist

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-PLAN_TIMEOUT = 900.0  # that a stopped rank waits for a plan; then it saves its state and its process ends
-COLLECTIVE_TIMEOUT = 1800.0  # of a collective in training: torch's default; a hang is found long before
+PLAN_TIMEOUT = 900.0  # a stopped rank waits this long for a plan; then it saves its state and ends
+COLLECTIVE_TIMEOUT = 1800.0  # torch's default for a collective; a hang is found long before

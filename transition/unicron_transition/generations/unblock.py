@@ -1,11 +1,11 @@
-"""Free a main thread that is stuck in a collective of a dead generation.
+"""Frees a main thread that is stuck in a collective of a dead generation.
 
-gloo: `abort()` and `destroy_process_group()` return but unblock nothing (measured, torch 2.13); shutting down its TCP
-sockets does, within 50 ms. Only sockets that were opened while a generation's groups were built are touched, never the
-script's own. NCCL: the communicator abort, of all of them together, from here and nowhere else.
+With gloo, `abort()` and `destroy_process_group()` return but unblock nothing (measured, torch 2.13); shutting down its
+TCP sockets does, within 50 ms. Only sockets that were opened while a generation's groups were built are touched, never
+the script's own. With NCCL all communicators are aborted together, from here and nowhere else.
 
-The connections inside a replica are apart: while a healthy replica is in its schedule they are left alone, and they may
-outlive the generation.
+The connections inside a replica are separate: they are left alone while a healthy replica is in its schedule, and they
+may outlive the generation.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 
 def tcp_sockets() -> dict[int, int]:
     """Return inode -> file descriptor of this process's TCP sockets."""
-    found = {}
+    sockets = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{name}")
             if target.startswith("socket:[") and _is_tcp(int(name)):
-                found[int(target[8:-1])] = int(name)
-    return found
+                sockets[int(target[8:-1])] = int(name)
+    return sockets
 
 
 def _is_tcp(descriptor: int) -> bool:
@@ -34,23 +34,21 @@ def _is_tcp(descriptor: int) -> bool:
 
 
 class Unblocker:
-    """The sockets of the present generation. Thread-safe.
-
-    abort(inside): what else has to be done to free the main thread, for groups that are no sockets (NCCL).
-    """
+    """The sockets of the present generation. Thread-safe. abort(inside) frees waits in groups without sockets
+    (NCCL)."""
 
     def __init__(self, abort: Callable[[bool], int] = lambda inside: 0) -> None:
         self._abort = abort
         self._lock = threading.Lock()
-        self._foreign: set[int] | None = None  # while groups are built: what was open before
+        self._foreign: set[int] | None = None  # while groups are built: the sockets that were open before
         self._across: set[int] = set()
         self._inside: set[int] = set()
         self._armed = False
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Note every TCP socket that is opened inside as the generation's. So are the connections inside
-        the replica, until :meth:`forget_inside`."""
+        """Note every TCP socket that is opened in the body as the generation's, and connections inside the replica as
+        well until :meth:`forget_inside`."""
         with self._lock:
             self._foreign = set(tcp_sockets())
             self._across, self._armed = set(), True
@@ -64,7 +62,7 @@ class Unblocker:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Note sockets that are opened inside, within :meth:`building`, as connections inside the replica."""
+        """Note sockets that are opened in the body, within :meth:`building`, as connections inside the replica."""
         before = set(tcp_sockets())
         try:
             yield
@@ -73,7 +71,7 @@ class Unblocker:
                 self._inside |= set(tcp_sockets()) - before
 
     def forget_inside(self) -> None:
-        """Forget the connections inside the replica: they do not live on."""
+        """Forget the connections inside the replica: they are not kept."""
         with self._lock:
             self._inside = set()
 
@@ -86,13 +84,12 @@ class Unblocker:
             return {inode: descriptor for inode, descriptor in tcp_sockets().items() if inode in mine}
 
     def disarm(self) -> None:
-        """Forget all sockets: the generation is over, and inodes are used again."""
+        """Forget all sockets: the generation is over, and the kernel reuses inodes."""
         with self._lock:
             self._armed, self._across, self._inside = False, set(), set()
 
     def unblock(self, inside: bool = True) -> int:
-        """Break every connection of the generation, those inside the replica only if so; returns how many.
-        Idempotent."""
+        """Break all connections of the generation, with `inside` also those inside the replica; return how many."""
         with self._lock:
             if not self._armed:
                 return 0

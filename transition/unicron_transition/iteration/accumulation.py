@@ -1,6 +1,5 @@
-"""The work of a rank for each micro-batch, whatever it trains: its data, its random numbers, its times; and the
-interface of the gradients in which micro-batches add up.
-"""
+"""A rank's work on each micro-batch, whatever it trains: data, random numbers and times; and the interface of the
+gradients in which micro-batches add up."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ class PeerLost(RuntimeError):
 
 
 def wait_out(works: Iterable[Any], unblock: Callable[[], Any]) -> None:
-    """Wait for reduces under way, whose connections are broken: it takes milliseconds. Raises :class:`LedgerError`
-    after DRAIN_SECONDS."""
+    """Wait for pending reduces with broken connections (milliseconds), or raise :class:`LedgerError` after
+    DRAIN_SECONDS."""
     deadline = time.monotonic() + DRAIN_SECONDS
     for work in works:
         while not work.is_completed():
@@ -42,41 +41,41 @@ def wait_out(works: Iterable[Any], unblock: Callable[[], Any]) -> None:
 @contextlib.contextmanager
 def evaluating(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Put all of the modules into evaluation mode, without gradients; afterwards each is in its own mode again."""
-    found = [(module, module.training) for each in modules for module in each.modules()]
+    modes = [(module, module.training) for each in modules for module in each.modules()]
     try:
-        for module, _ in found:
+        for module, _ in modes:
             module.training = False
         with torch.no_grad():
             yield
     finally:
-        for module, training in found:
+        for module, training in modes:
             module.training = training
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum under way."""
+    """A pending sum."""
 
     tensor: torch.Tensor
     """It is summed in place."""
     work: Any
     """None in a world of one."""
     check: Callable[[], None]
-    """Raises PeerLost where the sum may be garbage. To be called when the device is done with it."""
+    """Raises PeerLost if the sum may be garbage. To be called when the device is done with it."""
 
     def finish(self) -> torch.Tensor:
-        """Wait for the sum, and return it. Raises RuntimeError, or PeerLost, when a peer is gone."""
+        """Wait for the sum, and return it. Raises RuntimeError or PeerLost if a peer is gone."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
 
 
 class DeferredChanges:
-    """Changes of an iteration beside the parameters, which are made only when it is committed.
+    """Changes beside those of the parameters, which are made only when the iteration is committed.
 
-    Megatron updates the loss scale of fp16, and the biases of experts, before all that communicates is over. Should the
-    iteration be reduced once more after that, its micro-batches would be computed with other values than those that are
-    in the gradient. So these changes wait for the commit.
+    Megatron updates the loss scale of fp16 and the biases of experts before the last communication of an iteration. If
+    the iteration were reduced again after that, its micro-batches would be computed with other values than those that
+    are in the gradient already. So these changes wait for the commit.
     """
 
     def __init__(self) -> None:
@@ -93,14 +92,14 @@ class DeferredChanges:
             change()
 
     def forget(self) -> None:
-        """Drop the changes: the iteration is reduced once more, or the state after it has come from elsewhere."""
+        """Drop the changes: the iteration is reduced again, or the state after it came from elsewhere."""
         self._changes.clear()
 
 
 def scalers(optimizer: Any) -> list[Any]:
-    """Return Megatron's gradient scalers in what the script calls its optimizer."""
-    found = (getattr(each, "grad_scaler", None) for each in getattr(optimizer, "chained_optimizers", [optimizer]))
-    return [scaler for scaler in found if scaler is not None]
+    """Return Megatron's gradient scalers in the script's optimizer."""
+    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [scaler for each in optimizers if (scaler := getattr(each, "grad_scaler", None)) is not None]
 
 
 def hold_scalers(optimizer: Any, pending: DeferredChanges) -> None:
@@ -115,14 +114,14 @@ def hold_scalers(optimizer: Any, pending: DeferredChanges) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """A rank's part in the training, as its session has it."""
+    """A rank's part in the training, from its session."""
 
     fetch: Callable[[int, int], Any]
-    """`fetch(iteration, index)` -> one micro-batch, a function of nothing else: any rank can compute any of them."""
+    """`fetch(iteration, index)` returns a micro-batch that depends on nothing else, so any rank can compute it."""
     total: int
     """Micro-batches of an iteration."""
     lost: Callable[[], bool]
-    """Whether the rank cannot go on computing: in a replica of several ranks only when one of them is gone."""
+    """Whether the rank must stop computing: in a replica of several ranks only if one of them is gone."""
     over: Callable[[], bool]
     """Whether the generation is over."""
     layout: Layout
@@ -131,11 +130,11 @@ class Work:
     seed: int
     """Seed of the job's random numbers."""
     sharded: bool
-    """By a distributed optimizer, whose reduces overwrite this rank's own part only."""
+    """Whether the optimizer is distributed; then reduces overwrite only this rank's own part."""
     healed: bool
-    """A reduce may have to be undone."""
+    """Whether a reduce may have to be undone."""
     where: Where
-    """The place of the copies for that."""
+    """The place of the copies that undo a reduce."""
     begin_sum: Callable[[torch.Tensor], Sum]
     """Begins the sum of a tensor over all replicas."""
     pending: DeferredChanges
@@ -147,35 +146,34 @@ class Work:
 
 
 class Accumulation(ABC):
-    """Gradients of one rank, in which micro-batches add up, each with the weight 1/total."""
+    """The gradients of one rank, in which micro-batches add up with the weight 1/total each."""
 
     def __init__(self, work: Work):
         self._work, self.total, self.seed = work, work.total, work.seed
         self.lost = work.lost
         self._snapshots = Snapshots(work.where)
-        self._whole = True  # no micro-batch is in the gradient in part
-        self._at_hand: tuple[int, int] | None = None  # iteration and index of the micro-batch that is computed
+        self._whole = True  # no part of a micro-batch is in the gradient
+        self._at_hand: tuple[int, int] | None = None  # iteration and index of the present micro-batch
         self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0}  # of the present iteration
-        self._began = self._data_before = 0.0  # the micro-batch at hand
+        self._began = self._data_before = 0.0  # for the present micro-batch
         self._backward_since: float | None = None
 
     # ------------------------------------------------------------ what the session asks
     def begin_iteration(self, ordered: bool, total: int) -> None:
-        """Begin an iteration of `total` micro-batches: zero the gradients, forget how to undo a reduce. ordered:
-        overlapped reduces must not start from the backward pass, since not all ranks have one, or know its order
-        yet."""
+        """Begin an iteration of `total` micro-batches: zero the gradients, and forget how to undo a reduce. ordered:
+        reduces must not start in the backward pass, since not all ranks have one or know its order yet."""
         self.drop()
         self.total = total
         self.seconds = dict.fromkeys(self.seconds, 0.0)
 
     @abstractmethod
     def drop(self) -> None:
-        """Drop what is in the gradient."""
+        """Drop all micro-batches from the gradient."""
 
     def compute(self, ledger: Ledger) -> None:
-        """Compute forward and backward of everything that `ledger` still owes. Raises :class:`PeerLost` between two
-        micro-batches once :attr:`lost`. Any other error names its micro-batch: if that fails on other ranks as well,
-        no rank is at fault."""
+        """Compute forward and backward passes of everything that `ledger` still owes. Raises :class:`PeerLost` between
+        two micro-batches once :attr:`lost`. Any other error names its micro-batch: if that fails on other ranks as
+        well, no rank is at fault."""
         self._at_hand = None
         try:
             self._compute(ledger)
@@ -194,33 +192,31 @@ class Accumulation(ABC):
     def evaluate(
         self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
     ) -> dict[int, tuple[torch.Tensor, Any]]:
-        """Evaluate `fetch(iteration, index)` of each index, by forward passes in evaluation mode: (sum of losses, what
-        it is to be divided by) by index. Empty in stages that have no loss. Raises :class:`PeerLost` between two of
-        them once the generation is over."""
+        """Evaluate `fetch(iteration, index)` of each index in evaluation mode. Returns index -> (sum of losses, its
+        divisor), nothing in stages without a loss. Raises :class:`PeerLost` between two micro-batches once the
+        generation is over."""
 
     @abstractmethod
     def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
-        """Sum all gradients over the replicas, and with them the proof, which is returned. It has four rows in float64,
-        with a number for each micro-batch: counts and wishes, which are small whole numbers; losses and tokens, of
-        which one replica has one that is not 0. Raises RuntimeError when a peer is gone."""
+        """Sum all gradients over the replicas, and with them the proof, whose sum is returned. The proof has four rows
+        in float64 with a number for each micro-batch: counts and wishes, which are small whole numbers, and losses and
+        tokens, which only one replica has. Raises RuntimeError if a peer is gone."""
 
     @abstractmethod
     def proven(self, tokens: float) -> float:
-        """Believe the result of the reduce: the ledger's proof is there. tokens: of all micro-batches.
-        Returns what the sum of the losses is to be divided by."""
+        """Finish the reduce after the ledger's proof of all `tokens`; return the divisor of the sum of losses."""
 
     def drain(self, unblock: Callable[[], Any]) -> None:  # noqa: B027
-        """Wait for reduces that are still under way: one that ended later would write into gradients restored by
-        then."""
+        """Wait for pending reduces, which would otherwise write into restored gradients later."""
 
     @property
     def undoable(self) -> bool:
-        """The reduces of this iteration, as far as they have begun, can be undone."""
+        """Whether the reduces of this iteration that have begun can be undone."""
         return self._snapshots.undoable
 
     def restore(self) -> bool:
-        """Undo every reduce that had begun: this rank's own gradient sum is back. False where nothing was kept for
-        that: nothing is in the gradient then."""
+        """Undo every reduce that has begun, so that this rank's own sum is in the gradient again. False if there were
+        no copies for that; then the gradient is empty."""
         undoable = self.undoable
         if undoable:
             self._snapshots.restore()
@@ -238,20 +234,20 @@ class Accumulation(ABC):
         """Return the tensors that reduces overwrite."""
 
     def adopt_groups(self) -> None:  # noqa: B027
-        """Take the groups of another generation into use."""
+        """Start to use the groups of another generation."""
 
     def spoilt(self) -> None:
-        """Note that the gradient is not to be trusted."""
+        """Note that the gradient must not be trusted."""
         self._whole = False
 
     @property
     def intact(self) -> bool:
-        """No micro-batch is in the gradient in part. False after an error in the middle of a backward pass."""
+        """Whether no part of a micro-batch is in the gradient; False after an error in a backward pass."""
         return self._whole
 
     @property
     def first(self) -> bool:
-        """The order is not yet known in which the backward pass of this process makes its gradients, and matters."""
+        """Whether the order of the gradients in the backward pass matters and is not known yet."""
         return False
 
     # ------------------------------------------------------------ one micro-batch
@@ -268,7 +264,7 @@ class Accumulation(ABC):
         return micro_batch
 
     def _next(self) -> None:
-        """End the micro-batch before, and begin another one."""
+        """End the last micro-batch, and begin another one."""
         self._end_backward(time.perf_counter())
         injector.point()
         self._began, self._data_before = time.perf_counter(), self.seconds["data"]
@@ -286,7 +282,7 @@ class Accumulation(ABC):
         self.seconds["forward"] += self._backward_since - self._began - (self.seconds["data"] - self._data_before)
 
     def _end_backward(self, now: float) -> None:
-        """Note that the backward pass that began with the last loss is over."""
+        """Note that the last backward pass, if there is one, is over."""
         if self._backward_since is not None:
             injector.slow_down(now - self._began)
             self.seconds["backward"] += time.perf_counter() - self._backward_since

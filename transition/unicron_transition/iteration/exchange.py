@@ -1,6 +1,6 @@
-"""The small collectives of an iteration, beside those of gradients and activations.
+"""The small collectives of an iteration, apart from those of gradients and activations.
 
-A result counts only when the device is done with it and the generation still stands: an aborted NCCL collective returns
+A result counts only if the device is done with it and the generation still stands: an aborted NCCL collective returns
 without raising and leaves partial data.
 """
 
@@ -18,20 +18,21 @@ import torch.distributed as dist
 from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.iteration.accumulation import PeerLost, Sum
 from unicron_transition.iteration.rank_process import Process
+from unicron_transition.seams import megatron_core
 
-SENT_SECONDS = 10.0  # for a peer that lives to take a message of an exchange that it has begun
+SENT_SECONDS = 10.0  # time of a living peer to take a message of an exchange that it has begun
 SENT_TIME = timedelta(seconds=SENT_SECONDS)
-FIRST_TAG = 1 << 20  # of these messages; pipelines send with tag 0
+FIRST_TAG = 1 << 20  # pipelines send with tag 0
 
 
 @dataclass(frozen=True)
 class CommitResult:
-    """The result of the members' commit."""
+    """The result of a commit."""
 
     offer: Plan | None = None
-    """The plan that all of them hold."""
+    """The plan that all members hold."""
     first: bool = False
-    """Some rank does not know yet in which order its gradients are made."""
+    """Some rank does not know the order of its gradients yet."""
     save: bool = False
     """Some rank wants a checkpoint of the state after this step."""
     busy: bool = False
@@ -39,34 +40,29 @@ class CommitResult:
 
 
 class Exchange:
-    """The exchanges of one rank. Raises RuntimeError, or PeerLost, when a peer is gone."""
+    """The exchanges of one rank. They raise RuntimeError or PeerLost if a peer is gone."""
 
     def __init__(self, process: Process):
         self._process = process
-        self._sending: list[Any] = []  # what the last exchange sent; the next one ends after it has arrived
+        self._sending: list[Any] = []  # sent by the last exchange; the next one ends after it has arrived
 
     # ------------------------------------------------------------ groups
     @property
     def data_parallel(self) -> Any:
-        """The ranks of this one's place in all replicas; None for all there are."""
+        """The ranks at this rank's place in all replicas; None for the whole world."""
         if self._process.layout.size == 1:
             return None
-        from megatron.core import parallel_state
-
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return megatron_core.module("parallel_state").get_data_parallel_group(with_context_parallel=True)
 
     @property
     def replica(self) -> Any:
-        """The ranks of this one's replica."""
-        from megatron.core import parallel_state
-
-        return parallel_state.get_model_parallel_group()
+        """The ranks of this rank's replica."""
+        return megatron_core.module("parallel_state").get_model_parallel_group()
 
     # ------------------------------------------------------------ sums and largest numbers
     def inside(self, numbers: Sequence[float]) -> list[float]:
-        """Return the largest of each number over the ranks of the replica."""
-        found = self._largest(torch.tensor(numbers, dtype=torch.float64), self.replica, inside=True)
-        return [float(number) for number in found]
+        """Return the maximum of each number over the ranks of the replica."""
+        return self._largest(torch.tensor(numbers, dtype=torch.float64), self.replica, inside=True).tolist()
 
     def begin_sum(self, tensor: torch.Tensor) -> Sum:
         """Begin to sum a tensor in place over the ranks at this place in all replicas."""
@@ -76,20 +72,18 @@ class Exchange:
         return Sum(tensor, work, lambda: self._check(work))
 
     def from_last_stage(self, loss: float) -> float:
-        """Return the loss, which the last stage alone has computed."""
+        """Return the loss, which only the last stage has computed."""
         if self._process.layout.pipeline == 1:
             return loss
-        from megatron.core import parallel_state
-
-        knows = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        found, bad = self.inside([loss if knows and math.isfinite(loss) else -math.inf, float(not math.isfinite(loss))])
-        return math.nan if bad else found
+        last = megatron_core.module("parallel_state").is_pipeline_last_stage(ignore_virtual=True)
+        value, bad = self.inside([loss if last and math.isfinite(loss) else -math.inf, float(not math.isfinite(loss))])
+        return math.nan if bad else value
 
     def commit(self, offer: Plan | None, first: bool, save: bool = False, busy: bool = False) -> CommitResult:
-        """Commit the step with all members: each gives what holds for itself."""
+        """Commit the step with all members; the arguments are this rank's own."""
         held = float(offer.generation if offer else 0)
-        said = torch.tensor([held, -held, float(first), float(save), float(busy)], dtype=torch.float64)
-        most, least, *anybody = self._largest(said, None).tolist()
+        own = torch.tensor([held, -held, float(first), float(save), float(busy)], dtype=torch.float64)
+        most, least, *anybody = self._largest(own, None).tolist()
         same = offer is not None and most == -least == held
         if same:
             self.wait_until_sent()  # the groups end with this iteration
@@ -102,28 +96,26 @@ class Exchange:
         return self.largest(base if version == newest else -1), newest
 
     def largest(self, number: int) -> int:
-        """Return the largest number that a member gives."""
-        found = self._largest(torch.tensor([number], dtype=torch.int64), None)
-        return int(found)
+        """Return the maximum of a number over all members."""
+        return int(self._largest(torch.tensor([number], dtype=torch.int64), None))
 
     def most(self, numbers: Sequence[float]) -> list[float]:
-        """Return the largest of each number that a member gives; whole numbers up to 2^53 are exact."""
-        return [float(each) for each in self._largest(torch.tensor(numbers, dtype=torch.float64), None)]
+        """Return the maximum of each number over all members; whole numbers up to 2^53 are exact."""
+        return self._largest(torch.tensor(numbers, dtype=torch.float64), None).tolist()
 
     def all_there(self) -> None:
-        """Return when all members have come here."""
+        """Wait until all members have come here."""
         self._largest(torch.zeros(1), None)
 
     def wait_until_sent(self) -> None:
-        """Wait until the peers have taken what the last exchange sent, before the connections to them end. gloo sends
-        only what its receiver asks for, and a slow one asks after this rank knows the outcome. Raises RuntimeError when
-        a peer is gone, or takes nothing for SENT_SECONDS."""
+        """Wait until the peers have taken what the last exchange sent, before their connections end. gloo sends only
+        what its receiver asks for, and a slow one asks after this rank has the result. Raises RuntimeError if a peer is
+        gone, or takes nothing for SENT_SECONDS."""
         for _, work in self._sending:
             work.wait(SENT_TIME)
         self._sending.clear()
 
     def _largest(self, tensor: torch.Tensor, group: Any, inside: bool = False) -> torch.Tensor:
-        """Return the largest of each number, over the ranks of the group."""
         if dist.get_world_size(group) == 1:
             return tensor
         if self._process.backend == "gloo":
@@ -138,20 +130,18 @@ class Exchange:
         return found
 
     def _check(self, work: Any, inside: bool = False) -> None:
-        """Raise PeerLost where the result of a collective may be garbage: NCCL raises nothing when one fails."""
+        """Raise PeerLost if the result of a collective may be garbage: NCCL raises nothing when one fails."""
         asks = self._process.backend == "nccl" and work is not None
         if asks and work.is_completed() and _has_error(work):
-            raise PeerLost("the members told each other nothing: their communicator reports an error")
+            raise PeerLost("the exchange failed: its communicator reports an error")
         if self._process.channel is not None and self._process.watch.disturbed(inside):
-            raise PeerLost("the generation ended while its members told each other")
+            raise PeerLost("the generation ended during an exchange of its members")
 
     def tie_embeddings(self, model: Sequence[Any]) -> bool:
-        """Give the last stage the first one's embedding, where they share it. Return whether this rank's has
-        changed."""
+        """Give the last stage the first stage's embedding if they share it. Returns whether this rank's has changed."""
         if self._process.layout.pipeline == 1:
             return False
-        from megatron.core import parallel_state
-
+        parallel_state = megatron_core.module("parallel_state")
         group = parallel_state.get_embedding_group(check_initialized=False)
         if group is None or dist.get_world_size(group) == 1 or dist.get_rank(group) < 0:
             return False
@@ -159,7 +149,9 @@ class Exchange:
         module = model[-1 if last else 0].module
         while hasattr(module, "module"):
             module = module.module
-        further = getattr(getattr(module, "config", None), "mtp_num_layers", None)  # the last stage embeds tokens, too
+        further = getattr(
+            getattr(module, "config", None), "mtp_num_layers", None
+        )  # with them the last stage also embeds tokens
         if not getattr(module, "share_embeddings_and_output_weights", False) and not further:
             return False
         weight = module.shared_embedding_or_output_weight().data
@@ -169,8 +161,8 @@ class Exchange:
 
 
 def _has_error(work: Any) -> bool:
-    """Whether a collective that is over reports an error. torch 2.11 cannot say: there `exception` raises TypeError
-    whatever it is. But only this process aborts its communicators, and then its generation is lost, too."""
+    """Whether a finished collective reports an error. In torch 2.11 `exception` raises TypeError for any error; but
+    only this process aborts its communicators, and then its generation is lost anyway."""
     try:
         return work.exception() is not None
     except TypeError:
@@ -178,28 +170,26 @@ def _has_error(work: Any) -> bool:
 
 
 def largest_of_all(tensor: torch.Tensor, group: Any) -> tuple[torch.Tensor, list[Any]]:
-    """Return the largest of each number over the ranks of a gloo group, known when all of them have come here; and what
-    was sent for that, to be kept until another such exchange is over.
+    """Return the maximum of each number over the ranks of a gloo group, after all of them have come here; and what was
+    sent for it, which must be kept until the next such exchange is over.
 
-    Each rank tells the one 1, 2, 4, ... places further what it knows, so a thousand ranks need ten messages one after
-    the other. gloo's all-reduce goes round a ring, twice: four ranks on two cores took 3.9 ms for it, and 1.3 ms for
-    this.
+    Each rank sends what it knows to the ranks 1, 2, 4, ... places further, so a thousand ranks need ten messages in a
+    row. gloo's all-reduce goes round a ring twice: for four ranks on two cores it took 3.9 ms, and this 1.3 ms.
     """
     group = dist.group.WORLD if group is None else group
     rank, size = group.rank(), group.size()
     known, sending, step = tensor, [], 1
-    while step < size:  # by the group's own methods: what torch's functions add takes longer than the message
-        came, tag = torch.empty_like(known), FIRST_TAG + step
+    while step < size:  # by the group's own methods: torch's functions add more time than the message takes
+        received, tag = torch.empty_like(known), FIRST_TAG + step
         sending.append((known, group.send([known], (rank + step) % size, tag)))
-        group.recv([came], (rank - step) % size, tag).wait()
-        known, step = torch.maximum(known, came), 2 * step
+        group.recv([received], (rank - step) % size, tag).wait()
+        known, step = torch.maximum(known, received), 2 * step
     return known, sending
 
 
 def at_commit(optimizer: Any, commit: Callable[[], None]) -> None:
-    """Have `commit` called in `optimizer.step()` when everything in it that communicates is over, right before the
-    parameters change: Megatron's `step_with_ready_grads`. It has to be called by hand after a `step` that came to none,
-    and where the optimizer has no such place it comes before the step."""
+    """Have `optimizer.step()` call `commit` after its last communication, right before the parameters change: in
+    Megatron's `step_with_ready_grads`, otherwise before the step. A step that was skipped does not call it."""
     name = "step_with_ready_grads" if hasattr(optimizer, "step_with_ready_grads") else "step"
     original = getattr(optimizer, name)
 

@@ -1,16 +1,16 @@
 """Copies of gradients from before their reduce, which overwrites them whether it succeeds or fails.
 
-Where they are kept is chosen by the setting UNICRON_SNAPSHOT, for it is memory that the training could use:
+The setting UNICRON_SNAPSHOT chooses their place, because they take memory that the training could use:
 
 ====== ======================================== ========================================================
-value  bytes for each parameter of a rank       what a loss after the reduce has begun costs
+value  bytes for each parameter of a rank       cost of a loss after the reduce has begun
 ====== ======================================== ========================================================
 card   4 (2 with gradients in bf16) on the card nothing: the copies are put back
-host   as many, in pinned memory of the node    nothing; each copy goes over the bus before its reduce
+host   as many, in pinned memory of the node    nothing; but each copy goes over the bus before its reduce
 none   0                                        the replica computes its part of the iteration again
 ====== ======================================== ========================================================
 
-With a distributed optimizer a reduce overwrites one data-parallel size'th of the gradients, and that much is copied.
+With a distributed optimizer a reduce overwrites, and the copies have, one data-parallel size'th of the gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Where(enum.StrEnum):
 
 
 def chosen_place(environment: Mapping[str, str] = os.environ) -> Where:
-    """Read the setting. Raises ValueError for a word that it does not know."""
+    """Read the setting. Raises ValueError for an unknown word."""
     text = environment.get(SETTING) or Where.CARD.value
     try:
         return Where(text)
@@ -46,18 +46,18 @@ class Snapshots:
 
     def __init__(self, where: Where):
         self.where = where
-        self._copies: dict[object, torch.Tensor] = {}  # by key
-        self._places: dict[object, torch.Tensor] = {}  # where those belong that are of the present reduce
+        self._copies: dict[object, torch.Tensor] = {}  # key -> copy
+        self._places: dict[object, torch.Tensor] = {}  # key -> the place of a copy, for the present reduce
 
     def copy_before_reduce(self, key: object, place: torch.Tensor) -> None:
-        """Copy what a reduce is about to overwrite; `key` is the same for the same bucket in every iteration."""
+        """Copy what a reduce is about to overwrite; `key` is the same for a bucket in every iteration."""
         self._places[key] = place
         if self.where is Where.NONE:
             return
         copy = self._copies.get(key)
         if copy is None or copy.shape != place.shape:
             copy = self._copies[key] = self._room(place)
-        copy.copy_(place, non_blocking=True)  # in the order of the stream: before the reduce that follows
+        copy.copy_(place, non_blocking=True)  # before the reduce, by the order of the stream
 
     def _room(self, place: torch.Tensor) -> torch.Tensor:
         if self.where is Where.HOST:
@@ -70,11 +70,8 @@ class Snapshots:
         return self.where is not Where.NONE or not self._places
 
     def restore(self) -> None:
-        """Undo every reduce since :meth:`forget`: the buffers are this rank's unreduced sums again.
-
-        Parameters never move in the buffers, so it does not matter whether the data-parallel size has changed since.
-        To be asked first: :attr:`undoable`.
-        """
+        """Undo every reduce since :meth:`forget`: the buffers have this rank's unreduced sums again, even if the
+        data-parallel size has changed. Check :attr:`undoable` first."""
         assert self.undoable
         for key, place in self._places.items():
             place.copy_(self._copies[key], non_blocking=True)

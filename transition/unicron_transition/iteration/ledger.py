@@ -1,5 +1,4 @@
-"""The micro-batch ledger: which micro-batches of an iteration are in this rank's gradient, and how often each was
-computed.
+"""The micro-batch ledger: which micro-batches of an iteration are in this rank's gradient, and which were computed.
 
 The micro-batch is the unit of reuse; each is in exactly one rank's gradient sum when the optimizer steps
 (docs/design/micro-batch-reuse.md).
@@ -14,12 +13,11 @@ from typing import Any
 
 
 class LedgerError(RuntimeError):
-    """Raised where a micro-batch would be counted twice, or not at all: the optimizer must not step."""
+    """Raised if a micro-batch would be counted twice or not at all: the optimizer must not step."""
 
 
 def deal(total: int, replicas: int, replica: int) -> list[int]:
-    """Return the undisturbed assignment: micro-batch i belongs to the (i mod replicas)-th replica. Same on every rank,
-    without a message."""
+    """Return the undisturbed assignment, which needs no message: micro-batch i belongs to replica i mod `replicas`."""
     return list(range(replica, total, replicas))
 
 
@@ -34,7 +32,7 @@ class Ledger:
     done: list[int] = field(default_factory=list)
     """The micro-batches in the gradient buffer, in the order of their backward passes."""
     computed: list[int] = field(default_factory=list)
-    """All that were computed, those included that were dropped since."""
+    """All that were computed, including those that were dropped since."""
     losses: dict[int, Any] = field(default_factory=dict)
     """Index -> 0-d tensor, unscaled."""
     tokens: dict[int, Any] = field(default_factory=dict)
@@ -56,12 +54,11 @@ class Ledger:
         self.computed.append(index)
 
     def drop(self) -> None:
-        """Note that nothing is in the gradient any more."""
+        """Note that the gradient is empty."""
         self.done = []
 
     def reassign(self, indices: Iterable[int]) -> None:
-        """Take over a plan's assignment. Raises :class:`LedgerError` if it drops work that is already in the
-        gradient."""
+        """Adopt a plan's assignment. Raises :class:`LedgerError` if it drops work that is already in the gradient."""
         assigned = list(indices)
         dropped = set(self.done) - set(assigned)
         if dropped:
@@ -70,7 +67,7 @@ class Ledger:
 
     @staticmethod
     def signature(done: Sequence[int] | None) -> float:
-        """Return a number for a set of micro-batches, whatever their order; another one for None: a part of one."""
+        """Return a number for a set of micro-batches in any order; None, for an unfinished one, has its own."""
         text = "none" if done is None else ",".join(map(str, sorted(done)))
         return float(zlib.crc32(text.encode()))
 
@@ -84,17 +81,17 @@ class Ledger:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, as a training script gets it."""
+    """One optimizer step, for a training script."""
 
     iteration: int
     """Its number, from 0 on."""
     loss: float
     """Mean over all micro-batches of the iteration, the same number on every rank."""
     grad_norm: float | None
-    """Norm of all gradients, where they are clipped."""
+    """Norm of all gradients, if they are clipped."""
     learning_rate: float
     seconds: float
-    """From the begin of the iteration to its step."""
+    """From the start of the iteration to its step."""
     generation: int
     world_size: int
     """Ranks that trained in it."""

@@ -1,9 +1,9 @@
-"""A rank does nothing when Slurm asks its element to end, until its agent says so.
+"""A rank ignores Slurm's request to end its element until its agent tells it to end.
 
-Slurm sends SIGTERM to every process of a step. A rank that died of it would take its micro-batches along; so it goes on
-to the next iteration boundary, and its agent ends it then (`unicron_ctl/agent/loop/ending.py`). So with SIGUSR2, which
-asks the agent for a checkpoint. Processes of multiprocessing go on like the rank. Programs that it executes end by
-SIGTERM: one that ignores it gives that on to all that it starts, and `timeout 5 tool` in there would wait for ever.
+Slurm sends SIGTERM to every process of a step. A rank that died of it would lose its micro-batches; so it continues to
+the next iteration boundary, and its agent ends it then (`unicron_ctl/agent/loop/ending.py`). The same holds for
+SIGUSR2, which asks the agent for a checkpoint. Processes of multiprocessing continue like the rank. Programs that it
+executes end by SIGTERM, because ignoring a signal is inherited: `timeout 5 tool` in such a program would wait for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType
 from unicron_detector.processes.step_signals import spare_helpers
 from unicron_transition.seams import workers
 
-_rank = 0  # the process that outlives SIGTERM; its children do not, but for those of multiprocessing, each in itself
+_rank = 0  # the process that outlives SIGTERM; of its children only those of multiprocessing do
 
 
 def _outlive(number: int, frame: FrameType | None) -> None:
@@ -27,7 +27,7 @@ def _outlive(number: int, frame: FrameType | None) -> None:
 
 
 def outlive_notice() -> None:
-    """Let SIGTERM and SIGUSR2 not end this process any more, unless the script has handlers of its own."""
+    """Keep SIGTERM and SIGUSR2 from ending this process, unless the script has handlers of its own."""
     global _rank
     if threading.current_thread() is not threading.main_thread():
         return
@@ -39,7 +39,7 @@ def outlive_notice() -> None:
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _outlive)
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # what it executes inherits that
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # executed programs inherit that
 
 
 def outlives_notice() -> bool:
@@ -57,7 +57,7 @@ def _outlive_in_process() -> None:
 
 
 def _settle_process(outlives: bool) -> None:
-    """Outlive it in a process of multiprocessing that is no fork of the rank."""
+    """Outlive the notice in a process of multiprocessing that is not a fork of the rank."""
     if outlives:
         outlive_notice()
     _outlive_in_process()

@@ -1,7 +1,7 @@
 """Random numbers belong to the micro-batch: before its forward pass every generator is seeded for it, so that dropout
-is the same whoever computes it, in whatever order and however often (docs/design/micro-batch-reuse.md).
+is the same whichever rank computes it, in whatever order and however often (docs/design/micro-batch-reuse.md).
 
-Megatron's activation recomputation puts back the states that its forward pass began with, so it gets the same masks.
+Megatron's activation recomputation restores the states from the start of its forward pass, so it gets the same masks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from unicron_transition.seams import megatron_core
 
-# The same in all tensor ranks of a stage, as their activations there are: Megatron's name for the default generator's.
+# Megatron's name for the default generator's state, the same in all tensor ranks of a stage.
 SHARED_STATE = "data-parallel-rng"
 
 
@@ -22,10 +22,10 @@ def seed(
     base: int, iteration: int, micro_batch: int, *, tensor: int = 0, pipeline: int = 0, context: int = 0, chunk: int = 0
 ) -> None:
     """Seed all generators for the forward pass of one micro-batch in one model chunk of one rank: torch's, CUDA's, and
-    each state of Megatron's tracker, where there are any.
+    each state of Megatron's tracker.
 
     base: the job's seed. micro_batch: its index in the iteration, over all ranks. tensor, pipeline, context: the rank's
-    coordinate in its replica. chunk: of the virtual pipeline. The data-parallel rank is no part of it. The default
+    coordinate in its replica; its data-parallel rank does not count. chunk: of the virtual pipeline. The default
     generators and the tracker's data-parallel state are the same in all tensor ranks, all other states differ.
     """
     place = (base % 2**63, iteration, micro_batch, pipeline, context, chunk)
@@ -52,7 +52,7 @@ def _hash(name: str, tensor: int, place: tuple[int, ...]) -> int:
 
 
 def _state(old: Any, generator: torch.Generator, value: int) -> Any:
-    """Return the tracker's new state in place of `old`. Never the same tensor: activation checkpoints hold that."""
+    """Return the tracker's new state, never in the tensor of `old`, which activation checkpoints hold."""
     if isinstance(old, torch.Generator):  # a CUDA graph knows its generators by identity
         return old.manual_seed(value)
     return generator.manual_seed(value).get_state()

@@ -9,12 +9,12 @@ from unicron_detector.processes.log_format import log_line
 
 
 def inform(text: str) -> None:
-    """Write news."""
+    """Write a line of information."""
     _write("info", text)
 
 
 def warn(text: str) -> None:
-    """Write that something is not as it should be; the training goes on."""
+    """Write a warning: something is wrong, but the training continues."""
     _write("warning", text)
 
 

@@ -1,4 +1,4 @@
-"""The process of a rank, and its begin."""
+"""The process of a rank, and its start."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from unicron_transition.seams.table import UnsupportedLayout
 
 
 class Process:
-    """The parts that a rank's process has once: its channel to the agent, its watch, its unblocker. Without an agent it
-    has no channel."""
+    """The parts that a rank's process has once: channel to the agent (None without one), watch and unblocker."""
 
     def __init__(self, backend: str, layout: Layout):
         self.backend, self.layout = backend, layout
@@ -51,7 +50,7 @@ class Process:
         return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
 
-# Where one of these is more than 1 there are other processes, and torch says which variable it misses.
+# If one of these is more than 1 there are other processes, and torch reports which variable is missing.
 OF_MANY = ("SLURM_NTASKS", "SLURM_ARRAY_TASK_COUNT", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "WORLD_SIZE")
 _process: Process | None = None
 
@@ -63,19 +62,10 @@ def current() -> Process:
     return _process
 
 
-def _compare(layout: Layout) -> None:
-    wanted = os.environ.get("UNICRON_LAYOUT", "")
-    if wanted and parse_layout(wanted).layout != layout:
-        raise UnsupportedLayout(
-            f"the job runs as {wanted} now, and the script gives {StatedLayout(layout).text}: take the layout from "
-            "UNICRON_LAYOUT, or submit without UNICRON_LAYOUTS"
-        )
-
-
 def init_process_group(backend: str, layout: Layout | None = None) -> None:
     """Initialize torch.distributed, in place of torch's own function.
 
-    Under an agent the rank starts in a world without peers, to build its part of the model in; the session takes it
+    Under an agent the rank starts in a world without peers, where it builds its part of the model; the session takes it
     into the job's generations. Without an agent it is torch's own call with the usual environment variables; a single
     process needs none.
 
@@ -89,16 +79,21 @@ def init_process_group(backend: str, layout: Layout | None = None) -> None:
     Raises
     ------
     UnsupportedLayout
-        Where the job has stated several layouts (UNICRON_LAYOUTS) and this is not the one in which it is to run now,
-        and for a torch that this release does not know.
+        If the job has several layouts (UNICRON_LAYOUTS) and must run in another one now, and for a torch that this
+        release does not know.
     """
     global _process
-    _compare(layout or Layout())
+    layout, wanted = layout or Layout(), os.environ.get("UNICRON_LAYOUT", "")
+    if wanted and parse_layout(wanted).layout != layout:
+        raise UnsupportedLayout(
+            f"the job runs as {wanted} now, and the script gives {StatedLayout(layout).text}: take the layout from "
+            "UNICRON_LAYOUT, or submit without UNICRON_LAYOUTS"
+        )
     process_groups.check_torch(peers="UNICRON_AGENT" not in os.environ)
     if backend == "nccl":
         for line in nccl.keep_torch_from_aborting():
             warn(line)
-    _process = Process(backend, layout or Layout())
+    _process = Process(backend, layout)
     elastic_buckets.prepare_when_imported()
     if _process.channel is None:
         limit = groups.collective_timeout()

@@ -1,7 +1,7 @@
-"""The base of all loggers: the first rank of the present world writes, whichever process that is.
+"""The base of all loggers: the first rank of the present world writes, in whichever process it is.
 
-Every rank calls the logger after every iteration, and keeps the last few. So a rank that becomes the first one writes
-what the one before it may not have got to disk. What is there already is not written twice.
+Every rank calls the logger after every iteration, and keeps the last few. So a new first rank writes what the previous
+one may not have got to disk, and nothing is written twice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 from abc import ABC, abstractmethod
 from collections import deque
 from importlib import import_module
-from types import ModuleType
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -24,7 +23,7 @@ KEPT_ITERATIONS = 64  # iterations that each rank can still write
 class Logger(ABC):
     """A logger of committed iterations. Call it with the result of each, in all ranks: `log(result, perplexity=...)`.
 
-    The step is `result.iteration`. An error in it is one line in the job's log, and costs no iteration of the training;
+    The step is `result.iteration`. An error in the logger is one line in the job's log and does not stop the training;
     the next call tries again, with what was left out.
     """
 
@@ -38,15 +37,19 @@ class Logger(ABC):
     def __call__(self, result: StepResult, **scalars: float) -> None:
         """Log an iteration: its loss, norm, learning rate, seconds and world size, and these scalars."""
         step = result.iteration
+        values = {"loss": result.loss, "learning-rate": result.learning_rate, "seconds": result.seconds}
+        if result.grad_norm is not None:
+            values["grad-norm"] = result.grad_norm
+        values |= {"ranks": float(result.world_size), **{name: float(value) for name, value in scalars.items()}}
         while self._kept and self._kept[-1][0] >= step:  # the job went back to an earlier state
             self._kept.pop()
-        self._kept.append((step, scalars_of(result) | {name: float(value) for name, value in scalars.items()}))
+        self._kept.append((step, values))
         try:
-            if _first_rank():
+            if not dist.is_initialized() or dist.get_rank() == 0:
                 self._log(step)
             else:
                 self._stop_writing()
-        except Exception as error:  # whatever a service has in store
+        except Exception as error:  # of whatever service
             self._open = False
             if not self._warned:
                 self._warned = True
@@ -67,7 +70,7 @@ class Logger(ABC):
         self._warned = False
 
     def close(self) -> None:
-        """Stop writing, unless this rank is called as the first one again."""
+        """Stop writing, until this rank is called as the first one again."""
         self._stop_writing()
 
     def _stop_writing(self) -> None:
@@ -83,8 +86,7 @@ class Logger(ABC):
 
     @abstractmethod
     def _open_run(self, first: int) -> int:
-        """Begin to write. first: the first step that this rank can write. Returns the last step that is not to be
-        written again."""
+        """Begin to write, at `first` at the earliest. Returns the last step that must not be written again."""
 
     @abstractmethod
     def _write(self, step: int, scalars: dict[str, float]) -> None:
@@ -98,30 +100,16 @@ class Logger(ABC):
         """Close what is open: another rank writes from now on."""
 
 
-def scalars_of(result: StepResult) -> dict[str, float]:
-    """Return the scalars that are logged of each iteration."""
-    found = {"loss": result.loss, "learning-rate": result.learning_rate, "seconds": result.seconds}
-    if result.grad_norm is not None:
-        found["grad-norm"] = result.grad_norm
-    return {**found, "ranks": float(result.world_size)}
-
-
-def _first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def job_name() -> str:
-    """Return a name that all processes of this job share, also after a requeue, and no other job has."""
-    for name in ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID"):
-        if os.environ.get(name):
-            return f"unicron-{os.environ[name]}"
+    """Return a name that all processes of this job share, even after a requeue, and no other job has."""
+    if number := os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID"):
+        return f"unicron-{number}"
     raise ValueError("outside of Slurm a logger needs the name of its run: give it the argument `run`")
 
 
 def import_optional(module: str, package: str) -> Any:
-    """Import the module of an optional package. Raises ValueError, one line, where it is not installed."""
+    """Import the module of an optional package. Raises ValueError, one line, if it is not installed."""
     try:
-        found: ModuleType = import_module(module)
+        return import_module(module)
     except ImportError:
         raise ValueError(f"this logger needs {package}: pip install {package}") from None
-    return found

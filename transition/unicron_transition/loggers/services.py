@@ -11,13 +11,13 @@ from typing import Any
 from unicron_transition.iteration.rank_log import warn
 from unicron_transition.loggers.logger import Logger, import_optional, job_name
 
-TAG = "unicron.run"  # of the run in MLflow
+TAG = "unicron.run"  # tag of the run in MLflow
 
 
 class TensorBoard(Logger):
-    """TensorBoard's event files: one for each rank that was the first one.
+    """TensorBoard's event files: one for each process that was the first rank.
 
-    A file begins with the step from which on TensorBoard passes over what is in earlier files, so no step shows twice.
+    A file begins with the step from which TensorBoard ignores earlier files, so no step shows twice.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class TensorBoard(Logger):
     Raises
     ------
     ValueError
-        Where tensorboard is not installed.
+        If tensorboard is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -53,20 +53,19 @@ class TensorBoard(Logger):
 
 
 class WandB(Logger):
-    """A run of Weights & Biases. Offline, each rank that becomes the first one has a folder of its own, and `wandb
-    sync` joins them.
+    """A run of Weights & Biases. Offline, each new first rank has a folder of its own, and `wandb sync` joins them.
 
     Parameters
     ----------
     run
-        Its id, by default from the job's number; every rank that becomes the first one resumes it.
+        Its id, by default from the job's number; each new first rank resumes it.
     settings
         For `wandb.init`, such as `project`.
 
     Raises
     ------
     ValueError
-        Where wandb is not installed, or the run has no name.
+        If wandb is not installed, or the run has no name.
     """
 
     def __init__(self, run: str | None = None, **settings: Any):
@@ -88,8 +87,8 @@ class WandB(Logger):
 
 
 class MLflow(Logger):
-    """A run of MLflow. It ends with the process that writes it, as FAILED after an exception that nobody caught, and
-    goes on when another writes.
+    """A run of MLflow. It ends with the process that writes it, as FAILED after an uncaught exception, and continues
+    when another process writes.
 
     Parameters
     ----------
@@ -103,7 +102,7 @@ class MLflow(Logger):
     Raises
     ------
     ValueError
-        Where mlflow is not installed, or the run has no name.
+        If mlflow is not installed, or the run has no name.
     """
 
     def __init__(self, run: str | None = None, experiment: str = "Default", tracking_uri: str | None = None):
@@ -133,16 +132,16 @@ class MLflow(Logger):
         self._client.log_batch(self._run, [metric(name, value, now, step) for name, value in scalars.items()])
 
     def _close_run(self) -> None:
-        """Do nothing: each call is written at once, and another rank goes on with the run."""
+        """Do nothing: each call is written at once, and another rank continues the run."""
 
     def close(self) -> None:
-        """End the run, if this rank writes it; the next call goes on with it."""
+        """End the run if this rank writes it; the next call continues it."""
         if not self._open:
             return
         super().close()
         try:
             self._client.set_terminated(self._run, "FAILED" if self._failed else "FINISHED")
-        except Exception as error:  # the service's: the training has ended
+        except Exception as error:  # of the service, after the end of the training
             warn(f"MLflow: the run of {self._name} is not marked as ended: {error}")
 
     def __exit__(self, *error: object) -> None:
@@ -150,7 +149,7 @@ class MLflow(Logger):
         self.close()
 
     def _watch(self) -> None:
-        """End the run when this process ends, whatever ends it but a signal."""
+        """End the run when this process ends in any way but by a signal."""
         if self._watches:
             return
         self._watches, before = True, sys.excepthook

@@ -1,10 +1,11 @@
-"""The gradient side of an iteration: compute micro-batches, snapshot buckets before their reduce, reduce, restore.
+"""The gradients of Megatron's models: computing micro-batches, copying buckets before their reduce, reducing,
+restoring.
 
-Seams into megatron-core, none of its sources changed: `config.finalize_model_grads_func` is taken out of the schedule
-and called here; `_ParamAndGradBucketGroup.start_grad_sync` is wrapped for the snapshot. Every micro-batch weighs
-1/total whatever rank computes it: the schedule divides a loss by the number of micro-batches of its call, so the loss
-is multiplied by that number over the total, and the DDP scaling factor is 1 with a SUM reduce. A loss per token is
-divided by the tokens of all micro-batches after the reduce, whoever counted them.
+It hooks into megatron-core without changing its sources: `config.finalize_model_grads_func` is taken out of the
+schedule and called here; `_ParamAndGradBucketGroup.start_grad_sync` is wrapped for the copies. Every micro-batch has
+the weight 1/total on every rank: the schedule divides a loss by the number of micro-batches of its call, so the loss is
+multiplied by that number over the total, and the DDP scaling factor is 1 with a SUM reduce. A loss per token is divided
+by the tokens of all micro-batches after the reduce.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ from unicron_transition.megatron.auxiliary import Auxiliary
 from unicron_transition.seams import elastic_buckets, megatron_core
 from unicron_transition.seams.table import UnsupportedLayout
 
-UNBLOCK_SECONDS = 0.02  # between two tries to free what is waited for
+UNBLOCK_SECONDS = 0.02  # between two attempts to free a wait
 
 
 @contextlib.contextmanager
 def again_and_again(unblock: Callable[[], Any]) -> Iterator[None]:
-    """Free what waits again and again while the body runs, in a thread: it may not have been there to be freed
-    before."""
+    """Call `unblock` repeatedly in a thread while the body runs: the connection of a wait may be made later."""
     over = threading.Event()
 
     def repeat() -> None:
@@ -64,7 +64,7 @@ class Gradients(Accumulation):
         self._sharded, self._healed = work.sharded, work.healed
         self._deferred: RuntimeError | None = None
         self._in_backward = False
-        self._ordered = False  # reduces start after the schedule, in the same order in all ranks
+        self._ordered = False  # reduces start after the schedule, in one order
         for group in self._bucket_groups():
             for bucket in group.buckets:
                 bucket.gradient_scaling_factor = 1.0
@@ -80,8 +80,7 @@ class Gradients(Accumulation):
         self._ordered = ordered
 
     def drop(self) -> None:
-        """Drop what is in the gradient."""
-        for group in self._bucket_groups():  # Megatron asserts that a first backward pass was seen whole, or not
+        for group in self._bucket_groups():  # Megatron requires a complete first backward pass, or none
             if group.is_first_batch and len(group.per_param_grad_ready_counts) < len(group.params):
                 group.per_param_grad_ready_counts = {}
         for chunk in self.model:
@@ -92,13 +91,11 @@ class Gradients(Accumulation):
 
     @property
     def first(self) -> bool:
-        """Megatron has not yet seen in which order the backward pass of this process makes its gradients."""
+        """Whether Megatron has not yet seen the order of the gradients in the backward pass of this process."""
         overlapped = (group for group in self._bucket_groups() if group.ddp_config.overlap_grad_reduce)
         return any(group.is_first_batch for group in overlapped)
 
     def _compute(self, ledger: Ledger) -> None:
-        """Compute forward and backward of everything that `ledger` still owes, in one schedule. Raises
-        :class:`PeerLost` between two micro-batches; in a replica of several ranks only when one of them is lost."""
         owed = ledger.todo()
         if not owed:
             self._gather_parameters()
@@ -118,15 +115,15 @@ class Gradients(Accumulation):
     def evaluate(
         self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
     ) -> dict[int, tuple[torch.Tensor, Any]]:
-        self._gather_parameters()  # all ranks do, those without a share, too
+        self._gather_parameters()  # all ranks, including those without a share
         if not indices:
             return {}
-        found: dict[int, tuple[torch.Tensor, Any]] = {}
+        results: dict[int, tuple[torch.Tensor, Any]] = {}
         padded = self._pad(indices)
         with evaluating(self.model):
-            step = self._evaluation_step(iteration, padded, found)
+            step = self._evaluation_step(iteration, padded, results)
             self._run_schedule(step, fetch, iteration, padded, forward_only=True)
-        return found
+        return results
 
     def _run_schedule(
         self,
@@ -136,7 +133,7 @@ class Gradients(Accumulation):
         indices: Sequence[int],
         **more: Any,
     ) -> None:
-        """Run Megatron's schedule over these micro-batches of an iteration. more: for the schedule."""
+        """Run Megatron's schedule, with the arguments `more`, over these micro-batches of an iteration."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         iterators = [(fetch(iteration, index) for index in indices) for _ in self.model]
@@ -151,7 +148,7 @@ class Gradients(Accumulation):
             )
 
     def _evaluation_step(
-        self, iteration: int, indices: Sequence[int], found: dict[int, tuple[torch.Tensor, Any]]
+        self, iteration: int, indices: Sequence[int], results: dict[int, tuple[torch.Tensor, Any]]
     ) -> Callable[..., Any]:
         passed = [0] * len(self.model)  # forward passes so far, by chunk
 
@@ -164,7 +161,7 @@ class Gradients(Accumulation):
 
             def note_loss(*arguments: Any, **keywords: Any) -> Any:
                 result = loss_function(*arguments, **keywords)
-                found[index] = result[0].detach().clone(), result[1].detach().clone() if len(result) == 3 else 1
+                results[index] = result[0].detach().clone(), result[1].detach().clone() if len(result) == 3 else 1
                 return result
 
             return output, note_loss
@@ -172,13 +169,12 @@ class Gradients(Accumulation):
         return forward_step
 
     def _gather_parameters(self) -> None:
-        """Gather the parameters as the forward pass would have, where gathers are overlapped with it."""
+        """Gather the parameters as a forward pass with overlapped gathers would."""
         if self._sharded and self.model[0].ddp_config.overlap_param_gather:
             elastic_buckets.gather_without_forward(self.model)
 
     def _pad(self, indices: Sequence[int]) -> list[int]:
-        """Return these micro-batches in whole groups, as the interleaved schedule takes them: the last one fills up,
-        with the weight 0."""
+        """Fill the micro-batches up to whole groups for the interleaved schedule, by the last one with weight 0."""
         if len(self.model) == 1:
             return list(indices)
         group = self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline
@@ -186,8 +182,8 @@ class Gradients(Accumulation):
 
     @contextlib.contextmanager
     def _schedule_configuration(self) -> Iterator[None]:
-        """Let the schedule accumulate and nothing else."""
-        # A rank without work would take no part in param_sync_func's gathers; the forward passes gather, too.
+        """Let the schedule accumulate and do nothing else."""
+        # A rank without work would miss param_sync_func's gathers; the forward passes gather as well.
         taken = ["finalize_model_grads_func", "param_sync_func", *(["grad_sync_func"] if self._ordered else [])]
         before = {name: getattr(self.config, name) for name in taken}
         for name in taken:
@@ -207,7 +203,7 @@ class Gradients(Accumulation):
             self._next()
             chunk = next(number for number, one in enumerate(self.model) if one is model)
             number, passed[chunk] = passed[chunk], passed[chunk] + 1
-            if alone and number:  # the schedule asks for the next forward when the backward before it is over
+            if alone and number:  # the last backward pass is over when the next forward pass begins
                 self._finish(ledger, [padded[number - 1]])
             real, index = number < owed, padded[number]
             self._begin_forward(ledger, index, chunk=chunk, **self._coordinate)
@@ -228,7 +224,7 @@ class Gradients(Accumulation):
     def _weigh(
         self, ledger: Ledger, index: int, loss: torch.Tensor, others: list[Any], count: int, real: bool
     ) -> tuple[Any, ...]:
-        """Weigh the script's (loss, log) or (sum of losses, tokens, log) for Megatron; the ledger notes it."""
+        """Weight the script's (loss, log) or (sum of losses, tokens, log) for Megatron, and note it in the ledger."""
         tokens = others[0] if len(others) == 2 else None
         if self.per_token and tokens is None:
             raise UnsupportedLayout(
@@ -245,8 +241,6 @@ class Gradients(Accumulation):
 
     # ------------------------------------------------------------ reducing
     def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
-        """Reduce all gradients over the data-parallel group and finalize them, then the proof. Raises RuntimeError when
-        a peer is gone."""
         from megatron.core.distributed import finalize_model_grads
 
         if self._deferred is not None:
@@ -270,7 +264,7 @@ class Gradients(Accumulation):
             return None
         total = torch.zeros((), dtype=torch.int, device=self._device())
         for index in ledger.done:
-            if (tokens := ledger.tokens.get(index)) is not None:  # the last stage counts
+            if (tokens := ledger.tokens.get(index)) is not None:  # only the last stage has them
                 total += tokens.to(total.dtype)
         return total
 
@@ -279,8 +273,7 @@ class Gradients(Accumulation):
         return first.device
 
     def _dispatch_overlapped(self) -> None:
-        """Start overlapped reduces that no backward hook has started: those of gradients that were kept, and all in a
-        rank that had nothing to compute."""
+        """Start overlapped reduces without a backward hook: of kept gradients, and all in a rank without work."""
         for group in self._bucket_groups():
             if group.ddp_config.overlap_grad_reduce and not group.is_first_batch and group.grad_reduce_handle is None:
                 group.start_grad_sync()
@@ -293,9 +286,10 @@ class Gradients(Accumulation):
                 return None
             if self._in_backward and (self._deferred is not None or self._work.over()):
                 self._deferred = self._deferred or PeerLost("a member of the generation is gone")
-                return None  # raising inside an autograd hook would cut the backward pass short
+                return None  # an error in an autograd hook would cut the backward pass short
             if self._healed and not (group.is_first_batch and group.grad_reduce_handle is not None):
-                self._snapshot(group)
+                for bucket in group.buckets:
+                    self._snapshots.copy_before_reduce(id(bucket), self._overwritten(bucket, group))
             try:
                 return original(*arguments, **keywords)
             except RuntimeError as error:
@@ -306,14 +300,8 @@ class Gradients(Accumulation):
 
         group.start_grad_sync = start_grad_sync
 
-    def _snapshot(self, group: Any) -> None:
-        """Copy what the reduce of a bucket group is about to overwrite."""
-        for bucket in group.buckets:
-            self._snapshots.copy_before_reduce(id(bucket), self._overwritten(bucket, group))
-
     def _overwritten(self, bucket: Any, group: Any) -> torch.Tensor:
-        """Return the part of a bucket that its reduce overwrites: a failed in-place all-reduce leaves a mix of partial
-        sums."""
+        """Return the part of a bucket that its reduce overwrites, with partial sums if it fails."""
         return elastic_buckets.own_part(bucket, group) if self._sharded else bucket.grad_data
 
     def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
@@ -321,11 +309,6 @@ class Gradients(Accumulation):
 
     # ------------------------------------------------------------ recovering
     def drain(self, unblock: Callable[[], Any]) -> None:
-        """Wait for overlapped reduces that are still under way: one that ended later would write into gradients
-        restored by then.
-
-        Raises :class:`ledger.LedgerError` after DRAIN_SECONDS.
-        """
         if self._sharded:
             with again_and_again(unblock):
                 elastic_buckets.drain(self.model)
@@ -341,7 +324,7 @@ class Gradients(Accumulation):
         return undone
 
     def adopt_groups(self) -> None:
-        """Forget handles and sizes that belong to the old groups."""
+        """Forget handles and sizes of the old groups."""
         for chunk in self.model:
             for buffer in megatron_core.buffers(chunk):
                 buffer.data_parallel_world_size = buffer.data_parallel_group.size()
@@ -355,18 +338,17 @@ class Gradients(Accumulation):
 
 
 # ---------------------------------------------------------------- a distributed optimizer's own parts
-# A reduce-scatter in place writes this rank's own part of each bucket and nothing else, whether it succeeds or fails
-# (seen with gloo; NCCL's interface has the buffer that it sends from as constant). The rest of the buffer stays this
-# rank's unreduced sum until it is zeroed, so a copy of the own part, one data-parallel size'th of a gradient, undoes
-# the reduce. What Megatron does to gradients after the reduce is kept to the own part as well: the rest has no meaning
-# to the optimizer.
+# A reduce-scatter in place writes only this rank's own part of each bucket, whether it succeeds or fails (seen with
+# gloo; in NCCL's interface the buffer that it sends is constant). The rest stays this rank's unreduced sum, so a copy
+# of the own part, one data-parallel size'th of a gradient, undoes the reduce. Megatron's changes to gradients after the
+# reduce are restricted to the own part as well, because the optimizer does not use the rest.
 @contextlib.contextmanager
 def own_parts_only(model: Sequence[Any]) -> Iterator[None]:
-    """Wrap Megatron's `finalize_model_grads`, so that after the reduce it changes the own parts alone.
+    """Wrap Megatron's `finalize_model_grads`, so that after the reduce it changes only the own parts.
 
-    That is the sum over stages that share an embedding, the sum over tensor-parallel ranks for sequence parallelism
-    and norms, and the division by the number of tokens. All of these are between ranks that have the same part of the
-    same bucket. Megatron itself sends the whole gradients, of which all but the own part is unreduced.
+    Its changes are the sum over stages that share an embedding, the sum over tensor-parallel ranks for sequence
+    parallelism and norms, and the division by the number of tokens. All of these are between ranks that have the same
+    part of the same bucket. Megatron itself would send the whole gradients, of which all but the own part is unreduced.
     """
     with contextlib.ExitStack() as stack:
         for chunk in model:
@@ -398,7 +380,7 @@ def _own_parts_of(buffer: Any) -> Iterator[None]:
 
 
 def _own_ranges(buffer: Any) -> Iterator[tuple[int, int]]:
-    """Return this rank's part of each bucket, in the buffer."""
+    """Yield the range of this rank's part of each bucket in the buffer."""
     rank = buffer.data_parallel_group.rank()
     for bucket in buffer.buckets:
         size = bucket.grad_data.numel() // buffer.data_parallel_world_size

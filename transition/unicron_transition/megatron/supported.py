@@ -1,4 +1,4 @@
-"""Models and layouts that cannot be healed are refused when the session is made, in one line."""
+"""Refuses models and layouts that cannot be healed when the session is made, in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unicron_transition.seams.table import refuse
 
 
 def check(model: Sequence[Any], optimizer: Any, layout: Layout) -> None:
-    """Raises :class:`table.UnsupportedLayout` for the first thing that this release cannot heal."""
+    """Raise :class:`table.UnsupportedLayout` for the first thing that this release cannot heal."""
     from megatron.core.utils import get_model_config
 
     config = get_model_config(model[0])
@@ -23,14 +23,13 @@ def check(model: Sequence[Any], optimizer: Any, layout: Layout) -> None:
 def _sizes(layout: Layout) -> Iterator[str]:
     from megatron.core import parallel_state
 
-    found = (
+    actual = Layout(
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
-    if found != (layout.tensor, layout.context, layout.pipeline):
-        given = f"Layout(tensor={found[0]}, context={found[1]}, pipeline={found[2]})"
-        yield f"a layout that it is not told of: give init_process_group layout=unicron.{given}"
+    if actual != layout:
+        yield f"a layout that it is not told of: give init_process_group layout=unicron.{actual}"
     if layout.context > 1:
         yield "context parallelism, which Megatron's own attention has not: leave --context-parallel-size out"
     if parallel_state.get_expert_model_parallel_world_size() > 1:

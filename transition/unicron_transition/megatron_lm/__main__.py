@@ -1,5 +1,4 @@
-"""`python -m unicron.transition.megatron_lm SCRIPT ARGUMENTS`: runs a program of Megatron-LM's, healed within the
-iteration."""
+"""`python -m unicron.transition.megatron_lm SCRIPT ARGUMENTS` runs a program of Megatron-LM's under a session."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Run the program. Exit status 1, with one line, where it cannot be healed."""
+    """Run the program. Exit status 1, with one line, if it cannot be healed."""
     if len(sys.argv) < 2:
         print("unicron: write `python -m unicron.transition.megatron_lm pretrain_gpt.py ...`", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Megatron-LM's options: which cannot be healed, and what those mean that are carried out here."""
+"""Megatron-LM's options: those that cannot be healed, and the meaning of those that are carried out here."""
 
 from __future__ import annotations
 
@@ -10,63 +10,52 @@ from typing import Any
 from unicron_transition.generations.layout import Layout
 from unicron_transition.seams.megatron_lm import CannotHeal, growing_batches
 
-# attribute of the arguments -> what follows "unicron can't heal". Each is refused where it is set.
+
+def _options(names: str, advice: str = ": leave it out") -> dict[str, str]:
+    """Return attribute -> words for options that are called like their attributes."""
+    return {name: f"--{name.replace('_', '-')}{advice}" for name in names.split()}
+
+
+_COMMUNICATES = ", which communicates between two iterations"
+# Attribute of the arguments -> the words that follow "can't heal". Each option is refused if it is set.
 REFUSED_OPTIONS = {
-    "perform_rl_step": "--perform-rl-step",
-    "hybrid_context_parallel": "--hybrid-context-parallel",
-    "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
-    "use_torch_fsdp2": "--use-torch-fsdp2: use --use-distributed-optimizer",
-    "use_megatron_fsdp": "--use-megatron-fsdp: use --use-distributed-optimizer",
-    "inprocess_restart": "--inprocess-restart, which restarts what unicron keeps: leave it out",
-    "enable_ft_package": "--enable-ft-package, which would end what unicron heals: leave it out",
-    "fake_process_group": "--fake-process-group: leave it out",
-    "lazy_mpu_init": "--lazy-mpu-init: leave it out",
-    "use_tp_pp_dp_mapping": "--use-tp-pp-dp-mapping: leave it out",
-    "use_sharp": "--use-sharp: leave it out",
-    "tp_comm_overlap": "--tp-comm-overlap, which holds groups of its own: leave it out",
+    **_options(
+        "perform_rl_step hybrid_context_parallel hierarchical_context_parallel_sizes sft vision_pretraining", ""
+    ),
+    **_options("moe_use_upcycling", ""),
+    **_options("fake_process_group lazy_mpu_init use_tp_pp_dp_mapping use_sharp nccl_communicator_config_path"),
+    **_options("high_priority_stream_groups create_all_gather_group iterations_to_skip logits_save_dir"),
+    **_options("phase_transition_iterations"),
+    **_options("distributed_timeout_seconds_after_init check_weight_hash_across_dp_replicas_interval"),
+    **_options("save_dgrads_interval save_wgrads_interval save_params_interval save_activations_interval"),
+    **_options("run_workload_inspector_server optimizer_cuda_graph optimizer_cpu_offload"),
     "nccl_ub": "--use-nccl-ub: leave it out",
-    "nccl_communicator_config_path": "--nccl-communicator-config-path: leave it out",
-    "high_priority_stream_groups": "--high-priority-stream-groups: leave it out",
-    "create_all_gather_group": "--create-all-gather-group: leave it out",
-    "num_experts": "--num-experts, whose log and auxiliary losses communicate between two iterations",
-    "mtp_num_layers": "--mtp-num-layers, whose log communicates between two iterations",
-    "data_parallel_random_init": "--data-parallel-random-init: all replicas have to begin alike",
-    "iterations_to_skip": "--iterations-to-skip: leave it out",
-    "phase_transition_iterations": "--phase-transition-iterations: leave it out",
-    "step_batch_size_schedule": "--step-batch-size-schedule: give --global-batch-size",
-    "gpu_sniff_test_interval": "--gpu-sniff-test-interval, which communicates between two iterations: leave it out",
-    "fim_data": "--fim-data, whose samples depend on those before them",
-    "sft": "--sft",
-    "vision_pretraining": "--vision-pretraining",
-    "moe_use_upcycling": "--moe-use-upcycling",
-    "skip_train": "--skip-train: there is nothing to heal",
-    "yaml_cfg": "--yaml-cfg: give the options in the command",
-    "adlr_autoresume": "--adlr-autoresume: leave it out, Slurm requeues the job",
-    "distributed_timeout_seconds_after_init": "--distributed-timeout-seconds-after-init: leave it out",
-    "non_persistent_save_interval": "--non-persistent-save-interval: leave it out, ranks keep the state in memory",
-    "non_persistent_ckpt_type": "--non-persistent-ckpt-type: leave it out, ranks keep the state in memory",
-    "ckpt_convert_format": "--ckpt-convert-format: nothing is trained then",
-    "pretrained_checkpoint": "--pretrained-checkpoint: name its folder with --load, and give --finetune",
-    "ckpt_step": "--ckpt-step: the newest sound checkpoint is gone on from",
-    "use_checkpoint_args": "--use-checkpoint-args: give the options in the command",
-    "log_params_norm": "--log-params-norm, which communicates between two iterations: leave it out",
-    "log_straggler": "--log-straggler, which communicates between two iterations: `unicronctl status` names slow ranks",
-    "log_energy": "--log-energy, which communicates between two iterations: leave it out",
-    "log_max_attention_logit": "--log-max-attention-logit, which communicates between two iterations: leave it out",
-    "qk_clip": "--qk-clip, which communicates between two iterations",
-    "full_validation": "--full-validation: give --eval-iters",
-    "multiple_validation_sets": "--multiple-validation-sets: evaluate them from a checkpoint",
-    "check_weight_hash_across_dp_replicas_interval": "--check-weight-hash-across-dp-replicas-interval: leave it out",
-    "save_dgrads_interval": "--save-dgrads-interval: leave it out",
-    "save_wgrads_interval": "--save-wgrads-interval: leave it out",
-    "save_params_interval": "--save-params-interval: leave it out",
-    "save_activations_interval": "--save-activations-interval: leave it out",
-    "logits_save_dir": "--logits-save-dir: leave it out",
-    "run_workload_inspector_server": "--run-workload-inspector-server: leave it out",
-    "optimizer_cuda_graph": "--optimizer-cuda-graph: leave it out",
-    "optimizer_cpu_offload": "--optimizer-cpu-offload: leave it out",
+    **_options("log_params_norm log_energy log_max_attention_logit", f"{_COMMUNICATES}: leave it out"),
+    **_options("gpu_sniff_test_interval", f"{_COMMUNICATES}: leave it out"),
+    **_options("log_straggler", f"{_COMMUNICATES}: `unicronctl status` names slow ranks"),
+    **_options("qk_clip", _COMMUNICATES),
+    **_options("num_experts", ", whose log and auxiliary losses communicate between two iterations"),
+    **_options("mtp_num_layers", ", whose log communicates between two iterations"),
+    **_options("use_torch_fsdp2 use_megatron_fsdp", ": use --use-distributed-optimizer"),
+    **_options("inprocess_restart", ", which restarts what unicron keeps: leave it out"),
+    **_options("enable_ft_package", ", which would end what unicron heals: leave it out"),
+    **_options("tp_comm_overlap", ", which holds groups of its own: leave it out"),
+    **_options("data_parallel_random_init", ": all replicas have to begin alike"),
+    **_options("step_batch_size_schedule", ": give --global-batch-size"),
+    **_options("fim_data", ", whose samples depend on those before them"),
+    **_options("skip_train", ": there is nothing to heal"),
+    **_options("yaml_cfg use_checkpoint_args", ": give the options in the command"),
+    **_options("adlr_autoresume", ": leave it out, Slurm requeues the job"),
+    **_options(
+        "non_persistent_save_interval non_persistent_ckpt_type", ": leave it out, ranks keep the state in memory"
+    ),
+    **_options("ckpt_convert_format", ": nothing is trained then"),
+    **_options("pretrained_checkpoint", ": name its folder with --load, and give --finetune"),
+    **_options("ckpt_step", ": the newest sound checkpoint is gone on from"),
+    **_options("full_validation", ": give --eval-iters"),
+    **_options("multiple_validation_sets", ": evaluate them from a checkpoint"),
 }
-# attribute -> (the only value that is healed, how to say it)
+# Attribute -> (the only value that can be healed, the words for any other).
 ONLY = {
     "context_parallel_size": (1, "context parallelism: leave --context-parallel-size out"),
     "expert_model_parallel_size": (1, "expert parallelism: leave --expert-model-parallel-size out"),
@@ -78,15 +67,18 @@ ONLY = {
 
 @dataclass(frozen=True)
 class Folders:
-    """The folders of Unicron's checkpoints: where they are written every `interval` iterations, where they may come
-    from."""
+    """The folders of Unicron's checkpoints, which are written to `save` and may begin from `load`."""
 
     save: Path | None
     load: Path | None
     interval: int
-    needed: bool  # --exit-on-missing-checkpoint
-    optimizer: bool = True  # its state is taken from `load`, too: neither --no-load-optim nor --finetune
-    iteration: bool = True  # the training goes on with the iteration of `load`: no --finetune
+    """Iterations between two checkpoints."""
+    needed: bool
+    """--exit-on-missing-checkpoint"""
+    optimizer: bool = True
+    """Whether to load the optimizer's state: neither --no-load-optim nor --finetune."""
+    iteration: bool = True
+    """Whether to continue with the iteration of `load`: no --finetune."""
 
 
 def layout_of(args: Any) -> Layout:
@@ -95,10 +87,10 @@ def layout_of(args: Any) -> Layout:
 
 
 def take_folders(args: Any) -> Folders:
-    """Take the folders of checkpoints out of the arguments: Megatron-LM's own are written by all ranks together, and
+    """Take the folders of checkpoints out of the arguments: all ranks write Megatron-LM's own checkpoints together, and
     one that dies meanwhile would take the others with it. Raises :class:`CannotHeal` for folders that contradict an
     option."""
-    found = Folders(
+    folders = Folders(
         Path(args.save) if args.save else None,
         Path(args.load) if args.load else None,
         int(args.save_interval or 0),
@@ -106,16 +98,16 @@ def take_folders(args: Any) -> Folders:
         not (getattr(args, "no_load_optim", None) or getattr(args, "finetune", False)),
         not getattr(args, "finetune", False),
     )
-    if not found.iteration and (found.load is None or found.load == found.save):
+    if not folders.iteration and (folders.load is None or folders.load == folders.save):
         raise CannotHeal("give --finetune a --load that is another folder than --save")
-    args.finetune = False  # there is nothing that Megatron-LM itself would load
+    args.finetune = False  # Megatron-LM itself must load nothing
     args.save = args.load = None
     args.async_save = False
-    return found
+    return folders
 
 
 def check(args: Any) -> None:
-    """Raises :class:`CannotHeal` for the first option that cannot be healed."""
+    """Raise :class:`CannotHeal` for the first option that cannot be healed."""
     for words in _wrong(args):
         raise CannotHeal(f"can't heal {words}; or run the job with --unicron-mode=restart")
     if args.global_batch_size is None:

@@ -1,8 +1,8 @@
-"""Megatron-LM's training samples, to be had again at any time: by iteration and micro-batch.
+"""Megatron-LM's training samples, by iteration and micro-batch, whenever they are needed.
 
-Its sampler deals the samples of a dataset in their order: micro-batch i of an iteration has the same ones whatever the
-number of replicas (`megatron.training.datasets.data_samplers.MegatronPretrainingSampler`). So a survivor finds what a
-lost rank owed by the index alone.
+Its sampler deals the samples of a dataset in their order: micro-batch i of an iteration has the same samples whatever
+the number of replicas (`megatron.training.datasets.data_samplers.MegatronPretrainingSampler`). So a survivor finds the
+samples of a lost rank by the index alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ from unicron_transition.megatron_lm.world import lock
 from unicron_transition.seams.megatron_lm import CannotHeal, growing_batches, replace
 from unicron_transition.seams.table import TRAINING
 
-SPLIT = "969, 30, 1"  # Megatron-LM's own, where none is given
+SPLIT = "969, 30, 1"  # Megatron-LM's default
 
 
 class Batches:
-    """The batches of a training, by iteration: with `--rampup-batch-size` they grow with the samples. Each is what
-    Megatron-LM's own calculator says after as many samples."""
+    """The sizes of a training's batches, by iteration: those of Megatron-LM's own calculator. With
+    `--rampup-batch-size` they grow with the samples."""
 
     def __init__(self, args: Any):
         self._micro = args.micro_batch_size
@@ -48,14 +48,14 @@ class Batches:
 
     @staticmethod
     def _calculator(args: Any, first: int, increment: int, samples: int) -> Any:
-        made = growing_batches()
-        assert made is not None, "arguments.check() refuses the option where there is none"
-        return made(
+        calculator = growing_batches()
+        assert calculator is not None, "arguments.check() refuses the option in that case"
+        return calculator(
             args.global_batch_size,
             args.micro_batch_size,
             1,  # all replicas count as one here
             bool(getattr(args, "decrease_batch_size_if_needed", False)),
-            -1,  # of no rank: it logs nothing
+            -1,  # no rank, so that it logs nothing
             first,
             increment,
             samples,
@@ -65,19 +65,17 @@ class Batches:
         return self._steps[bisect_right(self._firsts, iteration) - 1]
 
     def before(self, iteration: int) -> int:
-        """Return the samples of all iterations before this one."""
+        """Return the number of samples of all iterations before this one."""
         first, samples, batch = self._step(iteration)
         return samples + (iteration - first) * batch
 
     def micro_batches(self, iteration: int) -> int:
-        """Return the number of micro-batches of this iteration."""
-        batch = self._step(iteration)[2]
-        return int(batch // self._micro)
+        return int(self._step(iteration)[2] // self._micro)
 
 
 class Samples:
-    """A micro-batch as Megatron-LM's loader gives it, by the number of its first sample; None where the dataset is not
-    built: in ranks that get their batches from tensor rank 0, and in the stages between first and last."""
+    """Micro-batches as Megatron-LM's loader makes them; None if this rank has not built the dataset, because it gets
+    its batches from tensor rank 0 or is in a stage between the first and the last."""
 
     def __init__(self, dataset: Any, micro_batch_size: int, what: str = "train"):
         self.dataset, self.what, self._micro = dataset, what, micro_batch_size
@@ -91,38 +89,33 @@ class Samples:
 
 
 def one(samples: Any) -> Samples:
-    """Return the samples that this rank has: with virtual stages there are some for each, of which not all are
-    built."""
+    """Return the samples of this rank. Virtual stages have one each, of which not all are built."""
     each: list[Samples] = samples if isinstance(samples, list) else [samples]
     return next((found for found in each if found is not None and found.dataset is not None), each[0])
 
 
 def install() -> None:
-    """Have datasets built without waiting for another rank, and no loader made of them."""
+    """Make Megatron-LM build datasets without waiting for another rank, and no loaders."""
+    replace(TRAINING, "build_train_valid_test_data_iterators", lambda _: _build_iterators)
 
-    def build_iterators(original: Callable[..., Any]) -> Callable[..., Any]:
-        def build_train_valid_test_data_iterators(provider: Any) -> tuple[Any, ...]:
-            from megatron.training import get_args, training
 
-            args = get_args()
-            with once(_folder(args), _what(args)), as_if_alone():
-                found = training.build_train_valid_test_datasets(provider)
-            kinds = ("train", "valid", "test")
-            has = _has_samples(args)
-            for kind, dataset in zip(kinds, found, strict=True):
-                if has[kind] and dataset is None and found[0] is not None:
-                    raise CannotHeal(f"there are no samples for --eval-iters ({kind}): give --split such a part, too")
-            args.do_train, args.do_valid, args.do_test = has.values()
-            parts = zip(kinds, found, strict=True)
-            return tuple(Samples(dataset, args.micro_batch_size, kind) for kind, dataset in parts)
+def _build_iterators(provider: Any) -> tuple[Samples, ...]:
+    from megatron.training import get_args, training
 
-        return build_train_valid_test_data_iterators
-
-    replace(TRAINING, "build_train_valid_test_data_iterators", build_iterators)
+    args = get_args()
+    with once(_folder(args), _what(args)), as_if_alone():
+        datasets = training.build_train_valid_test_datasets(provider)
+    has = _has_samples(args)
+    parts = dict(zip(has, datasets, strict=True))
+    for kind, dataset in parts.items():
+        if has[kind] and dataset is None and parts["train"] is not None:
+            raise CannotHeal(f"there are no samples for --eval-iters ({kind}): give --split such a part, too")
+    args.do_train, args.do_valid, args.do_test = has.values()
+    return tuple(Samples(dataset, args.micro_batch_size, kind) for kind, dataset in parts.items())
 
 
 def _has_samples(args: Any) -> dict[str, bool]:
-    """Whether there are samples to train, to validate and to test: the same in all ranks, most of which build none."""
+    """Whether there are samples to train, validate and test: the same in all ranks, most of which build no dataset."""
     parts = [float(part) for part in str(getattr(args, "split", None) or SPLIT).replace("/", ",").split(",")]
     evaluates = bool(args.eval_iters)
     valid, test = (len(parts) > number and parts[number] > 0 for number in (1, 2))
@@ -136,8 +129,7 @@ def _has_samples(args: Any) -> dict[str, bool]:
 
 @contextlib.contextmanager
 def once(folder: Path, what: str) -> Iterator[None]:
-    """Let the first rank that comes here do the work while the others wait; they, and all who come later, find it done
-    and wait for nobody."""
+    """Let the first rank do the work in the body while the others wait; later ranks find it done."""
     done = folder / f".unicron-{os.getuid()}-{what}.built"
     if done.exists():
         yield
@@ -147,21 +139,21 @@ def once(folder: Path, what: str) -> Iterator[None]:
         if done.exists():
             stack.close()
         yield
-    with contextlib.suppress(OSError):  # nothing can be written there, so nothing was
+    with contextlib.suppress(OSError):  # a folder without write access has nothing to build
         done.touch()
 
 
 def _what(args: Any) -> str:
-    """Return a name that tells the samples of this training from those of another."""
+    """Return a name that distinguishes the samples of this training from those of another."""
     names = ("data_path", "train_data_path", "data_args_path", "split", "seq_length", "seed", "train_iters")
     more = ("global_batch_size", "tokenizer_type", "tokenizer_model", "eval_iters", "eval_interval")
-    said = [getattr(args, name, None) for name in (*names, *more)]
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+    values = [getattr(args, name, None) for name in (*names, *more)]
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
 def as_if_alone() -> Iterator[None]:
-    """Let nothing that is done inside wait for another rank, or be left to rank 0."""
+    """Let nothing in the body wait for another rank, or leave work to rank 0."""
     before = dist.is_initialized, dist.get_rank
     dist.is_initialized, dist.get_rank = lambda: False, lambda group=None: 0 if group is None else before[1](group)
     try:
@@ -171,7 +163,7 @@ def as_if_alone() -> Iterator[None]:
 
 
 def _folder(args: Any) -> Path:
-    """Return the folder of the sample indices: one rank at a time writes them, and the others read them."""
+    """Return the folder of the sample indices, which one rank at a time writes and the others read."""
     if getattr(args, "data_cache_path", None):
         folder = Path(args.data_cache_path)
         folder.mkdir(parents=True, exist_ok=True)

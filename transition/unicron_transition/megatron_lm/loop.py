@@ -1,7 +1,7 @@
-"""Megatron-LM's training loop, and a session below it: what the loop calls a training step is one of the session's.
+"""Megatron-LM's training loop on top of a session: each training step of the loop is a step of the session.
 
-The loop counts iterations in a variable of its own. A rank that joins a job in its middle begins the loop there, and
-one that was left out for a while leaves it and begins it again where the others are.
+The loop counts iterations in a variable of its own. A rank that joins a running job begins the loop in its middle. One
+that was left out for a while leaves the loop, and begins it again at the iteration of the others.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Loop:
         self._world = world
         self._session: Session | None = None
         self._results: Iterator[StepResult] = iter(())
-        self._ahead: StepResult | None = None  # a step that was made before the loop was where it belongs
-        self._stepped: tuple[bool, Any, Any] = (True, None, None)  # what the optimizer said of its last step
+        self._ahead: StepResult | None = None  # a step that the loop has not reached yet
+        self._stepped: tuple[bool, Any, Any] = (True, None, None)  # result of the optimizer's last step
         self._over = False  # the others have come to the end
         self._key = "lm loss"
         self._began = time.time()
@@ -48,7 +48,7 @@ class Loop:
         self._evaluation: Evaluation | None = None
 
     def install(self) -> None:
-        """Replace the loop's step, what decides on its end, and who writes."""
+        """Replace the loop's step, the decision on its end, and the writers."""
         self._writers.install()
         replace(TIMERS, "Timer.start", _start)
         replace(TIMERS, "Timer.stop", _stop)
@@ -60,7 +60,7 @@ class Loop:
         replace(TRAINING, "train_step", lambda _: self._train_step)
         replace(TRAINING, "evaluate", lambda _: self._evaluate)
         replace(TRAINING, "checkpoint_and_decide_exit", lambda _: self._decide_exit)
-        # The first iteration would do without overlapped gathers: in a newcomer that is not the others' first.
+        # Without overlapped gathers in its first iteration a newcomer would differ from the other ranks.
         replace(TRAINING, "should_disable_forward_pre_hook", lambda _: lambda args: False)
 
     # ------------------------------------------------------------ the loop
@@ -83,7 +83,7 @@ class Loop:
             def to_the_end() -> Any:
                 while True:
                     self._place(args)
-                    config.no_sync_func = config.grad_sync_func = None  # the loop asserts that it sets them itself
+                    config.no_sync_func = config.grad_sync_func = None  # the loop requires to set them itself
                     try:
                         return original(
                             forward_step_func, model, optimizer, opt_param_scheduler, samples, *rest, **more
@@ -104,7 +104,7 @@ class Loop:
         return train
 
     def _place(self, args: Any) -> None:
-        """Have the loop begin where this rank's session is."""
+        """Make the loop begin at the iteration of this rank's session."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
 
         assert self._session is not None
@@ -118,13 +118,13 @@ class Loop:
         self._writers.note_return()
 
     def _next_step(self) -> int | None:
-        """Return the iteration of the next line of the log, as Megatron-LM counts."""
+        """Return the iteration of the next line of the log, in Megatron-LM's count."""
         return None if self._session is None else self._session.iteration
 
     def _making_up(
         self, forward_step: Any, model: Any, config: Any, valid: Any, process: Any, *rest: Any, **_: Any
     ) -> Callable[[int], None]:
-        """Return a function for a rank that comes in while the others are in an evaluation of the loop."""
+        """Return a function for a rank that joins during an evaluation of the loop."""
 
         def make_up(part: int) -> None:
             from megatron.training import training
@@ -169,7 +169,7 @@ class Loop:
         return session
 
     def _note_steps(self, optimizer: Any) -> None:
-        """Note each step's outcome: the log tells how many gradients were zero, and whether the step was skipped."""
+        """Note the result of each optimizer step for the log: zero gradients, and whether the step was skipped."""
         step = optimizer.step
 
         def note_step() -> Any:
@@ -179,15 +179,15 @@ class Loop:
         optimizer.step = note_step
 
     def _noting_names(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the script's forward step: the log names the loss as the script does."""
+        """Wrap the script's forward step to note its name of the loss, for the log."""
 
         def step(*arguments: Any, **keywords: Any) -> Any:
             output, loss_function = forward_step(*arguments, **keywords)
 
             def note_name(*values: Any, **more: Any) -> Any:
-                found = loss_function(*values, **more)
-                self._key = next(iter(found[-1]), self._key)
-                return found
+                result = loss_function(*values, **more)
+                self._key = next(iter(result[-1]), self._key)
+                return result
 
             return output, note_name
 
@@ -212,7 +212,7 @@ class Loop:
         self._ask_for_the_end(get_args())
         result = self._ahead or next(self._results, None)
         self._ahead = None
-        if result is None:  # the others have come to the end without this rank
+        if result is None:  # the others have reached the end without this rank
             self._over = True
             raise _Elsewhere
         self._world.follow()
@@ -231,7 +231,7 @@ class Loop:
         return first.device
 
     def _ask_for_the_end(self, args: Any) -> None:
-        """Have all ranks end after the same iteration, if one of them is to end."""
+        """Have all ranks end after the same iteration if one of them has to end."""
         assert self._session is not None
         signalled = args.exit_signal_handler and end_was_signalled()
         late = args.exit_duration_in_mins and time.time() - self._began > 60 * args.exit_duration_in_mins
@@ -246,17 +246,13 @@ class Loop:
         if not self._session.stopping and not (interval and iteration % interval == 0):
             return False
         inform(f"the training ends after iteration {iteration}")
-        self._finish()
+        self.close()
         return True
 
     def close(self) -> None:
-        """End the session: the program is over, its evaluations after the training included."""
-        if self._session is not None:
-            self._finish()
-
-    def _finish(self) -> None:
-        """End the session, which writes its last checkpoint."""
-        assert self._session is not None
+        """End the session, which writes its last checkpoint: the program and its evaluations are over."""
+        if self._session is None:
+            return
         self._session.train_iterations = self._session.iteration
         for result in self._results:
             raise RuntimeError(f"the session went on with iteration {result.iteration} after the loop's end")
@@ -264,11 +260,11 @@ class Loop:
 
 
 # ---------------------------------------------------------------- between two iterations
-# Nothing there waits for another rank: outside of the session nothing would heal it. The learning rate and the norm are
-# the same in all ranks. Times in the log are those of the rank that writes it.
+# Nothing there may wait for another rank, because nothing outside of the session is healed. The learning rate and the
+# norm are the same in all ranks. Times in the log are those of the rank that writes it.
 def _start(original: Callable[..., None]) -> Callable[..., None]:
     def start(self: Any, barrier: bool = False) -> None:
-        self._started = False  # a schedule that a loss has ended has left it running
+        self._started = False  # a schedule that a loss has cut short leaves it running
         original(self)
 
     return start
@@ -302,7 +298,7 @@ def _print_datetime(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the loop log at once in the first iteration of the training only: it would do so where a rank joins, too."""
+    """Let the loop log its first iteration at once only at the start of the training, and not when a rank joins."""
 
     def training_log(losses: Any, totals: Any, rate: Any, iteration: int, *rest: Any, **keywords: Any) -> Any:
         keywords["is_first_iteration"] = bool(keywords.get("is_first_iteration")) and iteration == 1

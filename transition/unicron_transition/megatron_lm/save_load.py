@@ -1,4 +1,4 @@
-"""Unicron's checkpoints in the folder of Megatron-LM's `--save`, and what `--load` names, of any format."""
+"""Unicron's checkpoints in the folder of Megatron-LM's `--save`, and those of `--load` in any format."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ NO_CHECKPOINT = "{} has no checkpoint, and --exit-on-missing-checkpoint is given
 
 
 class SavedAndLoaded(Checkpoints):
-    """Written to `--save`. The training goes on from there, else it begins from `--load`: Unicron's own checkpoints, or
-    Megatron-LM's. With no `--save` nothing is written. before(iteration): the samples of all iterations before."""
+    """Checkpoints that are written to `--save`; without it, none are. The training continues from there, otherwise from
+    `--load`, which may have Unicron's checkpoints or Megatron-LM's. before(iteration): the samples of all iterations
+    before."""
 
-    needs_beginning = False  # Megatron-LM starts anew where the folder is empty, unless told otherwise
+    needs_beginning = False  # by default Megatron-LM starts anew if the folder is empty
 
     def __init__(self, folders: Folders, before: Callable[[int], int]):
         folder = folders.save or folders.load
         assert folder is not None
-        # Without --save-interval it finds its interval by itself.
+        # None: it chooses its interval by itself.
         interval = (folders.interval or None) if folders.save else 0
         super().__init__(folder, interval, begin_from=folders.load)
         self.begin = Selection(folders.optimizer, folders.iteration)
         self._writes = folders.save is not None
         self._needed, self._before = folders.needed, before
-        self.choices()  # so that a folder that cannot be used is known before the model is built
+        self.choices()  # finds an unusable folder before the model is built
 
     def whole_ones(self) -> list[WholeCheckpoint]:
         return super().whole_ones() if self._writes else []
@@ -86,6 +87,5 @@ class SavedAndLoaded(Checkpoints):
 
 
 def checkpoints(folders: Folders | None, before: Callable[[int], int]) -> SavedAndLoaded | None:
-    """Return the checkpoints; None where neither option was given. Raises :class:`CheckpointError` for a folder that
-    cannot be used."""
+    """Return the checkpoints; None without folders. Raises :class:`CheckpointError` for an unusable folder."""
     return SavedAndLoaded(folders, before) if folders is not None and (folders.save or folders.load) else None

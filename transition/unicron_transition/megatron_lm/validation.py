@@ -1,8 +1,7 @@
-"""Megatron-LM's evaluation, below its own lines in the log: the sums over micro-batches are the session's, so that a
-loss of ranks in them is healed.
+"""Megatron-LM's evaluation: the session computes its sums over micro-batches, so that a loss of ranks is healed.
 
-The samples are those that Megatron-LM would take: the validations of the loop go through the validation set one after
-the other, the one after the training goes on there, and the test begins at the first sample of the test set.
+The samples are those of Megatron-LM: the validations of the loop go through the validation set one after the other, the
+one after the training continues there, and the test begins at the first sample of the test set.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ IN_LOOP, VALIDATION, TEST = 0, 1, 2  # parts of the evaluations between the same
 
 
 class GivenUp(Exception):
-    """The job went back, or on without this rank: the iteration is another one by now."""
+    """The job went back, or continued without this rank, so the iteration is another one now."""
 
 
 class Evaluation:
-    """The evaluations of one rank. again: trains on to the end, after the job had to go back behind it."""
+    """The evaluations of one rank. again(): trains to the end again, after the job had to go back behind it."""
 
     def __init__(self, session: Session, key: Callable[[], str], again: Callable[[], None]):
         self._session, self._key, self._again = session, key, again
@@ -41,7 +40,7 @@ class Evaluation:
         eval_iters: int | None = None,
         **_: Any,
     ) -> tuple[dict[str, torch.Tensor], None, bool]:
-        """Evaluate in the place of Megatron-LM: (mean losses, in the last stage, None, whether the time is over).
+        """Evaluate in place of Megatron-LM: (mean losses, only in the last stage; None; whether the time is over).
         Raises :class:`GivenUp` within the loop."""
         from megatron.core import parallel_state
         from megatron.training import get_args, get_timers
@@ -73,7 +72,9 @@ class Evaluation:
     def _try_once(self, args: Any, samples: data.Samples, number: int) -> float | None:
         batch, iteration = args.global_batch_size, self._session.iteration
         part = IN_LOOP if self.in_loop else TEST if samples.what == "test" else VALIDATION
-        before = iteration // args.eval_interval if args.eval_interval else 0  # of the loop, up to this iteration
+        before = (
+            iteration // args.eval_interval if args.eval_interval else 0
+        )  # validations of the loop up to this iteration
         first = {IN_LOOP: before - 1, VALIDATION: before, TEST: 0}[part] * number * batch
         micro_batches = number * batch // args.micro_batch_size
         return self._session.evaluate(lambda _, index: samples(first, index), micro_batches, part)

@@ -1,8 +1,8 @@
-"""The world that Megatron-LM is told of.
+"""The world in which Megatron-LM believes to run: one replica that computes all micro-batches of an iteration.
 
-It counts as one replica that computes all micro-batches of an iteration: so the number of micro-batches, the samples
-consumed and the learning rate do not change when replicas come and go. Its groups are made in the world in which the
-rank prepares itself (:func:`groups.init_without_peers`), and belong to the job's generations from then on.
+So the number of micro-batches, the samples consumed and the learning rate do not change when replicas come and go. Its
+groups are made in the world in which the rank prepares itself (:func:`groups.init_without_peers`), and belong to the
+job's generations from then on.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from unicron_transition.seams.megatron_lm import reads_arguments, replace
 from unicron_transition.seams.table import GLOBALS, INITIALIZE, TRAINING
 
 HELPERS = "megatron.core.datasets.helpers_cpp"
-LOCK_SECONDS = 1800.0  # an index of a large dataset takes minutes; whoever holds the lock longer is frozen
+LOCK_SECONDS = 1800.0  # an index of a large dataset takes minutes; a rank that holds the lock longer is frozen
 LOOK_SECONDS = 0.2
 
 
 class World:
-    """The world as one rank tells it. `folders` and `layout` are there when the arguments have been read."""
+    """The world that one rank shows to Megatron-LM. `folders` and `layout` are set when the arguments are read."""
 
     def __init__(self) -> None:
         self.layout = Layout()
         self.folders: options.Folders | None = None
 
     def install(self) -> None:
-        """Replace what reads the world, and what makes it."""
+        """Replace the functions that read the world, and those that make it."""
         module = reads_arguments()
         replace(module, "parse_args", self._parse)
         replace(module, "validate_args", _validate)
@@ -54,7 +54,7 @@ class World:
             self.layout = options.layout_of(args)
             self.folders = options.take_folders(args)
             args.world_size, args.rank = self.layout.size, self._home()[1]
-            args.rerun_mode = "disabled"  # it runs iterations again, on its own account
+            args.rerun_mode = "disabled"  # it would run iterations again by itself
             return args
 
         return parse_args
@@ -75,12 +75,12 @@ class World:
             if torch.cuda.device_count() > 0:
                 torch.cuda.set_device(args.local_rank)
             rank_process.init_process_group(args.distributed_backend, self.layout)
-            original(*arguments, **keywords)  # finds a process group and makes the model's groups
+            original(*arguments, **keywords)  # uses this process group, and makes the model's groups
 
         return initialize_distributed
 
     def _in_the_first_replica(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Give one rank NVIDIA's own logger: the last one of the replica that the job's first ranks make."""
+        """Give NVIDIA's own logger to one rank only: the last one of the replica of the job's first ranks."""
 
         def set_writer(args: Any) -> None:
             if self._home()[0] == 0:
@@ -90,7 +90,7 @@ class World:
 
     @staticmethod
     def follow() -> None:
-        """Give Megatron-LM the present rank and size, for its log. Call it after every step."""
+        """Give Megatron-LM the present rank and size, for its log. To be called after every step."""
         from megatron.training import get_args
 
         args = get_args()
@@ -98,7 +98,7 @@ class World:
 
 
 class _AsOneReplica:
-    """`megatron.core.mpu` as the training loop sees it, for which the global batch is that of one replica."""
+    """`megatron.core.mpu` for the training loop, whose global batch is that of one replica."""
 
     def __init__(self, mpu: Any):
         self._mpu = mpu
@@ -107,8 +107,7 @@ class _AsOneReplica:
         return getattr(self._mpu, name)
 
     def get_data_parallel_world_size(self, with_context_parallel: bool = False, **more: Any) -> int:
-        """Return 1 for the batch. What asks with context parallelism builds the model: in 0.18 its buffers are laid out
-        so."""
+        """Return 1 for the batch; calls with context parallelism build the model (its buffers in 0.18)."""
         if not with_context_parallel:
             return 1
         return int(self._mpu.get_data_parallel_world_size(with_context_parallel=True, **more))
@@ -116,16 +115,16 @@ class _AsOneReplica:
 
 def _validate(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: Any, *arguments: Any, **keywords: Any) -> Any:
-        options.check(args)  # before Megatron-LM says the same in more words
+        options.check(args)  # before Megatron-LM complains in more words
         original(args, *arguments, **keywords)
-        options.check(args)  # older names of options are known by now
+        options.check(args)  # now with older names of options resolved
         return args
 
     return validate_args
 
 
 def _compile(original: Callable[[], None]) -> Callable[[], None]:
-    """Let the first rank compile, and the others wait for that alone: else all would wait for rank 0."""
+    """Let the first rank compile while the others wait only for that; Megatron-LM lets all wait for rank 0."""
 
     def compile_dependencies() -> None:
         from megatron.core.datasets import utils
@@ -146,8 +145,8 @@ def _compile(original: Callable[[], None]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Hold a lock file in `folder`. Where there can be none it is done without: nothing can be written there, the file
-    system has no locks, or LOCK_SECONDS have passed; a rank that reads what another has half written starts again."""
+    """Hold a lock file in `folder`, or continue without one: if the folder cannot be written, if the file system has no
+    locks, or after LOCK_SECONDS. A rank that reads a half-written file starts again."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path = folder / f".unicron-{os.getuid()}.lock"

@@ -1,14 +1,15 @@
-"""Megatron-LM's own TensorBoard and Weights & Biases: written by the last rank of the present world, as there.
+"""Megatron-LM's own TensorBoard and Weights & Biases, written by the last rank of the present world as in Megatron-LM.
 
-Another process may be the last one after each iteration. It opens its writer when it first is. A file of TensorBoard's
-begins with the step from which on earlier files do not count, and each line of the log is on disk before the next
-iteration. All who write to Weights & Biases resume one run.
+Another process may be the last rank after each iteration, and opens its writer when it first is. A file of TensorBoard
+begins with the step from which earlier files do not count, and each line of the log is on disk before the next
+iteration. All writers of Weights & Biases resume one run.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +22,30 @@ JOBS = ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID")
 
 
 class Writers:
-    """The writers of one rank. step(): the iteration of the next line, None before there is one."""
+    """The writers of one rank. step(): the iteration of the next line; None if there is none yet."""
 
     def __init__(self, step: Callable[[], int | None], save: Callable[[], Path | None]):
         self._step, self._save = step, save
-        self._set: dict[str, Callable[[], None]] = {}  # opens the writer of this kind, if Megatron-LM is to have one
+        self._set: dict[str, Callable[[], None]] = {}  # kind -> opens its writer
         self._found: dict[str, Any] = {}
         self._was_last = False
 
     def install(self) -> None:
-        """Replace what opens the writers, and what the loop gets them by."""
+        """Replace the functions that open the writers, and those by which the loop gets them."""
         for kind in ("tensorboard", "wandb"):
-            replace(GLOBALS, f"_set_{kind}_writer", self._setting(kind))
-            replace(TRAINING, f"get_{kind}_writer", self._getting(kind))
+            replace(GLOBALS, f"_set_{kind}_writer", partial(self._setting, kind))
+            replace(TRAINING, f"get_{kind}_writer", partial(self._getting, kind))
         replace(TRAINING, "training_log", self._flushing)
         replace(TRAINING, "evaluate_and_print_results", self._flushing)
 
-    def _setting(self, kind: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-        def by(original: Callable[[Any], None]) -> Callable[[Any], None]:
-            def set_writer(args: Any) -> None:
-                self._set[kind] = lambda: self._open(original, args)
+    def _setting(self, kind: str, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def set_writer(args: Any) -> None:
+            self._set[kind] = lambda: self._open(original, args)
 
-            return set_writer
-
-        return by
+        return set_writer
 
     def _open(self, original: Callable[[Any], None], args: Any) -> None:
-        """Open it as Megatron-LM does in its last rank. The run of Weights & Biases has the job's number as its id."""
+        """Open it like Megatron-LM's last rank. The run of Weights & Biases has the job's number in its id."""
         before, save = getattr(args, "wandb_save_dir", None), self._save()
         job = next((os.environ[name] for name in JOBS if os.environ.get(name)), None)
         if job is not None:
@@ -60,21 +58,18 @@ class Writers:
         finally:
             args.wandb_save_dir = before
 
-    def _getting(self, kind: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-        def by(original: Callable[[], Any]) -> Callable[[], Any]:
-            def get_writer() -> Any:
-                if not self._is_last():
-                    return None
-                if kind in self._set:
-                    self._set.pop(kind)()
-                    if (opened := original()) is not None:
-                        self._found[kind] = opened
-                        self._begin_file()
-                return self._found.get(kind)
+    def _getting(self, kind: str, original: Callable[[], Any]) -> Callable[[], Any]:
+        def get_writer() -> Any:
+            if not self._is_last():
+                return None
+            if kind in self._set:
+                self._set.pop(kind)()
+                if (opened := original()) is not None:
+                    self._found[kind] = opened
+                    self._begin_file()
+            return self._found.get(kind)
 
-            return get_writer
-
-        return by
+        return get_writer
 
     def _is_last(self) -> bool:
         step = self._step()
@@ -85,15 +80,14 @@ class Writers:
         return last
 
     def _begin_file(self) -> None:
-        """Begin a file that makes void what TensorBoard has of this step and later ones, of another rank or of before
-        the job went back."""
+        """Begin a file that replaces TensorBoard's data from this step on, by other ranks or from before a way back."""
         writer, step = self._found.get("tensorboard"), self._step()
         if writer is not None and step is not None:
             writer.close()
             writer.purge_step = step
 
     def note_return(self) -> None:
-        """Note that the loop begins anew: steps may come once more."""
+        """Note that the loop begins again: steps may be repeated."""
         self._was_last = False
 
     def _flushing(self, original: Callable[..., Any]) -> Callable[..., Any]:

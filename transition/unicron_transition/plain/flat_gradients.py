@@ -1,14 +1,14 @@
-"""Gradients of any torch module: they add up in flat buckets, which are reduced over the generation's world.
+"""The gradients of any torch module: they add up in flat buckets, which are reduced over the generation's world.
 
-Each parameter's `grad` is a view of its bucket, so backward passes add to it in place. Every micro-batch weighs 1/total
-whoever computes it; with a loss per token the sum is divided by the tokens of all micro-batches after the reduce. A
-bucket ends with a mark for each parameter that some micro-batch has given a gradient: one that has none in the whole
-job keeps None, as in a loop of torch alone, and the optimizer leaves it alone.
+Each parameter's `grad` is a view of its bucket, so backward passes add to it in place. Every micro-batch has the weight
+1/total on every rank; with a loss per token the sum is divided by the tokens of all micro-batches after the reduce. A
+bucket ends with a mark for each parameter that has a gradient from some micro-batch. A parameter without one in the
+whole job keeps None, as in a loop of torch alone, and the optimizer skips it.
 
 The reduce of a bucket begins in the last backward pass, when all of its gradients are there, as in torch's
-DistributedDataParallel; always in the order of the buckets, in which the last layers come first. The last bucket, which
-has the first layers, is reduced after that pass: the ledger's proof goes with it, since a collective of its own would
-cost as much as a small bucket's.
+DistributedDataParallel; always in the order of the buckets, the last layers first. The last bucket, with the first
+layers, is reduced after that pass together with the ledger's proof, since a collective of its own would cost as much as
+a small bucket.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from unicron_transition.seams import modules
 from unicron_transition.seams.table import UnsupportedLayout
 
 BUCKET_BYTES = 1 << 25  # a larger parameter has a bucket of its own
-BYTES = 8  # of a number, each of which is an element of its own: bf16, too, has whole numbers up to 256 exactly
+BYTES = 8  # of float64; each byte is an element, since even bf16 has whole numbers up to 256 exactly
 LOSS = "forward_step returns the mean loss of its micro-batch, or (sum of losses, tokens)"
 
 
 class Bucket:
-    """The gradients of some parameters, of one dtype and device, in one flat tensor; behind them room for the proof of
-    so many micro-batches (`Accumulation.reduce`)."""
+    """The gradients of some parameters of one dtype and device in one flat tensor, followed by the marks and by room
+    for the proof of `proof` micro-batches (`Accumulation.reduce`)."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], proof: int = 0):
         self.parameters = list(parameters)
@@ -42,7 +42,7 @@ class Bucket:
         self.flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
         self.gradients, self._marks, self._counts, self._numbers = self.flat.split(sizes)
         pieces = self.gradients.split([parameter.numel() for parameter in parameters])
-        # `data`: a number of versions of its own for each, which rises with each gradient that is added
+        # `data`: each view has a version counter of its own, which rises with each added gradient
         self.views = [piece.view(each.shape).data for piece, each in zip(pieces, parameters, strict=True)]
 
     def put(self, proof: torch.Tensor) -> None:
@@ -52,23 +52,23 @@ class Bucket:
         self._numbers.copy_(numbers.view(torch.uint8))
 
     def proven(self) -> torch.Tensor:
-        """Return the sum of the ranks' proofs, after the reduce, once the device has it."""
+        """Return the sum of the ranks' proofs, after the reduce."""
         counts, numbers = (part.real if part.is_complex() else part for part in (self._counts, self._numbers))
         exact = numbers.cpu().to(torch.int64).to(torch.uint8).view(torch.float64)
         return torch.cat([counts.cpu().to(torch.float64), exact]).view(4, -1)
 
     def attach(self) -> None:
-        """Have the backward pass add to this bucket."""
+        """Make the backward pass add to this bucket."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
 
     def detached_parameters(self) -> Iterator[int]:
-        """Return the parameters whose gradients are elsewhere, by number."""
+        """Yield the numbers of the parameters whose gradients are not in this bucket."""
         pairs = zip(self.parameters, self.views, strict=True)
         return (number for number, (parameter, view) in enumerate(pairs) if parameter.grad is not view)
 
     def versions(self) -> list[int]:
-        """Return the version of each view: it has changed if its parameter got a gradient since."""
+        """Return each view's version, which changes with each gradient."""
         return [modules.version(view) for view in self.views]
 
     def mark(self, used: Sequence[bool]) -> None:
@@ -79,33 +79,33 @@ class Bucket:
             self._marks.copy_(torch.tensor(used))
 
     def release_unused(self) -> None:
-        """Remove, after the reduce, the gradients of parameters that got none anywhere."""
+        """Remove, after the reduce, the gradients of parameters that got none on any rank."""
         for parameter, mark in zip(self.parameters, self._marks.tolist(), strict=True):
             if not mark:
                 parameter.grad = None
 
 
 def buckets(parameters: Iterable[torch.nn.Parameter], size: int, proof: int = 0) -> list[Bucket]:
-    """Put all parameters into buckets of at most `size` bytes, the same in every rank; the last layers, whose gradients
-    are there first, in the first ones. proof: micro-batches whose proof goes with the last one."""
-    found: list[list[torch.nn.Parameter]] = []
+    """Put the parameters into buckets of at most `size` bytes, the same in every rank. The last layers, whose gradients
+    come first, are in the first buckets; the last bucket has room for the proof of `proof` micro-batches."""
+    made: list[list[torch.nn.Parameter]] = []
     kinds = {parameter: (str(parameter.dtype), str(parameter.device)) for parameter in reversed(list(parameters))}
     for _, alike in groupby(sorted(kinds, key=kinds.__getitem__), kinds.__getitem__):
         room = 0
         for parameter in alike:
             needed = parameter.numel() * parameter.element_size()
             if needed > room:
-                found.append([])
+                made.append([])
                 room = size
-            found[-1].append(parameter)
+            made[-1].append(parameter)
             room -= needed
-    return [Bucket(each, proof if each is found[-1] else 0) for each in found]
+    return [Bucket(each, proof if each is made[-1] else 0) for each in made]
 
 
 class PlainGradients(Accumulation):
-    """The gradients of one module. parameters: those that the optimizer trains, by name. scale: what multiplies a loss
-    before its backward pass (a GradScaler's). forward_step: `forward_step(micro_batch, model)` -> the mean loss of the
-    micro-batch, or (sum of losses, tokens), 0-d tensors."""
+    """The gradients of one module. parameters: name -> parameter that the optimizer trains. scale: multiplies a loss
+    before its backward pass (a GradScaler's). forward_step: `forward_step(micro_batch, model)` returns the mean loss,
+    or (sum of losses, tokens), 0-d tensors."""
 
     def __init__(
         self,
@@ -121,20 +121,19 @@ class PlainGradients(Accumulation):
         self._buckets = buckets(parameters.values(), BUCKET_BYTES, work.total)
         self._number = {id(each): number for number, bucket in enumerate(self._buckets) for each in bucket.parameters}
         self._untouched: list[list[int]] = []  # versions of the views without any gradient
-        self._sums: list[Sum] = []  # the reduces that have begun, in the order of the buckets
-        self._missing: list[set[int]] = []  # in the last backward pass: identities of each bucket's that are not there
+        self._sums: list[Sum] = []  # the pending reduces, in the order of the buckets
+        self._missing: list[set[int]] = []  # in the last backward pass: each bucket's missing gradients, by identity
         self._task = -1  # torch's number for that backward pass
-        self._nested: set[int] = set()  # buckets with gradients from a backward pass inside another: they wait
+        self._nested: set[int] = set()  # buckets with gradients from a nested backward pass, which wait
         self._deferred: Exception | None = None
-        self._passes = 0  # iterations whose backward passes were seen whole
-        # A call for each gradient took 7 % of a small model's backward passes: with one bucket nobody waits for any.
+        self._passes = 0  # iterations with complete backward passes
+        # A call for each gradient took 7 % of a small model's backward passes; one bucket does not need it.
         for parameter in parameters.values() if len(self._buckets) > 1 else ():
             parameter.register_post_accumulate_grad_hook(self._note_there)
 
     def _note_there(self, parameter: torch.Tensor) -> None:
-        """Note that a gradient is there."""
         number = self._number[id(parameter)]
-        if modules.backward_pass() != self._task:  # reentrant checkpointing may come to it again
+        if modules.backward_pass() != self._task:  # reentrant checkpointing may add to it again
             self._nested.add(number)
         if number < len(self._sums):
             self._deferred = UnsupportedLayout(
@@ -146,8 +145,7 @@ class PlainGradients(Accumulation):
             self._begin_complete()
 
     def _begin_complete(self) -> None:
-        """Begin the reduces of complete buckets, in their order. An exception in a hook would cut the backward
-        pass short, so it is raised later."""
+        """Begin the reduces of complete buckets in order. A hook must not raise, so errors are kept for later."""
         while (number := len(self._sums)) < len(self._buckets) - 1 and self._deferred is None:
             if self._missing[number] or number in self._nested:
                 return
@@ -167,12 +165,12 @@ class PlainGradients(Accumulation):
         self._sums.append(self._work.begin_sum(bucket.flat))
 
     def _watch_pass(self, loss: torch.Tensor, last: bool) -> None:
-        """Watch the backward pass of this loss. last: of the iteration, in which reduces may begin."""
+        """Watch the backward pass of this loss; in the last one of an iteration reduces may begin."""
 
         def note(gradient: torch.Tensor) -> None:
             self._task = modules.backward_pass()
 
-        if loss.requires_grad:  # else torch says so
+        if loss.requires_grad:  # otherwise torch raises an error
             loss.register_hook(note)
         early = last and self._passes > 0 and len(self._buckets) > 1
         self._missing = [set(map(id, bucket.parameters)) for bucket in self._buckets] if early else []
@@ -207,7 +205,7 @@ class PlainGradients(Accumulation):
         self._passes += bool(owed)
 
     def _loss(self, ledger: Ledger, index: int, micro_batch: Any) -> torch.Tensor:
-        """Compute the forward pass of a micro-batch: its loss as it weighs in the gradient. The ledger notes it."""
+        """Compute the forward pass of a micro-batch, note it in the ledger, and return the loss with its weight."""
         loss, tokens = self._parse_result(self._forward_step(micro_batch, self._model))
         if any((ledger.tokens[done] is None) != (tokens is None) for done in ledger.done):
             raise TypeError(f"{LOSS}: the same of them for every micro-batch")
@@ -216,7 +214,7 @@ class PlainGradients(Accumulation):
 
     @staticmethod
     def _parse_result(result: Any) -> tuple[torch.Tensor, Any]:
-        """Parse the result of a forward step as (loss, tokens or None)."""
+        """Parse the result of a forward step into (loss, tokens or None)."""
         loss, tokens = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, torch.Tensor) or loss.dim() or (tokens is not None and not _is_number(tokens)):
             raise TypeError(f"{LOSS}, 0-d tensors: this one returned {_describe(result)}")
@@ -225,17 +223,17 @@ class PlainGradients(Accumulation):
     def evaluate(
         self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
     ) -> dict[int, tuple[torch.Tensor, Any]]:
-        before, found = _versions(self._model), {}
+        before, results = _versions(self._model), {}
         with evaluating([self._model]):
             for index in indices:
                 self._begin_evaluation(iteration, index)
                 loss, tokens = self._parse_result(self._forward_step(fetch(iteration, index), self._model))
-                found[index] = loss, 1 if tokens is None else tokens
+                results[index] = loss, 1 if tokens is None else tokens
         self._check_buffers(before)
-        return found
+        return results
 
     def _check_untouched(self, before: dict[str, tuple[int, int]]) -> None:
-        """Raises :class:`UnsupportedLayout` for a model or a script that does what would be trained wrongly."""
+        """Raise :class:`UnsupportedLayout` for a model or script that would be trained incorrectly."""
         self._check_buffers(before)
         for bucket in reversed(self._buckets):
             for number in reversed(list(bucket.detached_parameters())):
@@ -303,5 +301,5 @@ def _describe(value: Any) -> str:
 
 
 def _versions(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """Return numbers that change whenever a buffer does."""
+    """Return name -> numbers that change whenever the buffer does."""
     return {name: (id(buffer), modules.version(buffer)) for name, buffer in modules.persistent_buffers(model)}

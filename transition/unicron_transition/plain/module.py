@@ -1,7 +1,5 @@
-"""A plain `torch.nn.Module` and a `torch.optim.Optimizer` as a session trains them: each rank is a whole replica.
-
-The optimizer and the schedule have the faces of Megatron's here, so that the session has one loop for both.
-"""
+"""A plain `torch.nn.Module` and a `torch.optim.Optimizer` for a session; each rank is a whole replica. The optimizer
+and the schedule have the interfaces of Megatron's, so that the session has one loop for both."""
 
 from __future__ import annotations
 
@@ -22,12 +20,13 @@ from unicron_transition.snapshot.migrate import TrainingState, as_before, as_pla
 
 
 class Plain:
-    """A plain PyTorch module with its optimizer, as a session trains it.
+    """A plain PyTorch module with its optimizer.
 
-    scheduler: one of `torch.optim.lr_scheduler`, stepped after each iteration, or None. clip_grad: the largest norm
-    of all gradients together. scaler: a `torch.amp.GradScaler`, for fp16."""
+    scheduler: one of `torch.optim.lr_scheduler`, stepped after each iteration, or None. clip_grad: the largest norm of
+    all gradients together. scaler: a `torch.amp.GradScaler`, for fp16.
+    """
 
-    varies = False  # all iterations have as many micro-batches: their proof has its place behind the gradients
+    varies = False  # the number of micro-batches is fixed: the buckets have room for their proof
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class Plain:
         self.scheduler = PlainSchedule(scheduler, scaler) if scheduler is not None or scaler is not None else None
 
     def check(self, layout: Layout) -> None:
-        """Raises :class:`UnsupportedLayout` for the first thing that this release cannot heal."""
+        """Raise :class:`UnsupportedLayout` for the first thing that this release cannot heal."""
         if layout.size > 1:
             raise UnsupportedLayout(f"{layout} is for Megatron's models: a plain module is a whole replica")
         check(self._module, self.optimizer.optimizer, self.scheduler)
@@ -63,7 +62,7 @@ class Plain:
         return PlainGradients(self._model, self.optimizer.trained_parameters(), scale, forward_step, work)
 
     def begin_alone(self, state: TrainingState, device: torch.device) -> None:
-        """Give every rank the first one's parameters, as torch's DistributedDataParallel does; without an agent."""
+        """Give every rank the first rank's parameters, like torch's DistributedDataParallel; without an agent."""
         if dist.get_world_size() > 1:
             transfer(state, 0, 0, dist.get_rank() > 0, device)
 
@@ -78,12 +77,12 @@ class PlainState(TrainingState):
 
 
 class PlainOptimizer:
-    """torch's optimizer with the face of Megatron's. Nothing in its step communicates, so all of it comes after the
-    commit."""
+    """torch's optimizer with the interface of Megatron's. Its whole step comes after the commit: it does not
+    communicate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, clip_grad: float | None, scaler: Any):
         self.optimizer, self._module, self._clip, self._scaler = optimizer, module, clip_grad, scaler
-        if scaler is not None:  # else it has no scale in a rank that has no micro-batch to compute
+        if scaler is not None:  # so that a rank without micro-batches has a scale, too
             device = next((each.device for group in optimizer.param_groups for each in group["params"]), None)
             scaler.scale(torch.zeros((), device=device))
         self._stepped = False
@@ -94,14 +93,14 @@ class PlainOptimizer:
         return self.optimizer.param_groups
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that it trains, by name."""
+        """Return name -> parameter that it trains."""
         mine = {id(parameter) for parameters in self._groups() for parameter in parameters}
         named = self._module.named_parameters()
         return {name: each for name, each in named if id(each) in mine and each.requires_grad}
 
     def zero_grad(self) -> None:
-        """Do nothing: gradients are zeroed with their buckets. Raises :class:`UnsupportedLayout` where others are to be
-        trained now: a rank that joins later would not know."""
+        """Do nothing, because gradients are zeroed with their buckets. Raises :class:`UnsupportedLayout` if the trained
+        parameters have changed, which a rank that joins later would not know."""
         now = [*(each.requires_grad for each in self._module.parameters()), *map(len, self._groups())]
         self._trained_first = self._trained_first or now
         if now != self._trained_first:
@@ -114,25 +113,23 @@ class PlainOptimizer:
         return [group["params"] for group in self.param_groups]
 
     def step(self) -> tuple[bool, float | None, None]:
-        """Step: (whether the parameters have changed, the norm of all gradients, None)."""
+        """Step, and return (whether the parameters have changed, the norm of all gradients, None)."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         norm = None
         if self._clip is not None:
             norm = float(torch.nn.utils.clip_grad_norm_(self.trained_parameters().values(), self._clip))
-        succeeded = self._stepped_by_scaler() if self._scaler is not None else self._step()
+        succeeded = self._step()
         if not self._stepped and succeeded:
             self._stepped = True
             self._check_state()
         return succeeded, norm, None
 
     def _step(self) -> bool:
-        self.optimizer.step()
-        return True
-
-    def _stepped_by_scaler(self) -> bool:
-        """Step by the scaler. An overflow, which all ranks have in the same gradients, makes the scale smaller and no
-        step."""
+        """Step, by the scaler if there is one. On an overflow, which all ranks see, it reduces its scale instead."""
+        if self._scaler is None:
+            self.optimizer.step()
+            return True
         before = self._scaler.get_scale()
         self._scaler.step(self.optimizer)
         self._scaler.update()
@@ -149,13 +146,13 @@ class PlainOptimizer:
 
 
 class PlainSchedule:
-    """torch's schedule of the learning rate, and the gradient scaler, whose states go the same way."""
+    """torch's schedule of the learning rate and the gradient scaler, whose states are kept together."""
 
     def __init__(self, scheduler: Any, scaler: Any):
         self.scheduler, self._parts = scheduler, {"schedule": scheduler, "scaler": scaler}
 
     def step(self, increment: int) -> None:
-        """Step the schedule: the optimizer has stepped."""
+        """Step the schedule after the optimizer."""
         if self.scheduler is not None:
             self.scheduler.step()
 

@@ -1,4 +1,4 @@
-"""Plain modules and optimizers that a session cannot heal are refused when it is made, in one line."""
+"""Refuses plain modules and optimizers that a session cannot heal when it is made, in one line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from unicron_transition.snapshot.migrate import as_plain, can_be_told, plain
 
 
 def check(module: torch.nn.Module, optimizer: Any, schedule: Any) -> None:
-    """Raises :class:`table.UnsupportedLayout` for the first thing that this release cannot heal. schedule: what has its
-    `state_dict`, or None."""
+    """Raise :class:`table.UnsupportedLayout` for the first thing that this release cannot heal. schedule: an object
+    with the schedule's `state_dict`, or None."""
     table.check("torch", table.TORCH_MODELS)
     refuse(_wrappers(module))
     refuse(_statistics(module))

@@ -1,13 +1,13 @@
-"""Change the data-parallel size of Megatron's DDP buffers and distributed optimizer in place.
+"""Changes the data-parallel size of Megatron's DDP buffers and distributed optimizer in place.
 
 Megatron cuts each bucket of a buffer into one part for each data-parallel rank, and fixes the cut when it is built. A
 rebuild would need a second copy of parameters and gradients, and the user's script, the schedule and the autograd hooks
-hold the old objects. So buckets get room at their end (:func:`prepare`) for every size up to the one they are built
-with: parameters never move, and a change of size (:func:`resize`) is a matter of views, ranges and the shards of the
-main parameters. Each size has the very shards that Megatron would have made for it.
+hold the old objects. So buckets get room at their end (:func:`prepare`) for every size up to the one for which they are
+built. Parameters never move, and a change of size (:func:`resize`) only changes views, ranges and the shards of the
+main parameters. Each size has exactly the shards that Megatron would make for it.
 
 The room is at most 256 elements for each data-parallel rank and bucket: with 48 ranks 0.03 % of a bucket of 40 million
-parameters, which is Megatron's default. With `pad_buckets_for_high_nccl_busbw` it is up to 131072 elements.
+parameters, Megatron's default. With `pad_buckets_for_high_nccl_busbw` it is up to 131072 elements.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ import torch
 from unicron_transition.seams import megatron_core, table
 from unicron_transition.seams.table import CORE, OPTIMIZER, UnsupportedLayout
 
-QUANTUM = 128  # Megatron starts buckets at 256-byte boundaries for parameters of two bytes
+QUANTUM = 128  # 256 bytes in parameters of two bytes, Megatron's boundaries of buckets
 NCCL_QUANTUM = 2**16  # with `pad_buckets_for_high_nccl_busbw`
-_PARAMETERS = "unicron_parameters"  # of a distributed optimizer: the model's parameters in each of its groups
+_PARAMETERS = "unicron_parameters"  # a distributed optimizer's attribute: the model's parameters in each of its groups
 _ROOMY = "unicron_roomy"
 LAYS_OUT = "_compute_per_buffer_param_layout"  # of the optimizer; before 0.18 the buffer lays itself out
 
 
 def prepare() -> None:
-    """Make Megatron build buffers and distributed optimizers that :func:`resize` can change; once more is harmless.
+    """Make Megatron build buffers and distributed optimizers that :func:`resize` can change. Idempotent.
 
-    Before the training script builds its model, in a world of as many replicas as the job may ever have.
+    It must be called before the training script builds its model, in a world of as many replicas as the job may ever
+    have.
     """
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.optimizer import distrib_optimizer
@@ -53,7 +54,7 @@ def prepare() -> None:
 
 
 def prepare_when_imported() -> None:
-    """Call :func:`prepare` as soon as Megatron's optimizer is imported, which takes seconds and may be never."""
+    """Call :func:`prepare` as soon as Megatron's optimizer is imported, which takes seconds and may never happen."""
     if OPTIMIZER in sys.modules:
         prepare()
     elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
@@ -61,8 +62,8 @@ def prepare_when_imported() -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Waits until both modules are imported, and is gone then. Until 0.17 the optimizer is the later one; from 0.18 on
-    the package imports it in its midst, when its own release is not known yet."""
+    """Waits until both modules are imported. Until 0.17 the optimizer comes later; from 0.18 on the package imports it
+    in the middle of its own import, when its release is not known yet."""
 
     def __init__(self) -> None:
         self._unseen = {name for name in (CORE, OPTIMIZER) if name not in sys.modules}
@@ -80,7 +81,7 @@ class _Waiting(MetaPathFinder):
                 try:
                     run(module)
                 except BaseException:
-                    self._unseen.add(name)  # it may be tried again
+                    self._unseen.add(name)  # the import may be tried again
                     raise
                 self._missing.discard(name)
                 if not self._missing:
@@ -92,7 +93,7 @@ class _Waiting(MetaPathFinder):
 
 
 def _roomy_layout(compute: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Lay a buffer out with a name of this module replaced, by which the ends of its buckets are padded, in turn."""
+    """Wrap Megatron's layout of a buffer so that the end of each bucket is padded with room."""
 
     @functools.wraps(compute)
     def _compute_per_buffer_param_layout(*arguments: Any, **keywords: Any) -> Any:
@@ -126,8 +127,7 @@ def _with_room(build: Callable[..., None], module: Any) -> Callable[..., None]:
 
 
 def _remembering(build: Callable[..., None]) -> Callable[..., None]:
-    """Have a distributed optimizer remember the model's parameters: its groups hold only this rank's shards later
-    on."""
+    """Make a distributed optimizer remember the model's parameters: later its groups hold only this rank's shards."""
 
     @functools.wraps(build)
     def __init__(self: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> None:
@@ -142,7 +142,7 @@ class _Layout:
     """Replaces the module `math` while one buffer is laid out.
 
     Before 0.18 Megatron pads the end of a bucket by `math.ceil(end / divisor) * divisor`, with a divisor from
-    `math.lcm`, which it uses for nothing else: once for each bucket to lay the buffer out, once more to cut the buckets
+    `math.lcm`, which it uses for nothing else: once for each bucket to lay out the buffer, once more to cut the buckets
     from it.
     """
 
@@ -156,9 +156,9 @@ class _Layout:
         return _Divisor(math.lcm(size, *quanta), lambda end: self._end(end, size, math.lcm(*quanta)))
 
     def _end(self, end: int, size: int, quantum: int) -> int:
-        """Return the end, room included, of the bucket that has parameters up to `end`, or ends there."""
+        """Return the end, including room, of the bucket with parameters up to `end`, or of the one that ends there."""
         if end not in self._ends:
-            start = max((earlier for earlier in self._ends if earlier < end), default=0)
+            start = max((previous for previous in self._ends if previous < end), default=0)
             self._ends.append(start + capacity(end - start, size, quantum))
             return self._ends[-1]
         return end
@@ -188,7 +188,7 @@ class _PaddedEnd(int):
 
 # ---------------------------------------------------------------- sizes, in elements
 def padded_size(elements: int, count: int, quantum: int = QUANTUM) -> int:
-    """Return the size of a bucket that is cut into `count` parts: Megatron's own rule, whatever the bucket's place."""
+    """Return the size of a bucket that is cut into `count` parts, by Megatron's own rule."""
     divisor = math.lcm(count, quantum)
     return -(-elements // divisor) * divisor
 
@@ -196,16 +196,15 @@ def padded_size(elements: int, count: int, quantum: int = QUANTUM) -> int:
 def capacity(elements: int, most: int, quantum: int = QUANTUM) -> int:
     """Return the room that a bucket needs so that it can be cut into any number of parts up to `most`.
 
-    At most 2 * `most` * `quantum` elements more than there are. Always a multiple of what Megatron asks of a bucket
-    that is cut into `most`.
+    It is at most 2 * `most` * `quantum` larger than `elements`, and a multiple of what Megatron requires for `most`
+    parts.
     """
     return padded_size(max(padded_size(elements, count, quantum) for count in range(1, most + 1)), most, quantum)
 
 
-# ---------------------------------------------------------------- looking
+# ---------------------------------------------------------------- reading
 def distributed_optimizers(optimizer: Any) -> list[Any]:
-    """Return Megatron's distributed optimizers in what the script calls its optimizer, less those that have no
-    parameter."""
+    """Return Megatron's distributed optimizers in the script's optimizer, except those without parameters."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     return [
@@ -216,26 +215,22 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
 
 
 def check(model: Sequence[Any], optimizer: Any) -> None:
-    """Raises :class:`UnsupportedLayout` for a distributed optimizer that cannot be healed."""
+    """Raise :class:`UnsupportedLayout` for a distributed optimizer that cannot be healed."""
     for chunk in model:
-        for wrong, what in (
+        _refuse(
             (chunk.ddp_config.use_megatron_fsdp, "Megatron-FSDP"),
             (chunk.ddp_config.num_distributed_optimizer_instances > 1, "num_distributed_optimizer_instances > 1"),
             (chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag, "reuse_grad_buf_for_mxfp8_param_ag"),
             (chunk.ddp_config.nccl_ub, "nccl_ub"),
             (any(buffer.param_dtype == torch.uint8 for buffer in megatron_core.buffers(chunk)), "fp8 parameters"),
             (bool(chunk.expert_parallel_buffers), "expert parallelism"),
-        ):
-            if wrong:
-                raise UnsupportedLayout(f"unicron can't heal a distributed optimizer with {what}: unset it")
+        )
     for each in distributed_optimizers(optimizer):
-        for wrong, what in (
+        _refuse(
             (each.config.use_precision_aware_optimizer, "use_precision_aware_optimizer"),
             (each.config.optimizer_cpu_offload, "optimizer_cpu_offload"),
             (each.config.overlap_param_gather_with_optimizer_step, "overlap_param_gather_with_optimizer_step"),
-        ):
-            if wrong:
-                raise UnsupportedLayout(f"unicron can't heal a distributed optimizer with {what}: unset it")
+        )
         if not hasattr(each, _PARAMETERS):
             raise UnsupportedLayout(
                 "the distributed optimizer was not built as a session needs it: import megatron.core, call "
@@ -245,9 +240,14 @@ def check(model: Sequence[Any], optimizer: Any) -> None:
             _check_room(buffer)
 
 
+def _refuse(*settings: tuple[bool, str]) -> None:
+    for on, what in settings:
+        if on:
+            raise UnsupportedLayout(f"unicron can't heal a distributed optimizer with {what}: unset it")
+
+
 def _check_room(buffer: Any) -> None:
-    """Refuse a release that lays buffers out in another way than the one replaced here: now, not at the first
-    resize."""
+    """Refuse, before the first resize, a release that lays buffers out in another way than the one replaced here."""
     size, unit = buffer.data_parallel_group.size(), quantum(buffer.ddp_config)
     starts = [bucket.offset for bucket in buffer.buckets]
     for bucket, end in zip(buffer.buckets, [*starts[1:], buffer.numel], strict=True):
@@ -258,20 +258,19 @@ def _check_room(buffer: Any) -> None:
 
 
 def quantum(ddp_config: Any) -> int:
-    """Return the number of which bucket sizes are multiples, in elements."""
+    """Return the unit of bucket sizes, in elements."""
     return NCCL_QUANTUM if ddp_config.pad_buckets_for_high_nccl_busbw else QUANTUM
 
 
 def own_part(bucket: Any, group: Any) -> torch.Tensor:
-    """Return the part of a bucket's gradients that this rank reduces; a view. `group`: its bucket group."""
+    """Return a view of the part of a bucket's gradients that this rank reduces. `group`: its bucket group."""
     size = bucket.grad_data.numel() // group.intra_distributed_optimizer_instance_size
     part: torch.Tensor = bucket.grad_data.narrow(0, group.intra_distributed_optimizer_instance_rank * size, size)
     return part
 
 
 def optimizer_buckets(optimizer: Any) -> Iterator[tuple[Any, int, Any, Any]]:
-    """Yield (optimizer, number of the buffer, buffer, bucket) of all buckets of sharded optimizers, in a fixed
-    order."""
+    """Yield (optimizer, number of the buffer, buffer, bucket) of all sharded optimizers in a fixed order."""
     for each in distributed_optimizers(optimizer):
         for number, buffer in enumerate(each.buffers):
             for bucket in buffer.buckets:
@@ -279,10 +278,10 @@ def optimizer_buckets(optimizer: Any) -> Iterator[tuple[Any, int, Any, Any]]:
 
 
 def bucket_sizes(optimizer: Any) -> tuple[tuple[int, ...], int]:
-    """Return (the elements of each of those buckets, what cuts are multiples of), whatever the data-parallel size."""
-    found = list(optimizer_buckets(optimizer))
-    unit = quantum(found[0][2].ddp_config) if found else QUANTUM
-    return tuple(bucket.numel_unpadded for *_, bucket in found), unit
+    """Return (elements of each of those buckets, unit of the cuts), whatever the data-parallel size."""
+    buckets = list(optimizer_buckets(optimizer))
+    unit = quantum(buckets[0][2].ddp_config) if buckets else QUANTUM
+    return tuple(bucket.numel_unpadded for *_, bucket in buckets), unit
 
 
 def own_range(optimizer: Any, parameter: Any) -> tuple[int, int]:
@@ -292,18 +291,16 @@ def own_range(optimizer: Any, parameter: Any) -> tuple[int, int]:
 
 
 def own_state(optimizer: Any, parameter: Any) -> dict[str, torch.Tensor]:
-    """Return the main parameter and Adam's state of this rank's part of a parameter: `param`, `exp_avg`,
-    `exp_avg_sq`."""
-    found: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(parameter)
-    return found
+    """Return this rank's part of a parameter: main parameter and Adam's state, `param`, `exp_avg`, `exp_avg_sq`."""
+    state: dict[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(parameter)
+    return state
 
 
 def drain(model: Sequence[Any]) -> None:
-    """Wait for reduces and parameter gathers that are under way in a generation that is over, and forget them.
+    """Wait for pending reduces and parameter gathers of a generation that is over, and forget them.
 
-    One that ended later would write into what is restored by then. Their connections must be broken: an error is how
-    they end. They are waited for, not asked: gloo's sharded collectives copy their result, and say that they are
-    complete, only when they are waited for.
+    One that ended later would write into restored buffers. Their connections must be broken, so that they end with an
+    error. It waits without polling: gloo's sharded collectives copy their result, and become complete, only in `wait`.
     """
     for chunk in model:
         for group in megatron_core.bucket_groups(chunk):
@@ -316,12 +313,12 @@ def drain(model: Sequence[Any]) -> None:
 
 # ---------------------------------------------------------------- changing
 def resize(model: Sequence[Any], optimizer: Any) -> None:
-    """Give buffers, bucket groups and optimizers the size and rank of the process groups that they hold by now.
+    """Give buffers, bucket groups and optimizers the size and rank of the process groups that they now hold.
 
-    Afterwards the optimizer has this rank's shard of the new size with Adam's state of no step: main parameters as
-    the model's are, moments zero. Adopt the state, unless training begins. With the same size and rank as before
-    nothing is lost. Unreduced gradients, parameters and all objects stay. Raises :class:`UnsupportedLayout` when
-    the new size is larger than the one that the buffers were built for.
+    Afterwards the optimizer has this rank's shard of the new size in Adam's initial state: main parameters equal to the
+    model's, moments zero. Adopt the real state, unless training begins. With the same size and rank as before nothing
+    is lost. Unreduced gradients, parameters and all objects stay. Raises :class:`UnsupportedLayout` if the new size
+    exceeds the one for which the buffers were built.
     """
     for chunk in model:
         for buffer in megatron_core.buffers(chunk):
@@ -364,8 +361,8 @@ def _resize_bucket_group(group: Any) -> None:
 
 @torch.enable_grad()
 def _resize_optimizer(optimizer: Any) -> None:
-    """Do what Megatron's constructor does, for the objects that are there. As there gradients are on: its shards of
-    fp32 parameters are views of these, and torch 2.15 lets no view that was made without gradients take one once its
+    """Do what Megatron's constructor does, with the existing objects. Gradients are on as in the constructor: its
+    shards of fp32 parameters are views, and torch 2.15 lets no view that was made without gradients take one once its
     base has changed."""
     inner, parameters = optimizer.optimizer, getattr(optimizer, _PARAMETERS)
     _let_go(optimizer, parameters)
@@ -375,7 +372,7 @@ def _resize_optimizer(optimizer: Any) -> None:
     ]
     optimizer.gbuf_ranges = [optimizer._build_gbuf_range_map(buffer) for buffer in optimizer.buffers]
     optimizer.model_param_gbuf_map = optimizer._build_model_param_gbuf_map(optimizer.gbuf_ranges)
-    whole = [{"params": group} for group in parameters]  # Megatron puts the shards in their place
+    whole = [{"params": group} for group in parameters]  # Megatron puts the shards in here
     optimizer.model_param_group_index_map, optimizer.opt_group_ranges = optimizer._build_optimizer_group_ranges(
         whole, optimizer.gbuf_ranges
     )
@@ -397,7 +394,7 @@ def _resize_optimizer(optimizer: Any) -> None:
 
 def _let_go(optimizer: Any, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
     """Free the old shards before there are new ones."""
-    optimizer.per_model_bucket_groups.clear()  # made by the constructor, used by nothing, and it holds the old groups
+    optimizer.per_model_bucket_groups.clear()  # unused after the constructor, and it holds the old groups
     optimizer.optimizer.state.clear()
     for group in optimizer.optimizer.param_groups:
         group["params"] = []
@@ -409,8 +406,7 @@ def _let_go(optimizer: Any, parameters: Sequence[Sequence[torch.Tensor]]) -> Non
 
 
 def _initial_state(inner: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Make Adam's state before the first step. It is there from the start so that it can be copied and moved like any
-    other."""
+    """Make Adam's state before the first step, so that it can be copied and moved from the start."""
     state = {"exp_avg": torch.zeros_like(parameter.data), "exp_avg_sq": torch.zeros_like(parameter.data)}
     if isinstance(inner, torch.optim.Adam):  # Apex and Transformer Engine count steps in the group
         on_device = group.get("capturable") or group.get("fused")
@@ -420,9 +416,9 @@ def _initial_state(inner: Any, group: Mapping[str, Any], parameter: torch.Tensor
 
 # ---------------------------------------------------------------- parameters
 def rebuild_parameters(model: Sequence[Any], optimizer: Any) -> None:
-    """Collective over the data-parallel group: all parameters of the model anew from the main parameters' shards.
+    """Rebuild all parameters of the model from the main parameters' shards; collective over the data-parallel group.
 
-    Synchronous, also with `overlap_param_gather`: the next forward pass then gathers nothing.
+    It is synchronous even with `overlap_param_gather`: the next forward pass then gathers nothing.
     """
     for each in distributed_optimizers(optimizer):
         each._copy_main_params_to_model_params()
@@ -431,8 +427,7 @@ def rebuild_parameters(model: Sequence[Any], optimizer: Any) -> None:
 
 
 def gather_without_forward(model: Sequence[Any]) -> None:
-    """Gather what a forward pass would have gathered with `overlap_param_gather`, in the same order, in a rank that
-    computes no micro-batch."""
+    """Gather, in a rank without micro-batches, like a forward pass with `overlap_param_gather`."""
     for chunk in model:
         for group in reversed(chunk.bucket_groups):
             group.finish_param_sync()

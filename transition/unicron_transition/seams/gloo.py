@@ -1,10 +1,10 @@
-"""Let go of waits that gloo does not end: for a connection, and for a message.
+"""Abandons waits that gloo does not end: for a connection, and for a message.
 
-A rank that waits for the connection of a peer that died waits inside gloo for five times the group's time-out, and has
-no socket by which it could be freed (measured, torch 2.13). When a connection ends, gloo tells whoever waits for a
-queued message, but not whoever waits for one that was on its way (`Pair::signalException`; docs/design/generations.md,
-"What gloo forgets"). So both waits run in a thread, and the main thread leaves it behind when the generation breaks.
-The thread stays until the time-out; it keeps the memory that a late rest of the message may still be written to.
+A rank that waits for the connection of a dead peer waits inside gloo for five times the group's time-out, and has no
+socket by which it could be freed (measured, torch 2.13). When a connection ends, gloo wakes a wait for a queued
+message, but not for a message in transit (`Pair::signalException`; docs/design/generations.md, "What gloo forgets"). So
+both waits run in a thread, which the main thread leaves behind when the generation breaks. The thread stays until the
+time-out, and keeps the memory into which a late rest of the message may still be written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 POLL_SECONDS = 0.005
-GRACE_SECONDS = 0.3  # in which a wait whose connection was cut ends by itself, with gloo's own reason
+GRACE_SECONDS = 0.3  # time of a wait with a cut connection to end by itself, with gloo's own error
 _types: Any = _distributed_c10d.OpType  # type: ignore[attr-defined]
 MESSAGES = frozenset(map(int, (_types.SEND, _types.RECV, _types.RECVANYSOURCE)))
 _work: Any = dist.Work
@@ -29,17 +29,17 @@ _original_wait = _work.wait
 
 
 class LostWait(RuntimeError):
-    """The generation is over, and nobody will end this wait."""
+    """The generation is over, and nothing will end this wait."""
 
 
 @contextlib.contextmanager
 def abandonable_connections(lost: Callable[[], bool]) -> Iterator[None]:
-    """Give up a gloo group that is being connected inside as soon as `lost()`: ConnectionError."""
+    """Raise ConnectionError in a gloo group that is being connected in the body as soon as `lost()`."""
     if not dist.is_gloo_available():
         yield
         return
     original = distributed_c10d.ProcessGroupGloo
-    module: Any = distributed_c10d  # whose class is replaced for a while
+    module: Any = distributed_c10d  # its class is replaced for a while
 
     class Connecting(type):
         def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
@@ -57,8 +57,7 @@ def abandonable_connections(lost: Callable[[], bool]) -> Iterator[None]:
 
 
 def abandon_lost_messages(cut: Callable[[], bool]) -> None:
-    """Make waits of the main thread for messages raise :class:`LostWait` GRACE_SECONDS after `cut()`: their connections
-    have been broken by then."""
+    """Make the main thread's waits for messages raise :class:`LostWait` GRACE_SECONDS after `cut()`."""
 
     def abandonable_wait(work: Any, *arguments: Any, **keywords: Any) -> Any:
         main = threading.current_thread() is threading.main_thread()
@@ -71,7 +70,7 @@ def abandon_lost_messages(cut: Callable[[], bool]) -> None:
 
 
 class _CutForAWhile:
-    """Says whether `cut()` has been true for GRACE_SECONDS."""
+    """Tells whether `cut()` has been true for GRACE_SECONDS."""
 
     def __init__(self, cut: Callable[[], bool]):
         self._cut = cut
@@ -87,7 +86,7 @@ class _CutForAWhile:
 
 
 class _Worker(threading.Thread):
-    """Does one thing after the other. A daemon: what it hangs in must not keep the process from ending."""
+    """Runs one task after the other. A daemon, because a task that hangs must not keep the process from ending."""
 
     def __init__(self) -> None:
         super().__init__(name="unicron-wait", daemon=True)
@@ -103,8 +102,7 @@ _idle: list[_Worker] = []
 
 
 def run_until(work: Callable[[], Any], lost: Callable[[], bool], error: Exception) -> Any:
-    """Do `work()` in a thread of its own: returns or raises what it does. Raises `error` as soon as `lost()`; the
-    outcome of the work is dropped then."""
+    """Return or raise the outcome of `work()` in another thread, or raise `error` as soon as `lost()`."""
     value, failure = None, None
     over = threading.Event()
 

@@ -1,5 +1,4 @@
-"""Private and cached parts of Megatron-core: its process groups and who holds them, its gradient buffers, its random
-numbers."""
+"""Private and cached parts of Megatron-core: its process groups and their holders, gradient buffers, random numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from unicron_transition.seams import table
 
-# Attributes that only objects have. They are compared with the first object of each kind when a session is made.
+# Attributes of instances. A new session compares them with the first object of each kind.
 BUCKET_GROUP = (
     "buckets params ddp_config is_first_batch is_last_microbatch per_param_grad_ready_counts grad_reduce_handle "
     "param_gather_handle param_gather_dispatched cached_grad_buffer_shard_list cached_param_buffer_shard_list"
@@ -35,8 +34,7 @@ SHARDED_OPTIMIZER = (
 
 
 def check(model: Sequence[Any], optimizers: Iterable[Any]) -> None:
-    """Compare Megatron-core, as far as it is imported, with the table. optimizers: the distributed ones. Raises
-    :class:`table.UnsupportedLayout`."""
+    """Compare the imported parts of Megatron-core, and these distributed optimizers, with the table."""
     table.check("megatron-core", table.MEGATRON_CORE)
     sharded = list(optimizers)
     found_groups = [group for chunk in model for group in bucket_groups(chunk)][:1]
@@ -54,7 +52,7 @@ def check(model: Sequence[Any], optimizers: Iterable[Any]) -> None:
 
 # ---------------------------------------------------------------- the model's parts
 def reduce_again(group: Any) -> None:
-    """Forget that the bucket group has reduced in this iteration. From 0.18 on a group remembers that it has ended."""
+    """Forget that the bucket group has reduced in this iteration, which it remembers from 0.18 on."""
     if hasattr(group, "grad_reduce_finished"):
         group.grad_reduce_finished = False
 
@@ -70,24 +68,24 @@ def bucket_groups(chunk: Any) -> list[Any]:
 
 
 def rng_tracker() -> Any:
-    """Return Megatron's tracker of random states; None where the script does not use it."""
+    """Return Megatron's tracker of random states; None if the script does not use it."""
     return getattr(sys.modules.get("megatron.core.tensor_parallel.random"), "_CUDA_RNG_STATE_TRACKER", None)
 
 
 # ---------------------------------------------------------------- process groups
 def module(name: str) -> Any:
-    """Return a module of Megatron-core; an empty one where the script does not use it."""
+    """Return a module of Megatron-core; an empty one if the script does not use it."""
     return sys.modules.get(f"megatron.core.{name}") or SimpleNamespace()
 
 
 def parallel_groups() -> dict[str, dist.ProcessGroup]:
-    """Return the process groups of `parallel_state`, by its names for them."""
+    """Return name -> process group of `parallel_state`."""
     state = vars(module("parallel_state")).items()
     return {name: value for name, value in state if name.startswith("_") and isinstance(value, dist.ProcessGroup)}
 
 
 def rank_lists() -> dict[str, list[int]]:
-    """Return the lists of ranks that `parallel_state` keeps beside its groups."""
+    """Return name -> list of ranks of `parallel_state`."""
     state = vars(module("parallel_state")).items()
     return {name: list(value) for name, value in state if name.endswith(("_RANKS", "_RANKS_WITH_CP")) and value}
 
@@ -100,8 +98,7 @@ def set_parallel_state(values: Mapping[str, Any]) -> None:
 
 
 def group_holders(model: Sequence[Any], optimizer: Any) -> list[Any]:
-    """Return every Megatron object that caches process groups: DDP, its modules and the token dispatchers of experts,
-    buffers, bucket groups, and the optimizers."""
+    """Return every Megatron object that may cache a process group."""
     holders: list[Any] = []
     for chunk in model:
         modules = list(chunk.module.modules())
@@ -111,7 +108,7 @@ def group_holders(model: Sequence[Any], optimizer: Any) -> list[Any]:
 
 
 def held_groups(holders: Iterable[Any]) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """Yield (owner, container, key, group) of every attribute of the holders that has a process group, or a list of
+    """Yield (owner, container, key, group) for each attribute of the holders that is a process group or a list of
     them."""
     collection = getattr(module("process_groups_config"), "ProcessGroupCollection", ())
     seen: set[int] = set()
@@ -132,19 +129,18 @@ def held_groups(holders: Iterable[Any]) -> Iterator[tuple[Any, Any, Any, Any]]:
 
 
 def asking_once(holders: Iterable[Any]) -> list[Any]:
-    """Return the optimizers that ask all ranks something in their first step, and remember the answer: those of
-    0.19."""
+    """Return the optimizers of 0.19, which ask all ranks something in their first step and remember the answer."""
     return [each for each in holders if hasattr(each, "has_grad_norm_group")]
 
 
 def ask_anew(optimizers: Iterable[Any]) -> None:
-    """Have them ask once more: a rank that has joined since does, and would wait for the others."""
+    """Make them ask again: a rank that has joined since asks, and would wait for the others."""
     for each in optimizers:
         each._has_grad_norm_group_cache = None
 
 
 def send_back_over(way: Any) -> None:
-    """Have the pipeline use this group for its second direction. With two stages Megatron sends that over the world
+    """Make the pipeline use this group for its second direction. With two stages Megatron uses the world for it
     (`p2p_communication._p2p_ops`), whose connections the loss of any member breaks."""
     from megatron.core.pipeline_parallel import p2p_communication
 

@@ -1,5 +1,4 @@
-"""Replace names of Megatron-LM, once they are known to be what is expected: another release is refused, not guessed
-at."""
+"""Replaces names of Megatron-LM after a check: an unknown release is refused."""
 
 from __future__ import annotations
 
@@ -8,26 +7,15 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unicron_transition.seams.table import (
-    ARGUMENTS,
-    CALCULATORS,
-    INITIALIZE,
-    KNOWN_RELEASES,
-    MEGATRON_LM,
-    RAMP,
-    TRUST,
-    difference,
-    installed_release,
-    known,
-)
+from unicron_transition.seams import table
 
 
 class CannotHeal(RuntimeError):
-    """This Megatron-LM, or what it was asked to do, cannot be healed; one line that says what to do."""
+    """This Megatron-LM, or one of its options, cannot be healed; one line with advice."""
 
 
 def check() -> None:
-    """Imports `megatron.training`. Raises :class:`CannotHeal` for one that is not there, or not known."""
+    """Import `megatron.training`. Raises :class:`CannotHeal` if it is missing or unknown."""
     try:
         importlib.import_module("megatron.training")
     except ModuleNotFoundError as error:
@@ -39,17 +27,19 @@ def check() -> None:
             "no megatron.training beside the script or in PYTHONPATH: name the script in a checkout of Megatron-LM"
         ) from None
     importlib.import_module("megatron.core")
-    release = installed_release("megatron-core")
+    release = table.installed_release("megatron-core")
     instead = "check one of those out, or run the job with --unicron-mode=restart"
-    if not known("megatron-core", release) and os.environ.get(TRUST) != "1":
-        tested = ", ".join(f"core_v{each}" for each in KNOWN_RELEASES["megatron-core"])
-        raise CannotHeal(f"knows Megatron-LM {tested}, and this is core_v{release}: {instead}; {TRUST}=1 tries it")
-    if (found := difference(MEGATRON_LM, release)) is not None:
+    if not table.known("megatron-core", release) and os.environ.get(table.TRUST) != "1":
+        tested = ", ".join(f"core_v{each}" for each in table.KNOWN_RELEASES["megatron-core"])
+        raise CannotHeal(
+            f"knows Megatron-LM {tested}, and this is core_v{release}: {instead}; {table.TRUST}=1 tries it"
+        )
+    if (found := table.difference(table.MEGATRON_LM, release)) is not None:
         raise CannotHeal(f"this is not Megatron-LM core_v{release}, in which {found}: {instead}")
 
 
 def replace(module: str, name: str, by: Callable[[Any], Any]) -> None:
-    """Puts `by(original)` in the place of a name of the table."""
+    """Replace a name of the table by `by(original)`."""
     owner: Any = importlib.import_module(module)
     *path, last = name.split(".")
     for part in path:
@@ -58,21 +48,20 @@ def replace(module: str, name: str, by: Callable[[Any], Any]) -> None:
 
 
 def reads_arguments() -> str:
-    """Return the module whose names are called to read the arguments: from 0.18 on the script does that itself."""
-    return INITIALIZE if hasattr(importlib.import_module(INITIALIZE), "parse_args") else ARGUMENTS
+    """Return the module whose functions read the arguments: from 0.18 on the script calls them itself."""
+    return table.INITIALIZE if hasattr(importlib.import_module(table.INITIALIZE), "parse_args") else table.ARGUMENTS
 
 
 def growing_batches() -> type[Any] | None:
-    """Return Megatron's calculator of batches for `--rampup-batch-size`; None from 0.18 on, which ignores the
-    option."""
-    found: type[Any] | None = getattr(importlib.import_module(CALCULATORS), RAMP, None)
-    return found
+    """Return Megatron's calculator for `--rampup-batch-size`; None from 0.18 on, which ignores the option."""
+    calculator: type[Any] | None = getattr(importlib.import_module(table.CALCULATORS), table.RAMP, None)
+    return calculator
 
 
 def known_timers(timers: Any) -> Mapping[str, Any]:
-    """Return the timers that a rank has started, by name."""
-    found: Mapping[str, Any] = timers._timers
-    return found
+    """Return name -> timer of all timers that a rank has started."""
+    started: Mapping[str, Any] = timers._timers
+    return started
 
 
 def end_was_signalled() -> bool:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-backward_pass = torch._C._current_graph_task_id  # () -> the number of the backward pass that runs, -1 outside of one
+backward_pass = torch._C._current_graph_task_id  # () -> the number of the running backward pass; -1 outside of one
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return a number that rises whenever something is written to the tensor in place."""
+    """Return a number that rises with each write to the tensor in place."""
     return int(tensor._version)
 
 
@@ -23,7 +23,7 @@ def copy_all(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that belong to the model's state, by name: the others are caches."""
+    """Yield (name, buffer) for the buffers of the model's state; the others are caches."""
     for path, module in model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
             if key not in module._non_persistent_buffers_set:
@@ -41,5 +41,5 @@ def steps_in_backward(parameter: torch.nn.Parameter) -> bool:
 
 
 def original_module(model: Any) -> Any:
-    """Return the module that `torch.compile` has wrapped; the model itself where nothing was compiled."""
+    """Return the module inside `torch.compile`; the model itself if it was not compiled."""
     return getattr(model, "_orig_mod", model)

@@ -1,4 +1,4 @@
-"""Abort NCCL communicators whose peers are gone. What was seen of it on a card is in docs/gpu.md."""
+"""Aborts NCCL communicators whose peers are gone. Observations with a card are in docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import torch.distributed as dist
 
 from unicron_transition.seams import process_groups
 
-ABORT_SECONDS = 0.1  # that a call waits for the aborts that it has begun; they go on without it
+ABORT_SECONDS = 0.1  # limit of a call; the aborts go on without it
 SETTINGS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch's own watchdog ends the process
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else the same for a watchdog that waits for an abort
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # otherwise torch's watchdog ends the process
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # otherwise the same for a watchdog that waits for an abort
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",  # a communicator that is being made can be aborted
-    # After an error the watchdog sleeps for four times as long and holds a lock that every collective and the end of
-    # the group wait for: 60 s by default.
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",  # so that an unfinished communicator can be aborted
+    # After an error the watchdog sleeps four times as long (default 60 s) with a lock that every collective and the end
+    # of the group wait for.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
-# While a communicator is being made torch holds the lock that an abort needs (2.11). Its own limit is 30 minutes.
-MAKING = ("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60")  # seconds
+# Seconds to make a communicator, during which torch holds the lock that an abort needs (2.11; its default is 30 min).
+MAKING = ("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60")
 
 
 def keep_torch_from_aborting() -> list[str]:
-    """Keep torch from ending the process when a collective fails. Call it before the first group. Returns a line for
-    each variable that the site has set otherwise; these are overruled. torch's
-    own limit for making a communicator stays where the site has set it."""
+    """Keep torch from ending the process when a collective fails; to be called before the first group. Returns a line
+    for each variable that the site has set to another value, which is overruled; only its time limit for making a
+    communicator stays."""
     os.environ.setdefault(*MAKING)
     overruled = []
     for name, value in SETTINGS.items():
@@ -42,7 +42,7 @@ def keep_torch_from_aborting() -> list[str]:
 
 
 class _Abort(threading.Thread):
-    """The abort of one group's communicator. had: the group had one."""
+    """The abort of one group's communicator. had: whether the group had one."""
 
     def __init__(self, group: Any):
         super().__init__(name="unicron-abort", daemon=True)
@@ -55,16 +55,16 @@ class _Abort(threading.Thread):
 
 
 class Aborter:
-    """Aborts communicators all together, each once, from one place. `inside`: the groups inside the replica.
+    """Aborts communicators together, each once, from one place. `inside`: the groups inside the replica.
 
     Each abort has a thread of its own. An abort frees memory of the card, for which CUDA waits until all kernels of
-    this process are over, those of the other communicators too (pytorch#119797); and torch runs each abort in a thread
-    where no group call of NCCL's can join them.
+    this process are over, including those of the other communicators (pytorch#119797); and torch runs each abort in a
+    thread where no group call of NCCL can join them.
 
-    A group has no communicator before its first collective, and may get one after an abort that found none: the next
-    call tries it again, as long as somebody still waits.
+    A group has no communicator before its first collective, and may get one after an abort that found none. So the next
+    call tries again, as long as the main thread still waits.
 
-    begun: this process has aborted communicators of the generation, so what its collectives say of that is no news.
+    begun: this process has aborted communicators of the generation, so their errors are no news.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,8 @@ class Aborter:
         self._lock = threading.Lock()
 
     def abort(self, inside: bool) -> int:
-        """Abort the generation's communicators, those inside the replica only if so; returns how many are over."""
+        """Abort the generation's communicators, with `inside` also those inside the replica; return how many are
+        done."""
         begun = self._start_aborts(inside)
         deadline = time.monotonic() + ABORT_SECONDS
         for abort in begun.values():
@@ -89,8 +90,7 @@ class Aborter:
         return len(had)
 
     def _start_aborts(self, inside: bool) -> dict[int, _Abort]:
-        """Start the aborts that are due, and return them by group; those that are still under way do not begin
-        again."""
+        """Start the aborts that are due, except those under way already, and return all by group."""
         if not (dist.is_available() and dist.is_initialized() and dist.is_nccl_available()):
             return {}
         with self._lock:
@@ -115,8 +115,7 @@ class Aborter:
 
 
 def _has_communicator(group: Any) -> bool:
-    """Whether the communicator is wholly made. One in the making does not say so, and is aborted twice; torch leaves
-    the second abort out."""
+    """Whether the communicator is complete. An unfinished one is aborted twice, which torch ignores."""
     return bool(group._get_backend(torch.device("cuda"))._is_initialized())
 
 

@@ -1,4 +1,4 @@
-"""torch's registry of process groups: groups are built by their own ranks alone, and outlive the world."""
+"""torch's registry of process groups, so that groups are built by their own ranks alone and outlive the world."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed import distributed_c10d
 
 from unicron_transition.seams import table
 
-PEERLESS = "fake"  # torch's backend that knows a rank and a size, and whose collectives return at once
+PEERLESS = "fake"  # torch's backend without peers, whose collectives return at once
 _world: Any = distributed_c10d._world
 
 
 def init_without_peers(rank: int, size: int) -> None:
-    """Initialize torch.distributed as this rank of a world in which nobody else is."""
+    """Initialize torch.distributed as this rank of a world without peers."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     _make_groups_without_peers()
@@ -26,12 +26,12 @@ def init_without_peers(rank: int, size: int) -> None:
 
 
 def without_peers() -> bool:
-    """Whether this rank is in such a world."""
+    """Whether this rank is in a world without peers."""
     return dist.is_initialized() and dist.get_backend() == PEERLESS
 
 
 def _make_groups_without_peers() -> None:
-    """Make gloo groups without peers, too, in a world that has none: Megatron asks for them by name."""
+    """In such a world make gloo groups without peers, too: Megatron asks for gloo by name."""
     original = dist.new_group
     if hasattr(original, "unicron_original"):
         return
@@ -46,8 +46,8 @@ def _make_groups_without_peers() -> None:
 
 
 def connect(name: str, backend: str, ranks: Sequence[int], me: int, limit: timedelta) -> Any:
-    """Build a group of these ranks of the world; they alone have to make it. torch's own names for such groups count
-    how many each rank has made before, so the name is given here."""
+    """Build a group of these ranks of the world, with a name of its own: torch's names count how many groups each rank
+    has made, and only the ranks of a group make it."""
     named = distributed_c10d.GroupName(f"{name}.{'.'.join(map(str, ranks[:8]))}")
     group, _ = distributed_c10d._new_process_group_helper(
         len(ranks), ranks.index(me), list(ranks), distributed_c10d.Backend(backend), _store(), named, timeout=limit
@@ -61,9 +61,9 @@ def _store() -> Any:
 
 
 def register(group: Any, backend: str, numbers: Mapping[int, int]) -> None:
-    """Tell torch of a group that outlived its world. numbers: rank of the world -> rank of the group."""
+    """Tell torch about a group that outlived its world. numbers: rank in the world -> rank in the group."""
     _world.pg_map[group] = (backend, _store())
-    _world.pg_names[group] = distributed_c10d.GroupName(f"kept.{id(group)}")  # unlike those of all that come later
+    _world.pg_names[group] = distributed_c10d.GroupName(f"kept.{id(group)}")  # unlike all later names
     _world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(distributed_c10d.Backend(backend)))
     _world.pg_group_ranks[group] = dict(sorted(numbers.items(), key=lambda item: item[1]))
 
@@ -77,7 +77,7 @@ def forget(kept: Collection[Any]) -> None:
 
 
 def names() -> dict[Any, str]:
-    """Return the groups that torch knows, with their names."""
+    """Return group -> name of all groups that torch knows."""
     return dict(distributed_c10d._world.pg_names)
 
 
@@ -88,7 +88,7 @@ def set_timeouts(limit: timedelta) -> None:
 
 
 def tear_down() -> None:
-    """End all groups that torch knows. Errors of connections that are already broken are expected."""
+    """End all groups that torch knows. Errors of broken connections are expected."""
     with contextlib.suppress(RuntimeError):
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -100,10 +100,9 @@ def init_world(backend: str, store: Any, rank: int, size: int, limit: timedelta)
     """Call `init_process_group`, which gives up after `limit`."""
     hook = sys.excepthook
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    sys.excepthook = hook  # torch wraps it once more each time: a traceback would get a prefix for every generation
+    sys.excepthook = hook  # torch wraps it again in each generation, and each wrapper adds a prefix
 
 
 def check_torch(peers: bool) -> None:
-    """Compare torch with the table. peers: the rank begins in a world with others. Raises
-    :class:`table.UnsupportedLayout`."""
+    """Compare torch with the table. peers: the rank begins in a world with others."""
     table.check("torch", table.TORCH, () if peers else (table.PEERLESS,))

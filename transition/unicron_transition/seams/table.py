@@ -1,8 +1,8 @@
-"""The table of the private and replaced names of torch and Megatron: where each is, the parameters it takes in each
-release, its use.
+"""The table of the private and replaced names of torch and Megatron: where each is, its parameters in each release, its
+use.
 
-A rank compares the table with what is installed: torch's rows when it starts, Megatron's as soon as Megatron is
-imported. A release that differs, or that is not known, is refused in one line, before the first iteration.
+A rank compares the table with what is installed: torch's rows at its start, Megatron's as soon as Megatron is imported.
+It refuses a release that differs or is unknown in one line, before the first iteration.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-# The releases that were tested, the oldest first; setup.cfg's ranges hold them.
+# The tested releases, the oldest first; they are within setup.cfg's ranges.
 KNOWN_RELEASES = {
     "torch": ("2.11.0", "2.13.0", "2.14.1", "2.15.0"),
     "megatron-core": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
 }
-TRUST = "UNICRON_TRUST_VERSIONS"  # 1: a release that is not known is tried as if it were the nearest that is
+TRUST = "UNICRON_TRUST_VERSIONS"  # 1: an unknown release is tried as if it were the nearest known one
 C10D = "torch.distributed.distributed_c10d"
 WORKERS = "torch.utils.data._utils.signal_handling"
 PEERLESS = "torch.testing._internal.distributed.fake_pg"
@@ -36,7 +36,17 @@ GLOBALS = "megatron.training.global_vars"
 TIMERS = "megatron.core.timers"
 CALCULATORS = "megatron.core.num_microbatches_calculator"
 RAMP = "RampupBatchsizeNumMicroBatchesCalculator"
-NOT_THERE = "(gone)"  # in the place of parameters: this release does not have it, or what has it is not used
+OPTIM = "torch.distributed.optim"
+STORAGE = "torch.distributed.checkpoint.filesystem"
+RANDOM = "megatron.core.tensor_parallel.random"
+TRANSFORMER = "megatron.core.transformer"
+SIGNALS = "megatron.training.dist_signal_handler"
+BUCKET_GROUP = "_ParamAndGradBucketGroup"
+ASKS_ONCE = "has_grad_norm_group.~_has_grad_norm_group_cache"
+MAX_STAT = "reduce_max_stat_across_model_parallel_group"
+PARSES = "extra_args_provider ignore_unknown_args"
+DATASETS = "build_train_valid_test_datasets_provider"
+NOT_THERE = "(gone)"  # in place of parameters: this release does not have the name, or does not need it
 
 
 class Seam(NamedTuple):
@@ -44,39 +54,43 @@ class Seam(NamedTuple):
 
     module: str
     name: str
-    """`()` calls what is before it, for attributes that only instances have. `~` looks the name up in the source, for
-    attributes of objects that cannot be made here."""
+    """`()` calls what is before it, for attributes of instances. `~` looks the name up in the source, for attributes of
+    objects that cannot be made here. `?` marks a part that a build may lack."""
     parameters: str | None
-    """None where only its presence is checked: it is written in C++, or is no function."""
+    """None if only its presence is checked, because it is written in C++ or is no function."""
     use: str
     since: Mapping[str, str | None] = MappingProxyType({})
-    """The first release with other parameters -> these, the oldest first. With `+` in front they follow those
-    before."""
+    """Release -> its new parameters, the oldest release first. A `+` in front adds them to those before."""
 
     def at(self, release: str) -> str | None:
-        """Return its parameters in this release; :data:`NOT_THERE` where that has none of the name."""
-        found = self.parameters
+        """Return its parameters in this release; :data:`NOT_THERE` if the release lacks it."""
+        parameters = self.parameters
         for first, since in self.since.items():
             if numbers(first) <= numbers(release):
-                found = f"{found}{since[1:]}" if since is not None and since.startswith("+ ") else since
-        return found
+                parameters = f"{parameters}{since[1:]}" if since is not None and since.startswith("+ ") else since
+        return parameters
 
 
 def numbers(release: str) -> tuple[int, ...]:
-    """Parse a release: 2.14.1+cpu -> (2, 14, 1); what follows the numbers does not count."""
+    """Parse a release, without what follows its numbers: 2.14.1+cpu -> (2, 14, 1)."""
     return tuple(int(part) for part in re.findall(r"\d+", release.partition("+")[0])[:3])
 
 
+def _seams(module: str, use: str, names: Mapping[str, str | None]) -> tuple[Seam, ...]:
+    """Return the rows of names with one use. names: name -> parameters."""
+    return tuple(Seam(module, name, parameters, use) for name, parameters in names.items())
+
+
+_REGISTRIES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config")
+_MESSAGES = ("SEND", "RECV", "RECVANYSOURCE")
 TORCH = (
-    *(
-        Seam(C10D, f"_world.{registry}", None, "groups that outlive their world are registered again")
-        for registry in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config")
+    *_seams(
+        C10D, "groups that outlive their world are registered again", {f"_world.{each}": None for each in _REGISTRIES}
     ),
     Seam(C10D, "_world.group_count", None, "reset, or a world that failed to connect shifts the keys of the next"),
     Seam(C10D, "_get_default_group", "", "the world's store, from which groups are built"),
     Seam(C10D, "GroupName", None, "names of groups"),
-    Seam(C10D, "Backend", "name", "backends of groups"),
-    Seam(C10D, "BackendConfig", "backend", "backends of groups"),
+    *_seams(C10D, "backends of groups", {"Backend": "name", "BackendConfig": "backend"}),
     Seam(
         C10D,
         "_new_process_group_helper",
@@ -91,10 +105,7 @@ TORCH = (
     Seam("torch.distributed", "ProcessGroup._get_backend", None, "the backend whose communicators are aborted"),
     Seam("torch.distributed", "Work.wait", None, "replaced, so that a wait for a lost message can be given up"),
     Seam("torch.distributed", "Work._get_op_type", None, "tells waits for messages from others"),
-    *(
-        Seam("torch._C._distributed_c10d", f"OpType.{kind}", None, "tells waits for messages from others")
-        for kind in ("SEND", "RECV", "RECVANYSOURCE")
-    ),
+    *_seams("torch._C._distributed_c10d", "kinds of messages", {f"OpType.{kind}": None for kind in _MESSAGES}),
     Seam(WORKERS, "_set_worker_signal_handlers", None, "replaced, so that a worker goes on as long as its rank"),
     *(
         Seam(f"multiprocessing.popen_{how}", "Popen._launch", "self process_obj", "SIGTERM is blocked until it can act")
@@ -108,23 +119,20 @@ TORCH = (
     Seam("torch.nn", "Module()._non_persistent_buffers_set", None, "buffers that are mere caches are no state"),
     Seam("torch.nn.modules.batchnorm", "_NormBase", None, "layers with running statistics are refused"),
 )
-# Compared when a session gets its model: who uses them has imported their modules by then.
+# Compared when a session gets its model, whose modules are imported by then.
 TORCH_MODELS = (
     Seam("torch._dynamo.eval_frame", "OptimizedModule.~_orig_mod", None, "the module that was compiled"),
     Seam(
-        "torch.distributed.optim.apply_optimizer_in_backward",
+        f"{OPTIM}.apply_optimizer_in_backward",
         "~_in_backward_optimizers",
         None,
-        "optimizers that step in the backward pass are refused",
+        "steps in the backward pass are refused",
     ),
 )
 # Compared when a checkpoint of torch's own format is written.
 TORCH_CHECKPOINTS = (
     Seam(
-        "torch.distributed.checkpoint.filesystem",
-        "_StorageInfo",
-        "relative_path offset length transform_descriptors",
-        "where the bytes of a chunk are",
+        STORAGE, "_StorageInfo", "relative_path offset length transform_descriptors", "where the bytes of a chunk are"
     ),
 )
 MEGATRON_CORE = (
@@ -155,10 +163,8 @@ MEGATRON_CORE = (
         "replaced while a buffer is laid out",
         {"0.18": "bucket_end_index data_parallel_world_size pad_for_high_nccl_busbw"},
     ),
-    Seam(
-        BUFFERS, "_ParamAndGradBucketGroup.start_grad_sync", "self force_all_reduce", "wrapped: copies before reduces"
-    ),
-    Seam(BUFFERS, "_ParamAndGradBucketGroup.finish_param_sync", "self skip_next_bucket_dispatch", "gathers parameters"),
+    Seam(BUFFERS, f"{BUCKET_GROUP}.start_grad_sync", "self force_all_reduce", "wrapped: copies before reduces"),
+    Seam(BUFFERS, f"{BUCKET_GROUP}.finish_param_sync", "self skip_next_bucket_dispatch", "gathers parameters"),
     Seam(
         OPTIMIZER,
         "DistributedOptimizer.__init__",
@@ -166,39 +172,27 @@ MEGATRON_CORE = (
         "data_parallel_group_gloo data_parallel_group_idx distributed_optimizer_instance_id",
         "wrapped: it forgets the model's parameters, which a change of size needs",
     ),
-    Seam(OPTIMIZER, "DistributedOptimizer._build_gbuf_range_map", "param_and_grad_buffer", "a change of size"),
-    Seam(OPTIMIZER, "DistributedOptimizer._build_model_param_gbuf_map", "gbuf_ranges", "a change of size"),
-    Seam(
-        OPTIMIZER, "DistributedOptimizer._build_optimizer_group_ranges", "param_groups gbuf_ranges", "a change of size"
-    ),
-    Seam(
+    *_seams(
         OPTIMIZER,
-        "DistributedOptimizer._build_model_and_main_param_groups",
-        "gbuf_ranges param_gbuf_map opt_group_ranges config",
         "a change of size",
+        {
+            "DistributedOptimizer._build_gbuf_range_map": "param_and_grad_buffer",
+            "DistributedOptimizer._build_model_param_gbuf_map": "gbuf_ranges",
+            "DistributedOptimizer._build_optimizer_group_ranges": "param_groups gbuf_ranges",
+            "DistributedOptimizer._build_model_and_main_param_groups": "gbuf_ranges param_gbuf_map opt_group_ranges "
+            "config",
+            "DistributedOptimizer._copy_main_params_to_model_params": "self",
+            "DistributedOptimizer._get_model_param_range_map": "self param",
+            "DistributedOptimizer._get_main_param_and_optimizer_states": "self model_param",
+        },
     ),
-    Seam(
-        OPTIMIZER, "DistributedOptimizer._copy_main_params_to_model_params", "self", "parameters from main parameters"
-    ),
-    Seam(OPTIMIZER, "DistributedOptimizer._get_model_param_range_map", "self param", "a rank's part of a parameter"),
-    Seam(
-        OPTIMIZER,
-        "DistributedOptimizer._get_main_param_and_optimizer_states",
-        "self model_param",
-        "the optimizer's state of a parameter",
+    *_seams(
+        OPTIMIZERS,
+        "wrapped: the commit comes before it",
+        {f"{kind}Optimizer.step_with_ready_grads": "self" for kind in ("MixedPrecision", "FP32", "Chained")},
     ),
     *(
-        Seam(OPTIMIZERS, f"{kind}Optimizer.step_with_ready_grads", "self", "wrapped: the commit comes before it")
-        for kind in ("MixedPrecision", "FP32", "Chained")
-    ),
-    *(
-        Seam(
-            OPTIMIZERS,
-            f"{kind}Optimizer.has_grad_norm_group.~_has_grad_norm_group_cache",
-            NOT_THERE,
-            "all ranks ask again when one has joined",
-            {"0.19": None},
-        )
+        Seam(OPTIMIZERS, f"{kind}Optimizer.{ASKS_ONCE}", NOT_THERE, "all ranks ask again for a joiner", {"0.19": None})
         for kind in ("Megatron", "Chained")
     ),
     Seam(
@@ -208,33 +202,15 @@ MEGATRON_CORE = (
         "next_pipeline_rank",
         "replaced: with two stages it would send over the world",
     ),
-    Seam(
-        "megatron.core.tensor_parallel.random",
-        "_CUDA_RNG_STATE_TRACKER",
-        None,
-        "random numbers belong to micro-batches",
-    ),
-    Seam("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler.set_loss_scale", "scale", "equal weights"),
-    Seam(
-        "megatron.core.transformer.multi_token_prediction", "MTPLossAutoScaler.set_loss_scale", "scale", "equal weights"
-    ),
+    Seam(RANDOM, "_CUDA_RNG_STATE_TRACKER", None, "random numbers belong to micro-batches"),
+    Seam(f"{TRANSFORMER}.moe.moe_utils", "MoEAuxLossAutoScaler.set_loss_scale", "scale", "equal weights"),
+    Seam(f"{TRANSFORMER}.multi_token_prediction", "MTPLossAutoScaler.set_loss_scale", "scale", "equal weights"),
 )
+_GROUPS = {"0.19": "+ pg_collection p2p_communicator"}
 MEGATRON_LM = (
-    Seam(
-        INITIALIZE,
-        "parse_args",
-        "extra_args_provider ignore_unknown_args",
-        "the world it is told of",
-        {"0.18": NOT_THERE},
-    ),
+    Seam(INITIALIZE, "parse_args", PARSES, "the world that it is told of", {"0.18": NOT_THERE}),
     Seam(INITIALIZE, "validate_args", "args defaults", "options that cannot be healed", {"0.18": NOT_THERE}),
-    Seam(
-        ARGUMENTS,
-        "parse_args",
-        NOT_THERE,
-        "the world it is told of",
-        {"0.18": "extra_args_provider ignore_unknown_args"},
-    ),
+    Seam(ARGUMENTS, "parse_args", NOT_THERE, "the world that it is told of", {"0.18": PARSES}),
     Seam(ARGUMENTS, "validate_args", NOT_THERE, "options that cannot be healed", {"0.18": "args defaults"}),
     Seam(
         INITIALIZE,
@@ -244,12 +220,12 @@ MEGATRON_LM = (
         {"0.19": "+ skip_model_parallel_init"},
     ),
     Seam(INITIALIZE, "_compile_dependencies", "", "no wait for rank 0"),
-    *(
-        Seam(GLOBALS, f"_set_{kind}", "args", "one rank writes")
-        for kind in ("tensorboard_writer", "wandb_writer", "one_logger")
+    *_seams(
+        GLOBALS,
+        "one rank writes",
+        {f"_set_{kind}": "args" for kind in ("tensorboard_writer", "wandb_writer", "one_logger")},
     ),
-    Seam(TRAINING, "get_tensorboard_writer", "", "one rank writes"),
-    Seam(TRAINING, "get_wandb_writer", "", "one rank writes"),
+    *_seams(TRAINING, "one rank writes", {"get_tensorboard_writer": "", "get_wandb_writer": ""}),
     Seam(
         TRAINING,
         "train",
@@ -263,7 +239,7 @@ MEGATRON_LM = (
         "train_step",
         "forward_step_func data_iterator model optimizer opt_param_scheduler config forward_backward_func iteration",
         "a step is the session's",
-        {"0.19": "+ pg_collection p2p_communicator"},
+        _GROUPS,
     ),
     Seam(
         TRAINING,
@@ -277,15 +253,15 @@ MEGATRON_LM = (
         "evaluate",
         "forward_step_func data_iterator model process_non_loss_data_func config verbose non_loss_data_func eval_iters",
         "the sums are the session's",
-        {"0.19": "+ pg_collection p2p_communicator"},
+        _GROUPS,
     ),
     Seam(
         TRAINING,
         "evaluate_and_print_results",
         "prefix forward_step_func data_iterator model iteration process_non_loss_data_func config verbose "
         "write_to_tensorboard non_loss_data_func",
-        "a rank that comes in takes part in the evaluation at hand",
-        {"0.19": "+ pg_collection p2p_communicator"},
+        "a rank that joins takes part in the present evaluation",
+        _GROUPS,
     ),
     Seam(
         TRAINING,
@@ -295,30 +271,18 @@ MEGATRON_LM = (
         "the first iteration is logged once",
         {"0.18": "+ seqlen_squared_sum_in_batch total_real_tokens_in_batch"},
     ),
-    Seam(
+    *_seams(
         TRAINING,
-        "build_train_valid_test_data_iterators",
-        "build_train_valid_test_datasets_provider",
         "samples by index",
-    ),
-    Seam(
-        TRAINING,
-        "build_train_valid_test_datasets",
-        "build_train_valid_test_datasets_provider train_valid_test_num_samples",
-        "samples by index",
+        {
+            "build_train_valid_test_data_iterators": DATASETS,
+            "build_train_valid_test_datasets": f"{DATASETS} train_valid_test_num_samples",
+        },
     ),
     Seam(TRAINING, "print_datetime", "string override_timestamp", "no barrier"),
     Seam(TRAINING, "should_disable_forward_pre_hook", "args", "all iterations gather alike"),
-    Seam(
-        TRAINING,
-        "reduce_max_stat_across_model_parallel_group",
-        "stat",
-        "no collective between iterations",
-        {"0.19": "+ group"},
-    ),
-    Seam(
-        "megatron.training.dist_signal_handler", "DistributedSignalHandler.~_signal_received", None, "all end at once"
-    ),
+    Seam(TRAINING, MAX_STAT, "stat", "no collective between iterations", {"0.19": "+ group"}),
+    Seam(SIGNALS, "DistributedSignalHandler.~_signal_received", None, "all end at once"),
     Seam(
         CALCULATORS,
         RAMP,
@@ -328,25 +292,24 @@ MEGATRON_LM = (
         {"0.18": NOT_THERE},
     ),
     Seam(TIMERS, "Timers.~_timers", None, "no collective between iterations"),
-    Seam(TIMERS, "Timer.start", "self barrier", "no barrier"),
-    Seam(TIMERS, "Timer.stop", "self barrier", "no barrier"),
+    *_seams(TIMERS, "no barrier", {"Timer.start": "self barrier", "Timer.stop": "self barrier"}),
     Seam(TIMERS, "Timers._get_elapsed_time_all_ranks", "self names reset barrier", "no collective between iterations"),
 )
 
 
 class UnsupportedLayout(RuntimeError):
-    """This release cannot heal the job: its parallel layout, its model, or the torch or Megatron below it."""
+    """This release cannot heal the job because of its layout or model, or of its torch or Megatron."""
 
 
 def refuse(findings: Iterable[str]) -> None:
-    """Raises :class:`UnsupportedLayout` for the first one."""
+    """Raise :class:`UnsupportedLayout` for the first finding, if there is one."""
     for found in findings:
         raise UnsupportedLayout(f"unicron can't heal {found}; or run the job with --no-unicron")
 
 
 def check(package: str, seams: Iterable[Seam], needed: Collection[str] = ()) -> None:
     """Compare the rows with `package`: those of modules that are imported, or `needed`. Raises
-    :class:`UnsupportedLayout` for a release that is not known, and for one that differs."""
+    :class:`UnsupportedLayout` for an unknown release, and for one that differs."""
     rows = [seam for seam in seams if seam.module in sys.modules or seam.module in needed]
     if not rows:
         return
@@ -358,17 +321,17 @@ def check(package: str, seams: Iterable[Seam], needed: Collection[str] = ()) -> 
 
 
 def installed_release(package: str) -> str:
-    """Return the release of an imported package; empty where it does not say."""
+    """Return the release of an imported package; empty if it does not say."""
     return str(getattr(sys.modules.get(package.replace("-", ".")), "__version__", ""))
 
 
 def known(package: str, release: str) -> bool:
-    """Whether a release of the same two first numbers was tested."""
+    """Whether a release with the same first two numbers was tested."""
     return any(numbers(each)[:2] == numbers(release)[:2] for each in KNOWN_RELEASES[package])
 
 
 def refuse_release(package: str, found: str) -> NoReturn:
-    """Raises :class:`UnsupportedLayout` for a release in which this was found."""
+    """Raise :class:`UnsupportedLayout` for the installed release because of this finding."""
     release, releases = installed_release(package) or "of no known release", ", ".join(KNOWN_RELEASES[package])
     raise UnsupportedLayout(
         f"unicron does not know this {package} ({release}): {found}; install one of {releases}, or run the job with "
@@ -377,7 +340,7 @@ def refuse_release(package: str, found: str) -> NoReturn:
 
 
 def difference(seams: Iterable[Seam], release: str) -> str | None:
-    """Return the first row that differs from what is installed, in words; None where all are as expected."""
+    """Describe the first row that differs from what is installed; None if there is none."""
     for seam in seams:
         parameters, expected = None, seam.at(release)
         if expected == NOT_THERE:
@@ -394,7 +357,7 @@ def difference(seams: Iterable[Seam], release: str) -> str | None:
 
 
 def _parameters(function: Any) -> list[str] | None:
-    """Return the names of its parameters; None for what takes anything: somebody's wrapper, which passes them on."""
+    """Return the names of its parameters; None for a wrapper that passes anything on."""
     parameters = inspect.signature(function).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     wraps = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
@@ -405,8 +368,7 @@ ABSENT = object()  # a class that this build of torch does not have
 
 
 def find(seam: Seam) -> Any:
-    """Find the object that the row names. Raises AttributeError where it is missing; :data:`ABSENT` for a part that
-    ends with `?`."""
+    """Find the object of the row; :data:`ABSENT` for a missing part with `?`. Raises AttributeError."""
     found: Any = importlib.import_module(seam.module)
     for part in seam.name.split("."):
         if part.startswith("~"):

@@ -1,4 +1,4 @@
-"""The private class with which torch.distributed.checkpoint pickles where the bytes of a chunk are."""
+"""The private class with which torch.distributed.checkpoint pickles the place of a chunk."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from unicron_transition.seams import table
 
 
 def storage_info() -> Any:
-    """The class, of (file, offset, length). Raises ImportError where there is no torch, and
-    :class:`~unicron_transition.seams.table.UnsupportedLayout` for a release in which it is another."""
+    """Return the class, of (file, offset, length). Raises ImportError without torch, and
+    :class:`~unicron_transition.seams.table.UnsupportedLayout` for a release that differs."""
     import torch
     from torch.distributed.checkpoint import filesystem
 

@@ -1,5 +1,5 @@
-"""Processes of multiprocessing, such as torch's workers that load data: where SIGTERM does nothing to the process that
-starts them, it does nothing to them either, until they are to end."""
+"""Processes of multiprocessing, such as torch's data loader workers. If SIGTERM does nothing to the process that starts
+them, it does nothing to them either, until they are told to end."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-ENDS = signal.SIGRTMIN + 9  # ends such a process, as SIGTERM would
-END_SECONDS = 1.0  # for it to act on it
+ENDS = signal.SIGRTMIN + 9  # ends such a process in the place of SIGTERM
+END_SECONDS = 1.0  # for the process to act on it
 _END_BIT = 1 << ENDS - 1  # in a mask of proc(5)
-_DEAF = (signal.SIGTERM, ENDS)  # what such a process blocks while it begins
+_DEAF = (signal.SIGTERM, ENDS)  # blocked while such a process starts
 _POPEN: Any = multiprocessing.popen_fork.Popen
 _LATER: tuple[Any, ...] = (multiprocessing.popen_spawn_posix.Popen, multiprocessing.popen_forkserver.Popen)
-_handler: Callable[..., None]  # of SIGTERM, which does nothing
-_of_torch = False  # this is a worker of torch's
+_handler: Callable[..., None]  # the handler of SIGTERM that does nothing
+_of_torch = False  # this process is a worker of torch's
 
 
 def outlive_sigterm() -> None:
-    """Let SIGTERM do nothing to this process from here on; :data:`ENDS` ends it."""
+    """Make SIGTERM do nothing to this process from here on; :data:`ENDS` ends it."""
     signal.signal(ENDS, _end)
 
 
 def unblock_signals() -> None:
-    """Unblock the signals that this process blocked for its beginning, which is over."""
+    """Unblock the signals that this process blocked during its start."""
     if ENDS in signal.pthread_sigmask(signal.SIG_BLOCK, []):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF)
 
 
 def _end(*_: object) -> None:
-    signal.signal(ENDS, signal.SIG_IGN)  # so whoever sent it knows that it came
+    signal.signal(ENDS, signal.SIG_IGN)  # tells the sender that the signal has arrived
     if signal.getsignal(signal.SIGTERM) is _handler:
         if _of_torch:
             os._exit(0)  # as torch's own handler does
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)  # another handler is its user's
+    os.kill(os.getpid(), signal.SIGTERM)  # runs the user's handler, if there is one
 
 
 def keep_handler(handler: Callable[..., None], settle: Callable[[bool], None]) -> None:
-    """Give this handler of SIGTERM to each process that multiprocessing starts while it is this one's. It blocks the
-    signal until it calls :func:`unblock_signals`: a fork first of all, any other process (`spawn`, `forkserver`) in
-    `settle`, before it does anything else. `terminate` ends them all the same."""
+    """Give this handler of SIGTERM, while it is set here, to each process that multiprocessing starts. The process
+    blocks the signal until it calls :func:`unblock_signals`: a fork at once, any other process (`spawn`, `forkserver`)
+    in `settle`, before anything else. `terminate` still ends all of them."""
     global _handler
     _handler = handler
     _keep_in_torch()
@@ -61,8 +61,8 @@ def _outlives() -> bool:
 
 
 def _keep_in_torch() -> None:
-    """Keep the handler in torch's workers, which set another one. They end by themselves: torch calls it a failure when
-    one is killed."""
+    """Keep the handler in torch's workers, which set their own. They exit by themselves: torch takes a kill for a
+    failure."""
     torch: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
     if torch is None:
         return
@@ -71,7 +71,7 @@ def _keep_in_torch() -> None:
     def set_handlers(*arguments: Any) -> None:
         global _of_torch
         _of_torch = _outlives()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # torch's handler would end it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # torch's handler would end the process
         try:
             own(*arguments)
             if _of_torch:
@@ -84,8 +84,8 @@ def _keep_in_torch() -> None:
 
 def _ending(terminate: Callable[..., None]) -> Any:
     def terminate_or_kill(self: Any) -> None:
-        blocked, caught = _masks(self.pid) if self.returncode is None else (0, 0)  # both at once: it goes on meanwhile
-        if blocked & _END_BIT:  # it begins
+        blocked, caught = _masks(self.pid) if self.returncode is None else (0, 0)  # in one read: the process goes on
+        if blocked & _END_BIT:  # it is starting
             self.kill()
         elif caught & _END_BIT:
             self._send_signal(ENDS)
@@ -102,7 +102,7 @@ def _deaf(launch: Callable[..., None], settle: Callable[[bool], None] | None) ->
     def launch_deaf(self: Any, process: Any) -> None:
         outlives = _outlives()
         if settle is not None:
-            process.unicron_settling = _Settling(settle, outlives)  # read last: behind its target
+            process.unicron_settling = _Settling(settle, outlives)  # unpickled last, after its target
             multiprocessing.resource_tracker.ensure_running()  # starting it unblocks SIGTERM up to Python 3.13.0
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF if outlives else ())
         try:
@@ -114,7 +114,7 @@ def _deaf(launch: Callable[..., None], settle: Callable[[bool], None] | None) ->
 
 
 class _Settling:
-    """Calls a function where it is unpickled."""
+    """Calls a function when it is unpickled."""
 
     def __init__(self, settle: Callable[[bool], None], outlives: bool) -> None:
         self._call = (settle, (outlives,))
@@ -124,11 +124,11 @@ class _Settling:
 
 
 def _masks(pid: int) -> tuple[int, int]:
-    """Return the signals that a child blocks, and those for which it has a handler (SigBlk and SigCgt of proc(5))."""
+    """Return the masks of the signals that a child blocks and handles (SigBlk and SigCgt of proc(5))."""
     try:
         with open(f"/proc/{pid}/status") as file:
-            found = re.findall(r"^Sig(?:Blk|Cgt):\s*([0-9a-f]+)", file.read(), re.MULTILINE)
+            masks = re.findall(r"^Sig(?:Blk|Cgt):\s*([0-9a-f]+)", file.read(), re.MULTILINE)
     except OSError:
         return 0, 0
-    blocked, caught = (int(mask, 16) for mask in found)
+    blocked, caught = (int(mask, 16) for mask in masks)
     return blocked, caught

@@ -1,8 +1,8 @@
-"""An evaluation between two iterations: forward passes over other data, dealt among the replicas like micro-batches.
+"""Evaluations between two iterations: forward passes over other data, dealt among the replicas like micro-batches.
 
-It changes nothing of the training state. So when a rank is lost in it, the survivors regroup and begin it anew, at the
-same iteration boundary. A rank that has the mean loss may be in the next iteration by then. That is why all members of
-a new generation tell each other first who has the value of the last evaluation, and who still wants one.
+An evaluation changes no training state. So when a rank is lost, the survivors regroup and start the evaluation again at
+the same iteration boundary. A rank that already has the mean loss may be in the next iteration by then; so the members
+of a new generation first agree on who has the value of the last evaluation, and who still needs one.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ NONE = -1
 
 
 class Evaluations:
-    """The evaluations of one rank. A ticket is the number of one of them: iteration boundary * MOST + part.
+    """The evaluations of one rank. A ticket numbers each of them: iteration boundary * MOST + part.
 
-    make_up: called with the part of an evaluation that others have begun at the boundary at which this rank comes in;
-    it has to call `Session.evaluate` with that part. None for a script that cannot do so: then nobody finishes it.
+    make_up(part) takes part in an evaluation that the others had begun before this rank joined: it calls
+    `Session.evaluate` with that part. If it is None, as for a script that cannot do so, the evaluation is given up.
     """
 
     def __init__(self, exchange: Exchange, gradients: Accumulation, lost: Callable[[], bool], device: torch.device):
         self._exchange, self._gradients, self._lost, self._device = exchange, gradients, lost, device
         self.make_up: Callable[[int], None] | None = None
-        self._at_hand = NONE  # the ticket of the one that this rank is in
-        self._known = NONE  # the ticket of the last one whose value this rank has
-        self._returned = NONE  # the ticket of the last one that the script has had
-        self._value = math.nan  # of the known one
-        self._due: int | None = None  # the part of one that is to be made up for
+        self._at_hand = NONE  # ticket of the evaluation that this rank is in
+        self._known = NONE  # ticket of the last one whose value this rank has
+        self._returned = NONE  # ticket of the last one whose value the script got
+        self._value = math.nan  # of the evaluation `_known`
+        self._due: int | None = None  # the part that this rank still has to take part in
 
     @property
     def running(self) -> bool:
-        """Whether this rank is in one, and has no value yet."""
+        """Whether this rank is in an evaluation and has no value yet."""
         return self._at_hand > self._known
 
     def begin_part(self, boundary: int, part: int) -> None:
-        """Raises ValueError for a part that this boundary has had."""
+        """Begin an evaluation. Raises ValueError for a part that this boundary has had already."""
         ticket = boundary * MOST + part
         if not 0 <= part < MOST or ticket <= self._returned:
             raise ValueError(
@@ -52,7 +52,7 @@ class Evaluations:
         self._at_hand = ticket
 
     def end(self) -> float | None:
-        """End the one at hand, and return its value; None where it was given up."""
+        """End the evaluation, and return its value; None if it was given up."""
         ticket, self._at_hand = self._at_hand, NONE
         if ticket == NONE:
             return None
@@ -61,15 +61,15 @@ class Evaluations:
 
     def compute(self, fetch: Callable[[int, int], object], total: int, replicas: int, replica: int) -> None:
         """Compute this replica's share of `total` micro-batches, and the mean of all. Collective over the members.
-        Raises RuntimeError, or PeerLost, when a peer is gone."""
+        Raises RuntimeError or PeerLost if a peer is gone."""
         indices = deal(total, replicas, replica)
         proof = torch.zeros(3, total, dtype=torch.float64)
         losses, weights, counts = proof
-        found = self._gradients.evaluate(self._at_hand // MOST, indices, fetch)
+        results = self._gradients.evaluate(self._at_hand // MOST, indices, fetch)
         for index in indices:
             counts[index] = 1
-            if index in found:
-                loss, weight = found[index]
+            if index in results:
+                loss, weight = results[index]
                 losses[index], weights[index] = loss.double().cpu(), float(weight)
         total_sum = self._exchange.begin_sum(proof.to(self._device))
         losses, weights, counts = total_sum.finish().cpu()
@@ -82,11 +82,11 @@ class Evaluations:
         self._known, self._value = self._at_hand, value
 
     def agree(self, boundary: int, came_new: bool) -> None:
-        """Collective over the members of a generation that follows a loss. boundary: the iteration that this rank
-        begins or is in. came_new: it has no part of that iteration."""
+        """Agree on the evaluations with the members of a generation that follows a loss; collective. boundary: the
+        iteration that this rank is in or begins. came_new: this rank has no part of that iteration."""
         if came_new:
             self._returned = NONE
-        if self._known // MOST > boundary:  # of a state that is given up
+        if self._known // MOST > boundary:  # of a state that was given up
             self._known = NONE
         outsider = came_new and not self.running
         wanted = self._at_hand if self.running and self._at_hand // MOST == boundary else NONE
@@ -103,7 +103,6 @@ class Evaluations:
             self._known, self._due = max(self._known, int(last) - 1), int(last) % MOST
 
     def _take_value(self, known: int) -> None:
-        """Take the value from members who have it."""
         mine = self._value if self._known == known else 0.0
         finite = math.isfinite(mine) and self._known == known
         value, bad = self._exchange.most([mine if finite else -math.inf, float(not math.isfinite(mine))])
@@ -111,7 +110,7 @@ class Evaluations:
             self._known, self._value = known, math.nan if bad else value
 
     def catch_up(self) -> None:
-        """Take part in what the others have begun before this rank came in."""
+        """Take part in the evaluation that the others had begun before this rank joined."""
         while self._due is not None and self.make_up is not None:
             part, self._due = self._due, None
             self.make_up(part)

@@ -1,5 +1,5 @@
-"""The training state on its way into a generation: from the ranks that have it to those that lack it, the nearest
-source first (docs/design/micro-batch-reuse.md)."""
+"""Moves the training state into a generation, from the ranks that have it to those that lack it, the nearest source
+first (docs/design/micro-batch-reuse.md)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ TRANSFER_SECONDS = 1.0  # between two messages while the training state is trans
 
 
 class Handover:
-    """The handover of one rank. local: its state in memory."""
+    """The handover of one rank; `local` is its state in memory."""
 
     def __init__(self, member: Member, state: migrate.TrainingState, exchange: Exchange, local: LocalState):
         self._member, self._state, self._exchange, self._local = member, state, exchange, local
-        self._transferred = 0  # bytes of the transfer at hand
-        self._told_at = 0.0
+        self._transferred = 0  # bytes of the present transfer
+        self._published_at = 0.0
 
     def take_up(self, plan: Plan, newcomer: bool, iteration: int, own: int) -> int:
-        """Collective over the members of `plan`, whose groups are there: returns the iteration that this rank is at
-        with what it has now. iteration: with what it had. own: as for :meth:`LocalState.restore`. Raises RuntimeError
-        when a peer is lost."""
+        """Take up the state of `plan`, whose groups are connected; collective over its members. Returns the iteration
+        that this rank is at afterwards; it was at `iteration`. own: as for :meth:`LocalState.restore`. Raises
+        RuntimeError if a peer is lost."""
         local = self._local
-        if (found := local.restore(plan, own)) is not None:
-            iteration = found
+        if (restored := local.restore(plan, own)) is not None:
+            iteration = restored
         local.enter_generation(plan, iteration)
         if plan.source is not None and plan.state is None:
             if not plan.boundary:
@@ -44,13 +44,12 @@ class Handover:
         return iteration
 
     def _tie_embeddings(self) -> None:
-        """Give the last stage the first one's embedding, which was not there when its copy was built."""
+        """Give the last stage the first stage's embedding, which was not there when its copy was built."""
         if self._exchange.tie_embeddings(self._state.model):
             self._state.optimizer.reload_model_params()
 
     def _skips(self, plan: Plan) -> Callable[[torch.Tensor], bool]:
-        """Return whether a newcomer has made a tensor of the optimizer's shards: the model, but for what is not
-        trained."""
+        """Return a test for tensors that need no transfer: a newcomer makes them from the optimizer's shards."""
         if not (self._local.sharded and plan.boundary):
             return lambda tensor: False
         trained = {each.data_ptr() for each in self._state.trained_tensors()}
@@ -68,8 +67,8 @@ class Handover:
 
         def note_moved(count: int) -> None:
             self._transferred += count
-            if (newcomer or sends) and time.monotonic() - self._told_at > TRANSFER_SECONDS:
-                self._told_at = time.monotonic()
+            if (newcomer or sends) and time.monotonic() - self._published_at > TRANSFER_SECONDS:
+                self._published_at = time.monotonic()
                 member.publish("entering", entering=plan.generation, moved=self._transferred)
 
         self._transferred = 0

@@ -4,9 +4,8 @@
 Invariants:
 
 - A rank has left all collectives of its generation before it reports that it has stopped.
-- A rank that has received half of a training state enters a generation as a joiner only, and rescues nothing.
-- Groups inside the replica live on only where all of its ranks built them in the same generation, and none has broken
-  them since.
+- A rank that has received half of a training state enters a generation only as a joiner, and rescues nothing.
+- Groups inside the replica are kept only if all of its ranks built them in the same generation, and they are whole.
 """
 
 from __future__ import annotations
@@ -29,15 +28,17 @@ from unicron_transition.iteration.rank_process import Process
 from unicron_transition.snapshot import migrate
 
 RELAID = "the job goes on in another layout"
-NEVER_KEPT = -1  # of the groups inside the replica: they are broken, or were never built
+NEVER_KEPT = -1  # the groups inside the replica are broken, or were never built
 
 
 class Member:
-    """The session as the generations see it. Its owner sets three functions:
+    """The generations' view of a session, whose owner sets three functions:
 
-    report(state): returns a status with what the session knows. take(plan, newcomer): takes the groups of `plan`,
-    which are there, into use and, where ranks join, moves the training state. rescue(why): the rank ends before its
-    time. fatal: errors that another try does not answer.
+    - report(state) returns a status with what the session knows.
+    - take(plan, newcomer) starts to use the connected groups of `plan`, and moves the training state if ranks join.
+    - rescue(why) saves the state when the rank ends early.
+
+    Errors of the types `fatal` end the rank, because another try would not help.
     """
 
     def __init__(self, process: Process, fatal: tuple[type[Exception], ...]):
@@ -50,14 +51,14 @@ class Member:
         self.rescue: Callable[[str], None] = lambda why: None
         self.generation = 0
         self.members: list[int] = []
-        self.losses = 0  # nodes that were lost, or at least a rank of theirs
+        self.losses = 0  # nodes that have lost a rank
         self._ranks_per_node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-        self.inside = False  # it has a place in the job, and the training state
-        self.came_new = False  # with its last entry it began an iteration of which nobody has a part
+        self.inside = False  # has a place in the job, and the training state
+        self.came_new = False  # its last entry began an iteration from scratch
         self.half_received = False  # of the training state
         self.note: Fault | None = None
-        self.moments: dict[str, float] = {}  # of the recovery at hand, on the monotonic clock
-        self.state = "starting"  # what the agent was told last
+        self.moments: dict[str, float] = {}  # of the present recovery, on the monotonic clock
+        self.state = "starting"  # as last reported to the agent
         self._resting: tuple[str, Fault | None] = ("waiting", None)
         self._built = NEVER_KEPT  # the generation for which the groups inside the replica were built
 
@@ -83,34 +84,34 @@ class Member:
         return slots_of(self.members, self.layout.size, self.slot)
 
     def assignment_of(self, plan: Plan) -> list[int] | None:
-        """Return the micro-batches that the plan gives this rank's replica; None where it says nothing of it."""
+        """Return the micro-batches that the plan gives this rank's replica; None if it does not say."""
         return plan.assignment.get(slots_of(plan.members, self.layout.size, self.slot)[0])
 
     def note_moment(self, what: str) -> None:
-        """Note how far the recovery at hand has come, if there is one."""
+        """Note that the present recovery, if there is one, has reached `what`."""
         if self.moments:
             self.moments[what] = time.monotonic()
 
     # ------------------------------------------------------------ resting
     def stop(self, error: Exception, drain: Callable[[Callable[[], Any]], None], clean: bool) -> None:
         """Leave all collectives of the generation for good, and report where this rank stands. clean: the whole replica
-        left it together, and nothing is under way among its ranks."""
+        left them together, and no communication among its ranks is under way."""
         fault = self._fault(error)
         self.watch.give_up()
         if not clean:
             self._built = NEVER_KEPT
-        self.process.unblocker.unblock(not clean)  # the neighbours learn of it at once
+        self.process.unblocker.unblock(not clean)  # so that the neighbours notice at once
         drain(lambda: self.process.unblocker.unblock(not clean))
         self.rest("stopped", fault)
 
     def _fault(self, error: Exception) -> Fault | None:
-        """Return the fault for the controller of an error. None where a peer is gone, and where NCCL says that a
-        communicator was aborted, which this process itself has done since a peer is gone."""
+        """Return the error as a fault for the controller. None if a peer is gone, and for an abort of a communicator
+        that this process itself has caused because a peer is gone."""
         of_abort = self.process.aborter.begun and isinstance(error, dist.DistBackendError)
         return None if of_abort or isinstance(error, PeerLost) else fault_of(error)
 
     def rest(self, state: str, fault: Fault | None = None) -> None:
-        """Report that this rank has stopped. The report is repeated whenever another Break comes before a plan."""
+        """Report that this rank has stopped; each further Break before a plan repeats the report."""
         self._resting = (state, fault)
         self.publish(state, fault=fault)
 
@@ -120,14 +121,10 @@ class Member:
         while True:
             left = self._resting[0] in ("left", "standby")
             try:
-                plan = self.watch.wait_plan(None if left or self._spare() else limit)  # Slurm or its agent ends a spare
-            except PlanTimeout:
+                plan = self.watch.wait_plan(None if left or self._spare() else limit)  # Slurm or the agent ends a spare
+            except (PlanTimeout, RankDismissed) as error:
                 if self.inside and not self.half_received:
-                    self.rescue("no plan came")
-                raise
-            except RankDismissed:
-                if self.inside and not self.half_received:
-                    self.rescue(RELAID)
+                    self.rescue("no plan came" if isinstance(error, PlanTimeout) else RELAID)
                 raise
             if plan is None:
                 self.watch.give_up()
@@ -138,12 +135,11 @@ class Member:
                 self._leave_generation()
 
     def _spare(self) -> bool:
-        """Whether the rank holds no training state, and its job has hot spares, which wait for as long as nobody is
-        lost."""
+        """Whether this rank, without training state, is a hot spare and may wait for ever."""
         return not self.inside and os.environ.get("UNICRON_SPARES", "0") not in ("", "0")
 
     def _leave_generation(self) -> None:
-        """Let go of everything, so that the others do not wait: a plan went on without this rank. It may come back as a
+        """Let go of everything, so that the others do not wait: a plan goes on without this rank. It may come back as a
         newcomer; a rank of an incomplete replica keeps its training state for that."""
         self.watch.give_up()
         assert self.groups is not None
@@ -157,7 +153,7 @@ class Member:
 
     # ------------------------------------------------------------ entering
     def enter_until_in(self, plan: Plan) -> Plan:
-        """Enter `plan`, or the plan that follows when it breaks on the way; returns the one that this rank is in."""
+        """Enter `plan`, or the next one if it breaks on the way; return the one that this rank is in."""
         while True:
             if self.slot not in plan.members:
                 self._leave_generation()
@@ -177,7 +173,7 @@ class Member:
                 plan = self.wait_plan()
 
     def _outside(self) -> str:
-        """Return the state of a rank that did not get in: what it was before."""
+        """Return the state of a rank that could not enter: the same as before."""
         return "standby" if self._resting[0] == "standby" and not self.half_received else "waiting"
 
     def _enter_generation(self, plan: Plan) -> None:
@@ -187,12 +183,14 @@ class Member:
         self.watch.enter_generation(plan, slots_of(plan.members, self.layout.size, self.slot))
         self.moments.setdefault("caught", time.monotonic())
         newcomer = not self.inside or self.slot in plan.joiners
-        formed = plan.source is not None and not plan.boundary and plan.state is None  # anew: some of the others start
+        formed = (
+            plan.source is not None and not plan.boundary and plan.state is None
+        )  # from scratch: some of the other ranks start as well
         self.came_new = newcomer or formed
         self.publish("entering", entering=plan.generation)
         with self.process.unblocker.building():
             store = groups.connect_store(plan.store, plan.prefix, self.watch.lost)
-            if newcomer and plan.boundary:  # else all have got the plan by now, and nobody is at an iteration
+            if newcomer and plan.boundary:  # otherwise all have the plan already
                 groups.wait_for_members(store)
             else:
                 groups.open_to_newcomers(store)
@@ -216,29 +214,29 @@ class Member:
         self.moments["entered"] = time.monotonic()
 
     def _keeps_inner_groups(self, store: Any, plan: Plan) -> bool:
-        """Whether the groups inside the replica live on: all of its ranks say that they built them together, and that
-        they are whole."""
+        """Whether all ranks of the replica report that they built its inner groups together, and that these are
+        whole."""
         slots = slots_of(plan.members, self.layout.size, self.slot)
         if len(slots) == 1:
             return self._built != NEVER_KEPT
         mine = self._built if self.members and slots == self.slots else NEVER_KEPT
         store.set(f"inside.{self.slot}", str(mine))
-        said = {int(value) for value in store.multi_get([f"inside.{slot}" for slot in slots])}
-        return said == {mine} and mine != NEVER_KEPT
+        built = {int(value) for value in store.multi_get([f"inside.{slot}" for slot in slots])}
+        return built == {mine} and mine != NEVER_KEPT
 
     def _check_alive(self) -> None:
         if self.watch.lost():
             raise PeerLost("a member was lost while the generation was entered")
 
-    # ------------------------------------------------------------ telling the agent
+    # ------------------------------------------------------------ reports
     def publish(self, state: str, entering: int = 0, fault: Fault | None = None, moved: int = 0) -> None:
-        """Send the rank's status, at once."""
+        """Send the rank's status at once."""
         if self.channel is not None:
             self.state = state
             self.channel.send(self.status(state, entering, fault, moved))
 
     def status(self, state: str, entering: int = 0, fault: Fault | None = None, moved: int = 0) -> Status:
-        """Return the rank's status, for its agent."""
+        """Return the rank's status for its agent."""
         status = self.report(state)
         status.generation, status.entering, status.broken = self.generation, entering, self.watch.broken
         status.replica, status.layout = self.layout.size, self.layout.text

@@ -1,4 +1,4 @@
-"""The two kinds of models that a session trains, with the same methods: Megatron's DDP chunks, or a module of torch."""
+"""The two kinds of models that a session trains, with the same methods: Megatron's DDP chunks, or a torch module."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Megatron:
         return Gradients(self.chunks, forward_step, work)
 
     def begin_alone(self, state: TrainingState, device: torch.device) -> None:
-        """Do nothing: without an agent, too, one seed has given one model in all ranks."""
+        """Do nothing: even without an agent, all ranks have built the same model from one seed."""
 
 
 ModelKind = Megatron | Plain
 
 
 def kind_of(model: Any, optimizer: Any, scheduler: Any, *, clip_grad: float | None, scaler: Any) -> ModelKind:
-    """Return the kind of model that the script gave. Raises ValueError, one line, for anything else."""
+    """Return the kind of the model that the script passed. Raises ValueError, one line, for anything else."""
     if isinstance(model, torch.nn.Module) and not hasattr(model, "ddp_config"):
         return Plain(model, optimizer, scheduler, clip_grad, scaler)
     if isinstance(model, torch.nn.Module) or not all(hasattr(chunk, "ddp_config") for chunk in model):

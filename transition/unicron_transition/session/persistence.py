@@ -1,7 +1,7 @@
 """The state that outlives this process, in the node's memory and in files, and the schedule of checkpoints.
 
-All ranks have to write the same iteration. So they tell each other in the commit, a collective of all, who wants a
-checkpoint and who has not finished the last one.
+All ranks must write the same iteration. So the commit, a collective of all ranks, carries who wants a checkpoint and
+who has not finished the last one.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from unicron_transition.snapshot.checkpoint import TURN_SECONDS, Checkpoints, Wr
 from unicron_transition.snapshot.keeper import COPIES
 from unicron_transition.snapshot.local_state import LocalState
 from unicron_transition.snapshot.migrate import TrainingState
-from unicron_transition.snapshot.save_interval import Risk
+from unicron_transition.snapshot.save_interval import Risk, SaveClock
 
-MOST_TOLD = 255  # characters of a name, `unicron_ctl.shared.protocol.ranges.NAME`
+LONGEST_NAME = 255  # characters, `unicron_ctl.shared.protocol.ranges.NAME`
 
 
 class SaveSchedule:
-    """The schedule of one rank. checkpoints: None where the script makes none. local: the state in memory. risk(): what
-    the job may lose."""
+    """The schedule of one rank. checkpoints: None for none. local: the state in memory. risk(): what the job may
+    lose."""
 
     def __init__(
         self, checkpoints: Checkpoints | None, local: LocalState, risk: Callable[[], Risk] = lambda: Risk(1, False)
     ):
         self._checkpoints, self._local, self._risk = checkpoints, local, risk
-        self._filing_since: float | None = None  # the agent makes a file of what this rank has set aside
+        self._filing_since: float | None = None  # the agent is making a file of what this rank has set aside
         self.writes = checkpoints is not None and checkpoints.destination is not None
-        self._said = CommitResult()
-        self._warned = False  # that one was left out
-        self.asked = False  # somebody asked this rank's agent for the last one that was due
+        self._commit = CommitResult()
+        self._warned = False  # of a checkpoint that was skipped
+        self.asked = False  # a user asked for the last one that was due
 
     @property
     def by_clock(self) -> bool:
-        """Whether ranks without an agent have to agree on an iteration, too."""
+        """Whether even ranks without an agent have to agree on an iteration."""
         return self.writes and self._checkpoints is not None and self._checkpoints.by_clock
 
     @property
     def wanted(self) -> bool:
-        """Whether this rank wants one: somebody has asked its agent, or its minutes are over."""
+        """Whether this rank wants a checkpoint: its agent was asked for one, or its minutes are over."""
         if self._checkpoints is None or not self.writes:
             return False
         return self._local.asked or self._checkpoints.is_overdue(self._risk)
@@ -54,31 +54,27 @@ class SaveSchedule:
         return self._local.is_filing
 
     def begin_iteration(self) -> None:
-        """Begin an iteration, of which no rank has said anything yet."""
-        self._said = CommitResult()
+        """Forget the last commit, and note how long the file of the last checkpoint took."""
+        self._commit = CommitResult()
         if self._filing_since is not None and not self.busy:
-            self._note(written=time.monotonic() - self._filing_since)
+            if self._clock is not None:
+                self._clock.note_written(time.monotonic() - self._filing_since)
             self._filing_since = None
 
-    def _note(self, blocked: float = 0.0, written: float = 0.0) -> None:
-        """Note the cost of this rank's part of a checkpoint."""
-        clock = self._checkpoints.clock if self._checkpoints is not None else None
-        if clock is not None and blocked:
-            clock.note_blocked(blocked)
-        if clock is not None and written:
-            clock.note_written(written)
+    @property
+    def _clock(self) -> SaveClock | None:
+        return self._checkpoints.clock if self._checkpoints is not None else None
 
-    def on_commit(self, said: CommitResult) -> None:
-        """Note the result of this iteration's commit. A rank that steps by a plan has not heard it, which costs at most
-        the checkpoint of that iteration."""
-        self._said = said
+    def on_commit(self, result: CommitResult) -> None:
+        """Note the commit's result. A rank that steps by a plan gets none, and may miss a checkpoint."""
+        self._commit = result
 
     def is_due(self, iteration: int) -> bool:
-        """Whether one is to be written when `iteration` iterations are done; the same in all ranks."""
+        """Whether to write a checkpoint after `iteration` iterations; all ranks get the same answer."""
         checkpoints = self._checkpoints
-        if checkpoints is None or not (self._said.save or checkpoints.is_due(iteration)):
+        if checkpoints is None or not (self._commit.save or checkpoints.is_due(iteration)):
             return False
-        if self._said.busy:
+        if self._commit.busy:
             if self.busy and not self._warned:
                 self._warned = True
                 warn(
@@ -94,8 +90,7 @@ class SaveSchedule:
     def store(
         self, iteration: int, state: TrainingState, members: Sequence[int], generation: int, writer: Writer
     ) -> None:
-        """Store this rank's part of the checkpoint of `iteration`: its agent writes it, or else a thread of this
-        rank."""
+        """Store this rank's part of the checkpoint of `iteration`, by the agent or by a thread of this rank."""
         assert self._checkpoints is not None
         began = time.monotonic()
         if self._local.set_aside(iteration, members, generation, writer):
@@ -104,24 +99,25 @@ class SaveSchedule:
             self._checkpoints.save(state, iteration, self._local.file_writer(writer))
             if self.asked:
                 inform(f"the checkpoint of iteration {iteration} goes to {self._checkpoints.folder}")
-        self._note(blocked=time.monotonic() - began)
+        if self._clock is not None:
+            self._clock.note_blocked(time.monotonic() - began)
 
 
 class Persistence:
-    """The part of one rank. checkpoints: None where the script makes none. local: the state in memory."""
+    """One rank's part in all of that. checkpoints: None if the script makes none. local: the state in memory."""
 
     def __init__(self, member: Member, state: TrainingState, checkpoints: Checkpoints | None, local: LocalState):
         self._member, self._state, self.checkpoints, self.local = member, state, checkpoints, local
         self.schedule = SaveSchedule(checkpoints, local, self._risk)
-        # Before the script goes elsewhere
+        # Now, before the script changes its working directory
         named = os.path.abspath(checkpoints.folder) if checkpoints is not None else ""
-        self._folder = named if len(named) <= MOST_TOLD else ""
+        self._folder = named if len(named) <= LONGEST_NAME else ""
         self._began = time.monotonic()
         member.watch.on_memory = local.on_message
 
     def _risk(self) -> Risk:
-        """Return what the job may lose, as far as this rank knows. A loss of a node is covered by replicas on others,
-        and by the copies that agents and the ranks of a distributed optimizer keep."""
+        """Return what the job may lose, as far as this rank knows. Replicas on other nodes cover the loss of a node,
+        and so do the copies that agents and the ranks of a distributed optimizer keep."""
         member, copied = self._member, int(os.environ.get(COPIES) or 1) > 0
         covers = copied if self._state.sharded else member.replicas > 1 or (copied and self.local.reports)
         copies = covers and member.channel is not None and member.nodes > 1
@@ -129,14 +125,12 @@ class Persistence:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes a part of each checkpoint: those of the first replica do, and with a distributed
-        optimizer all."""
+        """Whether this rank writes a part of each checkpoint: the first replica, and all ranks with shards."""
         return self._state.sharded or self._member.replica == 0
 
     @property
     def folder(self) -> str:
-        """The folder of the job's checkpoints, said by its first rank alone; empty where its name is too long to tell
-        the controller."""
+        """The folder of the job's checkpoints, from the first rank only; empty if it is too long for a message."""
         return self._folder if self._is_first else ""
 
     @property
@@ -150,16 +144,8 @@ class Persistence:
         layout = member.layout
         return Writer(member.slot % layout.size, layout.size, shard, shards, layout=layout.text, loss=self._state.loss)
 
-    def find_start(self, start: int) -> int:
-        """Return the iteration at which this rank stands before it is in a generation. start: at which the script
-        begins.
-
-        Raises :class:`checkpoint.CheckpointError` where there are checkpoints and none can be used.
-        """
-        return self.local.find_start(self.checkpoints, start, self.writer)
-
     def keep_boundary(self, iteration: int) -> None:
-        """Keep the state at this iteration boundary in memory, and, where that is due, in a file."""
+        """Keep the state at this iteration boundary in memory and, if a checkpoint is due, in a file."""
         here = self._member.members, self._member.generation, self.writer()
         if self.schedule.is_due(iteration):
             if self.writes:
@@ -169,7 +155,7 @@ class Persistence:
         self.local.keep_boundary(iteration, *here)
 
     def rescue(self, iteration: int, why: str) -> None:
-        """Write this rank's state to disk, for it ends before its time."""
+        """Write this rank's state to disk because the rank ends early."""
         if self.checkpoints is not None:
             turn = 0 if self._state.sharded else self._member.replica
             apart = TURN_SECONDS if why == RELAID else None

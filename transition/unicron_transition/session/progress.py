@@ -1,5 +1,4 @@
-"""The position of a session in its training, and its reports: the rank's status, its steps, the memory that healing
-takes."""
+"""A session's position in its training, and its reports: status, steps, and the memory that healing takes."""
 
 from __future__ import annotations
 
@@ -22,15 +21,15 @@ class SessionPosition:
     """The position of a session in its training."""
 
     iteration: int
-    """The iteration at hand; between two of them the next one."""
+    """The present iteration; between two iterations the next one."""
     train_iterations: int
     moment: tuple[Ledger, str]
-    """Ledger and phase of the one at hand or the last one, set together, because another thread reads them. The phase
-    is computing, reducing, synced or stepped."""
+    """Ledger and phase of the present or the last iteration: computing, reducing, synced or stepped. They are set
+    together because another thread reads them."""
     loss: float | None = None
-    """Of the last one that was reduced."""
+    """Of the last reduced iteration."""
     seconds: float = 0.0
-    """Of the last one that was stepped."""
+    """Of the last stepped iteration."""
 
     @property
     def ledger(self) -> Ledger:
@@ -42,8 +41,7 @@ class SessionPosition:
 
 
 class RankReporter:
-    """Reports to the agent, where there is one. parameters: of this rank's part of the model. flops: of a
-    micro-batch."""
+    """Reports to the agent, if there is one. parameters: of this rank's part of the model. flops: of a micro-batch."""
 
     def __init__(
         self,
@@ -58,11 +56,11 @@ class RankReporter:
         self._gradients, self._persistence, self._local = gradients, persistence, persistence.local
         self._parameters, self._flops = parameters, flops
         self.micro_batches_of: Callable[[int], int] = lambda iteration: at.ledger.total
-        self._last_reported: tuple[Any, ...] = ()  # how far the last status has said that this rank is
+        self._last_reported: tuple[Any, ...] = ()  # the position in the last status
 
     @property
     def memory(self) -> str:
-        """The memory that healing takes of this rank, in words; empty where nobody heals."""
+        """The memory of this rank that healing takes, in words; empty without an agent."""
         if self._channel is None:
             return ""
         undo = f"{self._gradients.snapshot_bytes / self._parameters:.1f} to undo a reduce ({SETTING}={chosen_place()})"
@@ -70,14 +68,13 @@ class RankReporter:
 
     @property
     def next_one(self) -> int:
-        """The iteration that comes next for the state that this rank has."""
+        """The iteration that follows the state of this rank."""
         at = self._at
         return at.ledger.iteration + (at.phase == "stepped") if self._member.inside else at.iteration
 
     # ------------------------------------------------------------ to the agent
     def progress(self) -> Status | None:
-        """Return the status of a rank that trains, if it has come further than the last one says. Called in the
-        channel's thread."""
+        """Return the status if this rank has come further while it trains. Called in the channel's thread."""
         member, (ledger, phase) = self._member, self._at.moment
         if member.state != "running" or self._last_reported == (ledger.iteration, phase, len(ledger.done)):
             return None
@@ -85,7 +82,7 @@ class RankReporter:
         return status if member.state == "running" else None
 
     def status(self, state: str) -> Status:
-        """Return the rank's status, as far as the session knows it."""
+        """Return what the session knows of the rank's status."""
         at, member, persistence = self._at, self._member, self._persistence
         (ledger, phase), rests = at.moment, state in ("stopped", "standby", "waiting")
         self._last_reported = ledger.iteration, phase, len(ledger.done)
@@ -111,32 +108,31 @@ class RankReporter:
         )
 
     def _micro_batches(self, ledger: Ledger, phase: str) -> int:
-        """Return the micro-batches that a plan would deal: of the next iteration, if this one may be stepped by
-        then."""
+        """Return how many micro-batches a plan would deal: of the next iteration if this one may be stepped."""
         if not self._member.inside:
             return self.micro_batches_of(self._at.iteration)
         after = phase in ("synced", "stepped")
         return self.micro_batches_of(ledger.iteration + 1) if after else ledger.total
 
     def _has(self, state: str) -> list[tuple[int, str]]:
-        """Return (iteration, mark) of the states with which this rank can go on where nobody trains any more."""
+        """Return (iteration, mark) of each state with which this rank could go on if no rank trains any more."""
         if not self._local.reports or state not in ("waiting", "stopped", "standby"):
             return []
         return self._local.reachable_states(self.next_one, self._persistence.writer())
 
     def report_step(self, phases: dict[str, float]) -> None:
-        """Report that the iteration at hand is stepped: one message has the proof and the rank's status. phases:
-        seconds of its parts, beside those that the gradients know."""
+        """Report the step of the present iteration, in one message with the ledger and the status. phases: seconds of
+        its parts beside those that the gradients measure."""
         if self._channel is None:
             return
         at, member = self._at, self._member
-        speaks = member.slot % member.layout.size == 0  # one of the replica's ranks says what all of them have computed
+        first = member.slot % member.layout.size == 0  # one rank reports what all ranks of the replica have computed
         self._channel.send(
             Step(
                 generation=member.generation,
                 iteration=at.ledger.iteration,
-                micro_batches=at.ledger.done if speaks else [],
-                computed=at.ledger.computed if speaks else [],
+                micro_batches=at.ledger.done if first else [],
+                computed=at.ledger.computed if first else [],
                 total=at.ledger.total,
                 seconds=at.seconds,
                 loss=at.loss or 0.0,
@@ -149,8 +145,8 @@ class RankReporter:
             self._channel.send(Timing(member.generation, time.time(), self._recovery_parts()))
 
     def _recovery_parts(self) -> dict[str, float]:
-        """Return when each part of the recovery ended, in seconds since it began: broken, caught, planned, grouped,
-        entered, computed, stepped. A newcomer was not broken, and took no plan in the middle of an iteration."""
+        """Return when each part of the recovery ended, in seconds since it began. A newcomer was not broken, and took
+        no plan in the middle of an iteration, so it lacks these parts."""
         moments, self._member.moments = {**self._member.moments, "stepped": time.monotonic()}, {}
         began = min(moments.values())
         return {what: moment - began for what, moment in moments.items()}

@@ -1,8 +1,5 @@
-"""The public face of a training that survives: one object between a script and the generation protocol.
-
-A rank prepares itself in a world without peers (model, optimizer, data), then enters generations
-(:mod:`session.training`).
-"""
+"""The public face of training that survives failures. A rank prepares model, optimizer and data in a world without
+peers, then enters generations (:mod:`session.training`)."""
 
 from __future__ import annotations
 
@@ -11,12 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from unicron_transition.iteration import rank_process
 from unicron_transition.iteration.accumulation import PeerLost
 from unicron_transition.iteration.ledger import StepResult
-from unicron_transition.session.model_kinds import kind_of
 from unicron_transition.session.training import RankRejoined, Training
-from unicron_transition.snapshot.checkpoint import Checkpoints
 
 
 class Session(Training):
@@ -42,11 +36,11 @@ class Session(Training):
     train_iterations
         The iteration at which the training ends.
     start_iteration
-        The first iteration, where there is no checkpoint to go on from.
+        The first iteration if there is no checkpoint to go on from.
     checkpoints
         The folder to go on from, in which the job's first members save. None for a training without checkpoints.
     seed
-        Of the training's random numbers; by default torch's own.
+        Seed of the training's random numbers; by default torch's own.
     clip_grad, scaler
         Largest norm of all gradients, and a `torch.amp.GradScaler`; for a module only.
 
@@ -55,7 +49,7 @@ class Session(Training):
     UnsupportedLayout
         For a model, an optimizer or a release that cannot be healed; one line that says what to do.
     CheckpointError
-        Where there are checkpoints, and none can be used.
+        If there are checkpoints and none can be used.
     ValueError
         For parameters that contradict each other.
 
@@ -92,63 +86,22 @@ class Session(Training):
     >>> torch.distributed.destroy_process_group()
     """
 
-    def __init__(
-        self,
-        *,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any = None,
-        micro_batches: int | Callable[[int], int],
-        forward_step: Callable[..., Any],
-        fetch: Callable[[int, int], Any],
-        seq_length: int = 0,
-        micro_batch_size: int = 0,
-        train_iterations: int,
-        start_iteration: int = 0,
-        checkpoints: Checkpoints | None = None,
-        seed: int | None = None,
-        clip_grad: float | None = None,
-        scaler: Any = None,
-    ):
-        micro_batches_of = micro_batches if callable(micro_batches) else lambda iteration: micro_batches
-        first = micro_batches_of(start_iteration)
-        if first < 1 or train_iterations < start_iteration:
-            raise ValueError(
-                f"micro_batches {first} and train_iterations {train_iterations} must be at least 1 and "
-                f"{start_iteration}"
-            )
-        layout = rank_process.current().layout
-        kind = kind_of(model, optimizer, scheduler, clip_grad=clip_grad, scaler=scaler)
-        kind.check(layout)
-        if callable(micro_batches) and not kind.varies:
-            raise ValueError("micro_batches is one number for a plain module: a function is for Megatron's models")
-        super().__init__(
-            kind,
-            micro_batches_of,
-            forward_step,
-            fetch,
-            sequence=seq_length,
-            size=micro_batch_size,
-            start=start_iteration,
-            end=train_iterations,
-            checkpoints=checkpoints,
-            seed=seed,
-        )
-        self.finishes = True
+    finishes = True
+    """Whether iterating to the end calls :meth:`finish`."""
 
     @property
     def memory(self) -> str:
-        """The memory that healing takes of this rank, in words; empty where nobody heals."""
+        """The memory of this rank that healing takes, in words; empty without an agent."""
         return self._reporter.memory
 
     @property
     def iteration(self) -> int:
-        """The iteration at hand; between two of them the next one."""
+        """The present iteration; between two iterations the next one."""
         return self._at.iteration
 
     @property
     def train_iterations(self) -> int:
-        """The iteration at which the training ends. It may be set, to the same on all ranks."""
+        """The iteration at which the training ends. A script may set it, to the same number on all ranks."""
         return self._at.train_iterations
 
     @train_iterations.setter
@@ -162,8 +115,8 @@ class Session(Training):
 
     # ------------------------------------------------------------ the loop
     def join(self) -> int:
-        """Wait until this rank is in a generation, and return the iteration that it begins with there. Iterating does
-        it, too: this is for scripts that have to know before the first step."""
+        """Wait until this rank is in a generation, and return its first iteration there. Iterating calls it; a script
+        calls it only to know the iteration before the first step."""
         if self._channel is not None and not self._member.inside:
             self._member.rest("waiting")
             self.change_to(self._member.enter_until_in(self._member.wait_plan()))
@@ -180,7 +133,7 @@ class Session(Training):
                 continue
             left = time.perf_counter()
             yield result
-            if self._at.iteration != result.iteration + 1:  # an evaluation has ended elsewhere
+            if self._at.iteration != result.iteration + 1:  # an evaluation ended at another iteration
                 continue
             if self._at.iteration < self._at.train_iterations and not self._stopping:
                 self._persistence.keep_boundary(self._at.iteration)
@@ -195,20 +148,20 @@ class Session(Training):
         """Evaluate the model between two iterations: forward passes in evaluation mode, dealt among the replicas.
 
         All ranks call it in the body of the loop after the same iteration, and get the same value, whatever the number
-        of ranks. A loss of ranks in it is healed.
+        of ranks. It survives the loss of ranks.
 
         Parameters
         ----------
         fetch
             `fetch(iteration, index)` returns a micro-batch; iteration is the next one.
         micro_batches
-            How many of them the mean is taken of.
+            Number of micro-batches in the mean.
         part
-            Tells evaluations between the same two iterations apart, in rising order.
+            Distinguishes evaluations between the same two iterations, in rising order.
 
         Returns
         -------
-        The mean loss. None where the job had to go back, or this rank was left out and is elsewhere by now.
+        The mean loss; None if the job had to go back, or this rank was left out and is at another iteration now.
 
         Raises
         ------
@@ -218,7 +171,7 @@ class Session(Training):
         before, boundary, member = self._at.moment, self._at.iteration, self._member
         self.evaluations.begin_part(boundary, part)
         while self.evaluations.running:
-            self._watch.shelter(False)  # whoever is lost, this rank leaves its schedule at once
+            self._watch.shelter(False)  # any loss ends its schedule at once
             try:
                 self.evaluations.compute(fetch, micro_batches, member.replicas, member.replica)
             except (PeerLost, RuntimeError) as error:
@@ -231,19 +184,17 @@ class Session(Training):
         return self.evaluations.end()
 
     def request_stop(self) -> None:
-        """End the training after the present iteration, on all ranks alike; one rank's request is enough. Safe in a
-        signal handler.
-        """
+        """End the training after this iteration, on all ranks; one request is enough. Safe in a signal handler."""
         self._stop_wanted = True
 
     def note_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Note what Megatron-LM's arguments say of the model: checkpoints hold it, for whoever exports one."""
+        """Note Megatron-LM's arguments about the model, which checkpoints hold for exports."""
         self._state.facts.setdefault("arguments", {}).update(arguments)
 
     def finish(self) -> None:
-        """Write the last checkpoint, and leave the job: the training is over, and evaluations after it. Iterating to
-        the end does it, unless `finishes` was set to False."""
-        self._at.train_iterations = self._at.iteration  # an end that was asked for is the end for everybody
+        """Write the last checkpoint, and leave the job: the training and the evaluations after it are over. Iterating
+        to the end calls it, unless `finishes` is False."""
+        self._at.train_iterations = self._at.iteration  # a requested end is the end for all ranks
         self._persistence.finish(self._at.iteration)
         with contextlib.suppress(RuntimeError):  # a peer that ends now has all that it needs, or is lost
             self._exchange.wait_until_sent()

@@ -1,17 +1,17 @@
 """The training of one rank, over as many generations as it takes (docs/design/generations.md).
 
-When a member is lost every survivor stops between two micro-batches or at its reduce, reports, and goes on with the
-same iteration under the controller's plan. Newcomers and leavers change the membership at an iteration boundary, which
-all members reach in the same iteration because the commit all-reduce carries the offer that each holds.
+When a member is lost, every survivor stops between two micro-batches or at its reduce, reports, and continues the same
+iteration under the controller's plan. Newcomers and leavers change the membership at an iteration boundary, the same
+one for all members, because the commit all-reduce carries the offer that each of them holds.
 
 Invariants, in every rank and whatever happens:
 
 - The optimizer steps only with a gradient that has each micro-batch of the iteration exactly once: the summed counts of
   all ledgers prove it (:meth:`Training._reduce`).
-- No parameter changes before all members have agreed to step (:meth:`Training._commit`). A survivor that had reduced
-  by then steps by the plan, or all compute the iteration to its end once more; never some of them.
-- An iteration's phases are computing, reducing, synced, stepped, in this order. A plan takes a rank back to computing,
-  never from stepped.
+- No parameter changes before all members have agreed to step (:meth:`Training._commit`). After a loss, survivors that
+  had reduced by then step by the plan, or all compute the iteration to its end once more; never only some of them.
+- The phases of an iteration are computing, reducing, synced and stepped, in this order. A plan takes a rank back to
+  computing, but never from stepped.
 - A replica keeps all micro-batches that are in its gradient, or drops all of them: a plan that takes some away is an
   error (:meth:`Ledger.reassign`).
 """
@@ -38,7 +38,7 @@ from unicron_transition.seams.table import UnsupportedLayout
 from unicron_transition.session.evaluation import Evaluations
 from unicron_transition.session.handover import Handover
 from unicron_transition.session.member import Member
-from unicron_transition.session.model_kinds import ModelKind
+from unicron_transition.session.model_kinds import ModelKind, kind_of
 from unicron_transition.session.persistence import Persistence
 from unicron_transition.session.progress import RankReporter, SessionPosition
 from unicron_transition.sharded.sharded_state import ShardedState
@@ -47,7 +47,7 @@ from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron_transition.snapshot.local_state import LocalState
 from unicron_transition.snapshot.whole_state import WholeState
 
-FATAL = (  # never answered by another try
+FATAL = (  # another try would not help
     migrate.StateMismatch,
     migrate.CorruptTransfer,
     UnsupportedLayout,
@@ -55,18 +55,16 @@ FATAL = (  # never answered by another try
     LedgerError,
     CheckpointError,
 )
-# How often an iteration may fail in this rank without any Break before the error is taken as the script's own.
-SELF_STOPS = 3
+SELF_STOPS = 3  # failures of an iteration without a Break until they count as the script's own
 PEER_ERRORS = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)  # of collectives whose peer is gone
 
 
 class RankRejoined(Exception):
-    """This rank had been left out and came back as a newcomer, or the job was formed anew: the iteration that it was in
-    is not its own any more."""
+    """This rank has joined as a newcomer, or the job formed anew: its old iteration is no longer valid."""
 
 
 class _Again(Exception):
-    """The generation was lost before the commit: the iteration is reduced once more, under a new plan."""
+    """The generation broke before the commit: the iteration is reduced again under a new plan."""
 
 
 class _ReplicaStopped(PeerLost):
@@ -74,29 +72,42 @@ class _ReplicaStopped(PeerLost):
 
 
 class Training:
-    """The training of one rank. :class:`Session` is its public face, and has the parameters in words."""
+    """The training of one rank. Its public face is :class:`Session`, which describes the parameters."""
 
     def __init__(
         self,
-        kind: ModelKind,
-        micro_batches_of: Callable[[int], int],
+        *,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any = None,
+        micro_batches: int | Callable[[int], int],
         forward_step: Callable[..., Any],
         fetch: Callable[[int, int], Any],
-        *,
-        sequence: int,
-        size: int,
-        start: int,
-        end: int,
-        checkpoints: Checkpoints | None,
-        seed: int | None,
+        seq_length: int = 0,
+        micro_batch_size: int = 0,
+        train_iterations: int,
+        start_iteration: int = 0,
+        checkpoints: Checkpoints | None = None,
+        seed: int | None = None,
+        clip_grad: float | None = None,
+        scaler: Any = None,
     ):
-        self.micro_batches_of = micro_batches_of
-        first = micro_batches_of(start)
+        self.micro_batches_of = micro_batches if callable(micro_batches) else lambda iteration: micro_batches
+        first = self.micro_batches_of(start_iteration)
+        if first < 1 or train_iterations < start_iteration:
+            raise ValueError(
+                f"micro_batches {first} and train_iterations {train_iterations} must be at least 1 and "
+                f"{start_iteration}"
+            )
         self._process = current = rank_process.current()
         self.layout = current.layout
+        kind = kind_of(model, optimizer, scheduler, clip_grad=clip_grad, scaler=scaler)
+        kind.check(self.layout)
+        if callable(micro_batches) and not kind.varies:
+            raise ValueError("micro_batches is one number for a plain module: a function is for Megatron's models")
         self._watch, self._channel, self.slot = current.watch, current.channel, current.slot
         self._model, self._optimizer, self._scheduler = kind.chunks, kind.optimizer, kind.scheduler
-        self._at = SessionPosition(start, end, (Ledger(start, first, []), "computing"))
+        self._at = SessionPosition(start_iteration, train_iterations, (Ledger(start_iteration, first, []), "computing"))
         self._state = kind.state(torch.initial_seed() if seed is None else seed)
         self._member = self._join(current, kind)
         self._exchange = Exchange(current)
@@ -116,16 +127,16 @@ class Training:
             where=where,
             begin_sum=self._exchange.begin_sum,
             pending=self._pending,
-            sequence=sequence,
-            size=size,
+            sequence=seq_length,
+            size=micro_batch_size,
         )
         self._gradients = kind.gradients(forward_step, work)
         at_commit(self._optimizer, self._commit)
         hold_scalers(self._optimizer, self._pending)
         parameters = sum(each.numel() for chunk in self._model for each in chunk.module.parameters())
-        self._size = max(1, size)
+        self._size = max(1, micro_batch_size)
         # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1); a replica's ranks have about as many
-        flops = 6.0 * parameters * self.layout.size * self._size * max(1, sequence)
+        flops = 6.0 * parameters * self.layout.size * self._size * max(1, seq_length)
         self._next_assignment: list[int] | None = None
         self._ordered_next = True
         self._committed = False
@@ -136,16 +147,16 @@ class Training:
         self._persistence = Persistence(self._member, self._state, checkpoints, self._local)
         self._saving = self._persistence.schedule
         self._reporter = RankReporter(self._at, self._member, self._gradients, self._persistence, parameters, flops)
-        self._reporter.micro_batches_of = micro_batches_of
+        self._reporter.micro_batches_of = self.micro_batches_of
         self._member.report = self._reporter.status
         if self._channel is not None:
             self._channel.progress = self._reporter.progress
-        self._at.iteration = self._persistence.find_start(start)
+        self._at.iteration = self._local.find_start(checkpoints, start_iteration, self._persistence.writer)
         self._handover = Handover(self._member, self._state, self._exchange, self._local)
         self.evaluations = Evaluations(self._exchange, self._gradients, self._watch.lost, current.device)
 
     def _local_state(self, current: rank_process.Process, where: Where) -> LocalState:
-        """Return what keeps this rank's state when the rank ends; without an agent, nothing does."""
+        """Return the keeper of this rank's state beyond the rank's end; without an agent it keeps nothing."""
         if self._channel is None:
             return LocalState(self._state)
         if self._state.sharded:
@@ -168,7 +179,7 @@ class Training:
 
     @property
     def micro_batches(self) -> int:
-        """The number of the iteration at hand, over all ranks."""
+        """Micro-batches of the present iteration, over all ranks."""
         return self.micro_batches_of(self._at.iteration)
 
     @property
@@ -188,11 +199,10 @@ class Training:
         self._at.moment = Ledger(self._at.iteration, total, assigned), "computing"
         self._gradients.begin_iteration(self._ordered_next or self._member.replicas > total, total)
         self._optimizer.zero_grad()
-        self._member.publish("running")  # at once: a script that hangs may hold the interpreter from here on
+        self._member.publish("running")  # now: a script that hangs may hold the interpreter
         return self._until_stepped(began)
 
     def _until_stepped(self, began: float) -> StepResult:
-        """Compute, reduce and step, over as many generations as it takes."""
         while True:
             try:
                 self._gradients.compute(self._at.ledger)
@@ -206,16 +216,16 @@ class Training:
             except _Again:
                 continue
             except (PeerLost, RuntimeError) as error:
-                undone = self._local.sharded  # what a step has changed already
+                undone = self._local.sharded  # a plan can undo the step
                 if (self._committed and not undone) or not self._is_loss(error):
                     raise
                 if self._recover(error):
                     raise LedgerError("a plan steps an iteration that this rank has not reduced") from error
 
     def _leave_schedule(self) -> None:
-        """Leave the replica's schedule, all its ranks together: all go on to the reduce, or all stop before it. Else
-        one could wait for another that has stopped, and what connects them would have to be broken."""
-        self._stop_agreed = self._stop_wanted  # a signal may come at any moment: from here on it is for the next time
+        """Leave the replica's schedule with all its ranks: all go on to the reduce, or all stop before it. Otherwise
+        one could wait for another that has stopped, until their connections are broken."""
+        self._stop_agreed = self._stop_wanted  # a later signal counts for the next iteration
         if self.layout.size > 1:
             lost, stop = self._exchange.inside([float(self._watch.lost()), float(self._stop_agreed)])
             self._stop_agreed = stop > 0
@@ -226,14 +236,14 @@ class Training:
         self._watch.shelter(False)
 
     def _is_loss(self, error: Exception) -> bool:
-        """Whether `error` means a broken generation rather than a fault of the training script itself."""
+        """Whether `error` means a broken generation, and is no fault of the training script."""
         alone = self.layout.size == 1
         if self._channel is None or isinstance(error, FATAL) or (alone and not self._gradients.intact):
             return False  # half a micro-batch in the gradient cannot be taken out again
         if self._watch.lost() or isinstance(error, _ReplicaStopped):
             return True
         self._self_stops += 1
-        # a forward pass may wait for peers, too: of its replica, or for gathered parameters
+        # a forward pass may also wait for peers: of its replica, or for gathered parameters
         waits = not alone or self._local.sharded or self._at.phase in ("reducing", "synced")
         waits = waits or self.evaluations.running
         in_collective = waits and type(error) in PEER_ERRORS
@@ -243,9 +253,9 @@ class Training:
         """Reduce the gradients, and prove the ledger: the summed counts of all micro-batches are 1. Returns the mean
         loss.
 
-        The proof is that of the data-parallel group of this rank's place, and comes with the last bucket, or after it
-        on the same communicator. The losses travel with the counts so that the job's loss does not depend on who
-        computed what, and the wishes to stop so that all who have the reduced gradients agree on the end.
+        The proof covers the data-parallel group of this rank's place, and comes with the last bucket or after it on the
+        same communicator. It also carries the losses, so that the job's loss does not depend on which rank computed
+        what, and the requests to stop, so that all ranks with the reduced gradients agree on the end.
         """
         proof = torch.zeros(4, self._at.ledger.total, dtype=torch.float64)
         counts, wishes, losses, tokens = proof
@@ -258,14 +268,14 @@ class Training:
                 tokens[index] = float(count)
         counts, wishes, losses, tokens = self._gradients.reduce(self._at.ledger, proof)
         Ledger.check_counts(self._at.iteration, counts.round().long().tolist())
-        self._stopping = bool(wishes[0] > 0)  # not in the commit: whoever steps, even by a plan, has to know it
+        self._stopping = bool(wishes[0] > 0)  # not in the commit, which a rank that steps by a plan may miss
         loss = float(losses.sum()) / max(self._gradients.proven(float(tokens.sum())), 1.0)
         return self._exchange.from_last_stage(loss)
 
     def _commit(self) -> None:
-        """Agree with all members right before the parameters change, after all else of the step that communicates:
-        nobody steps before all can. Carries the offer that every member holds, if there is one. Raises _Again where a
-        plan has this iteration reduced once more."""
+        """Agree with all members right before the parameters change, after all other communication of the step. The
+        commit carries the offer that every member holds, if any. Raises _Again if a plan has this iteration reduced
+        again."""
         if not self._committed and self._channel is not None:
             self._agree_to_step()
         elif not self._committed and self._saving.by_clock:
@@ -275,27 +285,21 @@ class Training:
         self._pending.apply()
 
     def _agree_to_step(self) -> None:
-        self._local.wait_whole()  # before anybody writes over the state before
+        self._local.wait_whole()  # before any rank overwrites the previous state
         with self._recovering():
             if self.layout.size > 1 and not self._local.sharded and self._watch.lost():
-                raise PeerLost("the norm of the gradients may be garbage")  # of an aborted collective in the replica
+                raise PeerLost("the norm of the gradients may be garbage")  # a collective in the replica was aborted
             self._set_phase("synced")
             saving = self._saving
             result = self._exchange.commit(self._watch.offer, self._gradients.first, saving.wanted, saving.busy)
             saving.on_commit(result)
             self._agreed_offer, self._ordered_next = result.offer, result.first
-        self._watch.hold_off(not self._local.sharded)  # nothing of the step waits for a peer any more
-
-    def _keep_step(self) -> None:
-        """Keep the state after the step, and its copies in other nodes: before all have them the gradients are not
-        zeroed."""
-        with self._recovering():
-            self._local.keep_step(self._at.ledger.iteration + 1)
+        self._watch.hold_off(not self._local.sharded)  # from here on the step waits for no peer
 
     @contextlib.contextmanager
     def _recovering(self) -> Iterator[None]:
-        """Recover from a loss inside, and go on behind it. Raises _Again where a plan has the iteration reduced once
-        more, from the state before it."""
+        """Recover from a loss in the body, and go on behind it. Raises _Again if a plan has the iteration reduced again
+        from the state before it."""
         try:
             yield
         except (PeerLost, RuntimeError) as error:
@@ -307,11 +311,12 @@ class Training:
     def _step(self, began: float) -> StepResult:
         stepping = time.perf_counter()
         succeeded, grad_norm, _ = self._optimizer.step()
-        self._commit()  # an overflow has skipped the step, and with it the commit
+        self._commit()  # an overflow skips the step, and the commit in it
         if self._scheduler is not None and succeeded:
             self._scheduler.step(increment=self._at.ledger.total * self._size)
         self._state.loss = self._at.loss
-        self._keep_step()
+        with self._recovering():  # with its copies in other nodes, before the gradients are zeroed
+            self._local.keep_step(self._at.ledger.iteration + 1)
         self._watch.shelter(True)
         self._watch.hold_off(False)
         self._self_stops = 0
@@ -335,8 +340,7 @@ class Training:
 
     # ------------------------------------------------------------ generations
     def change_to(self, plan: Plan) -> None:
-        """Go on in `plan`, which this rank has entered at an iteration boundary: all held it, or it followed on one
-        that broke."""
+        """Go on in `plan`, entered at an iteration boundary: all ranks held it, or it followed one that broke."""
         self._ordered_next = True
         self._local.note_has_state()
         self._member.publish("running")
@@ -344,8 +348,7 @@ class Training:
             self._next_assignment = self._assignment_of(plan)
 
     def regroup(self, error: Exception) -> None:
-        """Recover from a loss between two iterations: it is one at the begin of the next, of which nothing is
-        computed."""
+        """Recover from a loss between two iterations, as if it came at the start of the next one."""
         self._gradients.drop()
         self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
         with contextlib.suppress(RankRejoined):
@@ -354,15 +357,15 @@ class Training:
             self._next_assignment = list(self._at.ledger.assigned)
 
     def _assignment_of(self, plan: Plan) -> list[int] | None:
-        """Return the micro-batches that the plan gives this replica. Ranks that are about to step report the number of
-        the next iteration, which may be larger."""
+        """Return the micro-batches that the plan gives this replica. Ranks about to step report the total of the next
+        iteration, which may be larger, so the plan may have more."""
         assigned = self._member.assignment_of(plan)
         total = self.micro_batches_of(self._at.iteration if plan.iteration is None else plan.iteration)
         return None if assigned is None else [index for index in assigned if index < total]
 
     def _recover(self, error: Exception) -> bool:
-        """Stop, report, and go on under the controller's plan. True when the iteration at hand is to be stepped as it
-        is, or when all have the state after it."""
+        """Stop, report, and go on under the plan. True if this iteration is to be stepped as it is, or if all ranks
+        already have the state after it."""
         member, before = self._member, self._member.members
         member.moments = {"caught": time.monotonic()}
         self._agreed_offer = None
@@ -388,7 +391,7 @@ class Training:
             self._watch.shelter(False)
             return True
         self._committed = False
-        self._optimizer.zero_grad()  # a step that was begun has made `grad` another name of the gradient buffer
+        self._optimizer.zero_grad()  # an unfinished step has left `grad` as an alias of the gradient buffer
         if not self._gradients.restore():
             self._at.ledger.drop()
         self._set_phase("computing")  # a further loss must not find it reduced
@@ -407,13 +410,12 @@ class Training:
         return False
 
     def _unsure_parameters(self) -> bool:
-        """Whether parameters that were gathered while this iteration computed may be garbage: an aborted NCCL gather
-        says nothing."""
+        """Whether gathered parameters may be garbage: an aborted NCCL gather raises nothing."""
         overlapped = self._local.sharded and self._model[0].ddp_config.overlap_param_gather
         return overlapped and self._process.backend == "nccl"
 
     def _keep_or_drop(self, assigned: Sequence[int]) -> None:
-        """Keep what the replica has in its gradients if all of its ranks have the same; else drop it."""
+        """Keep the replica's gradients if all of its ranks have the same micro-batches in them; otherwise drop them."""
         if self.layout.size == 1:
             if not self._gradients.intact:
                 self._gradients.drop()
@@ -426,7 +428,7 @@ class Training:
             self._at.ledger.drop()
 
     def _take_up_plan(self, plan: Plan, newcomer: bool) -> None:
-        """Take the groups of `plan` into use, and the training state where this rank lacks it."""
+        """Start to use the groups of `plan`, and take the training state if this rank lacks it."""
         self._gradients.adopt_groups()
         if self._member.inside:
             self._local.note_has_state()
@@ -443,11 +445,11 @@ class Training:
             self.evaluations.agree(self._at.iteration, self._member.came_new)
 
     def _rescue(self, why: str) -> None:
-        """Write this rank's state to disk: nobody leads the job any more, or all ranks end."""
+        """Write this rank's state to disk: no controller leads the job any more, or all ranks end."""
         unfinished = self._local.sharded and self._committed and self._at.phase == "synced"
-        if not unfinished:  # else of two states in the ranks none is whole
+        if not unfinished:  # otherwise the ranks have parts of two states
             self._persistence.rescue(self._at.iteration, why)
 
     def _set_phase(self, phase: str) -> None:
-        """Set the phase. The channel's thread tells of it, unless the step is there first."""
+        """Set the phase, which the channel's thread reports unless the step comes first."""
         self._at.moment = self._at.ledger, phase

@@ -1,9 +1,9 @@
-"""The traffic between the ranks that have a distributed optimizer's shards: which elements move, who holds which shard,
-headers, and flat pieces with their checksums.
+"""The traffic between the ranks that have a distributed optimizer's shards: the elements that move, the holders of
+shards, headers, and flat pieces with their checksums.
 
 A bucket is a run of parameters whose gradients are reduced together. Megatron cuts each bucket into one equal part for
 each data-parallel rank; a rank's **shard** is its parts of all buckets, one after the other. The cut follows from the
-buckets' sizes and the number of shards alone, so shards of a generation that is gone can still be read.
+sizes of the buckets and the number of shards alone, so the shards of an earlier generation can still be read.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from unicron_transition.seams.elastic_buckets import QUANTUM, padded_size
 from unicron_transition.snapshot import tensor_transfer
 from unicron_transition.snapshot.tensor_transfer import broadcast_bytes
 
-TRIES = 3  # to move what a change of size takes, before the generation is given up
+TRIES = 3  # to move the shards, before the generation is given up
 
 
 class MissingShard(RuntimeError):
-    """Nobody here holds some shard of the state that is asked for."""
+    """No rank here holds some shard of the state that is needed."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One run of elements on its way from an old shard to a new one.
+    """One run of elements that moves from an old shard to a new one.
 
-    The old shard is `old`, read at `read` by the rank `source`; the new shard is that of the rank `target`, which
-    writes at `write`. A rank that has what it needs moves it to itself.
+    The rank `source` reads it at `read` in the old shard `old`; the rank `target` writes it at `write` in its new
+    shard. A rank that has what it needs moves it to itself.
     """
 
     source: int
@@ -52,7 +52,7 @@ class Buckets:
     quantum: int = QUANTUM
 
     def parts(self, count: int) -> list[int]:
-        """Return the size of one part of each bucket when there are `count` shards."""
+        """Return the size of one part of each bucket if there are `count` shards."""
         return [padded_size(elements, count, self.quantum) // count for elements in self.elements]
 
     def length(self, count: int) -> int:
@@ -60,11 +60,11 @@ class Buckets:
         return sum(self.parts(count))
 
     def moves(self, held: Sequence[Collection[int]], count: int) -> list[Move]:
-        """Return the moves that bring the state from `count` shards to as many as there are ranks.
+        """Return the moves that bring the state from `count` shards to one for each rank.
 
-        held: for each rank of the new group, in order, the old shards of which it has a copy. What a rank has itself it
-        takes from there; everything else comes from the holder that has least to send so far. Deterministic: all ranks
-        compute the same. Raises :class:`MissingShard` when a shard has no holder.
+        held: for each rank of the new group, in order, the old shards of which it has a copy. A rank takes from itself
+        what it has, and everything else from the holder that has sent the least so far. All ranks compute the same
+        moves. Raises :class:`MissingShard` for a shard without a holder.
         """
         holders: list[list[int]] = [[] for _ in range(count)]
         for rank, has in enumerate(held):
@@ -73,13 +73,13 @@ class Buckets:
         if missing := [shard for shard, ranks in enumerate(holders) if not ranks]:
             raise MissingShard(f"no copy is left of shard {', '.join(map(str, missing))} of {count}")
         sent: Counter[int] = Counter()
-        found = []
+        moves = []
         for old, target, read, write, size in self._pieces(count, len(held)):
             ranks = holders[old]
             source = target if target in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
             sent[source] += size if source != target else 0
-            found.append(Move(source, target, old, read, write, size))
-        return found
+            moves.append(Move(source, target, old, read, write, size))
+        return moves
 
     def _pieces(self, before: int, after: int) -> Iterator[tuple[int, int, int, int, int]]:
         """Yield (old shard, new shard, place in the old one, place in the new one, size) of all elements, in order."""
@@ -101,18 +101,18 @@ class CopyFailed(RuntimeError):
 
 class ShardExchange:
     """The exchange of one rank. All methods but :meth:`check_alive` are collective over the group, and raise
-    RuntimeError when a peer is lost.
+    RuntimeError if a peer is lost.
 
-    group(): over which the optimizer is sharded in the present generation. wire: where the backend wants its tensors.
-    lost(): whether the generation is over.
+    group(): the group over which the optimizer is sharded in the present generation. wire: the device on which the
+    backend wants its tensors. lost(): whether the generation is over.
     """
 
     def __init__(self, group: Callable[[], Any], wire: torch.device, lost: Callable[[], bool]):
         self._group, self._wire, self._lost = group, wire, lost
 
     def who_holds(self, count: int, step: float, shards: Sequence[int]) -> tuple[int, float, list[set[int]]]:
-        """Return how many shards a set has, Adam's step, and which shards each rank of the group holds, from what this
-        rank knows of it: 0, 0 and none where it has no part."""
+        """Return the number of shards of a set, Adam's step, and the shards that each rank holds, from what this rank
+        knows: 0, 0 and none if it has no part."""
         group = self._group()
         numbers = torch.tensor([count, step, len(shards)], dtype=torch.float64, device=self._wire)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
@@ -126,7 +126,7 @@ class ShardExchange:
         return int(numbers[0]), float(numbers[1]), [{shard for shard in row if shard >= 0} for row in rows]
 
     def header(self, mine: bytes, source: int) -> bytes:
-        """Get the header of rank `source` of the group. Raises :class:`CopyFailed` where it was spoiled on its way."""
+        """Get the header of rank `source` of the group. Raises :class:`CopyFailed` if it was corrupted in transit."""
         group = self._group()
         header, sound = broadcast_bytes(mine if group.rank() == source else None, source, self._wire, group)
         if not sound:
@@ -136,14 +136,13 @@ class ShardExchange:
     def send(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]]
     ) -> None:
-        """Send flat pieces to ranks of the group and receive others (:func:`tensor_transfer.send`)."""
+        """Send flat pieces to ranks of the group, and receive others (:func:`tensor_transfer.send`)."""
         tensor_transfer.send(outgoing, incoming, self._wire, self._group(), self.check_alive)
 
     def send_soundly(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]]
     ) -> None:
-        """Send as :meth:`send` does, and again where the bytes that came are not those that were sent. Raises
-        :class:`CopyFailed` after the last try."""
+        """Send, and again if bytes were corrupted in transit. Raises :class:`CopyFailed` after the last try."""
         group = self._group()
         for _ in range(TRIES):
             spoil = bool(outgoing) and injector.spoils_transfer()
@@ -153,8 +152,8 @@ class ShardExchange:
         raise CopyFailed(f"parts of the optimizer's state were spoiled on their way {TRIES} times")
 
     def check_alive(self) -> None:
-        """Raise :class:`CopyFailed` where the generation is over. Nothing that was received is believed before: an
-        aborted NCCL collective returns garbage and raises nothing."""
+        """Raise :class:`CopyFailed` if the generation is over. Received data count only after this check: an aborted
+        NCCL collective returns garbage and raises nothing."""
         if self._wire.type == "cuda":
             torch.cuda.current_stream().synchronize()
         if self._lost():

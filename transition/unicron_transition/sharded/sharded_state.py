@@ -36,8 +36,8 @@ from unicron_transition.snapshot.migrate import TrainingState
 
 
 class ShardedState(LocalState):
-    """The state of one rank: its own shard, and those of which it is a partner. Collective methods raise RuntimeError
-    when a peer is lost."""
+    """The state of one rank: its own shard, and copies of others. Collective methods raise RuntimeError for a lost
+    peer."""
 
     sharded = True
 
@@ -63,7 +63,7 @@ class ShardedState(LocalState):
         self._shifts: list[int] = []
         self._version = self._version_before = -1
         self._start = 0
-        self._unread = False  # this rank has not read the checkpoint of its iteration: memory holds a state as new
+        self._unread = False  # the checkpoint was not read, because memory holds a state at least as new
         self._trained = False  # this rank has been in a generation
 
     # ------------------------------------------------------------ before a generation
@@ -80,8 +80,7 @@ class ShardedState(LocalState):
         return start if saved is None else saved
 
     def _check_untouched(self) -> None:
-        """Raises :class:`UnsupportedLayout` where the script has loaded a state of the optimizer by itself: it
-        is of a shard that this rank will not have."""
+        """Refuse an optimizer state that the script has loaded: it belongs to a shard that this rank will not have."""
         if any(each.optimizer.state for each in elastic_buckets.distributed_optimizers(self._state.optimizer)):
             raise UnsupportedLayout(
                 "unicron can't go on from an optimizer state that the script loaded: let unicron.Checkpoints do it"
@@ -89,7 +88,7 @@ class ShardedState(LocalState):
 
     @property
     def remembered(self) -> int:
-        """The newest version that earlier processes left in the memory of this node; -1 for none."""
+        """The newest version that earlier processes left in this node's memory; -1 for none."""
         return max((version for _, version, _, _ in self.shards_to_give()), default=-1)
 
     def shards_to_give(self) -> list[tuple[int, int, int, list[int]]]:
@@ -108,11 +107,13 @@ class ShardedState(LocalState):
         slots = [replica[place] for replica in replicas(plan.members, self._size)]
         nodes, blocks = ([str(slot // ranks) for slot in slots] for ranks in (self._per_node, self._per_block))
         self._shifts = sharding.partner_shifts(nodes, self._copies, blocks)
-        if plan.boundary:  # first of all: a gather that is overlapped is not over at a boundary
+        if plan.boundary:  # first: an overlapped gather is not over at a boundary
             self.adopt(*self._exchange.furthest(before))
         if self._unread and plan.state is None and self._slot not in plan.joiners:
             assert self._checkpoints is not None
-            self._checkpoints.load(self._state, iteration)  # memory came to nothing, and others get it from here
+            self._checkpoints.load(
+                self._state, iteration
+            )  # the state in memory was not used, and others get it from here
 
     def complete(self, plan: Plan, iteration: int) -> int:
         if not plan.boundary:
@@ -121,22 +122,22 @@ class ShardedState(LocalState):
         return iteration
 
     def _take_shards(self, plan: Plan, iteration: int) -> int:
-        """Take the optimizer's state in the new layout: the one that a plan names, or, where nobody has trained, the
-        one that goes with the parameters."""
+        """Take the optimizer's state into the new layout: the plan's or, if no rank has trained, the parameters'."""
         if plan.state is not None:
             self.adopt(*plan.state, lacking=not self._trained or plan.state[1] < self._version_before)
             return plan.state[1]
         if self._checkpoints is not None and iteration > self._start:
-            self._checkpoints.load(self._state, iteration)  # this rank's shard is another one by now
+            self._checkpoints.load(self._state, iteration)  # this rank has another shard now
         else:
             self._state.optimizer.reload_model_params()
         self.keep_step(iteration)
         return iteration
 
     def adopt(self, base: int, version: int, lacking: bool | None = None) -> None:
-        """Take up a state from the ranks that hold it; with it go the schedule, the biases of experts and the seed.
+        """Take a state from the ranks that hold it, with the schedule, the biases of experts and the seed.
 
-        lacking: this rank has not trained yet, so it needs what is not trained, too; None where that comes otherwise.
+        lacking: whether this rank has not trained yet, so that it also needs the untrained tensors; None if these come
+        in another way.
         """
         whole = functools.partial(self._is_whole, version, lacking)
         extra = msgpack.unpackb(self.shards.adopt(base, version, whole), strict_map_key=False)
@@ -149,7 +150,7 @@ class ShardedState(LocalState):
         self._confirm(version)
 
     def _is_whole(self, version: int, lacking: bool | None, extra: bytes) -> bool:
-        """Collective over the members: whether the untrained tensors that the shards of `version` name are there."""
+        """Whether the untrained tensors for the shards of `version` exist in some rank; collective."""
         if lacking is None:
             return True
         mark, untrained = msgpack.unpackb(extra, strict_map_key=False)["untrained"], self._untrained
@@ -171,7 +172,7 @@ class ShardedState(LocalState):
         self.shards.pool.remove_unwanted_cuts()
         cut = self._cuts.is_due(version)
         if cut and untrained and self.shards.index == 0:  # one rank of the place is enough
-            self.wait_whole()  # the thread has its hands off the cuts
+            self.wait_whole()  # the thread must be done with the cuts
             cut = self._untrained.keep_cut(self._cuts, version)
         extra = {
             "scheduler": state.schedule(),
@@ -195,11 +196,11 @@ class ShardedState(LocalState):
     # ------------------------------------------------------------ checkpoints' files
     @property
     def _files_untrained(self) -> bool:
-        """Whether this rank's checkpoint file also carries the untrained tensors of its place."""
+        """Whether this rank's checkpoint file also has the untrained tensors of its place."""
         return self.shards.index == 0 and bool(self._untrained.bytes)
 
     def _file_head(self, version: int, untrained: str, about: bytes, step: float) -> bytes:
-        """Return the head for readers of this rank's shard as a file of a checkpoint."""
+        """Return the head of this rank's shard for readers of a checkpoint's file."""
         return contents.head_of(self._state, about, version, self._process.layout.text, step, untrained)
 
     def set_aside(self, iteration: int, members: Sequence[int], generation: int, writer: Writer) -> bool:
@@ -213,11 +214,10 @@ class ShardedState(LocalState):
         self.shards.pool.forget_missed()
         super().forget_asked()
 
-    # ------------------------------------------------------------ words
+    # ------------------------------------------------------------ memory
     @property
     def bytes(self) -> int:
-        """Bytes that the states take: this rank's own and the copies of others', the last two versions of each, and one
-        while the agent makes a file of it."""
+        """Bytes of the states: two versions of the own shard and of each copy, and one that becomes a file."""
         filed = self._checkpoints is not None and self._checkpoints.destination is not None
         return (2 * (1 + len(self._shifts)) + filed) * self.shards.shard_bytes
 

@@ -1,18 +1,17 @@
-"""The state of a sharded optimizer in the ranks' memory: snapshots by version, copies of other ranks', and resharding.
+"""The state of a sharded optimizer in the ranks' memory: snapshots by version, copies for other ranks, and resharding.
 
 A rank's shard is one flat tensor of three rows, [main parameters, exp_avg, exp_avg_sq], laid out by
-:class:`shard_exchange.Buckets`. A **set** is all shards of one state of the training: it is named by the
-generation in which the state was made (`base`: another generation may repeat a step and differ in the last bit) and its
-`version`, the number of finished steps. Each rank keeps its own shard of the last two versions, and those of the ranks
-whose partner it is: 24 bytes for each element of a shard, and as many for each copy. Older ones are written over. They
-lie in the memory of the node's agent where there is one (:mod:`sharded.buffer_pool`): the next process of
-the slot has them again.
+:class:`shard_exchange.Buckets`. A **set** is all shards of one state of the training. Its name is the generation that
+made the state (`base`: another generation may repeat a step and differ in the last bit) and its `version`, the number
+of finished steps. Each rank keeps its own shard of the last two versions, and those of the ranks whose partner it is:
+24 bytes for each element of a shard and of each copy. Older ones are overwritten. If the node has an agent they lie in
+its memory (:mod:`sharded.buffer_pool`), where the next process of the slot finds them.
 
 Invariants:
 
-- The last set that was confirmed stays until the next one is; so does what it was made from, until that buffer is
-  needed.
-- A shard goes to another rank only if it has the digest that it was sealed with.
+- The last confirmed set stays until the next one is confirmed; so does the set that it was made from, until that buffer
+  is needed.
+- A shard goes to another rank only if it still has the digest with which it was sealed.
 - A set that was found to be incomplete everywhere is never reported again.
 """
 
@@ -41,14 +40,14 @@ from unicron_transition.snapshot.image_format import SHARD, STEP, ImagePage, Key
 from unicron_transition.snapshot.migrate import StateMismatch, as_before, plain
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
-_KEYS = (parts.PARAMETER, *STATES[1:])  # as a checkpoint's file has them
-MOST_GENERATIONS = 1 << (48 - MARK_BITS)  # what a message can hold (unicron_ctl.shared.protocol.ranges)
+_KEYS = (parts.PARAMETER, *STATES[1:])  # as in a checkpoint's file
+MOST_GENERATIONS = 1 << (48 - MARK_BITS)  # limit of a message (unicron_ctl.shared.protocol.ranges)
 _MARK = re.compile(rf"[0-9a-f]{{{MARK_BITS // 4}}}")
 
 
 @dataclass
 class _Set:
-    """The part of a set that this rank holds: its own shard and others'. header: the state that is no tensor."""
+    """This rank's part of a set: its own shard and copies of others. header: the state that is not a tensor."""
 
     count: int
     step: float  # Adam's; 0 in a rank whose shard is nothing but padding
@@ -57,12 +56,12 @@ class _Set:
 
 
 class Shards:
-    """The sharded state of one rank's optimizer. All methods are for the training thread.
+    """The sharded state of one rank's optimizer, for the training thread.
 
-    Collective methods are so over the data-parallel group (context parallelism included), over which the optimizer is
-    sharded, and raise RuntimeError when a peer is lost. lost(): whether the generation is over. pool: where shards
-    are kept, default: where the parameters are. wire: where the backend wants its tensors, default: the same. place: of
-    this rank among the `size` of its replica.
+    Collective methods are so over the data-parallel group (including context parallelism), over which the optimizer is
+    sharded, and raise RuntimeError if a peer is lost. lost(): whether the generation is over. pool: where shards are
+    kept, by default with the parameters. wire: the device on which the backend wants its tensors, by default the same.
+    place: this rank's among the `size` of its replica.
     """
 
     def __init__(
@@ -85,10 +84,10 @@ class Shards:
         self.base = self.count = self.index = 0
         self._sets: dict[tuple[int, int], _Set] = {}  # (base, version), oldest first
         self._confirmed: tuple[int, int] | None = None
-        self._before: tuple[int, int] | None = None  # what the next one is made from
+        self._before: tuple[int, int] | None = None  # the set from which the next one is made
         self._about: bytes | None = None
-        self._passed: set[tuple[int, int]] = set()  # sets that nobody can go on from
-        self._with_file_head: tuple[int, int] | None = None  # the set of which this rank's image can be a file
+        self._passed: set[tuple[int, int]] = set()  # incomplete sets
+        self._with_file_head: tuple[int, int] | None = None  # the set whose image can become a file
 
     @property
     def group(self) -> Any:
@@ -96,18 +95,17 @@ class Shards:
         return self.model[0].intra_dp_cp_group
 
     def enter_generation(self, base: int) -> None:
-        """Megatron's objects hold the groups of a generation by now, in which states are named by `base`: take this
-        rank's place in it.
+        """Take this rank's place in a generation whose groups Megatron's objects hold by now; `base` names its states.
 
-        The optimizer's state is lost where the place is another one (:func:`elastic_buckets.resize`).
+        The optimizer's state is lost if the place is another one (:func:`elastic_buckets.resize`).
         """
         self.pool.wait_whole()
         elastic_buckets.resize(self.model, self.optimizer)
         self.base, self.count, self.index, self._about = base, self.group.size(), self.group.rank(), None
 
     def claim(self, here: Sequence[int], again: bool = False) -> None:
-        """Have the shards again that earlier processes left in the memory of this node; `here` are its slots at this
-        place. Before the first :meth:`enter_generation`; again: at rest, those of cuts and copies that this rank
+        """Recover the shards that earlier processes left in this node's memory; `here` are its slots at this place. To
+        be called before the first :meth:`enter_generation`; again: at rest, only cuts and copies that this rank
         lacks."""
         for claimed in self.pool.claim(here, self._place, self._size, self._misfit, self._lacks if again else None):
             self._take_back(claimed)
@@ -149,9 +147,9 @@ class Shards:
         cut: bool = False,
         untrained: Mapping[int, int] | None = None,
     ) -> None:
-        """Keep the optimizer's present state as `version`. extra: what else belongs to it; :meth:`adopt` returns it.
-        file(about, step): the part of the image's head for readers of a checkpoint's file (:meth:`about`, which has
-        `untrained`); None where no file can be made of it. cut: in a file that stays, too."""
+        """Keep the optimizer's present state as `version`. extra: other state that :meth:`adopt` returns. file(about,
+        step): returns the image's head for readers of a checkpoint's file (:meth:`about`, with `untrained`); None if no
+        file can be made of it. cut: also keep it in a file that stays."""
         self._keep_only({self._confirmed})
         self._drop((self.base, version))
         header, about = self._header(extra), self.about(untrained) if file is not None else b""
@@ -170,15 +168,15 @@ class Shards:
         self._with_file_head = (self.base, version) if file_head else None
 
     def set_aside(self, version: int, untrained: Path | None = None) -> bool:
-        """Have the agent make a checkpoint's file of this rank's shard of `version`; False where it cannot. untrained:
-        the image that goes into the same file."""
+        """Let the agent make a checkpoint's file of this rank's shard of `version`; False if it cannot. untrained: the
+        image that goes into the same file."""
         if self._with_file_head != (self.base, version):
             return False
         return self.pool.set_aside(self._sets[self._with_file_head].shards[self.index], version, untrained)
 
     @property
     def mark(self) -> str:
-        """The mark of the files that are made of the sets of this generation."""
+        """The mark of the files of this generation's sets."""
         return set_mark(*self._base_parts)
 
     @property
@@ -188,9 +186,9 @@ class Shards:
         return generation, f"{mark:0{MARK_BITS // 4}x}"
 
     def send_copies(self, version: int, shifts: Sequence[int]) -> None:
-        """Collective: give this rank's shard of `version` to its partners, get those that it is the partner of.
+        """Give this rank's shard of `version` to its partners, and get the shards whose partner it is; collective.
 
-        shifts: of :func:`sharding.partner_shifts`. The copies are safe when all members say that they have them.
+        shifts: of :func:`sharding.partner_shifts`. The copies are safe when all members report that they have them.
         """
         mine = self._sets[self.base, version]
         with self._take_buffers(len(shifts), mine.header) as buffers:
@@ -204,39 +202,38 @@ class Shards:
             self._add(version, shard, buffer)
 
     def confirm(self, version: int) -> None:
-        """Confirm `version`: all members have their copies, and older sets are not needed any more. The one that it was
-        made from stays until the next one takes its buffer, for a rank that dies now may leave an image of `version`
-        that is not whole yet."""
+        """Confirm `version`: all members have their copies, so older sets are not needed any more. The set that it was
+        made from stays until the next one takes its buffer, because a rank that dies now may leave an unfinished image
+        of `version`."""
         now = self.base, version
         self._keep_only({now, self._before})
         self.pool.trim(self._elements)
         self._confirmed = self._before = now
 
     def held_shards(self) -> list[tuple[int, int, int, list[int]]]:
-        """Return what this rank could give: (base, version, count of shards, which of them) of each set, the newest
-        last. Where there are images, they are whole."""
+        """Return (base, version, count of shards, shards of this rank) of each set with whole images, newest last."""
         self.pool.wait_whole()
         return [(*key, found.count, sorted(found.shards)) for key, found in sorted(self._sets.items())]
 
     # ------------------------------------------------------------ adopting
     @torch.no_grad()
     def adopt(self, base: int, version: int, whole: Callable[[bytes], bool] = lambda extra: True) -> bytes:
-        """Collective, after :meth:`enter_generation`: take up state `version` of generation `base` from the ranks that
-        hold it.
+        """Take up state `version` of generation `base` from the ranks that hold it; collective, after
+        :meth:`enter_generation`.
 
         Only what a rank does not hold itself moves. Afterwards this rank's shard is kept as `version` of the present
-        generation (copies are to be sent), the optimizer has it, and all parameters of the model are made from it.
-        What was held of the state before stays until a copy is confirmed, so that this may be done again, with other
-        members. Returns `extra` of :meth:`export`. Raises :class:`MissingShard` when a part has no holder.
+        generation (its copies must be sent), the optimizer has it, and all parameters of the model are made from it.
+        The previous state stays until a copy is confirmed, so that another try with other members is possible. Returns
+        `extra` of :meth:`export`. Raises :class:`MissingShard` for a part without a holder.
 
-        whole(extra): the same in all members; where it is not, the set is dropped before anything has changed.
+        whole(extra): the same in all members; if it is False, the set is dropped before anything has changed.
         """
         old = self._sets.get((base, version))
         self._drop_spoiled(old)
         own = (old.count, old.step, sorted(old.shards)) if old is not None else (0, 0.0, [])
         count, step, held = self._exchange.who_holds(*own)
         if not any(held):
-            raise MissingShard(f"nobody holds state {version} of generation {base}")
+            raise MissingShard(f"no rank holds state {version} of generation {base}")
         header = self._exchange.header(old.header if old else b"", next(rank for rank, has in enumerate(held) if has))
         if not whole(bytes(msgpack.unpackb(header, strict_map_key=False)["extra"])):
             self._pass_over((base, version))
@@ -264,15 +261,13 @@ class Shards:
         return extra
 
     def _add(self, version: int, shard: int, buffer: Buffer, file_head: bytes = b"", cut: bool = False) -> None:
-        """Add a buffer of the present generation, which has its content, to the set of `version`. file_head: for the
-        readers of its image as a checkpoint's file."""
+        """Add a filled buffer to this generation's set of `version`. file_head: for readers of a checkpoint's file."""
         mine = self._sets[self.base, version]
         mine.shards[shard] = buffer
         key = Key(SHARD, self.pool.slot, version, self._place, self._size, shard, mine.count, *self._base_parts)
         self.pool.seal(buffer, key, self._head(mine.step, mine.header, file_head), cut)
 
     def _head(self, step: float, header: bytes, file_head: bytes = b"") -> bytes:
-        """Return the head of an image."""
         packed: bytes = msgpack.packb((self._model, step, header, file_head))
         return packed
 
@@ -282,14 +277,14 @@ class Shards:
         return hashlib.blake2b(repr(self.buckets).encode(), digest_size=8).digest()
 
     def _pass_over(self, key: tuple[int, int]) -> None:
-        """Pass over a set that nobody can go on from: this rank does not report it again."""
+        """Drop an incomplete set for good: this rank does not report it again."""
         self._passed.add(key)
         if (old := self._sets.pop(key, None)) is not None:
             for buffer in old.shards.values():
                 self.pool.discard(buffer)
 
     def _drop_spoiled(self, old: _Set | None) -> None:
-        """Drop shards that memory has spoiled since they were summed: nobody gets them."""
+        """Drop shards that have changed in memory since they were sealed."""
         if old is None:
             return
         for shard, buffer in list(old.shards.items()):
@@ -299,7 +294,7 @@ class Shards:
 
     # ------------------------------------------------------------ the optimizer
     def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[dict[str, torch.Tensor], list[torch.Tensor]]]:
-        """Yield for each parameter of which this rank has a part: Megatron's tensors of the part, its places in
+        """Yield, for each parameter with a part in this rank, Megatron's tensors of the part and its places in
         `flat`."""
         for optimizer, parameter, where, base in self._ranges():
             local = where["gbuf_local"]
@@ -307,8 +302,8 @@ class Shards:
             yield tensors, _pieces_of(flat, base + local.start, local.size)
 
     def _ranges(self) -> Iterator[tuple[Any, torch.nn.Parameter, Mapping[str, Any], int]]:
-        """Yield for each parameter of which this rank has a part: its optimizer, Megatron's ranges of the part, and at
-        which element of a row the bucket begins that they count from."""
+        """Yield, for each parameter of which this rank has a part: its optimizer, Megatron's ranges of the part, and
+        the element of a row at which their bucket begins."""
         base = 0
         buckets = elastic_buckets.optimizer_buckets(self.optimizer)
         for (optimizer, number, buffer, bucket), part in zip(buckets, self.buckets.parts(self.count), strict=True):
@@ -318,16 +313,16 @@ class Shards:
             base += part
 
     def _step(self) -> float:
-        """Return Adam's step; 0 where this rank has nothing but padding."""
+        """Return Adam's step; 0 if this rank has only padding."""
         tensors = (tensors for tensors, _ in self._pieces(torch.empty(self._elements, device="meta")))
         return next((float(each["step"]) for each in tensors if "step" in each), 0.0)
 
     def about(self, untrained: Mapping[int, int] | None = None) -> bytes:
-        """Return where in this rank's shard the parts of the parameters are, as :mod:`snapshot.contents` has it; the
-        same for all states of a generation.
+        """Return the places of the parameters' parts in this rank's shard, in the format of :mod:`snapshot.contents`;
+        it is the same for all states of a generation.
 
-        untrained: where in the image that stands behind the shard's data in a file each tensor lies that is not
-        trained, by its address; None for a shard whose file has none. Empty where one of them is not there.
+        untrained: address -> place of each untrained tensor in the image that follows the shard's data in a file; None
+        for a shard whose file has none. Empty if one of them is missing.
         """
         if self._about is None:
             row, starts = self.buckets.length(self.count), self._starts()
@@ -353,7 +348,7 @@ class Shards:
         return self._about
 
     def _behind(self, part: parts.Part, untrained: Mapping[int, int]) -> tuple[Any, ...] | None:
-        """Describe a tensor that is not trained, as :meth:`about` has it."""
+        """Describe an untrained tensor for :meth:`about`."""
         whole, mine = part.parameter, part.tensors[parts.PARAMETER]
         if (begin := untrained.get(whole.data_ptr()) if whole.is_contiguous() else None) is None:
             return None
@@ -361,14 +356,14 @@ class Shards:
         return _name(mine.dtype), mine.numel(), at
 
     def _starts(self) -> dict[int, int]:
-        """Return id of a parameter -> at which element of a row its first one would be, if this rank had all of it."""
+        """Return id of a parameter -> the element of a row at which it would begin if this rank had all of it."""
         return {
             id(parameter): base + where["gbuf_local"].start - where["param"].start
             for _, parameter, where, base in self._ranges()
         }
 
     def _apply(self, flat: torch.Tensor, step: float, header: bytes) -> bytes:
-        """Give the optimizer the state of `flat` and the header; returns `extra`."""
+        """Give the optimizer the state of `flat` and the header; return `extra`."""
         data = msgpack.unpackb(header, strict_map_key=False)
         into: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
@@ -392,7 +387,7 @@ class Shards:
         return bytes(data["extra"])
 
     def _header(self, extra: bytes) -> bytes:
-        """Return all that is no big tensor: learning rates and the like, the loss scaler's state, and `extra`."""
+        """Return all state but big tensors: learning rates and the like, the loss scaler's state, and `extra`."""
         optimizers = [
             (
                 plain(optimizer.optimizer.param_groups),
@@ -414,7 +409,6 @@ class Shards:
         return self._elements * torch.float32.itemsize
 
     def _take_buffers(self, count: int, header: bytes, file_head: bytes = b"") -> AbstractContextManager[list[Buffer]]:
-        """Take memory for so many shards of the present generation."""
         return self.pool.take_buffers(count, self._elements, len(self._head(0.0, header, file_head)))
 
     def _drop(self, key: tuple[int, int]) -> None:

@@ -77,9 +77,6 @@ def test_this_machine_can_be_read(tmp_path):
     assert read_file_latency(tmp_path)["file_latency"] > 0.0
     assert isinstance(read_gpus(), list)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_file_latency_of_a_missing_directory_is_an_error(tmp_path):
     with pytest.raises(OSError):
         read_file_latency(tmp_path / "nowhere")
 
@@ -135,8 +132,7 @@ def test_one_round_proves_nothing():
 
 
 def test_a_cool_or_quick_peer_is_no_anomaly_by_that_metric_alone():
-    found = rounds(PeerWatch(threshold=1e6), {"gpu_temperature": 0.4})
-    assert found == []
+    assert rounds(PeerWatch(threshold=1e6), {"gpu_temperature": 0.4}) == []
 
 
 def test_a_little_off_in_many_metrics_adds_up():

@@ -1,4 +1,4 @@
-"""Ranks that are always slower than their peers: named without any history, and nobody is named by mistake."""
+"""Ranks that are always slower than their peers: named without any history, and never by mistake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ USUAL = {"data": 0.02, "forward": 0.3, "backward": 0.6, "reduce": 0.05, "step": 
 
 
 def rows(ranks, iterations, draw=None, slow=None, seed=1):
-    """Each rank draws its own noise per phase. slow: slot -> {phase: factor}."""
+    """Yield iterations in which each rank draws its own noise per phase. slow: slot -> {phase: factor}."""
     rngs = [random.Random(1000 * seed + slot) for slot in range(ranks)]
     draws = [{name: (draw or _steady)(rng) for name in USUAL} for rng in rngs]
     for number in range(iterations):
@@ -32,7 +32,7 @@ def _steady(rng):
 
 
 def feed(watch, table):
-    """How often somebody was newly named, and the last one."""
+    """Return how often a rank was newly named, and the last one."""
     named, before = 0, watch.current
     for row in table:
         found = watch.observe(row)
@@ -55,11 +55,11 @@ def test_named_after_48_iterations_and_no_longer_when_it_is_over():
     watch = Stragglers()
     assert feed(watch, rows(4, 47, slow={2: {"backward": 1.5}}))[1] is None
     assert feed(watch, rows(4, 1, slow={2: {"backward": 1.5}}))[1].slot == 2
-    assert feed(watch, rows(4, 40, slow={2: {"backward": 1.5}}))[0] == 0, "it is said once"
+    assert feed(watch, rows(4, 40, slow={2: {"backward": 1.5}}))[0] == 0, "it is named once"
     assert feed(watch, rows(4, 16))[1] is None
 
 
-def test_less_than_a_tenth_is_nobody():
+def test_less_than_a_tenth_does_not_count():
     assert feed(Stragglers(), rows(8, 500, slow={2: {"backward": 1.12}})) == (0, None)
 
 
@@ -74,7 +74,7 @@ def test_a_long_checkpoint_of_one_rank_is_no_slowness():
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize(("ranks", "iterations"), [(2, 3000), (3, 3000), (8, 1000)])
 def test_no_false_alarms(name, ranks, iterations):
-    """Each rank has the distribution by itself, the hardest case: noise that all share does not show here at all."""
+    """Each rank draws from the distribution by itself, the hardest case: common noise does not show here."""
     named, _ = feed(Stragglers(), rows(ranks, iterations, DISTRIBUTIONS[name], seed=7))
     assert named == 0
 

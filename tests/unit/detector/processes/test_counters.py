@@ -1,4 +1,4 @@
-"""What a plain program's process counts, in a page as its agent makes it."""
+"""A plain program's process counts its work in a page that its agent has made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def pair(folder):
-    """A slot's counts as the agent reads them, and the page as the process writes it."""
+    """Return a slot's counts for the agent, and the page for the process."""
     counted = Progress(folder, 0)
     environment = counted.start(1, 0)
     return counted, Counters(environment[counters.PAGE])
@@ -114,7 +114,7 @@ def test_one_process_of_a_rank_counts_and_its_children_do_not(pair, folder):
     again = Counters(f"{folder.path}/0")
     again.page[counters.AT["pid"]] = subprocess.Popen(["true"]).wait() or 4_000_000
     steps(again, again)
-    assert again.page[counters.AT["done"]] == 1, "the one after a process that has ended begins anew"
+    assert again.page[counters.AT["done"]] == 1, "the next process starts again"
 
 
 def test_a_page_that_is_gone_harms_no_script(monkeypatch):
@@ -156,8 +156,8 @@ os.write(write, b"x")
 
 
 def test_what_a_plain_program_starts_does_not_hear_a_signal_for_which_it_has_a_handler(folder):
-    """A worker that loads data ran the script's own handler for SIGUSR1, and a program was ended by it. What it has no
-    handler for is as it was, and SIGTERM ends what it starts."""
+    """Defect: a worker that loads data ran the script's own handler for SIGUSR1, and a program was ended by it. Signals
+    without a handler, and SIGTERM, still reach both."""
     environment = dict(os.environ) | Progress(folder, 0).start(1, 0) | {"PYTHONPATH": folder.autoload}
     done = subprocess.run([sys.executable, "-c", HELPERS], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True", "True", "True", "True", "False", "False", "False", "False"], done.stderr

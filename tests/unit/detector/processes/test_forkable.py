@@ -1,14 +1,17 @@
-"""What the template's imports must not do: open the driver of a card."""
+"""Imports before a fork must not open the driver of a card, and leave each fork random numbers of its own."""
 
 from __future__ import annotations
 
 import importlib
+import random
 import sys
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
 
 from unicron_detector.processes import forkable
+from unicron_detector.processes.forkable import Seeds
 
 
 @pytest.fixture
@@ -42,3 +45,45 @@ def test_without_torch_nothing_is_changed(monkeypatch):
     with forkable.without_driver():
         importlib.import_module("colorsys")
     assert "torch._C" not in sys.modules
+
+
+# ------------------------------------------------------------ random numbers
+STATE = random.Random(7).getstate()
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    state, seed = random.getstate(), random.seed
+    yield
+    assert random.seed == seed
+    random.setstate(state)
+
+
+def _imports(*calls: Callable[[], object]) -> Seeds:
+    found = Seeds()
+    with found.note_choices():
+        for call in calls:
+            call()
+    random.seed()  # as after a fork
+    return found
+
+
+@pytest.mark.parametrize("choice", [lambda: random.seed(1), lambda: random.seed(a=1), lambda: random.setstate(STATE)])
+def test_what_imports_have_chosen_is_drawn_in_every_fork(choice: Callable[[], object]) -> None:
+    seeds = _imports(choice, random.random)
+    choice()
+    wanted = (random.random(), random.random())[1]  # an import has drawn the first
+    for _ in range(2):
+        seeds.renew()
+        assert random.random() == wanted
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [(), (random.random,), (lambda: random.seed(1), lambda: random.seed()), (lambda: random.seed(version=2),)],
+)
+def test_what_nobody_has_chosen_is_each_forks_own(calls: tuple[Callable[[], object], ...]) -> None:
+    seeds = _imports(*calls)
+    before = random.getstate()
+    seeds.renew()
+    assert random.getstate() == before

@@ -8,7 +8,6 @@ import pty
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,19 +17,8 @@ from unicron_detector.processes.job_input import JobInput
 TEXT = b"print('trained')\n" * 20_000  # more than a pipe holds
 
 
-@pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
-    reading, writing = os.pipe()
-    yield reading, writing
-    for descriptor in (reading, writing):
-        try:
-            os.close(descriptor)
-        except OSError:
-            pass
-
-
 def read_all(made: JobInput) -> bytes:
-    """What a process gets."""
+    """Return what a process reads."""
     descriptor = made.open()
     assert descriptor is not None
     with open(descriptor, "rb") as file:
@@ -38,7 +26,7 @@ def read_all(made: JobInput) -> bytes:
 
 
 def write(descriptor: int, data: bytes) -> subprocess.Popen[bytes]:
-    """Another process writes it, and closes the pipe."""
+    """Let another process write it, and close the pipe."""
     command = [sys.executable, "-c", f"import os, sys; os.write({descriptor}, sys.stdin.buffer.read())"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor])
     assert process.stdin is not None

@@ -1,27 +1,14 @@
-"""The way to a job's log that may take nothing, by real pipes."""
+"""Output to a job's log that may accept nothing, by real pipes."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator
-
-import pytest
 
 from tests.support.processes import wait_for
 from unicron_detector.processes.job_output import FULL_BYTES, MOST_BYTES, JobOutput
-
-
-@pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
-    ends = os.pipe()
-    yield ends
-    for end in ends:
-        with contextlib.suppress(OSError):
-            os.close(end)
 
 
 def test_what_is_written_comes_in_its_order(pipe):
@@ -43,7 +30,7 @@ def test_a_log_that_takes_nothing_is_not_waited_for_and_what_is_lost_is_said(pip
         written += len(piece)
     output.write(piece * 3)
     assert not output.flush(0.1) and time.monotonic() - began < 30.0
-    wait_for(lambda: not output.full, "nobody holds back for a log that stands still")
+    wait_for(lambda: not output.full, "writers do not hold back for a log that stands still")
     found: list[bytes] = []
     reader = threading.Thread(target=lambda: found.extend(iter(lambda: os.read(reading, 1 << 16), b"")), daemon=True)
     reader.start()

@@ -1,4 +1,4 @@
-"""A line of a log has its time, its level, and whose it is."""
+"""A line of a log has its time, its level, and its source."""
 
 from __future__ import annotations
 

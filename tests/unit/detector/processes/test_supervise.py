@@ -1,4 +1,4 @@
-"""What is kept of a process's standard error."""
+"""A supervised process: its output, its CPUs, its signals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ sys.exit(len(terms))
 """
 
 
-def test_sigterm_reaches_a_process_once_whoever_asks_for_its_end() -> None:
+def test_sigterm_reaches_a_process_once_by_whatever_way() -> None:
     """Defect: a script's handler ran for Slurm's SIGTERM, and again for the agent's."""
     child = Child([sys.executable, "-c", COUNTS], dict(os.environ))
     wait_for(lambda: child.pass_stderr() and "ready" in child.tail(), "its handler is set")
@@ -102,7 +102,7 @@ def test_a_signal_that_is_passed_on_reaches_no_worker() -> None:
 
 
 def runs(pid: int) -> bool:
-    """It is there, and is no zombie."""
+    """Whether it exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except OSError:

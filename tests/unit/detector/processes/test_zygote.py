@@ -1,4 +1,4 @@
-"""What a zygote imports, and when a rank's environment does not fit what it has read."""
+"""The imports of a zygote, and ranks whose environment differs from what the imports have read."""
 
 from __future__ import annotations
 
@@ -133,10 +133,8 @@ def test_a_file_that_changes_is_seen_and_so_is_one_that_changed_while_it_was_rea
     assert late.first_change(time.monotonic()) == str(tmp_path / "late.py")
 
 
-def test_ranks_that_are_asked_for_together_cost_one_look_and_what_was_edited_before_one_of_them_was_is_seen(
-    tmp_path, monkeypatch
-):
-    """Defect: each rank of a node had all files looked at again, which takes a second on a shared file system."""
+def test_joint_requests_cost_one_check_and_an_edit_before_any_of_them_is_seen(tmp_path, monkeypatch):
+    """Defect: all files were checked again for each rank of a node, which takes a second on a shared file system."""
     script, looks, now = tmp_path / "script.py", [], [10.0]
     script.write_text("one")
     os.utime(script, (1, 1))

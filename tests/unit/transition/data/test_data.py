@@ -7,9 +7,11 @@ import itertools
 import json
 import pickle
 import struct
+import sys
 import tarfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -101,11 +103,15 @@ def test_a_sample_of_a_tar_file_is_what_shares_a_name(tars):
     assert pickle.loads(pickle.dumps(found))[6] == found[6], "for workers"
 
 
+def keys(samples: Tars) -> list[str]:
+    return [samples[number]["__key__"] for number in range(len(samples))]
+
+
 def test_the_index_is_made_once_and_anew_for_another_file(tars, monkeypatch):
-    first = [sample["__key__"] for sample in map(Tars(tars / "*.tar").__getitem__, range(12))]
+    first = keys(Tars(tars / "*.tar"))
     with monkeypatch.context() as patch:
         patch.setattr(tarfile, "open", None)
-        assert [sample["__key__"] for sample in map(Tars(tars / "*.tar").__getitem__, range(12))] == first
+        assert keys(Tars(tars / "*.tar")) == first
     tar(tars / "train-0.tar", {"other": {"txt": b"new"}})
     assert Tars(tars / "*.tar")[0] == {"__key__": "other", "txt": b"new"}
     (tars / "train-0.tar.unicron-index").write_bytes(b"half of it")
@@ -114,20 +120,15 @@ def test_the_index_is_made_once_and_anew_for_another_file(tars, monkeypatch):
 
 
 def test_files_of_metadata_are_no_samples(tmp_path):
-    """As WebDataset 1.0.2 reads this file."""
-    told = {
+    """WebDataset 1.0.2 reads this file in the same way."""
+    files = {
         "__meta__/info": {"json": b"{}"},
         "a.b/0001": {"cls": b"1"},
         "__key__": {"txt": b"2"},
         "x/__meta__/0": {"txt": b"3"},
     }
-    tar(tmp_path / "t.tar", told)
-    assert [sample["__key__"] for sample in map(Tars(tmp_path / "t.tar").__getitem__, range(3))] == [
-        "a.b/0001",
-        "__key__",
-        "x/__meta__/0",
-    ]
-    assert len(Tars(tmp_path / "t.tar")) == 3
+    tar(tmp_path / "t.tar", files)
+    assert keys(Tars(tmp_path / "t.tar")) == ["a.b/0001", "__key__", "x/__meta__/0"]
 
 
 def test_tar_files_that_cannot_be_used_are_one_line(tars):
@@ -157,7 +158,7 @@ COLUMNS = {
 
 
 def mds_sample(number: int) -> tuple[dict, bytes]:
-    """(what it is, how it is written)."""
+    """Return (a sample, its bytes in a shard)."""
     tokens, fixed = np.arange(number + 1, dtype="uint16"), np.full((2, 2), number, "float32")
     free = np.arange(6, dtype="int64").reshape(2, 3) * number
     values = {"tokens": tokens, "label": -number, "text": "ä" * number, "fixed": fixed, "free": free}
@@ -176,7 +177,7 @@ def mds_sample(number: int) -> tuple[dict, bytes]:
 
 
 def mds(folder: Path, shards: list[range], pack=None, compression=None, encodings=None) -> None:
-    said = []
+    entries = []
     columns = {name: encoding for name, (encoding, _) in COLUMNS.items()} | (encodings or {})
     for number, samples in enumerate(shards):
         written, config = [mds_sample(each)[1] for each in samples], b"{}" * 20
@@ -188,8 +189,8 @@ def mds(folder: Path, shards: list[range], pack=None, compression=None, encoding
         shard = {"format": "mds", "version": 2, "compression": compression, "hashes": [], "samples": len(written)}
         shard |= {"column_names": list(columns), "column_encodings": list(columns.values())}
         shard |= {"column_sizes": [size for _, size in COLUMNS.values()], "raw_data": {"basename": name}}
-        said.append(shard | {"zip_data": {"basename": f"{name}.zstd"} if pack else None})
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": said}))
+        entries.append(shard | {"zip_data": {"basename": f"{name}.zstd"} if pack else None})
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
 
 
 def test_samples_of_mds_shards(tmp_path):
@@ -209,21 +210,13 @@ def test_samples_of_mds_shards(tmp_path):
 
 
 def test_compressed_shards_need_their_package(tmp_path, monkeypatch, snapshot):
-    import sys
-
     mds(tmp_path, [range(3)], pack=lambda data: data[::-1], compression="zstd:3")
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with raises_text(ValueError, snapshot, tmp_path):
         MDS(tmp_path)
 
-    class Decompressor:
-        def stream_reader(self, file):
-            return io.BytesIO(file.read()[::-1])
-
-    class Package:
-        ZstdDecompressor = Decompressor
-
-    monkeypatch.setitem(sys.modules, "zstandard", Package)
+    decompressor = SimpleNamespace(stream_reader=lambda file: io.BytesIO(file.read()[::-1]))
+    monkeypatch.setitem(sys.modules, "zstandard", SimpleNamespace(ZstdDecompressor=lambda: decompressor))
     assert MDS(tmp_path)[2]["text"] == "ää"
     mds(tmp_path, [range(3)], pack=bytes, compression="br")
     with raises_text(ValueError, snapshot, tmp_path):

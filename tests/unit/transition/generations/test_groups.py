@@ -1,4 +1,4 @@
-"""Which connections a generation's groups go over: what a Break cuts, and what lives on inside a replica."""
+"""The connections of a generation's groups: what a Break cuts, and what is kept inside a replica."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_what_all_ranks_share_is_the_world(built, replicas):
     assert state._EVERYBODY_GROUP is dist.group.WORLD and dist.get_world_size() == 4 * replicas
 
 
-def test_what_the_ranks_were_asked_once_they_are_asked_again_in_each_generation(built):
-    """Defect: Megatron 0.19 remembers an answer of its first step. A rank that joined asked, and nobody answered."""
+def test_optimizers_ask_their_ranks_again_in_each_generation(built):
+    """Defect: Megatron 0.19 remembers an answer of its first step. A rank that joined asked, and got no answer."""
     asking = SimpleNamespace(has_grad_norm_group=None, _has_grad_norm_group_cache={"mtp": False})
     silent = SimpleNamespace()
     built.groups.note_holders([silent, asking])

@@ -1,4 +1,4 @@
-"""Places, replicas, and how slots compose new ones."""
+"""Places, replicas, and the composition of new ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_rank_of_megatron_is_one_place_of_one_replica(shape, replicas):
 
 
 def test_megatrons_order_has_the_replicas_between_tensor_and_pipeline():
-    """As `parallel_state.initialize_model_parallel` builds its groups for TP2 PP2 over 8 ranks."""
+    """`parallel_state.initialize_model_parallel` builds these groups for TP2 PP2 over 8 ranks."""
     shape = Layout(tensor=2, pipeline=2)
     assert [shape.megatron_rank(0, place, 2) for place in range(4)] == [0, 1, 4, 5]
     assert [shape.megatron_rank(1, place, 2) for place in range(4)] == [2, 3, 6, 7]
@@ -68,7 +68,7 @@ def test_home_replicas_come_first_then_those_that_other_slots_make():
 
 
 def test_the_fullest_homes_stay_together():
-    """Slot 0 alone, 4 to 6 together, and 11 completes them: 0 waits."""
+    """Slot 11 completes 4 to 6, which are together; slot 0 waits alone."""
     assert layout.compose([0, 4, 5, 6, 11], 4) == ([[4, 5, 6, 11]], [0])
 
 

@@ -1,4 +1,4 @@
-"""Whether a collective's network gets on, of real connections: bytes that move, a peer that hangs, lost packets."""
+"""The progress of a collective's network, with real connections: bytes that move, a peer that hangs, lost packets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pulse_of(*sockets: socket.socket) -> Pulse:
 
 
 def settled(near: socket.socket, pulse: Pulse) -> None:
-    """Until all that was sent is acknowledged."""
+    """Wait until all that was sent is acknowledged."""
     wait_for(lambda: not pulse.measure(False), "nothing moves")
 
 
@@ -46,17 +46,17 @@ def test_bytes_that_move_are_seen_at_both_ends(ends):
     assert wait_for(lambda: pulses[1].measure(False), "the receiver")
 
 
-def test_each_word_of_progress_is_another_number(ends):
+def test_each_report_of_progress_is_another_number(ends):
     near, far = ends
-    pulse, said = pulse_of(near, far), set()
+    pulse, numbers = pulse_of(near, far), set()
     pulse.measure(True)
     settled(near, pulse)
     for _ in range(20):
         near.sendall(b"x")
         far.recv(1)
-        said.add(wait_for(lambda: pulse.measure(False), "it moved"))
+        numbers.add(wait_for(lambda: pulse.measure(False), "it moved"))
         settled(near, pulse)
-    assert len(said) == 20
+    assert len(numbers) == 20
 
 
 def test_what_moved_while_the_main_thread_was_busy_says_nothing(ends):
@@ -69,7 +69,7 @@ def test_what_moved_while_the_main_thread_was_busy_says_nothing(ends):
 
 
 def test_a_peer_that_hangs_is_no_progress(ends):
-    """Its kernel takes what it is sent until its buffer is full, and acknowledges it."""
+    """Its kernel accepts and acknowledges data until its buffer is full."""
     near, _ = ends
     pulse = pulse_of(near)
     near.setblocking(False)

@@ -24,7 +24,7 @@ def store() -> dist.TCPStore:
 
 
 def form(store: dist.TCPStore, clients: list[dist.TCPStore], prefix: str) -> None:
-    """A group of real ranks that meet under this prefix."""
+    """Form a group of real ranks that meet under this prefix."""
     groups = []
 
     def join(rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 
@@ -13,14 +14,13 @@ from unicron_transition.generations.unblock import Unblocker, tcp_sockets
 class Connection:
     """Both ends of a TCP connection in this process, and the socket that listened for it."""
 
-    def __init__(self):
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.near = socket.create_connection(self.listener.getsockname())
-        self.far, _ = self.listener.accept()
-        self.near.settimeout(5)
+    def __init__(self, stack: contextlib.ExitStack):
+        self.listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.near = stack.enter_context(socket.create_connection(self.listener.getsockname(), timeout=5))
+        self.far = stack.enter_context(self.listener.accept()[0])
 
     def works(self) -> bool:
-        """A byte gets through."""
+        """Whether a byte gets through."""
         try:
             self.far.sendall(b"x")
             return self.near.recv(1) == b"x"
@@ -28,26 +28,15 @@ class Connection:
             return False
 
     def listens(self) -> bool:
-        """A new connection is accepted."""
+        """Whether a new connection is accepted."""
         with socket.create_connection(self.listener.getsockname(), timeout=5), self.listener.accept()[0]:
             return True
-
-    def close(self):
-        for end in (self.near, self.far, self.listener):
-            end.close()
 
 
 @pytest.fixture
 def connect():
-    made = []
-
-    def go():
-        made.append(Connection())
-        return made[-1]
-
-    yield go
-    for connection in made:
-        connection.close()
+    with contextlib.ExitStack() as stack:
+        yield lambda: Connection(stack)
 
 
 def test_only_what_was_opened_while_building_is_broken(connect):

@@ -1,4 +1,4 @@
-"""What a rank knows of its generation: old messages, repeats, Breaks that cross plans, and the two threads."""
+"""A rank's knowledge of its generation: old and repeated messages, Breaks that cross plans, and the two threads."""
 
 from __future__ import annotations
 
@@ -18,36 +18,23 @@ def plan(generation: int, boundary: bool = False, **more) -> Plan:
     return Plan(generation, [0, 2], "h:1", "p/3", boundary=boundary, **more)
 
 
-def withdrawn(generation: int) -> Withdraw:
-    return Withdraw(generation)
-
-
-def broken(generation: int, *lost: int) -> Break:
-    return Break(generation, list(lost or (1,)))
-
-
-class Kicks:
-    """Counts how often the main thread was freed."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, inside: bool = True):
-        self.count += 1
+def broken(generation: int) -> Break:
+    return Break(generation, [1])
 
 
 @pytest.fixture
-def kicks():
-    return Kicks()
+def kicks() -> list[bool]:
+    """One entry for each time that the main thread was freed: whether inside its replica as well."""
+    return []
 
 
 @pytest.fixture
 def watch(kicks):
-    return Watch(0, kicks)
+    return Watch(0, kicks.append)
 
 
 def inside(watch: Watch, generation: int) -> None:
-    """The main thread is a member of `generation`."""
+    """Make the main thread a member of `generation`."""
     watch.on_message(plan(generation))
     entered = watch.wait_plan(0.0)
     assert entered is not None and entered.generation == generation
@@ -101,7 +88,7 @@ def test_an_offer_above_the_break_is_kept(watch):
     assert watch.offer.generation == 3
 
 
-def test_a_break_that_overtakes_a_plan_is_told_to_the_waiting_rank(watch):
+def test_a_waiting_rank_notices_a_break_that_overtakes_a_plan(watch):
     """Otherwise it would wait in silence for a plan that its silence holds up."""
     inside(watch, 1)
     watch.on_message(broken(1))
@@ -122,29 +109,29 @@ def test_entering_drops_only_what_is_not_newer(watch):
     assert watch.wait_plan(0.0).generation == 2
 
 
-def test_who_trains_forgets_an_offer_that_is_withdrawn(watch):
+def test_a_rank_that_trains_forgets_an_offer_that_is_withdrawn(watch):
     inside(watch, 1)
     watch.on_message(plan(2, boundary=True))
-    watch.on_message(withdrawn(2))
+    watch.on_message(Withdraw(2))
     assert watch.offer is None and not watch.lost() and watch.broken == 0
     watch.on_message(plan(2, boundary=True))
     assert watch.offer is None, "a copy that comes late"
     watch.on_message(plan(4, boundary=True))
-    watch.on_message(withdrawn(3))
+    watch.on_message(Withdraw(3))
     assert watch.offer.generation == 4
     watch.on_message(plan(3))
     assert watch.wait_plan(0.0).generation == 3, "only offers are withdrawn"
 
 
 def newcomer(watch: Watch, generation: int) -> None:
-    """It waits for the others at their boundary."""
+    """Let it wait for the others at their boundary."""
     watch.on_message(plan(generation, boundary=True, joiners=[0]))
     watch.enter_generation(watch.wait_plan(0.0))
 
 
 def test_for_a_newcomer_that_waits_it_is_over_and_the_next_offer_is_its_way_in(watch):
     newcomer(watch, 2)
-    watch.on_message(withdrawn(2))
+    watch.on_message(Withdraw(2))
     assert watch.lost()
     watch.give_up()
     watch.put_back()
@@ -152,16 +139,16 @@ def test_for_a_newcomer_that_waits_it_is_over_and_the_next_offer_is_its_way_in(w
     assert watch.wait_plan(0.0).generation == 3
 
 
-def test_who_is_in_with_all_others_stays_in(watch):
+def test_a_rank_that_is_in_with_all_others_stays_in(watch):
     newcomer(watch, 2)
     watch.note_entered()
-    watch.on_message(withdrawn(2))
+    watch.on_message(Withdraw(2))
     assert not watch.lost()
     inside(watch, 3)
     watch.on_message(plan(4, boundary=True))
     offer = watch.offer
     watch.enter_generation(offer)  # all have agreed on it in their commit
-    watch.on_message(withdrawn(4))
+    watch.on_message(Withdraw(4))
     assert not watch.lost(), "a member; the Break that follows ends it for all"
 
 
@@ -174,7 +161,7 @@ def test_who_is_in_with_all_others_stays_in(watch):
     )
 )
 def test_no_order_of_messages_leads_back(events):
-    """Whatever comes when: no plan of a broken generation, or of one that was entered before, is ever handed out."""
+    """No plan of a broken generation, or of one that was entered before, is ever handed out."""
     watch, entered = Watch(0, lambda inside: None), 0
     for what, generation in events:
         before = watch.broken
@@ -183,7 +170,7 @@ def test_no_order_of_messages_leads_back(events):
         elif what in ("plan", "offer"):
             watch.on_message(plan(generation, boundary=what == "offer"))
         elif what == "withdraw":
-            watch.on_message(withdrawn(generation))
+            watch.on_message(Withdraw(generation))
         elif what == "give_up":
             assert watch.give_up() >= entered
         elif what == "put_back":
@@ -198,11 +185,10 @@ def test_no_order_of_messages_leads_back(events):
         assert watch.broken >= before
         assert watch.lost() == (0 < entered <= watch.broken)
         assert watch.offer is None or watch.offer.generation > max(entered, watch.broken)
-    watch.give_up()  # else its thread would kick until the process ends
+    watch.give_up()  # otherwise its thread would kick until the process ends
 
 
-def test_a_rank_that_is_to_end_does_so_where_it_waits_for_a_plan():
-    watch = Watch(0, lambda inside: None)
+def test_a_rank_that_has_to_end_does_so_while_it_waits_for_a_plan(watch):
     watch.on_message(plan(3))
     watch.on_message(StopRank())
     with pytest.raises(RankDismissed) as ended:
@@ -216,7 +202,7 @@ def test_a_rank_that_stopped_by_itself_is_out_of_its_generation(watch, kicks):
     assert watch.give_up() == 4 and watch.lost()
     watch.on_message(broken(4))
     time.sleep(0.06)
-    assert kicks.count == 0, "it has left its collectives: there is nobody to free"
+    assert not kicks, "it has left its collectives and needs no help"
     inside(watch, 5)
     assert not watch.lost()
 
@@ -224,11 +210,11 @@ def test_a_rank_that_stopped_by_itself_is_out_of_its_generation(watch, kicks):
 def test_a_stuck_main_thread_is_freed_until_it_acknowledges(watch, kicks):
     inside(watch, 1)
     watch.on_message(broken(1))
-    wait_for(lambda: kicks.count >= 3, "it is freed again and again")
+    wait_for(lambda: len(kicks) >= 3, "it is freed again and again")
     watch.give_up()
-    after = kicks.count
+    after = len(kicks)
     time.sleep(0.06)
-    assert kicks.count == after
+    assert len(kicks) == after
 
 
 def test_nobody_is_freed_while_the_next_generation_is_entered():
@@ -251,24 +237,22 @@ def test_nobody_is_freed_while_the_next_generation_is_entered():
     assert touched and not any(touched)
 
 
-def test_what_was_broken_inside_a_replica_is_no_shelter_any_more():
-    """The Break comes right before the next schedule: what that waits for must not be believed, nor waited for."""
-    told: list[bool] = []
-    watch = Watch(0, told.append)
+def test_what_was_broken_inside_a_replica_is_no_shelter_any_more(watch, kicks):
+    """The Break comes right before the next schedule, whose results must be neither believed nor waited for."""
     inside(watch, 1)
     watch.on_message(broken(1))  # of another replica's loss
-    wait_for(lambda: told, "the connections inside are broken")
+    wait_for(lambda: kicks, "the connections inside are broken")
     watch.shelter(True)
     assert watch.hit() and watch.disturbed(inside=True)
-    before = len(told)
-    wait_for(lambda: len(told) >= before + 3, "it is freed again and again")
-    assert all(told)
+    before = len(kicks)
+    wait_for(lambda: len(kicks) >= before + 3, "it is freed again and again")
+    assert all(kicks)
     watch.give_up()
     inside(watch, 2)
     watch.shelter(True)
     assert not watch.hit()
     watch.on_message(broken(2))
-    wait_for(lambda: told[-1] is False, "only the others' connections are broken")
+    wait_for(lambda: kicks[-1] is False, "only the others' connections are broken")
     assert not watch.hit() and not watch.disturbed(inside=True)
 
 

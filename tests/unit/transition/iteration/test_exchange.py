@@ -1,4 +1,4 @@
-"""What a collective delivered is believed only while the generation stands and its communicator reports no error."""
+"""The result of a collective counts only while the generation stands and its communicator reports no error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unicron_transition.megatron.gradients import PeerLost
 
 @pytest.fixture
 def exchange(monkeypatch):
-    """Of a rank with NCCL that is stood in for: `state.error` is its communicator's, `state.over` the generation's."""
+    """An exchange over a stand-in for NCCL: `state.error` is the communicator's, `state.over` the generation's."""
     state = SimpleNamespace(error=None, over=False, waited=0)
 
     def all_reduce(tensor, op, group, async_op):
@@ -32,18 +32,18 @@ def exchange(monkeypatch):
     return Exchange(process), state
 
 
-def test_what_a_sound_communicator_says_is_believed(exchange):
-    said, state = exchange
-    assert said.commit(None, False).offer is None and state.waited == 1
+def test_the_result_of_a_sound_communicator_counts(exchange):
+    made, state = exchange
+    assert made.commit(None, False).offer is None and state.waited == 1
 
 
 @pytest.mark.parametrize(
-    ("error", "over", "says"),
+    ("error", "over", "message"),
     [(RuntimeError("remote process has exited"), False, "communicator reports an error"), (None, True, "ended")],
 )
-def test_an_error_of_the_communicator_or_an_ended_generation_is_a_lost_peer(exchange, error, over, says):
+def test_an_error_of_the_communicator_or_an_ended_generation_is_a_lost_peer(exchange, error, over, message):
     """NCCL's collectives return without raising."""
-    said, state = exchange
+    made, state = exchange
     state.error, state.over = error, over
-    with pytest.raises(PeerLost, match=says):
-        said.all_there()
+    with pytest.raises(PeerLost, match=message):
+        made.all_there()

@@ -1,4 +1,4 @@
-"""Copies of gradients: what is put back, what it takes, and what cannot be put back."""
+"""Copies of gradients: what is put back, their size, and what cannot be put back."""
 
 from __future__ import annotations
 

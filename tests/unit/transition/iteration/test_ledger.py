@@ -19,7 +19,7 @@ def test_dealing_is_a_partition_that_differs_by_one_at_most(total, replicas):
 
 @given(st.data())
 def test_any_history_of_losses_counts_every_micro_batch_once(data):
-    """Ranks finish some of what they owe, one is lost, the rest is dealt anew; until somebody finishes everything."""
+    """Ranks finish some of what they owe, one is lost, the rest is dealt again, until one has finished everything."""
     total = data.draw(st.integers(1, 20))
     members = list(range(data.draw(st.integers(1, 5))))
     ledgers = {slot: Ledger(0, total, deal(total, len(members), slot)) for slot in members}
@@ -56,7 +56,7 @@ def test_what_is_finished_is_never_owed_again():
     ledger = Ledger(3, 4, [0, 2])
     ledger.finish(2)
     assert ledger.todo() == [0]
-    for index in (2, 1):  # again, and somebody else's
+    for index in (2, 1):  # again, and another rank's
         with pytest.raises(LedgerError, match="not owed"):
             ledger.finish(index)
     with pytest.raises(LedgerError, match=r"drops finished micro-batches \[2\]"):

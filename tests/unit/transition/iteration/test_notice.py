@@ -1,5 +1,5 @@
-"""What a rank starts outlives the signals of its step, as the rank does: real workers of torch's DataLoader, processes
-of multiprocessing, programs."""
+"""A rank's children outlive the signals of its step as the rank does: workers of torch's DataLoader, processes of
+multiprocessing, programs."""
 
 from __future__ import annotations
 
@@ -115,17 +115,20 @@ if __name__ == "__main__":
 """
 
 
+def run(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "train.py"
+    path.write_text(script)
+    command = [sys.executable, str(path), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+
+
 @pytest.mark.parametrize(
     ("handler", "how"), [("handler", "fork"), ("none", "fork"), ("handler", "spawn"), ("none", "forkserver")]
 )
 def test_what_a_rank_starts_outlives_the_signals_of_its_step(tmp_path: Path, handler: str, how: str) -> None:
     """Defect: with proctrack/linuxproc a request for a checkpoint (SIGUSR2) killed the workers that load data, and with
     them all ranks; so did SIGTERM before the boundary at which the rank was to leave. What `terminate` does stays."""
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(path), handler, how], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    done = run(tmp_path, SCRIPT, handler, how)
     assert (done.returncode, done.stdout.strip()) == (0, "went on" + " USR1" * (handler == "handler")), done.stderr
     assert done.stderr == "", "torch does not call its workers' end a failure"
 
@@ -226,8 +229,5 @@ def test_a_signal_finds_a_process_that_begins(tmp_path: Path, what: str) -> None
     """Defects: one that was through with its beginning while `terminate` looked at it lived on, and so did a fork of
     the script's own to which SIGTERM came before its first turn. Slurm's SIGTERM ended the first process of spawn and
     forkserver, and a worker of torch's while that set its own handler. A fork heard what was for the rank."""
-    path = tmp_path / "train.py"
-    path.write_text(BEGINNINGS)
-    command = [sys.executable, str(path), *what.split("-")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    done = run(tmp_path, BEGINNINGS, *what.split("-"))
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Which generators get which numbers, for which micro-batch on which rank."""
+"""The numbers of each generator, for each micro-batch on each rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
 
 
 class Tracker:
-    """Megatron's, as far as it is used."""
+    """The used part of Megatron's tracker."""
 
     def __init__(self) -> None:
         self.states = {name: torch.get_rng_state() for name in NAMES}
@@ -41,7 +41,7 @@ def own_numbers():
 
 
 def drawn(tracker: Tracker, *which: int, **coordinate: int) -> dict[str, tuple[float, ...]]:
-    """What each generator gives after a seed."""
+    """Return the numbers of each generator after a seed."""
     randomness.seed(*which, **coordinate)
     numbers = {"default": tuple(torch.rand(4).tolist())}
     for name, state in tracker.states.items():

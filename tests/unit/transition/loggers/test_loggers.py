@@ -1,4 +1,4 @@
-"""Loggers: one rank writes at a time, and nothing is missing or there twice when it is another one."""
+"""Loggers: one rank writes at a time, and nothing is missing or written twice when another rank takes over."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def world(monkeypatch):
 
 
 def train(world, ranks, steps, die=None) -> None:
-    """Each of the ranks, a dictionary by rank, logs these steps; `die` ends after the last one without a call of it."""
+    """Let each of the ranks, a dictionary by rank, log these steps; `die` ends before it logs the last one."""
     for step in steps:
         for rank, logger in ranks.items():
             if not (step == steps[-1] and rank == die):
@@ -41,7 +41,7 @@ def train(world, ranks, steps, die=None) -> None:
 # ------------------------------------------------------------ TensorBoard
 @pytest.mark.parametrize("flushed", [True, False])
 def test_tensorboard_shows_each_step_once_when_the_writer_dies(world, tmp_path, flushed):
-    """With what it wrote last, and without it: then its file ends before."""
+    """The writer dies with its last step written, or before it."""
     pytest.importorskip("tensorboard")
     ranks = {rank: loggers.TensorBoard(tmp_path) for rank in range(3)}
     train(world, ranks, range(5), die=None if flushed else 0)
@@ -58,9 +58,9 @@ def test_tensorboard_goes_with_a_rank_that_joins_as_the_first_and_a_job_that_goe
     pytest.importorskip("tensorboard")
     ranks = {rank: loggers.TensorBoard(tmp_path) for rank in range(2)}
     train(world, ranks, range(3))
-    joined = loggers.TensorBoard(tmp_path)
-    train(world, {0: joined, 1: ranks[0], 2: ranks[1]}, range(3, 6))
-    train(world, {0: joined, 1: ranks[0], 2: ranks[1]}, range(4, 8))
+    joined = {0: loggers.TensorBoard(tmp_path), 1: ranks[0], 2: ranks[1]}
+    train(world, joined, range(3, 6))
+    train(world, joined, range(4, 8))
     assert read(tmp_path)["loss"] == [(step, step / 2) for step in range(8)]
 
 
@@ -84,7 +84,7 @@ class Runs:
         return SimpleNamespace(step=log[-1][0] + 1 if log else 0, log=write, finish=lambda: None)
 
 
-def test_a_run_of_wandb_is_resumed_by_whoever_writes(world, monkeypatch):
+def test_a_run_of_wandb_is_resumed_by_each_writer(world, monkeypatch):
     service = Runs()
     monkeypatch.setitem(sys.modules, "wandb", service)
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
@@ -104,23 +104,20 @@ def test_a_service_that_is_down_costs_a_line_and_is_caught_up_with(world, monkey
     service.down = False
     train(world, {0: mine}, range(3, 5))
     assert [step for step, _ in service.runs["run"]] == [0, 1, 2, 3, 4]
-    said = capfd.readouterr().err
-    assert said.count("iteration 0,") == said.count("no network") == 1 and "iteration 1," not in said, said
+    output = capfd.readouterr().err
+    assert output.count("iteration 0,") == output.count("no network") == 1 and "iteration 1," not in output, output
 
 
 class Client:
-    """Stands for MLflow's."""
+    """Stands for MLflow's client."""
 
     store: dict = {}
 
     def __init__(self, tracking_uri):
         assert tracking_uri == "file:/x"
 
-    def get_experiment_by_name(self, name):
-        return None
-
-    def create_experiment(self, name):
-        return "0"
+    get_experiment_by_name = staticmethod(lambda name: None)
+    create_experiment = staticmethod(lambda name: "0")
 
     def search_runs(self, experiments, condition):
         return [each for each in self.store.values() if condition.endswith(f"= '{each.name}'")]
@@ -133,8 +130,7 @@ class Client:
     def update_run(self, run, status):
         self.store[run].info.status = status
 
-    def set_terminated(self, run, status):
-        self.store[run].info.status = status
+    set_terminated = update_run
 
     def get_metric_history(self, run, name):
         return [each for each in self.store[run].metrics if each.key == name]
@@ -145,7 +141,7 @@ class Client:
 
 @pytest.fixture
 def mlflow(monkeypatch):
-    """A stand-in for the package, and what it has registered for the end of the process."""
+    """Replace the package; returns what it registers for the end of the process."""
 
     def metric(key, value, timestamp, step):
         return SimpleNamespace(key=key, value=value, step=step)
@@ -190,7 +186,7 @@ def test_a_run_of_mlflow_ends_with_its_block(world, mlflow):
     assert run.info.status == "FINISHED"
 
 
-def test_a_run_of_mlflow_is_found_again_by_whoever_writes(world, mlflow):
+def test_a_run_of_mlflow_is_found_again_by_each_writer(world, mlflow):
     ranks = {rank: loggers.MLflow("mine", tracking_uri="file:/x") for rank in range(2)}
     train(world, ranks, range(4))
     train(world, {0: ranks[1]}, range(4, 6))
@@ -198,7 +194,7 @@ def test_a_run_of_mlflow_is_found_again_by_whoever_writes(world, mlflow):
     assert [(each.step, each.value) for each in run.metrics if each.key == "loss"] == [(s, s / 2) for s in range(6)]
 
 
-def test_what_is_missing_is_said_in_one_line(monkeypatch, snapshot):
+def test_what_is_missing_is_one_line(monkeypatch, snapshot):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with raises_text(ValueError, snapshot):
         loggers.MLflow("run")

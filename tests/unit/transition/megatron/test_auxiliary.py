@@ -1,4 +1,5 @@
-"""Auxiliary losses weigh as the loss does, and biases of experts follow each micro-batch once, whatever breaks."""
+"""Auxiliary losses have the weight of the loss, and biases of experts follow each micro-batch once, even after
+failures."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ TOTAL = 8
 
 
 class Router(torch.nn.Module):
-    """What Megatron's has of the balance of two experts."""
+    """The used part of Megatron's router, for two experts."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -27,7 +28,7 @@ class Router(torch.nn.Module):
 
 
 class Scaler:
-    """Megatron's MoEAuxLossAutoScaler, as far as the scale goes."""
+    """The scale of Megatron's MoEAuxLossAutoScaler."""
 
     scale = torch.ones(1)
 
@@ -53,18 +54,22 @@ def counts(chunks) -> list[list[float]]:
     return [chunk.module.local_tokens_per_expert.tolist() for chunk in chunks]
 
 
+def weighed(made_of: Auxiliary, chunk: int, real: bool) -> torch.Tensor:
+    output = torch.ones(1, requires_grad=True) * 2
+    made_of.weigh(output, chunk, real)
+    return output
+
+
 # ------------------------------------------------------------ auxiliary losses
 @pytest.mark.parametrize(("per_token", "weight"), [(False, 1 / TOTAL), (True, 1.0)])
 def test_each_backward_pass_has_the_weight_of_its_own_micro_batch(chunks, monkeypatch, per_token, weight):
-    """Forward passes of others come between; and Megatron sets the scale of its call in each of them."""
+    """Other forward passes come between, and Megatron sets the scale of its call in each of them."""
     made_of = made(chunks, monkeypatch=monkeypatch)
     made_of._config.calculate_per_token_loss = per_token
     outputs = []
     for real in (True, False):
-        output = torch.ones(1, requires_grad=True) * 2
-        made_of.weigh(output, 0, real)
+        outputs.append(weighed(made_of, 0, real))
         Scaler.set_loss_scale(torch.tensor([1 / 3]))
-        outputs.append(output)
     outputs[0].backward()
     assert float(Scaler.scale) == weight
     outputs[1].backward()
@@ -74,9 +79,7 @@ def test_each_backward_pass_has_the_weight_of_its_own_micro_batch(chunks, monkey
 def test_the_loss_scale_of_fp16_is_in_it(chunks, monkeypatch):
     made_of = made(chunks, monkeypatch=monkeypatch)
     made_of._config.grad_scale_func = lambda loss: loss * 1024
-    output = torch.ones(1, requires_grad=True) * 2
-    made_of.weigh(output, 0, True)
-    output.backward()
+    weighed(made_of, 0, True).backward()
     assert float(Scaler.scale) == 1024 / TOTAL
 
 
@@ -98,16 +101,14 @@ def test_what_is_computed_once_more_or_fails_counts_nothing(chunks):
 def test_recomputed_layers_count_in_the_backward_pass(chunks, monkeypatch):
     made_of = made(chunks, monkeypatch=monkeypatch)
     for real, routed in ((True, (3, 1)), (False, (30, 10))):
-        output = torch.ones(1, requires_grad=True) * 2
-        made_of.weigh(output, 1, real)
-        output.backward()
+        weighed(made_of, 1, real).backward()
         chunks[1].module.route(*routed)
     made_of.end_schedule()
     assert counts(chunks) == [[0, 0], [3, 1]]
 
 
 def finalize(chunks) -> None:
-    """As Megatron's finalize_model_grads: new biases, counts zero."""
+    """Make new biases and zero the counts, like Megatron's finalize_model_grads."""
     for chunk in chunks:
         router = chunk.module
         router.local_tokens_per_expert *= 4  # the sum over all ranks

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 class Model(nn.Module):
-    """`rare` has a gradient in micro-batch 2 only, `never` in none."""
+    """In this model `rare` has a gradient in micro-batch 2 only, `never` in none."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ def mean(batch, model) -> torch.Tensor:
 
 
 def per_token(batch, model) -> tuple[torch.Tensor, int]:
-    """Of micro-batch i the first i + 1 rows count."""
+    """Count the first i + 1 rows of micro-batch i."""
     return model(batch)[: batch[0] + 1].sum(), batch[0] + 1
 
 
@@ -75,12 +75,18 @@ def gradients(model: nn.Module, forward_step=mean, lost=lambda: False, where: Wh
     return made
 
 
+def finish(mine, ledger: Ledger) -> None:
+    mine.compute(ledger)
+    mine.reduce(ledger, PROOF)
+    mine.proven(0.0)
+
+
 def by_hand(forward_step=mean, indices=range(TOTAL)) -> list[torch.Tensor | None]:
-    """What torch alone makes of it."""
+    """The gradients of torch alone."""
     model = Model()
     for index in indices:
-        told = forward_step(fetch(0, index), model)
-        (told[0] / 10 if isinstance(told, tuple) else told / TOTAL).backward()
+        loss = forward_step(fetch(0, index), model)
+        (loss[0] / 10 if isinstance(loss, tuple) else loss / TOTAL).backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
@@ -106,19 +112,15 @@ def test_they_are_those_of_a_loop_of_torch_alone(forward_step):
 
 
 def test_a_reduce_that_is_undone_goes_on_with_what_was_there():
-    """Clipping and all that comes after it included; a parameter without a gradient may get one yet."""
+    """So is the clipping after it; a parameter without a gradient may still get one."""
     model = Model()
     mine, ledger = gradients(model), Ledger(0, TOTAL, [0, 1])
-    mine.compute(ledger)
-    mine.reduce(ledger, PROOF)
-    mine.proven(0.0)
+    finish(mine, ledger)
     assert model.rare.weight.grad is None
     nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
     assert mine.restore()
     ledger.reassign([0, 1, 2, 3])
-    mine.compute(ledger)
-    mine.reduce(ledger, PROOF)
-    mine.proven(0.0)
+    finish(mine, ledger)
     assert same(model, by_hand())
 
 
@@ -141,7 +143,7 @@ def test_a_loss_stops_it_between_two_micro_batches():
 
 
 def same_sum(model: nn.Module, wanted: list[torch.Tensor | None]) -> bool:
-    """Before the reduce: nobody knows yet who has a gradient."""
+    """Compare before the reduce, when parameters without a gradient still have zeros."""
     zeros = [torch.zeros_like(parameter) for parameter in model.parameters()]
     return same(model, [zero if its is None else its for zero, its in zip(zeros, wanted, strict=True)])
 
@@ -161,7 +163,7 @@ def mixed(batch, model):
 
 
 @pytest.mark.parametrize(
-    ("forward_step", "error", "says"),
+    ("forward_step", "error", "message"),
     [
         (counting, UnsupportedLayout, "can't heal seen: a buffer that a forward pass changes"),
         (zeroing, UnsupportedLayout, r"gradient of layer\.weight was replaced"),
@@ -170,8 +172,8 @@ def mixed(batch, model):
         (mixed, TypeError, "the same of them for every micro-batch"),
     ],
 )
-def test_what_would_be_trained_wrongly_is_one_line(forward_step, error, says):
-    with pytest.raises(error, match=says) as raised:
+def test_what_would_be_trained_wrongly_is_one_line(forward_step, error, message):
+    with pytest.raises(error, match=message) as raised:
         gradients(Model(), forward_step).compute(Ledger(0, TOTAL, [0, 1]))
     assert "\n" not in str(raised.value)
 
@@ -186,7 +188,7 @@ def test_buckets_are_of_one_kind_and_not_too_large():
 
 
 class Deep(nn.Module):
-    """Three layers, the first of them inside a checkpoint where that is wanted."""
+    """Three layers; the first one may be inside a checkpoint."""
 
     def __init__(self, reentrant: bool = False):
         super().__init__()
@@ -203,7 +205,8 @@ class Deep(nn.Module):
 
 
 def in_buckets(monkeypatch, model: nn.Module, begun: list[tuple[int, bool]]):
-    """Its gradients, a layer a bucket. begun: of each reduce its bucket, and whether the pass still went on."""
+    """Return its gradients, one layer in each bucket. begun: the bucket of each reduce, and whether the pass still went
+    on."""
     monkeypatch.setattr(flat_gradients, "BUCKET_BYTES", 48)
     mine = gradients(model)
 
@@ -217,11 +220,8 @@ def in_buckets(monkeypatch, model: nn.Module, begun: list[tuple[int, bool]]):
 
 
 def one_iteration(mine) -> None:
-    ledger = Ledger(0, TOTAL, list(range(TOTAL)))
     mine.begin_iteration(ordered=False, total=TOTAL)
-    mine.compute(ledger)
-    mine.reduce(ledger, PROOF)
-    mine.proven(0.0)
+    finish(mine, Ledger(0, TOTAL, list(range(TOTAL))))
 
 
 def test_buckets_are_reduced_beside_the_last_backward_pass_in_their_order_from_the_second_iteration_on(monkeypatch):
@@ -285,7 +285,7 @@ def test_a_gradient_that_comes_after_its_reduce_has_begun_is_no_silent_mistake(m
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 def test_the_sum_of_proofs_is_exact_in_every_dtype(dtype):
-    """Of each loss one rank has a number that is not 0; counts of several ranks add up, and a wrong one shows."""
+    """Only one rank has each loss; counts of several ranks add up, and a wrong one shows."""
     ranks = [Bucket([nn.Parameter(torch.zeros(2, dtype=dtype))], TOTAL) for _ in range(300)]
     proofs = torch.zeros(300, 4, TOTAL, dtype=torch.float64)
     proofs[:4, 0], proofs[7, 0, 2] = torch.eye(TOTAL), 1.0

@@ -1,4 +1,4 @@
-"""What gloo does not end is left behind: groups that cannot be connected, messages whose connection was cut."""
+"""Waits that gloo does not end are abandoned: for a connection of a group, and for a message after a cut."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The abort of NCCL communicators: all of them at once, each once, those inside the replica only if so.
+"""The abort of NCCL communicators: all of them at once, each once, those inside the replica only on demand.
 
-torch's groups are stood in for: this machine's torch has no NCCL. What they must do is torch's interface of 2.11 to
-2.13.
+Stand-ins replace torch's groups, because this machine's torch has no NCCL. They have torch's interface of 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ LIMIT = 30.0
 
 
 class Group:
-    """A process group of NCCL; `calls` is common to all. until: its abort does not end before."""
+    """A process group of NCCL; all share `calls`. until: its abort does not end before."""
 
     def __init__(self, name: str, calls: list[str], made: bool = True, fails: bool = False):
         self.name, self.calls, self.made, self.fails = name, calls, made, fails
@@ -55,7 +54,7 @@ def groups(monkeypatch, calls):
 
 
 def test_all_are_aborted_at_once_and_each_once(groups, calls):
-    """Defect: one after the other, the first waited for the kernels of the next, and for ever."""
+    """Defect: aborted one after the other, the first waited for ever for the kernels of the next."""
     together = threading.Barrier(3)
     for name in ("world", "data", "tensor"):
         groups[name].until = lambda: together.wait(LIMIT)

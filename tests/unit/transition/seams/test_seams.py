@@ -1,5 +1,5 @@
-"""The table of private names: what is installed is what it says, a release that differs is one line, and nobody else
-holds such a name."""
+"""The table of private names fits what is installed, a release that differs is one line, and no other file has such a
+name."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_release_that_is_not_known_is_refused_and_tried_where_the_user_says_so
 
 
 @pytest.mark.parametrize(
-    ("seam", "says"),
+    ("seam", "message"),
     [
         (Seam(C10D, "_set_pg_timeout", "timeout", ""), f"{C10D}._set_pg_timeout takes (timeout, group)"),
         (Seam(C10D, "_set_pg_patience", "timeout group", ""), f"{C10D}._set_pg_patience is not there"),
@@ -97,11 +97,11 @@ def test_a_release_that_is_not_known_is_refused_and_tried_where_the_user_says_so
         (Seam("torch.gone", "x", None, ""), "torch.gone.x is not there"),
     ],
 )
-def test_a_release_that_differs_is_refused_in_one_line_that_says_what_to_do(seam, says):
+def test_a_release_that_differs_is_refused_in_one_line_with_advice(seam, message):
     with pytest.raises(UnsupportedLayout) as refused:
         table.check("torch", [seam], needed=[seam.module])
     text = str(refused.value)
-    assert says in text and "\n" not in text
+    assert message in text and "\n" not in text
     assert f" {', '.join(table.KNOWN_RELEASES['torch'])}, " in text and text.endswith("--unicron-mode=restart")
 
 
@@ -110,7 +110,7 @@ def test_a_part_that_this_build_of_torch_lacks_is_left_out():
 
 
 def test_what_somebody_has_wrapped_is_not_taken_for_another_release(monkeypatch):
-    """A profiler's wrapper, say, which passes on whatever it is given."""
+    """For example a profiler's wrapper, which passes its arguments on."""
     row = Seam(C10D, "_set_pg_timeout", "timeout group", "")
     known = table.find(row)
     monkeypatch.setattr(
@@ -137,7 +137,7 @@ def test_objects_of_megatron_without_an_attribute_are_refused_by_name():
 
 
 # They are loaded by their paths, from the standard library alone; the counters have a table of their own (SEAMS).
-BY_PATH = ("fork_seeds.py", "forkable.py", "counters.py", "step_signals.py")
+BY_PATH = ("forkable.py", "counters.py", "step_signals.py")
 
 
 def private_names(path: Path) -> list[str]:

@@ -1,7 +1,8 @@
-"""What the members of a new generation agree on: who has the value of the last evaluation, and who still wants one."""
+"""The members of a new generation agree on who has the value of the last evaluation, and who still needs one."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -11,45 +12,41 @@ from unicron_transition.session.evaluation import MOST, NONE, Evaluations
 
 
 class Members:
-    """Evaluations of several ranks, whose exchange is the largest of what all say."""
+    """Evaluations of several ranks, whose exchange is the maximum over all of them."""
 
     def __init__(self, *ranks: Evaluations):
         self.ranks = ranks
 
     def agree(self, boundary: int, new: tuple[int, ...] = ()) -> None:
-        """One plan: each rank's exchanges come in the same order, so they are played one after the other."""
-        said: list[list[list[float]]] = [[] for _ in self.ranks]
+        """Play one plan: each rank's exchanges come in the same order, one after the other."""
+        sent: list[list[list[float]]] = [[] for _ in self.ranks]
         answers: list[list[float]] = []
         while True:
             before = [dict(vars(rank)) for rank in self.ranks]
-            lengths = []
             for number, rank in enumerate(self.ranks):
-                told = iter(answers)
-                said[number] = []
+                known = iter(answers)
+                sent[number] = []
 
-                def most(numbers, told=told, mine=said[number]):
+                def most(numbers, known=known, mine=sent[number]):
                     mine.append(list(numbers))
-                    answer = next(told, None)
+                    answer = next(known, None)
                     if answer is None:
                         raise _Waits
                     return answer
 
                 rank._exchange = type("Exchange", (), {"most": staticmethod(most)})
-                try:
+                with contextlib.suppress(_Waits):
                     rank.agree(boundary, number in new)
-                    lengths.append(len(answers))
-                except _Waits:
-                    lengths.append(len(said[number]))
-            if all(len(each) == len(answers) for each in said):
+            if all(len(each) == len(answers) for each in sent):
                 return
-            assert len(set(map(len, said))) == 1, "ranks wait in different exchanges"
-            answers.append([max(column) for column in zip(*(each[-1] for each in said), strict=True)])
+            assert len(set(map(len, sent))) == 1, "ranks wait in different exchanges"
+            answers.append([max(column) for column in zip(*(each[-1] for each in sent), strict=True)])
             for rank, values in zip(self.ranks, before, strict=True):
                 vars(rank).update(values)
 
 
 class _Waits(Exception):
-    """A rank has come to an exchange whose answer is not known yet."""
+    """A rank waits for an exchange without an answer yet."""
 
 
 def rank(*, at: int = NONE, known: int = NONE, value: float = math.nan, calls: list | None = None) -> Evaluations:
@@ -64,13 +61,13 @@ TICKET = 6 * MOST
 
 
 @pytest.mark.parametrize("value", [2.5, math.nan, -math.inf])
-def test_whoever_has_the_value_gives_it_to_those_who_lack_it(value):
-    """One of them trains iteration 6 by now; nobody begins anew."""
+def test_ranks_with_the_value_give_it_to_those_without(value):
+    """One of them trains iteration 6 by now; no rank starts the evaluation again."""
     ahead, behind = rank(known=TICKET, value=value), rank(at=TICKET)
     Members(ahead, behind).agree(6)
     assert not behind.running
-    told = behind.end()
-    assert told == value or (not math.isfinite(value) and not math.isfinite(told))
+    result = behind.end()
+    assert result == value or (not math.isfinite(value) and not math.isfinite(result))
 
 
 def test_where_nobody_has_it_all_begin_anew_and_who_is_behind_comes_later():

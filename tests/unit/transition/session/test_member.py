@@ -1,4 +1,4 @@
-"""What a rank tells of an error when it stops."""
+"""A rank that stops reports an error, unless a peer explains it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,15 @@ ABORTED = dist.DistBackendError("NCCL communicator was aborted on rank 0. ")
 
 
 @pytest.fixture
-def told():
-    """The statuses that the rank has sent."""
-    return []
-
-
-@pytest.fixture
-def member(told):
+def member():
+    """A rank; its `process.sent` has the statuses that it has sent."""
+    sent = []
     process = SimpleNamespace(
         layout=Layout(),
         slot=0,
         watch=SimpleNamespace(give_up=lambda: None, broken=1),
-        channel=SimpleNamespace(send=told.append),
+        channel=SimpleNamespace(send=sent.append),
+        sent=sent,
         unblocker=SimpleNamespace(unblock=lambda inside: 0),
         aborter=Aborter(),
     )
@@ -46,8 +43,9 @@ def member(told):
         (PeerLost("a member of the generation is gone"), False, None),
     ],
 )
-def test_a_fault_is_told_unless_a_peer_or_this_ranks_own_abort_explains_it(member, told, error, aborts, text):
+def test_a_fault_is_reported_unless_a_peer_or_this_ranks_own_abort_explains_it(member, error, aborts, text):
     member.process.aborter.begun = aborts
     member.stop(error, lambda unblock: None, clean=False)
-    assert told[-1].state == "stopped" and (told[-1].fault is None) == (text is None)
-    assert text is None or (told[-1].fault.type == type(error).__name__ and text in told[-1].fault.text)
+    (status,) = member.process.sent
+    assert status.state == "stopped" and (status.fault is None) == (text is None)
+    assert text is None or (status.fault.type == type(error).__name__ and text in status.fault.text)

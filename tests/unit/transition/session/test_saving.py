@@ -1,4 +1,4 @@
-"""Which iterations become checkpoints, and that all ranks have the same answer."""
+"""The iterations that become checkpoints, the same in all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unicron_transition.snapshot.save_interval import Risk
 
 
 class Memory:
-    """What a rank has set aside, and what was asked of its agent."""
+    """A rank's images and the requests to its agent."""
 
     def __init__(self, asked: bool = False, filing: bool = False):
         self.asked = self.requested = asked
@@ -25,12 +25,20 @@ class Memory:
         self.asked = self.requested = False
 
 
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """The time, the only element of a list."""
+    time_now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: time_now[0])
+    return time_now
+
+
 def agreed(*ranks: SaveSchedule) -> None:
     """One commit of these ranks."""
-    said = CommitResult(save=any(rank.wanted for rank in ranks), busy=any(rank.busy for rank in ranks))
+    result = CommitResult(save=any(rank.wanted for rank in ranks), busy=any(rank.busy for rank in ranks))
     for rank in ranks:
         rank.begin_iteration()
-        rank.on_commit(said)
+        rank.on_commit(result)
 
 
 def test_every_so_many_iterations_and_the_same_in_all_ranks_though_one_is_late(tmp_path: Path, capfd) -> None:
@@ -43,9 +51,7 @@ def test_every_so_many_iterations_and_the_same_in_all_ranks_though_one_is_late(t
     assert capfd.readouterr().err.count("checkpoint of iteration 4: ") == 1
 
 
-def test_when_the_minutes_of_one_rank_are_over_all_write_and_begin_to_count_anew(tmp_path: Path, monkeypatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_when_the_minutes_of_one_rank_are_over_all_write_and_start_to_count_again(tmp_path: Path, now) -> None:
     early = SaveSchedule(Checkpoints(tmp_path, minutes=2), Memory())
     now[0] += 30.0
     other = SaveSchedule(Checkpoints(tmp_path, minutes=2), Memory())
@@ -90,7 +96,7 @@ def test_minutes_that_make_no_sense_are_refused(tmp_path: Path, monkeypatch, tex
         ({}, "0", False, False),
     ],
 )
-def test_where_nothing_is_said_the_interval_finds_itself(
+def test_the_interval_finds_itself_unless_the_user_sets_it(
     tmp_path, monkeypatch, given, environment, by_itself, by_clock
 ):
     if environment is not None:
@@ -99,11 +105,9 @@ def test_where_nothing_is_said_the_interval_finds_itself(
     assert (made.clock is not None, made.by_clock) == (by_itself, by_clock)
 
 
-def test_the_rank_that_knows_what_a_save_costs_asks_for_the_next_one(tmp_path: Path, monkeypatch) -> None:
-    """One that writes nothing waits for it. The file of 10 s costs 0.2 s: with a loss in 1000 hours of one node the
+def test_the_rank_that_knows_what_a_save_costs_asks_for_the_next_one(tmp_path: Path, now) -> None:
+    """A rank that writes nothing waits for it. The file of 10 s costs 0.2 s: with a loss in 1000 hours of one node the
     next one comes after 20 minutes."""
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     agents = Memory()
     agents.set_aside = lambda *_: True
     writes, other = (SaveSchedule(Checkpoints(tmp_path), memory) for memory in (agents, Memory()))

@@ -1,4 +1,4 @@
-"""Buffers for shards: images in the agent's memory, what the next process finds there, and whose it is."""
+"""Buffers for shards: images in the agent's memory, and which of them the next process claims."""
 
 from __future__ import annotations
 
@@ -28,12 +28,17 @@ def key(slot: int, version: int = 1, shard: int = 0, place: int = 0, size: int =
 
 
 def keep(store: BufferPool, number: float, about: Key, elements: int = ELEMENTS) -> buffer_pool.Buffer:
-    """A room with a content."""
-    with store.take_buffers(1, elements, 100) as (room,):
-        room.flat.fill_(number)
+    """Return a sealed room with a content."""
+    room = take(store, elements=elements)
+    room.flat.fill_(number)
     store.seal(room, about, b"head")
     store.wait_whole()
     return room
+
+
+def take(store: BufferPool, head_bytes: int = 100, elements: int = ELEMENTS) -> buffer_pool.Buffer:
+    with store.take_buffers(1, elements, head_bytes) as (room,):
+        return room
 
 
 def usable(found: ImagePage) -> str:
@@ -41,7 +46,7 @@ def usable(found: ImagePage) -> str:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def lines() -> list[str]:
     return []
 
 
@@ -50,8 +55,13 @@ def write(cuts: Cuts, about: Key, flat: torch.Tensor) -> bool:
 
 
 @pytest.fixture
-def store(tmp_path, said) -> BufferPool:
-    return BufferPool(tmp_path, 3, CPU, tell=said.append)
+def cuts(tmp_path, lines) -> Cuts:
+    return Cuts(tmp_path, 3, lines.append)
+
+
+@pytest.fixture
+def store(tmp_path, lines, cuts) -> BufferPool:
+    return BufferPool(tmp_path, 3, CPU, tell=lines.append, cuts=cuts)
 
 
 def test_the_next_process_has_what_was_kept(tmp_path, store):
@@ -67,14 +77,13 @@ def test_an_image_is_torn_from_when_its_room_is_taken_again_and_whole_until_then
     room = keep(store, 1.0, key(3))
     store.give_back(room)
     assert read_page(room.image.path).key.iteration == 1
-    with store.take_buffers(1, ELEMENTS, 100) as (again,):
-        assert again is room
-        with pytest.raises(BadImage, match="torn"):
-            read_page(room.image.path)
+    assert take(store) is room
+    with pytest.raises(BadImage, match="torn"):
+        read_page(room.image.path)
 
 
 def test_a_room_is_not_written_before_the_thread_has_summed_it(store, monkeypatch):
-    """Else it would call whole what is half written."""
+    """Otherwise it would mark half-written data as whole."""
     gate, order = threading.Event(), []
     finish = buffer_pool._finish
 
@@ -84,24 +93,22 @@ def test_a_room_is_not_written_before_the_thread_has_summed_it(store, monkeypatc
         order.append("summed")
 
     monkeypatch.setattr(buffer_pool, "_finish", late)
-    with store.take_buffers(1, ELEMENTS, 100) as (room,):
-        pass
+    room = take(store)
     store.seal(room, key(3), b"")
     store.give_back(room)
     threading.Timer(0.05, gate.set).start()
-    with store.take_buffers(1, ELEMENTS, 100):
-        order.append("taken")
+    take(store)
+    order.append("taken")
     assert order == ["summed", "taken"]
 
 
-def test_what_fails_costs_its_rooms_for_a_late_message_may_still_be_written_there(tmp_path, store):
+def test_rooms_of_a_failure_are_dropped_for_a_late_message_may_still_be_written_there(tmp_path, store):
     taken = []
     with pytest.raises(RuntimeError), store.take_buffers(2, ELEMENTS, 100) as both:
         taken += both
         raise RuntimeError("a peer is gone")
     assert store.free == 0 and list(tmp_path.iterdir()) == []
-    with store.take_buffers(1, ELEMENTS, 100) as (other,):
-        assert other not in taken
+    assert take(store) not in taken
 
 
 def test_rooms_of_another_size_are_let_go_of_when_the_next_is_taken(tmp_path, store):
@@ -114,8 +121,7 @@ def test_rooms_of_another_size_are_let_go_of_when_the_next_is_taken(tmp_path, st
 def test_a_head_that_has_grown_gets_a_larger_image(store):
     room = keep(store, 1.0, key(3))
     store.give_back(room)
-    with store.take_buffers(1, ELEMENTS, 10 * PAGE) as (larger,):
-        pass
+    larger = take(store, 10 * PAGE)
     store.seal(larger, key(3, 2), bytes(10 * PAGE))
     store.wait_whole()
     assert larger is not room and read_page(larger.image.path).head_bytes == 10 * PAGE
@@ -126,11 +132,10 @@ def test_rooms_are_used_again_though_own_heads_and_those_of_copies_differ_in_siz
     held: list[list[buffer_pool.Buffer]] = []
     made = []
     for version in range(1, 8):
-        both = []
+        both: list[buffer_pool.Buffer] = []
         for shard, head in ((3, bytes(10 * PAGE)), (2, b"head")):
-            with store.take_buffers(1, ELEMENTS, len(head)) as (room,):
-                both.append(room)
-            store.seal(room, key(3, version, shard), head)
+            both.append(take(store, len(head)))
+            store.seal(both[-1], key(3, version, shard), head)
         store.wait_whole()
         held.append(both)
         if len(held) > 2:
@@ -142,12 +147,10 @@ def test_rooms_are_used_again_though_own_heads_and_those_of_copies_differ_in_siz
 
 def test_a_room_of_an_older_smaller_head_does_not_cost_one_that_fits(store):
     small = keep(store, 1.0, key(3))
-    with store.take_buffers(1, ELEMENTS, 10 * PAGE) as (large,):
-        pass
+    large = take(store, 10 * PAGE)
     for room in (large, small):
         store.give_back(room)
-    with store.take_buffers(1, ELEMENTS, 10 * PAGE) as (again,):
-        assert again is large
+    assert take(store, 10 * PAGE) is large
     assert small.image.path.exists() and store.free == 1
 
 
@@ -165,7 +168,7 @@ def test_one_rank_of_a_node_claims_each_image(about, here, claims):
     assert claimant(about, here) == claims
 
 
-def test_what_belongs_to_others_is_read_at_most_and_stays(tmp_path, store, said):
+def test_what_belongs_to_others_is_read_at_most_and_stays(tmp_path, store, lines):
     for slot, shard in ((2, 0), (8, 1), (9, 2)):
         keep(BufferPool(tmp_path, slot, CPU), float(slot), key(slot, shard=shard))
     keep(BufferPool(tmp_path, 11, CPU), 1.0, key(11, shard=1, place=1, size=2))
@@ -174,10 +177,10 @@ def test_what_belongs_to_others_is_read_at_most_and_stays(tmp_path, store, said)
     found = store.claim([2, 3], 0, 1, usable)
     assert [each.key.slot for each in found] == [8]
     store.give_back(found[0].buffer)
-    assert {path.name for path in tmp_path.iterdir()} == names and said == []
+    assert {path.name for path in tmp_path.iterdir()} == names and lines == []
 
 
-def test_what_is_torn_or_flipped_or_of_another_model_is_passed_over_with_one_line_each(tmp_path, store, said):
+def test_what_is_torn_or_flipped_or_of_another_model_is_passed_over_with_one_line_each(tmp_path, store, lines):
     for version in range(1, 5):
         keep(store, float(version), key(3, version))
     paths = {read_page(path).key.iteration: path for path in tmp_path.iterdir()}
@@ -187,15 +190,12 @@ def test_what_is_torn_or_flipped_or_of_another_model_is_passed_over_with_one_lin
     paths[1].write_bytes(flipped)
     paths[2].write_bytes(torn)
     (tmp_path / f"{SHARD}-3.9.image.77.new").write_bytes(b"")
-    again = BufferPool(tmp_path, 3, CPU, tell=said.append)
+    again = BufferPool(tmp_path, 3, CPU, tell=lines.append)
     found = again.claim([3], 0, 1, lambda each: "of another model" if each.key.iteration == 3 else "")
     assert [each.key.iteration for each in found] == [4]
-    assert len(said) == 4 and {path.name for path in tmp_path.iterdir()} == {paths[4].name}
-    assert [any(word in line for line in said) for word in ("checksum", "torn", "model", "before it was made")] == [
-        True
-    ] * 4
-    with again.take_buffers(1, ELEMENTS, 100) as (fresh,):
-        assert fresh.image.path.name == f"{SHARD}-3.10.image", "no name is used twice"
+    assert len(lines) == 4 and {path.name for path in tmp_path.iterdir()} == {paths[4].name}
+    assert all(any(word in line for line in lines) for word in ("checksum", "torn", "model", "before it was made"))
+    assert take(again).image.path.name == f"{SHARD}-3.10.image", "no name is used twice"
 
 
 def test_an_earlier_process_image_goes_when_its_state_is_not_needed(tmp_path, store):
@@ -204,10 +204,10 @@ def test_an_earlier_process_image_goes_when_its_state_is_not_needed(tmp_path, st
     (found,) = again.claim([3], 0, 1, usable)
     again.give_back(found.buffer)
     assert list(tmp_path.iterdir()) == [] and again.free == 0
-    assert float(found.buffer.flat.sum()) == ELEMENTS, "who still reads it may"
+    assert float(found.buffer.flat.sum()) == ELEMENTS, "a reader still has it"
 
 
-def test_where_there_is_no_room_it_is_said_once_and_the_process_keeps_the_state_itself(store, said, tmp_path):
+def test_where_there_is_no_room_it_is_reported_once_and_the_process_keeps_the_state_itself(store, lines, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
     try:
@@ -216,15 +216,16 @@ def test_where_there_is_no_room_it_is_said_once_and_the_process_keeps_the_state_
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [room.image for room in both] == [None, None] and [room.flat.numel() for room in both] == [ELEMENTS] * 2
-    assert len(said) == 1 and "no room for" in said[0] and str(tmp_path) in said[0] and list(tmp_path.iterdir()) == []
+    assert (
+        len(lines) == 1 and "no room for" in lines[0] and str(tmp_path) in lines[0] and list(tmp_path.iterdir()) == []
+    )
     store.seal(both[0], key(3), b"")
     store.wait_whole()
     store.give_back(both[0])
-    with store.take_buffers(1, ELEMENTS, 100) as (again,):
-        assert again is both[0]
+    assert take(store) is both[0]
 
 
-def test_a_bit_that_flips_in_a_living_ranks_memory_is_seen(store, said):
+def test_a_bit_that_flips_in_a_living_ranks_memory_is_seen(store, lines):
     room = keep(store, 1.0, key(3))
     assert store.is_sound(room)
     data = bytearray(room.image.path.read_bytes())
@@ -233,7 +234,7 @@ def test_a_bit_that_flips_in_a_living_ranks_memory_is_seen(store, said):
         file.write(data)
     assert not store.is_sound(room)
     store.discard_spoiled(room)
-    assert len(said) == 1 and "changed" in said[0] and not room.image.path.exists()
+    assert len(lines) == 1 and "changed" in lines[0] and not room.image.path.exists()
 
 
 def test_without_a_folder_nothing_is_written(monkeypatch, tmp_path):
@@ -251,13 +252,10 @@ def test_a_shard_without_an_element_is_one_too(tmp_path, store):
     assert found.buffer.flat.numel() == 0
 
 
-def test_of_a_cut_there_is_an_image_that_the_next_states_do_not_overwrite(tmp_path, said):
-    cuts = Cuts(tmp_path, 3, said.append)
-    store = BufferPool(tmp_path, 3, CPU, tell=said.append, cuts=cuts)
-
+def test_the_next_states_do_not_overwrite_the_image_of_a_cut(tmp_path, lines, cuts, store):
     def cut(version: int) -> None:
-        with store.take_buffers(1, ELEMENTS, 100) as (room,):
-            room.flat.fill_(float(version))
+        room = take(store)
+        room.flat.fill_(float(version))
         store.seal(room, key(3, version), b"head", cut=True)
         store.wait_whole()
         store.give_back(room)
@@ -271,7 +269,7 @@ def test_of_a_cut_there_is_an_image_that_the_next_states_do_not_overwrite(tmp_pa
     assert kept() == [8, 9], "of two files the one that is not good was written over"
     found = BufferPool(tmp_path, 3, CPU).claim([3], 0, 1, usable)
     assert {each.key.iteration: float(each.buffer.flat.mean()) for each in found}[8] == 8.0
-    assert not said
+    assert not lines
 
 
 def test_what_is_set_aside_stays_until_the_agent_has_made_its_file(tmp_path, store):
@@ -287,7 +285,7 @@ def test_what_is_set_aside_stays_until_the_agent_has_made_its_file(tmp_path, sto
     assert not store.aside.is_open and store.aside.error is None
 
 
-def test_what_could_not_be_set_aside_is_missed_until_somebody_has_heard_of_it(store, monkeypatch, said):
+def test_what_could_not_be_set_aside_is_reported_once_and_written_by_the_caller(store, monkeypatch, lines):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -296,10 +294,10 @@ def test_what_could_not_be_set_aside_is_missed_until_somebody_has_heard_of_it(st
     assert store.set_aside(room, 4)
     store.wait_whole()
     store.give_back(room)
-    assert keep(store, 5.0, key(3, 5)) is room, "nobody reads it"
+    assert keep(store, 5.0, key(3, 5)) is room, "no agent reads it"
     assert store.aside.error is not None and not store.aside.is_open
     store.forget_missed()
-    assert store.aside.error is None and len(said) == 1 and "No space left" in said[0]
+    assert store.aside.error is None and len(lines) == 1 and "No space left" in lines[0]
     room = keep(store, 6.0, key(3, 6))
     assert not store.set_aside(room, 6), "the caller writes it this time"
     monkeypatch.undo()
@@ -314,7 +312,7 @@ def test_a_room_whose_image_somebody_has_removed_is_not_used_again(tmp_path, sto
     assert other is not room and other.image.path.exists()
 
 
-def test_what_is_set_aside_is_nobodys_to_begin_with_for_it_goes_when_its_file_is_made(tmp_path, store):
+def test_no_process_begins_with_what_is_set_aside_for_it_goes_when_its_file_is_made(tmp_path, store):
     room = keep(store, 4.0, key(3, 4))
     assert store.set_aside(room, 4)
     wait([room.aside])
@@ -327,9 +325,8 @@ def test_without_an_image_nothing_is_set_aside():
     assert not store.set_aside(room, 4) and not store.aside.is_open
 
 
-def test_the_memory_of_cuts_is_let_go_of_when_none_are_wanted_any_more(tmp_path, said):
-    cuts, flat = Cuts(tmp_path, 3, said.append), torch.ones(ELEMENTS)
-    store = BufferPool(tmp_path, 3, CPU, tell=said.append, cuts=cuts)
+def test_the_memory_of_cuts_is_let_go_of_when_none_are_wanted_any_more(tmp_path, lines, cuts, store):
+    flat = torch.ones(ELEMENTS)
     cuts.wanted = CutOrder(4)
     assert write(cuts, key(3, 4), flat)
     store.remove_unwanted_cuts()
@@ -341,15 +338,14 @@ def test_the_memory_of_cuts_is_let_go_of_when_none_are_wanted_any_more(tmp_path,
     cuts.on_order(Cut(-1, none=True))
     store.remove_unwanted_cuts()
     store.wait_whole()
-    assert str(path) not in mapped.read_text() and not said
+    assert str(path) not in mapped.read_text() and not lines
     cuts.wanted = CutOrder(6)
-    assert write(cuts, key(3, 6), flat) and read_page(path).key.iteration == 6, "and begun anew"
+    assert write(cuts, key(3, 6), flat) and read_page(path).key.iteration == 6, "and begun again"
 
 
-def test_the_training_does_not_wait_while_cuts_are_removed(tmp_path, said, monkeypatch):
-    """A state that is kept meanwhile is whole when they have gone."""
-    cuts = Cuts(tmp_path, 3, said.append)
-    store, go, unlink = BufferPool(tmp_path, 3, CPU, tell=said.append, cuts=cuts), threading.Event(), os.unlink
+def test_the_training_does_not_wait_while_cuts_are_removed(tmp_path, lines, cuts, store, monkeypatch):
+    """A state that is kept meanwhile is whole when they are gone."""
+    go, unlink = threading.Event(), os.unlink
     cuts.wanted = CutOrder(4)
     assert write(cuts, key(3, 4), torch.ones(ELEMENTS))
 
@@ -361,15 +357,15 @@ def test_the_training_does_not_wait_while_cuts_are_removed(tmp_path, said, monke
     cuts.on_order(Cut(-1, none=True))
     store.remove_unwanted_cuts()
     store.remove_unwanted_cuts()
-    with store.take_buffers(1, ELEMENTS, 100) as (room,):
-        room.flat.fill_(5.0)
+    room = take(store)
+    room.flat.fill_(5.0)
     store.seal(room, key(3, 5), b"head")
     with pytest.raises(BadImage):
         read_page(room.image.path)
     assert list(tmp_path.glob("cut-*"))
     go.set()
     store.wait_whole()
-    assert not list(tmp_path.glob("cut-*")) and read_page(room.image.path).key.iteration == 5 and not said
+    assert not list(tmp_path.glob("cut-*")) and read_page(room.image.path).key.iteration == 5 and not lines
     monkeypatch.setattr(os, "unlink", unlink)
     assert write(cuts, key(3, 6), torch.ones(ELEMENTS))
     monkeypatch.setattr(os, "unlink", slowly)
@@ -381,7 +377,7 @@ def test_the_training_does_not_wait_while_cuts_are_removed(tmp_path, said, monke
     assert not list(tmp_path.glob("cut-*"))
 
 
-def test_a_living_rank_takes_of_cuts_and_copies_what_it_lacks_and_lets_its_own_alone(tmp_path, store, said):
+def test_a_living_rank_takes_only_the_cuts_and_copies_that_it_lacks(tmp_path, store, lines):
     room = keep(store, 1.0, key(3, 5))
     for number, (slot, shard) in enumerate([(7, 1), (8, 2), (9, 3)]):
         keep(BufferPool(tmp_path, slot, CPU), 2.0, key(slot, 4, shard))
@@ -392,12 +388,12 @@ def test_a_living_rank_takes_of_cuts_and_copies_what_it_lacks_and_lets_its_own_a
     spoiled.write_bytes(data)
     found = store.claim([3], 0, 1, usable, lambda about: about.shard != 2)
     assert [(each.key.iteration, each.key.shard) for each in found] == [(4, 1)]
-    assert len(said) == 1 and not spoiled.exists(), "the agent does not say any more that it is there"
+    assert len(lines) == 1 and not spoiled.exists(), "the agent no longer reports it"
     assert room.image.path.exists() and (tmp_path / "copy-shard-0.image").exists()
 
 
-def test_where_no_thread_is_to_be_had_images_become_whole_all_the_same(tmp_path, store, monkeypatch):
-    """Defect: the error that there is no thread ended the training."""
+def test_images_become_whole_even_without_a_thread(tmp_path, store, monkeypatch):
+    """Defect: the training ended because no thread could be started."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

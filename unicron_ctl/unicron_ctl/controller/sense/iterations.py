@@ -23,7 +23,7 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_ctl.shared.settings.config import ControllerConfig
-from unicron_detector.iterations.culprit import Groups, Progress, all_wait, lagging, stuck
+from unicron_detector.iterations.culprit import Groups, all_wait, lagging
 from unicron_transition.generations.layout import heads_of
 
 ORDER = {"computing": 0, "reducing": 1, "synced": 2, "stepped": 3}
@@ -388,9 +388,9 @@ def behind(job: JobView) -> list[Laggard]:
     progress = _progress(job)
     if not job.state.mode.reports and all(item.phase != "reducing" for item in progress.values()):
         return []  # nobody waits
-    late = [culprit.slot for culprit in stuck(progress) if culprit.slot is not None]
     reached = {slot: item.collectives for slot, item in progress.items()}
     least, most = min(reached.values(), default=0), max(reached.values(), default=0)
+    late = sorted((slot for slot, count in reached.items() if count < most), key=lambda slot: (reached[slot], slot))
     last = {slot for slot in late if reached[slot] == least}
     if not last:
         return []
@@ -401,11 +401,18 @@ def behind(job: JobView) -> list[Laggard]:
     return [Laggard(slot, progress[slot].phase, said) for slot, said in words.items()]
 
 
+class Progress(NamedTuple):
+    """A rank's progress: the number of collectives that it has entered, and its phase."""
+
+    collectives: int
+    phase: str
+
+
 def _progress(job: JobView) -> dict[int, Progress]:
     """Return the progress of each member, as far as it is known."""
     members = ((slot, job.status(slot)) for slot in job.state.members)
     known = ((slot, status) for slot, status in members if status is not None and status.phase in ORDER)
-    return {s: Progress(len(ORDER) * at.iteration + ORDER[at.phase], None, at.phase) for s, at in known}
+    return {s: Progress(len(ORDER) * at.iteration + ORDER[at.phase], at.phase) for s, at in known}
 
 
 def _held_up(job: JobView, last: set[int]) -> set[int]:
