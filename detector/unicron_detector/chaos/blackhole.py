@@ -1,9 +1,9 @@
-"""A network that swallows packets, for fault injection: this process's TCP connections stay open, and nothing gets
-through. No peer sees a reset. Standard library only; any user may do it, to his own sockets alone.
+"""A network that swallows packets, for fault injection: this process's TCP connections stay open, but nothing gets
+through, and no peer sees a reset. Standard library only; any user may do it, to his own sockets alone.
 
-The kernel drops what arrives by a filter that accepts nothing (SO_ATTACH_FILTER, socket(7)), so nothing is acknowledged
-either; what leaves is paced down (SO_MAX_PACING_RATE, tcp(7)): a segment or so still gets out. Listening sockets no
-longer answer. RDMA is not touched.
+The kernel drops and does not acknowledge what arrives, by a filter that accepts nothing (SO_ATTACH_FILTER, socket(7)).
+What leaves is paced down (SO_MAX_PACING_RATE, tcp(7)): a segment or so still gets out. Listening sockets no longer
+answer. RDMA is not affected.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SLOW, UNLIMITED = 1000, 0xFFFFFFFF  # bytes per second
 
 
 def dig(pace: bool = True) -> set[int]:
-    """Cuts every TCP socket of this process off; returns their inodes, for :func:`fill`. pace: hold back what leaves,
-    too (not for a process that keeps silent by itself: the kernel makes up for the delay long afterwards)."""
+    """Cut off every TCP socket of this process; return their inodes, for :func:`fill`. pace: also hold back what leaves
+    (not for a process that keeps silent by itself: the kernel makes up for the delay long afterwards)."""
     done = set()
     for inode, view in _sockets():
         with view, contextlib.suppress(OSError):
@@ -33,7 +33,7 @@ def dig(pace: bool = True) -> set[int]:
 
 
 def fill(inodes: set[int]) -> None:
-    """Lets packets through again; TCP sends what was lost once more, within some seconds."""
+    """Let packets through again; TCP repeats what was lost within some seconds."""
     for inode, view in _sockets():
         with view, contextlib.suppress(OSError):
             if inode in inodes:
@@ -42,19 +42,18 @@ def fill(inodes: set[int]) -> None:
 
 
 def deafen(one: socket.socket) -> None:
-    """Nothing reaches this socket any more; one that listens no longer answers. Raises OSError."""
+    """Let nothing reach this socket any more; if it listens, it no longer answers. Raises OSError."""
     program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))
     drop_all = struct.pack("HxxxxxxP", 1, ctypes.addressof(program))
     one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, drop_all)
 
 
 def undeafen(one: socket.socket) -> None:
-    """Let what is sent to this socket reach it again. Raises OSError for one that was not deaf."""
+    """Let data reach this socket again. Raises OSError for one that was not deaf."""
     one.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
 
 def _sockets() -> list[tuple[int, socket.socket]]:
-    """(inode, duplicate) of this process's TCP sockets."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Fault injection inside a rank: what `unicronctl inject` can break, and the rank's side of it. Standard library only.
+"""Fault injection inside a rank: the faults of `unicronctl inject`, and the rank's side of them. Standard library only.
 
-Faults are asked for over the rank's channel and strike in the main thread at the next micro-batch, or at once in the
-channel's thread. Nothing here acts unless an agent said so, which a controller refuses to order without `[controller]
-allow_inject = true`.
+Faults are ordered over the rank's channel and strike in the main thread at the next micro-batch, or at once in the
+channel's thread. Nothing here acts unless an agent orders it, which a controller refuses to request without
+`[controller] allow_inject = true`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from unicron_detector.chaos import blackhole, memory_cage
 
-# fault -> (who strikes, seconds it lasts unless told otherwise, one line for people)
+# fault -> (who carries it out, seconds it lasts by default, one line for people)
 FAULTS: dict[str, tuple[str, float, str]] = {
     "rank-kill": ("agent", 0.0, "SIGKILL the rank's process"),
     "exception": ("rank", 0.0, "exception:CLASS raises a real error text at the rank's next micro-batch"),
@@ -84,10 +84,10 @@ class Injector:
         self._pending: list[tuple[str, str]] = []
         self._factor, self._slow_until = 1.0, 0.0
         self._spoils = 0
-        self.break_connections: Callable[[], Any] = lambda: None  # set by whoever knows the generation's sockets
+        self.break_connections: Callable[[], Any] = lambda: None  # set by the owner of the generation's sockets
 
     def on_order(self, message: Mapping[str, Any]) -> None:
-        """An order of the agent: keys fault and seconds. Raises InjectError for an unknown one."""
+        """Carry out an order of the agent: keys fault and seconds. Raises InjectError for an unknown fault."""
         name, detail = parse(str(message["fault"]))
         seconds = float(message.get("seconds") or FAULTS[name][1])
         if name == "hang-gil":
@@ -109,7 +109,7 @@ class Injector:
                     self._pending.append((name, detail))
 
     def point(self) -> None:
-        """Before a micro-batch: what waits strikes now. Costs one look at a list."""
+        """Let a pending fault strike before a micro-batch. Costs one look at a list."""
         if not self._pending:
             return
         with self._lock:
@@ -124,13 +124,13 @@ class Injector:
         raise kind(text)
 
     def spoils_transfer(self) -> bool:
-        """Whether the training state that is to be sent now is to arrive corrupted. True once for every order."""
+        """Whether the next training state should be sent corrupted. True once for every order."""
         with self._lock:
             spoils, self._spoils = self._spoils > 0, max(0, self._spoils - 1)
             return spoils
 
     def slow_down(self, seconds: float) -> None:
-        """Called after a micro-batch that took `seconds`."""
+        """Slow down after a micro-batch that took `seconds`."""
         if self._factor > 1.0:
             if self._clock() < self._slow_until:
                 self._sleep((self._factor - 1.0) * seconds)
@@ -142,7 +142,7 @@ injector = Injector()  # of this process
 
 
 def hold_gil(seconds: float) -> None:
-    """No other Python thread of the process runs meanwhile: PyDLL calls keep the lock."""
+    """Let no other Python thread of the process run: PyDLL calls keep the lock."""
     libc = ctypes.PyDLL(None)
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:  # a signal's handler ends a sleep early
@@ -150,14 +150,13 @@ def hold_gil(seconds: float) -> None:
 
 
 def write_to_full_device() -> None:
-    """Raises the OSError that a full disk raises."""
+    """Raise the OSError that a full disk raises."""
     with open(FULL_DEVICE, "wb", buffering=0) as file:
         file.write(bytes(4096))
 
 
 def exhaust_memory() -> None:
-    """Allocate up to a limit that is set just above what the process has; raises MemoryError, the machine never
-    notices."""
+    """Allocate up to a limit just above what the process has, and raise MemoryError; the machine never notices."""
     import resource
 
     with open("/proc/self/statm") as file:

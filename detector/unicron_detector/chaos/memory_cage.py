@@ -1,5 +1,5 @@
 """A memory cgroup around one process, for fault injection: the kernel's out-of-memory killer ends the process there and
-touches nobody else.
+touches no other.
 
 Only memory that the process takes from then on counts. Version 1: a child of this process's own group. Version 2: a
 sibling, since a group with processes cannot have children with limits. Sources: Linux
@@ -18,11 +18,11 @@ ROOM = 64 << 20  # bytes that the process may still take
 
 
 class CageError(RuntimeError):
-    """No such group can be made here; one line that says why."""
+    """No such group can be made here; one line with the reason."""
 
 
 class Cage:
-    """Puts process `pid` into a group of its own with `room` bytes. Raises CageError, and then nothing has changed."""
+    """Puts process `pid` into its own group with `room` bytes. If it raises CageError, nothing has changed."""
 
     def __init__(self, pid: int, room: int = ROOM):
         file = counter_file()
@@ -51,11 +51,11 @@ class Cage:
         self._count = self.folder / file.name
 
     def killed(self) -> bool:
-        """The kernel has killed a process in here."""
+        """Whether the kernel has killed a process in here."""
         return bool(read_count(self._count))
 
     def close(self, seconds: float = 0.5) -> None:
-        """Removes the group, once its process is gone."""
+        """Remove the group once its process is gone."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -70,7 +70,7 @@ class Cage:
 
 
 def fill(limit: int = 4 * ROOM) -> None:
-    """Takes memory until the kernel ends this process. Raises MemoryError when it does not, having taken `limit`."""
+    """Take memory until the kernel ends this process. Raises MemoryError if it does not within `limit` bytes."""
     chunks = []
     for _ in range(limit // (4 << 20)):
         chunk = bytearray(4 << 20)

@@ -1,4 +1,4 @@
-"""From what was seen (an error text, an exit status, an Xid, a Slurm state) to a verdict, by the severity table.
+"""Classifies error texts, exit statuses, Xids and Slurm states by the severity table.
 
 Standard library only: ranks classify their own exceptions before they die.
 """
@@ -41,7 +41,7 @@ from unicron_detector.failures.text_budget import END_JUDGED, NOT_JUDGED, Budget
 # The head and the tail of a longer statement are read; the middle is the application's own noise.
 MAX_TEXT = 8 * 1024
 TEXTS_KEPT = 512
-# Besides what is the application's own.
+# Causes that only programs report, besides the application's own.
 _OF_PROGRAMS = frozenset(
     ("checkpoint_corrupt", "connection_refused", "connection_reset", "nccl_timeout", "other_network_error")
 )
@@ -56,8 +56,8 @@ _SLURM_STATUS = re.compile(r"\s*(\d+):(\d+)\s*")
 
 
 class Classifier:
-    """Classifies by one table; one instance serves all threads. Texts that were seen just before cost nothing: all
-    ranks of a job may say the same at once, but for who and where they are (`text_budget.alike`)."""
+    """Classifies by one table; all threads share one instance. Recent texts cost nothing: all ranks of a job may report
+    the same at once, except for who and where they are (`text_budget.alike`)."""
 
     def __init__(self, table: Table | None = None) -> None:
         self.table = table or default_table()
@@ -67,15 +67,15 @@ class Classifier:
         self._job = ""
 
     def within(self, budget: Budget, job: str) -> Classifier:
-        """This classifier for texts of one job: what it has not judged yet is charged to the job's budget."""
+        """Return this classifier for texts of one job: new texts are charged to the job's budget."""
         bound = copy.copy(self)
         bound._budget, bound._job = budget, job
         return bound
 
     def load(self, extra: Mapping[str, object]) -> Classifier:
-        """A classifier whose table is extended by an admin's rules, which go first.
+        """Return a classifier whose table begins with an admin's rules.
 
-        ``extra`` is what was read from ``unicron.toml``: ``[[severity.rule]]``, ``[[severity.cause]]``. Raises
+        ``extra``: the content of ``unicron.toml`` with ``[[severity.rule]]``, ``[[severity.cause]]``. Raises
         SeverityTableError for a wrong rule.
         """
         section = extra.get("severity", extra)
@@ -87,8 +87,8 @@ class Classifier:
         return Classifier(self.table.with_rules(rules, causes))
 
     def text(self, text: str, source: str = "exception") -> Verdict:
-        """The verdict on an error text; one that no rule knows gets the table's default (SEV2, restart);
-        an unknown line of the kernel moves nobody and is only reported.
+        """Return the verdict on an error text; for an unknown one the table's default (SEV2, restart), and for an
+        unknown line of the kernel only a report.
 
         ``source``: "exception", "stderr", "kernel", "nccl", "watchdog", ... (rules may hold for some sources only).
         """
@@ -97,10 +97,9 @@ class Classifier:
         return replace(known, reason=f"{known.reason}; {note}") if note else known
 
     def match(self, text: str, source: str = "exception", generic: bool = False) -> Verdict | None:
-        """Judges as ``text`` does, but gives None where no rule knows the fault: for streams in which most lines are
-        none (kernel log).
+        """Judge as ``text`` does, but return None if no rule knows the fault: for streams of mostly harmless lines.
 
-        ``generic``: rules that say no more than "there was an exception" count, too.
+        ``generic``: rules that merely notice an exception count, too.
         """
         known, note = self.judge(text, source, generic)
         return replace(known, reason=f"{known.reason}; {note}") if known and note else known
@@ -108,9 +107,9 @@ class Classifier:
     def judge(
         self, text: str, source: str = "exception", generic: bool = False, weak: bool = False
     ) -> tuple[Verdict | None, str]:
-        """The verdict of a rule, and what of the text was not judged because the budget is spent; empty for nothing.
+        """Return a rule's verdict, and what part of the text was not judged because the budget is spent, or "".
 
-        weak: a guess by a few words of what was said last counts, where nothing else is known.
+        weak: if nothing else is known, a guess by a few of the last words counts.
         """
         kernel = source == "kernel"
         key = text if kernel else alike(text), source, generic, weak
@@ -141,9 +140,9 @@ class Classifier:
         return known
 
     def last_words(self, text: str, source: str = "stderr", generic: bool = True) -> tuple[str, Verdict | None]:
-        """Finds in a process's last lines the statement that says why it ended, and judges it (failures.root_cause).
+        """Find in a process's last lines the statement of why it ended, and judge it (failures.root_cause).
 
-        The statement alone gets the same verdict, so it can be told on in place of the lines.
+        The statement alone gets the same verdict, so it can be forwarded in place of the lines.
         """
         said, verdict = last_words.cause(
             text, lambda each, general: self._match(head_and_tail(each, MAX_TEXT), source, general)
@@ -164,7 +163,7 @@ class Classifier:
         return self._by_rules(text, by_libraries, views, source, generic, weak)
 
     def _match_kernel(self, text: str, generic: bool, weak: bool) -> Verdict | None:
-        """Judge each line of a kernel as a statement; the worst of them is what happened."""
+        """Judge each line of a kernel as a statement, and return the worst verdict."""
         if "\n" in text.strip():
             lines = (self._match_kernel(line, generic, weak) for line in text.splitlines())
             return self._worst(verdict for verdict in lines if verdict)
@@ -207,8 +206,8 @@ class Classifier:
         return (generic or not rule.generic) and (weak or not rule.weak)
 
     def _is_of_programs(self, rule: Rule) -> bool:
-        """Whether only programs say this: a kernel's words for its own affairs are like theirs for set-ups and
-        peers. An admin knows what a rule is for."""
+        """Whether only programs report this: a kernel's words for its own affairs resemble theirs for set-ups and
+        peers. An admin's rule is taken literally."""
         if rule.of_admin:
             return False
         cause = self.table.causes[rule.cause]
@@ -219,7 +218,7 @@ class Classifier:
         return min(verdicts, key=lambda verdict: (verdict.action == REPORT, verdict.severity), default=None)
 
     def exit(self, status: int | str | signal.Signals, stderr_tail: str = "", oom: bool = False) -> Verdict:
-        """The verdict on a process that ended.
+        """Return the verdict on a process that ended.
 
         ``status``: a return code as Python gives it (negative: the signal), a shell's 128 + signal, a
         ``signal.Signals``, a name ("SIGKILL") or Slurm's "code:signal". ``oom``: the cgroup or the kernel counted an
@@ -241,22 +240,26 @@ class Classifier:
         )
         said = f"{said}; {note}" if note else said
         if known and known.action != REPORT:
-            return _at_least_restart(replace(known, reason=f"{said}; {known.reason}"), said)
+            verdict = replace(known, reason=f"{said}; {known.reason}")
+            if verdict.severity <= Severity.SEV2:
+                return verdict
+            reason = f"{verdict.reason}; the process is gone, so it is restarted instead of reattempted"
+            return replace(verdict, severity=Severity.SEV2, action=ACTIONS[Severity.SEV2], reason=reason)
         return self._by_status(code, number, said)
 
     def _by_status(self, code: int, number: int, said: str) -> Verdict:
         if number:
             rule = self._by_name("signal", _signal_name(number)) or self._by_name("signal", "*")
         else:
-            rule = self._by_code("exit", code)
+            rule = next((rule for rule in self.table.of_kind("exit") if code in rule.codes), None)
         if rule:
             return self._verdict(rule, said)
         return self._make("exited_abnormally", "exit-default", said)
 
     def xid(self, code: int, where: str = "", rest: str = "") -> Verdict:
-        """The verdict on an NVIDIA Xid of the kernel log. An unknown one is taken as the application's: SEV2.
+        """Return the verdict on an NVIDIA Xid of the kernel log. An unknown one counts as the application's: SEV2.
 
-        ``where``: the device. ``rest``: what the line says after the code; some rules look at it.
+        ``where``: the device. ``rest``: the line after the code, which some rules read.
         """
         said = f"Xid {code}" + (f" at {where}" if where else "")
         for rule in self.table.of_kind("xid"):
@@ -265,7 +268,7 @@ class Classifier:
         return self._make("cuda_error", "xid-default", f"{said} is not in the table; taken as the application's")
 
     def slurm(self, state: str) -> Verdict:
-        """The verdict on a Slurm job state (sacct/squeue: NODE_FAIL, OUT_OF_MEMORY, ...) or node state (DOWN, ...)."""
+        """Return the verdict on a Slurm job state (NODE_FAIL, OUT_OF_MEMORY, ...) or node state (DOWN, ...)."""
         words = _slurm_words(state)
         known = [rule for word in words if (rule := self._by_name("slurm", word) or self._by_cut_name(word))]
         if not known:
@@ -274,16 +277,13 @@ class Classifier:
         return min(verdicts, key=lambda verdict: (verdict.action == REPORT, verdict.severity))
 
     def _by_cut_name(self, word: str) -> Rule | None:
-        """Tables of Slurm cut long words: OUT_OF_ME+."""
+        """Return the rule of a word that a table of Slurm has cut: OUT_OF_ME+."""
         rules = self.table.of_kind("slurm")
         return next((rule for rule in rules if len(word) > 4 and any(n.startswith(word) for n in rule.names)), None)
 
     def cause(self, name: str, reason: str = "") -> Verdict:
-        """The verdict on a cause known by name (a lost heartbeat, a hang found by statistics). Raises KeyError."""
+        """Return the verdict on a cause known by name (a lost heartbeat, a hang by statistics). Raises KeyError."""
         return self._make(name, f"cause-{name}", reason or self.table.causes[name].title)
-
-    def _by_code(self, kind: str, code: int) -> Rule | None:
-        return next((rule for rule in self.table.of_kind(kind) if code in rule.codes), None)
 
     def _by_name(self, kind: str, name: str) -> Rule | None:
         return next((rule for rule in self.table.of_kind(kind) if name in rule.names), None)
@@ -320,7 +320,7 @@ def _quotation(text: str) -> str:
 
 
 def _slurm_words(state: str) -> list[str]:
-    """The base state and the flags; sinfo writes some of these as a sign behind the word."""
+    """Return the base state and the flags, some of which sinfo writes as a sign after the word."""
     words = []
     for word in re.split(r"[+\s,]+", state.strip().upper()):
         bare = word.rstrip("*~#!%$@^-")
@@ -329,7 +329,7 @@ def _slurm_words(state: str) -> list[str]:
 
 
 def _split_status(status: int | str | signal.Signals) -> tuple[int, int]:
-    """(exit code, signal number), one of them 0. Raises ValueError for a text that is no status."""
+    """Return (exit code, signal number), one of them 0. Raises ValueError for a text that is no status."""
     if isinstance(status, signal.Signals):
         return 0, int(status)
     if isinstance(status, str):
@@ -363,14 +363,7 @@ def _status_words(code: int, number: int) -> str:
     return f"process killed by {_signal_name(number)}" if number else f"process ended with exit status {code}"
 
 
-def _at_least_restart(verdict: Verdict, said: str) -> Verdict:
-    if verdict.severity <= Severity.SEV2:
-        return verdict
-    reason = f"{verdict.reason}; the process is gone, so it is restarted instead of reattempted"
-    return replace(verdict, severity=Severity.SEV2, action=ACTIONS[Severity.SEV2], reason=reason)
-
-
 @functools.cache
 def default_classifier() -> Classifier:
-    """The classifier of the shipped table, made once per process."""
+    """Return the classifier of the shipped table, made once per process."""
     return Classifier(default_table())

@@ -1,8 +1,8 @@
 """Decisions about faults: severity 3 -> 2 -> 1, flapping nodes, shared faults, jobs that fail by their own bug.
 
-A decision takes three steps, all pure (the clock is an argument). :data:`RULES` tells which event a fault is, given the
-faults before it (`fault_history`). The table of `escalation_table` tells what follows in the slot's state. Then only a
-fault of the node's own may blame the node. The reasons: docs/design/escalation.md.
+A decision takes three pure steps. :data:`RULES` finds the event that a fault is, after the faults before it
+(`fault_history`). The table of `escalation_table` gives the consequence in the slot's state. Then only a fault of the
+node's own may blame the node. The reasons: docs/design/escalation.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SEVERITY_OF_ACTION = {
     END_JOB: Severity.SEV2,
     ISOLATE: Severity.SEV1,
 }
-OF_PROGRAMS = ("application", "unknown")  # scopes of which a program's own bug may be the reason
+OF_PROGRAMS = ("application", "unknown")  # scopes in which a program's own bug may be the reason
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Decision:
     state: State = State.HEALTHY
     """The slot's state from now on."""
     wait_seconds: float = 0.0
-    """Time for which the action is held back: repeated faults back off."""
+    """The action is delayed by this: repeated faults back off."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Circumstances:
     job_nodes: int = 1
     """Nodes on which the job runs; a program that fails on one of several may have a bad node."""
     apart: bool = False
-    """The job trains without the slot, so its deaths say nothing of the job, however long an iteration takes."""
+    """The job trains without the slot, so its deaths prove nothing about the job."""
     fresh: bool = False
     """The job has never finished an iteration, and the verdict is on the process's own words."""
     stays: bool = False
@@ -68,14 +68,14 @@ class Circumstances:
 
 
 def decide(history: History, verdict: Verdict, fault: Fault, around: Circumstances) -> Decision:
-    """Return what to do about a verdict, whose fault this is. Take both into the history with ``History.record``."""
+    """Return the decision about a verdict and its fault. Take both into the history with ``History.record``."""
     state = history.state(fault.job, fault.slot, fault.time)
     if verdict.action == REPORT:
         return Decision(Severity.SEV3, REPORT, f"{verdict.reason}; only reported", verdict.cause, Event.FAULT3, state)
     case = Case(history, fault, state, around)
     event, why = case.find_event()
     following, action = _step(state, event, fault.scope, around.stays)
-    # Where a node is to be left and there is no other one, the process is started again in place.
+    # If a node should be left and there is no other, the process is restarted in place.
     wait = _backoff(history.policy, case.seen) if action in (REATTEMPT, RESTART) or around.apart else 0.0
     reason = f"{verdict.reason}; {why}" if why else verdict.reason
     if state is State.ENDED:
@@ -86,11 +86,10 @@ def decide(history: History, verdict: Verdict, fault: Fault, around: Circumstanc
 def action_failed(
     history: History, now: float, job: str, slot: int, why: str, *, moved: bool = False, stays: bool = False
 ) -> Decision:
-    """Return the next action after the one that ran for the slot failed or timed out. Take it into the history with
+    """Return the next action after one for the slot failed or timed out. Take it into the history with
     ``History.set_state``.
 
-    ``moved``: the slot is on another node already, where it has to come up: that node is new to the fault. ``stays``:
-    as in :class:`Circumstances`.
+    ``moved``: the slot is on another node already, which is new to the fault. ``stays``: as in :class:`Circumstances`.
     """
     state = history.state(job, slot, now)
     if moved and state is State.ISOLATING:
@@ -102,7 +101,6 @@ def action_failed(
 
 
 def _step(state: State, event: Event, scope: str, stays: bool) -> tuple[State, str]:
-    """Return the table's answer for a fault of that scope."""
     following, action = TABLE[state][event]
     blamed = scope == "hardware" or (event is Event.FLAPPING and scope in BLAMING)
     if action != ISOLATE or blamed:
@@ -115,7 +113,7 @@ def _backoff(policy: Policy, repeats: int) -> float:
     return 0.0 if repeats == 0 else min(policy.backoff * 2.0 ** (repeats - 1), policy.backoff_limit)
 
 
-# ---------------------------------------------------------------- which event a fault is
+# ---------------------------------------------------------------- from a fault to its event
 @dataclass
 class Case:
     """One fault of one slot, with the faults before it."""
@@ -132,12 +130,12 @@ class Case:
 
     @cached_property
     def seen(self) -> int:
-        """The number of times that the slot failed so before, within the window."""
+        """The number of such failures of the slot before, within the window."""
         return self.history.same_cause(self.fault.job, self.fault.slot, self.fault.cause, self.fault.time)
 
     @property
     def acts(self) -> bool:
-        """An action runs for the slot, and the fault came all the same."""
+        """The fault came although an action runs for the slot."""
         return self.state in (State.REATTEMPTING, State.RESTARTING)
 
     @property
@@ -175,7 +173,7 @@ class Case:
         nodes = self.stuck.starts.get(self.fault.cause, set())
         return len(nodes) + (self.fault.node not in nodes) >= self.around.job_nodes
 
-    # ------------------------------------------------------------ the rules: why one holds, or None
+    # ------------------------------------------------------------ the rules: each returns why it holds, or None
     def is_own_bug(self) -> str | None:
         """The job itself is to blame, and healing it would go on for ever."""
         why = "" if self.around.apart else self._storage_away() or self._dies_everywhere() or self._is_stuck()
@@ -275,8 +273,8 @@ class Case:
         return f"{failed} and the job has not finished an iteration in between"
 
     def _never_began(self) -> str:
-        """The script is to blame whose ranks die of one cause at their start wherever they run, whatever their words. A
-        job on one node may have a bad one."""
+        """Blame a script whose ranks die of one cause at their start wherever they run, whatever their words. A job on
+        one node may have a bad one."""
         fault, nodes = self.fault, self.around.job_nodes
         deaths = sum(other.cause == fault.cause and other.at_start for other in self.mine)
         if deaths < self.history.policy.quick_deaths or not self.on_every_node:

@@ -19,9 +19,9 @@ class State(enum.Enum):
 
 
 class Event(enum.Enum):
-    """An event of one slot, in the light of the faults before it."""
+    """An event of one slot, given the faults before it."""
 
-    FAULT3 = "fault3"  # a fault that has not been seen here within the window, by severity
+    FAULT3 = "fault3"  # a fault that is new here within the window, by severity
     FAULT2 = "fault2"
     FAULT1 = "fault1"
     AGAIN = "again"  # the same cause within the window
@@ -34,7 +34,7 @@ class Event(enum.Enum):
     OWN_BUG = "own_bug"  # the job fails by itself, wherever it runs
 
 
-# ISOLATE: this job leaves the node, which is a suspect from then on. MOVE: the same, and the node is none.
+# ISOLATE: this job leaves the node, which becomes a suspect. MOVE: the same without suspicion.
 NOTHING, REATTEMPT, RESTART, MOVE, ISOLATE, END_JOB = "none", "reattempt", "restart", "move", "isolate", "end_job"
 RUNNING = {State.REATTEMPTING: REATTEMPT, State.RESTARTING: RESTART, State.ISOLATING: MOVE}  # the action that runs
 
@@ -53,7 +53,6 @@ def _row(
     fault3: tuple[State, str] = _TO_REATTEMPT,
     fault2: tuple[State, str] = _TO_RESTART,
 ) -> dict[Event, tuple[State, str]]:
-    """One state's row; what is the same in every living state stands here once."""
     return {
         _E.FAULT3: fault3,
         _E.FAULT2: fault2,
@@ -69,10 +68,10 @@ def _row(
     }
 
 
-# Another fault on probation is met by its own severity; the same fault ("again") and a failed action take the next one.
-# A moved slot that fails again restarts first, for its new node is new to the fault. Whether the job itself is to blame
-# is for OWN_BUG. An application's repeated error moves nobody: no other node would cure it. Where the table says
-# ISOLATE and the fault is none of the node's own (`escalation.decide`), the job moves and the node is not blamed.
+# On probation another fault is met by its own severity; the same fault ("again") and a failed action take the next one.
+# A moved slot that fails again restarts first, for its new node is new to the fault. OWN_BUG decides whether the job
+# itself is to blame. An application's repeated error moves no job, since no other node would cure it. If the table says
+# ISOLATE and the fault is not the node's own (`escalation.decide`), the job moves and the node is not blamed.
 TABLE: dict[State, dict[Event, tuple[State, str]]] = {
     _S.HEALTHY: _row(_TO_RESTART, _TO_RESTART, _S.HEALTHY, _S.HEALTHY),
     _S.REATTEMPTING: _row(_TO_RESTART, _TO_RESTART, _S.REATTEMPTED, _S.REATTEMPTING, fault3=_TO_RESTART),

@@ -1,7 +1,6 @@
-"""The faults of jobs and nodes so far, and the states that they have left slots in.
+"""The faults of jobs and nodes so far, and the states in which they left slots.
 
-:class:`History` is a fold over recorded faults and outcomes, so a restarted controller gets the same one back by
-replaying its event log.
+:class:`History` is a fold over recorded faults and outcomes, so replaying the event log restores it.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Self
 
 from unicron_detector.failures.escalation_table import RUNNING, TABLE, Event, State
-from unicron_detector.failures.severity import Severity, Verdict
+from unicron_detector.failures.severity import Severity
 
-WHOLE_JOB = -1  # the slot of a fault of which no rank, and so no node, can be named
+WHOLE_JOB = -1  # the slot of a fault for which no rank, and so no node, can be named
 BLAMING = ("hardware", "network")  # scopes that may blame a node; the network's only where the node flaps
 FAULTS_KEPT, RECENT_KEPT = 64, 1000  # of a slot or a node; of a job, at least
 
@@ -38,24 +36,9 @@ class Fault:
     worked: bool = True
     """The process had finished an iteration."""
 
-    @classmethod
-    def of(
-        cls,
-        verdict: Verdict,
-        now: float,
-        *,
-        job: str,
-        slot: int,
-        node: str,
-        uptime: float | None = None,
-        worked: bool = True,
-    ) -> Self:
-        """Return the fault that a verdict is on."""
-        return cls(now, job, slot, node, verdict.cause, verdict.scope, verdict.severity, uptime, worked)
-
     @property
     def at_start(self) -> bool:
-        """A process ended that had not finished an iteration."""
+        """A process ended before it had finished an iteration."""
         return self.uptime is not None and not self.worked
 
 
@@ -72,15 +55,15 @@ class Policy:
     own_bug_nodes: int = 2
     """On so many nodes the node cannot be the reason."""
     stuck_faults: int = 8
-    """So many faults of one slot without one iteration of the job in between are a bug, too."""
+    """So many faults of one slot without an iteration of the job in between are a bug, too."""
     storage_patience: float = 3600.0
-    """A file system that is away for longer without an iteration ends the job; sooner it is waited for."""
+    """A file system that is away for longer, without an iteration, ends the job."""
     flap_window: float = 86400.0
     flap_faults: int = 3
     """A node with so many faults in the window before, none of them the application's, is left."""
     shared_seconds: float = 30.0
     shared_nodes: int = 3
-    """So many nodes with a network fault within the time are the network's matter."""
+    """If so many nodes have a network fault within the time, the network is at fault."""
     moment: float = 10.0
     """Faults closer together than this are one moment: a node's ranks fail together."""
     backoff: float = 1.0
@@ -88,15 +71,15 @@ class Policy:
     backoff_limit: float = 60.0
 
     def is_quick(self, fault: Fault) -> bool:
-        """The process died soon after its start, and may have done so by itself."""
+        """Whether the process died soon after its start, and may have done so by itself."""
         early = fault.at_start and fault.uptime is not None and fault.uptime <= self.quick_seconds
         return early and fault.scope in ("application", "unknown")
 
 
 @dataclass
 class Recent:
-    """The newest faults in the order in which they came, those of the network apart: where thousands of ranks fail at
-    once each asks for what is near it in time."""
+    """The newest faults in order, those of the network apart: if thousands of ranks fail at once, each searches for
+    faults near it in time."""
 
     network: list[Fault] = field(default_factory=list)
     others: list[Fault] = field(default_factory=list)
@@ -109,7 +92,7 @@ class Recent:
 
 
 def near(faults: list[Fault], at: float, seconds: float) -> Iterator[Fault]:
-    """Yield the faults that are at most `seconds` from `at`; they are given in order of time."""
+    """Yield the faults that are at most `seconds` from `at`; they are in order of time."""
     first = bisect.bisect_left(faults, at - seconds, key=operator.attrgetter("time"))
     for index in range(first, len(faults)):
         if faults[index].time > at + seconds:
@@ -158,8 +141,8 @@ class History:
     by_node: dict[str, deque[Fault]] = field(default_factory=dict)
     since_progress: dict[str, Stuck] = field(default_factory=dict)
     recent: Recent = field(default_factory=Recent)
-    # What is done with a job follows from its own faults only: no user's processes move another's job. So both again,
-    # by job; those of all jobs are for what admins are shown.
+    # Decisions about a job rest on its own faults alone, since no user's processes may move another's job. So both are
+    # here again, by job; those of all jobs are for admins.
     node_of_job: dict[str, dict[str, deque[Fault]]] = field(default_factory=dict)
     recent_of_job: dict[str, Recent] = field(default_factory=dict)
 
@@ -232,13 +215,13 @@ class History:
             nodes.pop(node, None)
 
     def same_cause(self, job: str, slot: int, cause: str, now: float) -> int:
-        """Count the times that the cause was seen on the slot alone of its job, within the window."""
+        """Count how often the cause struck the slot alone of its job, within the window."""
         faults = self.by_slot.get((job, slot), ())
         within = [fault for fault in faults if fault.cause == cause and now - fault.time <= self.policy.window]
         return sum(not self._struck_others(fault) for fault in within)
 
     def _struck_others(self, fault: Fault) -> bool:
-        """A fault that is no node's has struck several nodes of the job at once: as when all ranks are killed."""
+        """Whether a fault of unknown scope struck several nodes of the job at once, as when all ranks are killed."""
         if fault.scope != "unknown":
             return False
         around = near(self._of_job(fault.job).others, fault.time, self.policy.moment)
@@ -248,9 +231,8 @@ class History:
         return self.recent_of_job.get(job) or Recent()
 
     def node_moments(self, node: str, now: float, new: Fault | None = None) -> int:
-        """Count the separate moments of own faults that the node had within the flap window: of all jobs, or, with a
-        new one, of this fault's job. Faults of applications, and network faults that something else explains, do not
-        count."""
+        """Count the separate moments of the node's own faults within the flap window: of all jobs, or of the new
+        fault's job. Faults of applications, and network faults that something else explains, do not count."""
         known = self.node_of_job.get(new.job, {}) if new else self.by_node
         own = [fault for fault in known.get(node, ()) if now - fault.time <= self.policy.flap_window]
         own += [new] if new else []
@@ -259,7 +241,7 @@ class History:
         return moments(times, self.policy.moment)
 
     def elsewhere(self, fault: Fault) -> str:
-        """Return why a fault is not the matter of the node that saw it, by its job's faults; empty when it may be."""
+        """Return why a fault is not due to the node that saw it, by its job's faults; empty if it may be."""
         return self._elsewhere(fault, self._of_job(fault.job))
 
     def _elsewhere(self, fault: Fault, recent: Recent) -> str:

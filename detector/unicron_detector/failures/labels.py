@@ -1,7 +1,4 @@
-"""Labels of loggers and libraries, as they write them: the weight of a line.
-
-Standard library only: ranks and agents use it.
-"""
+"""Labels of loggers and libraries, which give a line its weight. Standard library only: ranks and agents use it."""
 
 from __future__ import annotations
 
@@ -36,8 +33,8 @@ _LOG_LINE = re.compile(  # a line of a logger begins so: its level, a date, or s
     r"[A-Z][a-z]{2} +\d+ [\d:]+"
 )
 NCCL = re.compile(r"\b(?:[NR]CCL|CCOM) (INFO|TRACE|WARN|ABORT)\b")
-# After these NCCL and RCCL go on, by their sources (docs/behaviour/nccl.toml): what is missing is optional, or another
-# value is taken.
+# After these warnings NCCL and RCCL go on, by their sources (docs/behaviour/nccl.toml): something optional is missing,
+# or another value is used.
 _NCCL_GOES_ON = re.compile(
     r"\bWARN .{0,160}?(?:rocprofiler-register failed|Missing \"|NUMA auto balancing|(?:falling back|as fallback)\b|"
     r"(?:being )?ignored\b|\bIgnoring\b|\bignoring\b|Unsetting\b|, setting |Continue\b|skipping\b|\bSkipping\b|"
@@ -59,13 +56,12 @@ _SLURM = re.compile(
 
 
 def label(text: str) -> Weight | None:
-    """The weight that the line's own writer gives it; None for a line without a label."""
+    """Return the weight that the line's own writer gives it; None for a line without a label."""
     weight = _label_of_transport(text)
     return weight if weight is not None else _label_of_logger(text)
 
 
 def _label_of_transport(text: str) -> Weight | None:
-    """The label of a library of collectives or of the network."""
     if hit := NCCL.search(text[:200]):  # a WARN of NCCL is the worst that it says
         bad = hit.group(1) in ("WARN", "ABORT") and not _NCCL_GOES_ON.search(text)
         return Weight.ERROR if bad else Weight.NOISE
@@ -82,7 +78,7 @@ def _label_of_transport(text: str) -> Weight | None:
 
 def _label_of_logger(text: str) -> Weight | None:
     if hit := GLOG.match(text) or _TENSORFLOW.match(text) or _NEMO.match(text):
-        # TensorFlow logs what failed an operation as a warning, and torchrun what ended it.
+        # TensorFlow logs a failed operation as a warning, and torchrun its own end.
         if "/op_kernel.cc:" in text[:120] or _DEATH_SIGNAL.search(text):
             return Weight.ERROR
         return _LETTERS.get(hit.group(1), Weight.FATAL)

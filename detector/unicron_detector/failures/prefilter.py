@@ -1,9 +1,8 @@
-"""The rules that can match a text at all, found by words that each pattern needs.
+"""Finds the rules that can match a text at all, by words that each pattern needs.
 
-Most texts have nothing to do with most rules. A pattern is taken apart into the alternatives of its outermost ``|``,
-and each alternative into what must stand in a text that it matches: one of a few literal words. Pieces of four bytes
-of these words are the keys of an index, so only alternatives whose word is in the text are tried. Of an alternative
-that could not be read, or has no such word, nothing is required, and it is always tried; the verdict stays the same.
+A pattern is taken apart into the alternatives of its outermost ``|``, and each alternative into words of which a
+matching text must contain one. Pieces of four bytes of these words are the keys of an index, so only alternatives whose
+word is in the text are tried. An alternative without such a word is always tried; the verdict stays the same.
 Standard library only: ranks import it.
 """
 
@@ -30,13 +29,13 @@ _WITHOUT_END = re.compile(r"\{(\d+),\}")
 _LOOKS_AROUND = ("(?!", "(?=", "(?<!", "(?<=")
 _SPECIAL = frozenset("()|^$.*+?")
 Words = tuple[str, ...]
-"""Of these one must be in the text."""
+"""The text must contain one of these."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A part of a rule's pattern that matches by itself. place: which part of the pattern it is. required: whatever it
-    matches has one word of each of these."""
+    """A part of a rule's pattern that matches by itself. place: its position in the pattern. required: all that it
+    matches contains one word of each of these."""
 
     place: int
     pattern: str
@@ -49,7 +48,7 @@ class Alternative:
 
 
 def bound_repeats(pattern: str) -> str:
-    """The pattern with an end to every repetition: then a search takes time in proportion to the text, whatever it is.
+    """Return the pattern with an end to every repetition, so that a search takes time in proportion to any text.
 
     A pattern such as ``a\\w+b`` reads a text of many a's to its end from each of them.
     """
@@ -65,8 +64,8 @@ def bound_repeats(pattern: str) -> str:
 
 
 def alternatives(pattern: str, flags: int) -> tuple[Alternative, ...]:
-    """The parts of a pattern, in its order. A pattern that has flags, or groups with a meaning of their own, stays
-    whole and requires nothing."""
+    """Return the parts of a pattern, in its order. A pattern with flags or special groups stays whole and requires
+    nothing."""
     tokens = _TOKEN.findall(pattern)
     if flags or "(?" in tokens:
         return (Alternative(0, pattern, flags, ()),)
@@ -75,8 +74,8 @@ def alternatives(pattern: str, flags: int) -> tuple[Alternative, ...]:
 
 
 def _read(tokens: Sequence[str], at: int) -> tuple[list[tuple[int, int, tuple[Words, ...]]], int]:
-    """The alternatives up to the end of a group or of the pattern, each from where to where it goes and what it
-    requires; and where that end is."""
+    """Return the alternatives up to the end of a group or of the pattern, each with its start, its end and what it
+    requires; and the position of that end."""
     parts: list[tuple[int, int, tuple[Words, ...]]] = []
     start, run = at, ""
     required: list[Words] = []
@@ -102,7 +101,6 @@ def _read(tokens: Sequence[str], at: int) -> tuple[list[tuple[int, int, tuple[Wo
 
 
 def _of_one(branches: Sequence[tuple[Words, ...]]) -> list[Words]:
-    """Return the words that a group requires of which one branch matches."""
     if not all(branches):
         return []
     longest = [max(each, key=lambda words: min(map(len, words))) for each in branches]
@@ -110,18 +108,18 @@ def _of_one(branches: Sequence[tuple[Words, ...]]) -> list[Words]:
 
 
 def _literal(token: str) -> str | None:
-    """The letter that a token stands for; None for one that stands for several, for none, or for a line's end."""
+    """Return the letter that a token stands for; None if it stands for several, for none, or for a line's end."""
     if len(token) == 2 and token[0] == "\\":
         return None if token[1].isalnum() else token[1]
     return token if len(token) == 1 and token not in _SPECIAL and token.isprintable() else None
 
 
 def _may_be_absent(tokens: Sequence[str], at: int) -> bool:
-    """Whether what stands at `at` lets the piece before it be left out."""
+    """Whether the token at `at` lets the piece before it be left out."""
     return at < len(tokens) and (tokens[at] in ("?", "*") or _FROM_NONE.match(tokens[at]) is not None)
 
 
-_Entry = tuple[str, list[tuple[int, Alternative]]]  # a word, and who needs it
+_Entry = tuple[str, list[tuple[int, Alternative]]]  # a word, and the alternatives that need it
 
 
 class Prefilter:
@@ -148,7 +146,7 @@ class Prefilter:
             home.append(entry)
 
     def candidates(self, text: str) -> dict[int, list[Alternative]]:
-        """By rule, those of its alternatives that may match the text, in any order."""
+        """Return, by rule, the alternatives that may match the text, in any order."""
         found: dict[int, list[Alternative]] = defaultdict(list)
         for number, part in self._always:
             found[number].append(part)
@@ -162,7 +160,7 @@ class Prefilter:
 
 
 def _pieces(text: str) -> set[int]:
-    """All pieces of a text; four bytes as a number, which are made faster than strings."""
+    """Return all pieces of a text, four bytes as a number: numbers are made faster than strings."""
     data = memoryview(text.encode(errors="surrogatepass"))
     whole = [data[first : len(data) - (len(data) - first) % PIECE] for first in range(min(PIECE, len(data)))]
     return set().union(*(part.cast("I") for part in whole))

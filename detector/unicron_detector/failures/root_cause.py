@@ -1,9 +1,9 @@
-"""Which of a process's last statements is the cause of its end. Pure; standard library only.
+"""Finds the statement that says why a process ended. Pure; standard library only.
 
-What the process itself names as fatal counts: the exception that nothing caught, the reason of an abort, a fatal line.
-Of a chain of exceptions the last one counts, unless one before it says more; a crash or the report of a launcher says
-how a process ended, and what was said before says why; an error of the network that several ranks or an abort report
-is what a peer's end looks like, so another reason stands above it. Labels of writers are respected throughout.
+Statements that the process itself names as fatal count: an exception that nothing caught, the reason of an abort, a
+fatal line. In a chain of exceptions the last one counts, unless an earlier one says more. A crash or a launcher's
+report says only how the process ended, so an earlier statement says why. A peer's end looks like a network error, so
+any other reason precedes it. Labels of writers are respected throughout.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from unicron_detector.failures.severity import Verdict
 from unicron_detector.failures.statements import EXIT_REPORT, Kind, Statement, statements
 
 Judge = Callable[[str, bool], Verdict | None]
-"""The verdict on a statement's text; generic: rules that say no more than "there was an exception" count, too."""
+"""Returns the verdict on a statement's text; generic: rules that merely notice an exception count, too."""
 
-LONGEST = 500  # characters of what is told on
-# Rules that say how a process ended, not why; and those that sum up what others said of it.
+LONGEST = 500  # characters of a forwarded statement
+# Rules that say how a process ended, not why; and rules that sum up what others said.
 CRASHES = ("segfault", "slurm-other", "slurm-own", "nccl-internal", "launcher-report", "launcher-killed", "ray-report")
 SUMMARIES = (
-    "slurm-cancel",
-    "nccl-system",
-    "nccl-remote",
-    "slurm-controller",
-    "container-report",
-    "accelerator-says-above",
+    *("slurm-cancel", "nccl-system", "nccl-remote"),
+    *("slurm-controller", "container-report", "accelerator-says-above"),
 )
-# Rules that name who failed; another error may say what it failed of.
-# torchrun ends the other ranks by SIGTERM after one of them ended by itself, that is not with one of these.
+# Exit codes by which torchrun ends the other ranks after one of them ended by itself.
 END_REQUESTS = ("-15", "-2", "143", "130")
 _ASKED_TO_END = re.compile(r"SIGTERM|\bsignal:? ?15\b|^\s*Terminated\s*$", re.IGNORECASE)
-PLACES = ("container", "dataloader-child", "accelerator-hang", "accelerator-error")
+PLACES = (
+    "container",
+    "dataloader-child",
+    "accelerator-hang",
+    "accelerator-error",
+)  # rules that name who failed, not why
 GENERAL = ("python", "python-exception")  # rules of exceptions by their class alone
-# Exceptions of Python's own sockets and pipes: with whom they were connected, the frames tell.
+# Exceptions of Python's own sockets and pipes; the frames tell with whom they were connected.
 _SOCKET = re.compile(
     r"(?:[\w.]+\.)?(?:Connection\w*Error|BrokenPipeError|EOFError|TimeoutError|timeout|gaierror|herror|SSLError|"
     r"RemoteDisconnected|IncompleteRead|ProtocolError|OSError: \[Errno (?:9|32|98|99|10\d|11[0-3])\]|"
@@ -54,7 +54,7 @@ _THROUGH = re.compile(rf"(?:^|/)((?:{'|'.join(map(re.escape, _LIBRARIES))})/?[\w
 
 
 def cause(text: str, judge: Judge) -> tuple[str, Verdict | None]:
-    """The statement that says why the process ended, and the verdict on it; an empty statement for an empty text."""
+    """Return the statement that says why the process ended, and its verdict; an empty statement for an empty text."""
     said = _own_statements(text)
     fatal = [one for one in said if one.weight is Weight.FATAL]
     best = _most_telling(said, fatal, judge)
@@ -65,7 +65,7 @@ def cause(text: str, judge: Judge) -> tuple[str, Verdict | None]:
 
 
 def _own_statements(text: str) -> list[Statement]:
-    """The statements that count; where a rank ended by itself, the SIGTERM of the others does not."""
+    """Return the statements that count. If a rank ended by itself, the SIGTERM of the others does not."""
     said = [one for one in statements(text) if one.weight is not Weight.NOISE]
     reports = [hit.group(1) for one in said if (hit := EXIT_REPORT.search(one.text))]
     if any(status not in END_REQUESTS for status in reports):
@@ -93,27 +93,27 @@ def _explains(error: Verdict, end: Verdict) -> bool:
 
 
 def one_line(statement: str) -> str:
-    """A statement as one line that is short enough to be told on; its end, which names the way, stays."""
+    """Return a statement as one short line; its end, which names the way, stays."""
     line = " ".join(statement.split())
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 105]} ... {line[-100:]}"
 
 
 def words(one: Statement) -> str:
-    """A statement's text. An error of a socket names the library that had it open, for not every socket is the
-    job's network."""
+    """Return a statement's text, for an error of a socket with the library that used it: not every socket belongs to
+    the job's network."""
     if one.kind is not Kind.EXCEPTION or not _SOCKET.match(one.text):
         return one.text
     through = next((hit.group(1) for file in reversed(one.frames) if (hit := _THROUGH.search(file))), "")
     return f"{one.text} (through {through})" if through else one.text
 
 
-# ------------------------------------------------------------------------------------------------ which of them
+# ------------------------------------------------------------------------------------------------ ranking
 Finding = tuple[str, Verdict | None] | None
 _NONE, _CRASH, _SUMMARY, _NETWORK, _PLACE, _SPECIFIC = range(6)
 
 
 def _rank(found: Finding) -> int:
-    """Rank a statement: it says nothing, how the process ended, what the others saw, who failed, or why."""
+    """Rank a statement by what it tells: nothing, how the process ended, what the others saw, who failed, or why."""
     if found is None or found[1] is None:
         return _NONE
     rule = found[1].rule
@@ -126,7 +126,7 @@ def _rank(found: Finding) -> int:
 
 
 def _better(*found: Finding) -> Finding:
-    """The one that says most; of equals the first."""
+    """Return the finding that says most; of equals the first."""
     return max(found, key=_rank)
 
 
@@ -137,7 +137,7 @@ def _judge_statement(one: Statement, judge: Judge, generic: bool = False) -> Fin
 
 
 def _last(said: Sequence[Statement], judge: Judge) -> Finding:
-    """The last one that a rule knows; one that does not say why yields to one before it that says more."""
+    """Return the last statement that a rule knows, or an earlier one that says more about the reason."""
     best: Finding = None
     for one in reversed(said):
         best = _better(best, _judge_statement(one, judge))
@@ -147,7 +147,7 @@ def _last(said: Sequence[Statement], judge: Judge) -> Finding:
 
 
 def _is_broken(found: Finding) -> bool:
-    """Whether it is hardware that broke: what other ranks say then is what that looks like from there."""
+    """Whether hardware broke. Other ranks' statements are then only consequences."""
     return found is not None and found[1] is not None and (found[1].scope, found[1].severity) == ("hardware", 1)
 
 
@@ -175,7 +175,7 @@ def _of_the_fatal(fatal: Sequence[Statement], judge: Judge) -> Finding:
 
 
 def _chain(fatal: Sequence[Statement]) -> Sequence[Statement]:
-    """The last exception with those that it was raised from or while handling, in the order of the log."""
+    """Return the last exception with those from which it was raised, or while handling, in the order of the log."""
     first = len(fatal) - 1
     while first > 0 and fatal[first].chained:
         first -= 1
@@ -183,8 +183,8 @@ def _chain(fatal: Sequence[Statement]) -> Sequence[Statement]:
 
 
 def _of_a_chain(links: Sequence[Statement], judge: Judge) -> Finding:
-    """The last one that a rule knows. Errors of devices and files do not steer a program: one before it stands above an
-    exception that its class alone describes, and one of the hardware above all."""
+    """Return the last link that a rule knows. Errors of devices and files do not steer a program, so an earlier one
+    precedes an exception that only its class describes, and one of the hardware precedes all."""
     found = [_judge_statement(one, judge) for one in links]
     best = next((each for each in reversed(found) if each is not None), None)
     for each in found:
@@ -198,7 +198,7 @@ def _of_a_chain(links: Sequence[Statement], judge: Judge) -> Finding:
 
 
 def _of_the_plain(plain: Sequence[Statement], judge: Judge) -> Finding:
-    """Lines without a label are judged as one text, by the table's order."""
+    """Judge lines without a label as one text, by the table's order."""
     text = "\n".join(one.text for one in plain)
     verdict = judge(text, False) if text else None
     if verdict is None:

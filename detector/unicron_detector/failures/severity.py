@@ -11,7 +11,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,11 @@ KINDS = ("text", "xid", "exit", "signal", "slurm")
 
 
 class SeverityTableError(ValueError):
-    """A rule of the table or of the admin's extension is wrong; one line that says which and what to do."""
+    """A wrong rule of the table or of the admin's extension; one line that names it and what to do."""
 
 
-# Patterns are matched in lower case without IGNORECASE, which is several times faster: the engine then skips to the
-# next possible first letter. That takes a pattern whose escapes are all of the simple kind; others keep IGNORECASE.
+# Patterns are matched in lower case without IGNORECASE, which is several times faster, because the engine then skips to
+# the next possible first letter. Patterns with unusual escapes keep IGNORECASE.
 _SIMPLE = re.compile(r"(?:[^\\]|\\[dDsSwWbBnrt.()\[\]{}|+*?^$/\\\-'\"#:=<>,])*", re.DOTALL)
 _ESCAPE_OR_CAPITAL = re.compile(r"\\.|[A-Z]", re.DOTALL)
 
@@ -55,7 +55,7 @@ def _folded_pattern(pattern: str) -> str:
 
 
 def fold_case(text: str) -> str:
-    """The text in lower case, of the same length, so that positions in it are positions in the text."""
+    """Return the text in lower case with the same length, so that positions in it are positions in the text."""
     lower = text.lower()
     return (
         lower if len(lower) == len(text) else "".join(char.lower() if len(char.lower()) == 1 else char for char in text)
@@ -64,14 +64,13 @@ def fold_case(text: str) -> str:
 
 @dataclass(frozen=True)
 class Cause:
-    """A named cause with its severity. ``method``: the detection method that usually sees it (docs/design/paper.md,
-    section 3)."""
+    """A named cause with its severity."""
 
     name: str
     severity: Severity
     scope: str = "unknown"
     title: str = ""
-    method: str = "exception"
+    method: str = "exception"  # the detection method that usually sees it (docs/design/paper.md, section 3)
     paper: str = ""  # the row of docs/design/paper.md (sections 1 and 3) that it stands for, if any
     action: str = ""  # only "report" differs from the severity's own action
 
@@ -98,13 +97,11 @@ class Rule:
     action: str = ""
     generic: bool = False  # says only that there was an error; see Classifier.match
     weak: bool = False  # a guess by a few words; see Classifier.text
-    hardware: bool = (
-        False  # counts in an application's text only where a library speaks; see unicron_detector.failures.speakers
-    )
+    hardware: bool = False  # in an application's text, counts only if a library speaks; see failures.speakers
 
     @functools.cached_property
     def regex(self) -> re.Pattern[str]:
-        """Ignores case, and is only right for text that went through ``fold_case``."""
+        """The compiled pattern, for text that went through ``fold_case``."""
         return re.compile(_folded_pattern(self.pattern), self._flags)
 
     @functools.cached_property
@@ -119,7 +116,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The meaning of a signal. ``rule`` is the id of the table's row that decided, ``reason`` a sentence for people."""
+    """The meaning of a signal. ``rule``: the id of the table's row that decided. ``reason``: a sentence for people."""
 
     cause: str
     severity: Severity
@@ -155,127 +152,77 @@ class Table:
         return self._prefilter.candidates(low) if low else {}
 
     def with_rules(self, rules: Iterable[Mapping[str, object]], causes: Iterable[Mapping[str, object]] = ()) -> Table:
-        """A table in which the given rules go before the present ones, so that an admin's word wins.
+        """Return a table in which these rules precede the present ones, so that an admin's word wins.
 
-        Raises SeverityTableError when a rule cannot be used.
+        Raises SeverityTableError if a rule cannot be used.
         """
         known = dict(self.causes)
         for raw in causes:
             cause = parse_cause(raw)
             known[cause.name] = cause
-        added = [_name_rule(parse_rule(raw, known), number) for number, raw in enumerate(rules, 1)]
+        parsed = (parse_rule(raw, known) for raw in rules)
+        added = [replace(rule, id=rule.id or f"admin-{n}", of_admin=True) for n, rule in enumerate(parsed, 1)]
         taken = {rule.id for rule in added}
         kept = tuple(rule for rule in self.rules if rule.id not in taken)
         return replace(self, causes=known, rules=(*added, *kept))
-
-
-def _name_rule(rule: Rule, number: int) -> Rule:
-    return replace(rule, id=rule.id or f"admin-{number}", of_admin=True)
 
 
 def _fail(where: str, what: str) -> SeverityTableError:
     return SeverityTableError(f"severity table: {where}: {what}")
 
 
-def _severity(value: object, where: str) -> Severity:
-    if isinstance(value, bool) or not isinstance(value, int) or value not in (1, 2, 3):
-        raise _fail(where, f"severity must be 1, 2 or 3, not {value!r}")
-    return Severity(value)
+_LISTS: dict[str, type] = {"codes": int, "names": str, "only_from": str}
 
 
-def _check_keys(raw: Mapping[str, object], allowed: set[str], where: str) -> None:
-    unknown = sorted(set(raw) - allowed)
-    if unknown:
-        raise _fail(where, f"unknown key {unknown[0]!r}; use one of {', '.join(sorted(allowed))}")
+def _values(raw: Mapping[str, object], kind: type[Cause] | type[Rule], where: str) -> dict[str, Any]:
+    allowed = sorted(each.name for each in fields(kind) if each.name != "of_admin")
+    if unknown := sorted(set(raw) - set(allowed)):
+        raise _fail(where, f"unknown key {unknown[0]!r}; use one of {', '.join(allowed)}")
+    return {key: _value(key, value, where) for key, value in raw.items()}
 
 
-def _text(raw: Mapping[str, object], key: str, where: str) -> str:
-    value = raw.get(key, "")
+def _value(key: str, value: object, where: str) -> object:
+    if key in ("generic", "weak", "hardware"):
+        return value is True
+    if key == "severity":
+        if isinstance(value, bool) or not isinstance(value, int) or value not in (1, 2, 3):
+            raise _fail(where, f"severity must be 1, 2 or 3, not {value!r}")
+        return Severity(value)
+    if kind := _LISTS.get(key):
+        if not isinstance(value, list) or any(not isinstance(item, kind) or isinstance(item, bool) for item in value):
+            raise _fail(where, f"{key} must be a list of {kind.__name__}, not {value!r}")
+        return tuple(value)
     if not isinstance(value, str):
         raise _fail(where, f"{key} must be text, not {value!r}")
+    if key == "action" and value not in ("", REPORT):
+        raise _fail(where, f'action may only be "{REPORT}" (the others follow from the severity), not {value!r}')
     return value
 
 
-def _list_of(raw: Mapping[str, object], key: str, kind: type, where: str) -> tuple[Any, ...]:
-    value = raw.get(key, [])
-    if not isinstance(value, list) or any(not isinstance(item, kind) or isinstance(item, bool) for item in value):
-        raise _fail(where, f"{key} must be a list of {kind.__name__}, not {value!r}")
-    return tuple(value)
-
-
 def parse_cause(raw: Mapping[str, object]) -> Cause:
-    """A [[cause]] of the table or of ``[[severity.cause]]``. Raises SeverityTableError."""
-    name = _text(raw, "name", "cause")
-    where = f"cause {name or '(no name)'}"
-    _check_keys(raw, {"name", "severity", "scope", "title", "method", "paper", "action"}, where)
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+    """Parse a [[cause]] of the table or of ``[[severity.cause]]``. Raises SeverityTableError."""
+    where = f"cause {raw.get('name') or '(no name)'}"
+    values = {key: value for key, value in _values(raw, Cause, where).items() if value != ""}
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", values.get("name", "")):
         raise _fail(where, "name must be lower case letters, digits and _")
-    scope = _text(raw, "scope", where) or "unknown"
-    if scope not in SCOPES:
-        raise _fail(where, f"scope must be one of {', '.join(SCOPES)}, not {scope!r}")
-    action = _action(raw, where)
-    return Cause(
-        name=name,
-        severity=_severity(raw.get("severity"), where),
-        scope=scope,
-        title=_text(raw, "title", where) or name.replace("_", " "),
-        method=_text(raw, "method", where) or "exception",
-        paper=_text(raw, "paper", where),
-        action=action,
-    )
-
-
-def _action(raw: Mapping[str, object], where: str) -> str:
-    action = _text(raw, "action", where)
-    if action not in ("", REPORT):
-        raise _fail(where, f'action may only be "{REPORT}" (the others follow from the severity), not {action!r}')
-    return action
+    if "severity" not in values:
+        raise _fail(where, "severity must be 1, 2 or 3")
+    cause = Cause(**{"title": values["name"].replace("_", " "), **values})
+    if cause.scope not in SCOPES:
+        raise _fail(where, f"scope must be one of {', '.join(SCOPES)}, not {cause.scope!r}")
+    return cause
 
 
 def parse_rule(raw: Mapping[str, object], causes: Mapping[str, Cause], tested: bool = False) -> Rule:
-    """A [[rule]] of the table or of ``[[severity.rule]]``. Raises SeverityTableError."""
+    """Parse a [[rule]] of the table or of ``[[severity.rule]]``. Raises SeverityTableError."""
     if not isinstance(raw, Mapping):
         raise _fail("rule", f"must be a table, not {raw!r}")
     where = f"rule {raw.get('id') or raw.get('pattern') or '(no id)'}"
-    allowed = {
-        "id",
-        "kind",
-        "cause",
-        "pattern",
-        "codes",
-        "names",
-        "why",
-        "source",
-        "only_from",
-        "severity",
-        "action",
-        "generic",
-        "weak",
-        "hardware",
-    }
-    _check_keys(raw, allowed, where)
-    kind = _text(raw, "kind", where) or "text"
-    if kind not in KINDS:
-        raise _fail(where, f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
-    cause = _text(raw, "cause", where)
-    if cause not in causes:
-        raise _fail(where, f"unknown cause {cause!r}; add a [[severity.cause]] with that name or use a known one")
-    rule = Rule(
-        id=_text(raw, "id", where),
-        kind=kind,
-        cause=cause,
-        pattern=_text(raw, "pattern", where),
-        codes=_list_of(raw, "codes", int, where),
-        names=_list_of(raw, "names", str, where),
-        why=_text(raw, "why", where),
-        source=_text(raw, "source", where),
-        only_from=_list_of(raw, "only_from", str, where),
-        severity=_severity(raw["severity"], where) if "severity" in raw else None,
-        action=_action(raw, where),
-        generic=raw.get("generic") is True,
-        weak=raw.get("weak") is True,
-        hardware=raw.get("hardware") is True,
-    )
+    rule = Rule(**{"id": "", "kind": "text", "cause": "", **_values(raw, Rule, where)})
+    if rule.kind not in KINDS:
+        raise _fail(where, f"kind must be one of {', '.join(KINDS)}, not {rule.kind!r}")
+    if rule.cause not in causes:
+        raise _fail(where, f"unknown cause {rule.cause!r}; add a [[severity.cause]] with that name or use a known one")
     if not tested:
         _check_rule(rule, where)
     return rule
@@ -298,7 +245,7 @@ def _check_rule(rule: Rule, where: str) -> None:
 
 
 def load_table(path: Path | str = TABLE_PATH, tested: bool = False) -> Table:
-    """Reads a table file. Raises SeverityTableError, or OSError when the file cannot be read.
+    """Read a table file. Raises SeverityTableError, or OSError if the file cannot be read.
 
     tested: the patterns are known to be right, and are compiled when a text needs them.
     """
@@ -326,5 +273,5 @@ def load_table(path: Path | str = TABLE_PATH, tested: bool = False) -> Table:
 
 @functools.cache
 def default_table() -> Table:
-    """The table that is shipped, read once per process."""
+    """Return the shipped table, read once per process."""
     return load_table(tested=True)

@@ -1,8 +1,8 @@
-"""Which lines of an application's text are the own words of a library that sees the hardware.
+"""Finds the lines of an application's text that a library wrote which sees the hardware.
 
-An application may print or quote anything, so a rule of hardware counts in its text only where a library speaks: its
-wording begins the message, and the exception is of a type that such libraries raise. What the kernel says counts from
-the kernel's log alone. Standard library only: ranks import it.
+An application may print or quote anything. So in its text, a rule of hardware counts only if a library speaks: its
+wording begins the message, and the exception has a type that such libraries raise. The kernel's words count only in the
+kernel's log. Standard library only: ranks import it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _QUOTATION = re.compile(r"\"[^\"\n]{1,300}\"|`[^`\n]{1,300}`|(?<!\w)'[^'\n]{1,30
 _NO_TYPE = re.compile(
     r"CUDA\w*|HIP\w*|NCCL\w*|RCCL\w*|NVML\w*|NVIDIA\w*|CU[A-Z]+_\w+|INTERNAL|ERROR|FATAL|CRITICAL|E|F|E[0-9A-Z]\d{4}"
 )
-# What loggers, launchers and C++ put before a message.
+# Prefixes of loggers, launchers and C++.
 _BEFORE = re.compile(
     rf"(?:{LAUNCHERS}|{COLLECTORS}|"
     r"(?!nvidia-|(?-i:E[0-9A-Z]\d{4}): )(?=[\w.-]{0,63}[\d-])"
@@ -75,7 +75,7 @@ _BEGINS = re.compile(
 
 
 def library_lines(text: str) -> str:
-    """The lines in which a library speaks; empty where the text is the application's own."""
+    """Return the lines in which a library speaks; empty if the text is the application's own."""
     bare = _bare(text)
     raised = exception(bare)
     if raised and _OF_A_LIBRARY.fullmatch(raised.group(1)):
@@ -101,10 +101,7 @@ def _is_of_a_library(line: str) -> bool:
 
 
 def own_words(text: str) -> str:
-    """Blank what rules of the network may not read.
-
-    An exception of the program's own data says nothing of the network, and a quotation was said elsewhere.
-    """
+    """Blank the parts that rules of the network must not read: exceptions of the program's own data, and quotations."""
     raised = exception(_bare(text))
     if raised and _OF_THE_PROGRAM.fullmatch(raised.group(1)):
         return ""

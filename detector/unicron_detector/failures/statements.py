@@ -1,8 +1,8 @@
-"""The lines that a process wrote, as statements: each with what its writer says about its weight.
+"""Parses the lines that a process wrote into statements, each with the weight that its writer gives it.
 
-A log is not a bag of words. Its writers label their lines (INFO, W, ERROR), a traceback ends with the exception that it
-is about, an abort names its reason after `what():`, and the frames of a backtrace are names of functions. So the lines
-are parsed before a rule of the severity table sees them. Standard library only: ranks and agents use it.
+Writers label their lines (INFO, W, ERROR), a traceback ends with its exception, an abort names its reason after
+`what():`, and the frames of a backtrace are names of functions. Rules of the severity table see the parsed lines.
+Standard library only: ranks and agents use it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from unicron_detector.failures.labels import (
 )
 
 MOST_LINES = 2000  # of a longer text the end is read
-LONGEST_TEXT = 64 * 1024  # characters: of a longer text the head and the tail are read
-LONGEST_LINE = 2000  # the same of one line: texts of libraries have some 500
+LONGEST_TEXT = 64 * 1024  # characters; of a longer text the head and the tail are read
+LONGEST_LINE = 2000  # characters; likewise, and texts of libraries have some 500
 MESSAGE_LINES = 12  # of one message
 
 
@@ -38,32 +38,35 @@ class Kind(enum.Enum):
     LINE = "line"
     EXCEPTION = "exception"  # nothing caught it, as far as the log shows
     ABORT = "abort"  # of C++ or of a library: the process ends itself
-    CRASH = "crash"  # a signal or the allocator ended it; says how, not why
+    CRASH = "crash"  # ended by a signal or the allocator: how, not why
     LAUNCHER = "launcher"  # a parent's report of how its child ended
 
 
 @dataclass
 class Statement:
-    """One thing that was said. speaker: the rank that a prefix names. chained: it came while the exception before it
-    was handled, or was raised from it. grouped: it is a part of an ExceptionGroup."""
+    """One statement."""
 
     text: str
     weight: Weight
     kind: Kind = Kind.LINE
     speaker: str = ""
+    """The rank that a prefix names."""
     chained: bool = False
+    """It was raised from the exception before it, or while that was handled."""
     grouped: bool = False
+    """It is a part of an ExceptionGroup."""
     frames: list[str] = field(default_factory=list)
+    """Files of its traceback."""
 
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# What launchers put before each line: torch, torchrun (its role), mpirun, PRRTE, SageMaker, Ray, SkyPilot.
+# Prefixes of launchers: torch, torchrun (its role), mpirun, PRRTE, SageMaker, Ray, SkyPilot.
 LAUNCHERS = (
     r"\[[A-Za-z_][\w.-]{0,60}\d\]: ?|\[[\w.-]{0,60}@?\d{1,9}(?:,[\w:,.-]{1,80})?\]<\w{1,9}>: ?|"
     r"\((?:\w{1,40}(?:, rank=\d{1,9})?,? )?pid=\d{1,9}[^)\n]{0,80}\) ?"
 )
 _PREFIX = re.compile(rf"({LAUNCHERS}| {{0,4}}\d{{1,5}}: (?=\S))")
-# What collectors of logs put before each line: a time, syslog's header, a container's or a replica's name.
+# Prefixes of log collectors: a time, syslog's header, a container's or a replica's name.
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?"
 _DAY = r"\d{4}[-/]\d\d[-/]\d\d"
 COLLECTORS = (
@@ -90,7 +93,7 @@ _CLASS = re.compile(r"(?:Error|Exception|Exit|Interrupt|Timeout|Refused|Expired|
 _EXCEPTION_NAME = re.compile(r"[A-Za-z_][\w.]*(?::|$)")
 _FRAME_BEGINS = re.compile(r'\s+File "[^"]+", line \d+, in ')
 _TRACEBACK_LATER = re.compile(r".*(Traceback \(most recent call last\):)$")  # after a progress bar
-# What stands before a traceback's first line or its frames.
+# The text before a traceback's first line or its frames.
 _STANDS_BEFORE = re.compile(
     r"(.{1,200}?)(?:(?:Exception Group )?Traceback \(most recent call last\):$|  File \"[^\"]+\", line \d+, in |"
     r"(?:torch\.[a-z.]{1,60}\.)?ChildFailedError: ?$|Root Cause \(first observed failure\):$)"
@@ -116,7 +119,7 @@ _LAUNCHER = re.compile(
     r"(?:srun: error: \S+: tasks? [\d,-]+: )|(?:mpirun|mpiexec|prterun|orterun)\b.{0,40} noticed that|"
     r"Primary job +terminated|-+ Process \d+ terminated with"
 )
-# torchrun's report. It names the ranks that it ended itself, too; what it saw first is the reason.
+# torchrun's report. It also names the ranks that it ended itself; the first failure that it saw is the reason.
 _ROOT_CAUSE = "Root Cause (first observed failure):"
 EXIT_REPORT = re.compile(r"Root Cause \(first observed failure\):.{0,300}?exitcode *: (-?\d{1,3})\b", re.DOTALL)
 _FIELD = re.compile(r"\s{1,4}(time|host|rank|exitcode|error_file|traceback) *: ?(.*)")
@@ -151,12 +154,12 @@ _ADVICE = re.compile(
 
 
 def exception(text: str) -> re.Match[str] | None:
-    """Match an exception's type (group 1) at the beginning of a message, and what stands before its words."""
+    """Match an exception's type (group 1) at the beginning of a message."""
     return _EXCEPTION.match(text)
 
 
 def bare_line(line: str) -> str:
-    """One line without what launchers and collectors of logs put before it."""
+    """Return one line without the prefixes of launchers and log collectors."""
     return _Line(line, _Prefixes(())).text
 
 
@@ -166,7 +169,7 @@ def is_information(line: str) -> bool:
 
 
 def lines_outside_frames(text: str) -> Iterator[str]:
-    """The lines of a log but for those of tracebacks that show files and source: these say nothing by themselves."""
+    """Yield the lines of a log, without those of tracebacks that show files and source: these say nothing alone."""
     known, base = _Prefixes(()), -1
     for raw in text.splitlines():
         line = _Line(raw, known)
@@ -178,13 +181,13 @@ def lines_outside_frames(text: str) -> Iterator[str]:
 
 
 def of_nccl(line: str) -> bool:
-    """Whether NCCL or RCCL wrote a line, which labels all that it says."""
+    """Whether NCCL or RCCL, which label all their lines, wrote this one."""
     return NCCL.search(line[:200]) is not None
 
 
 def tells_of_no_end(text: str) -> bool:
-    """Whether a log, from its first line on, is labelled as information by its writers, and nothing else in it names an
-    error or an end. One line alone is what was told on of an end."""
+    """Whether a log is labelled as information from its first line on, and nothing in it names an error or an end. A
+    single line does not count, since it was forwarded because of an end."""
     lines = [_Line(raw, _Prefixes(())) for raw in text.splitlines() if raw.strip()]
     if len(lines) < 2 or exception(lines[0].text) or not is_information(lines[0].text):
         return False
@@ -199,7 +202,7 @@ def statements(text: str) -> list[Statement]:
 
 
 def head_and_tail(text: str, most: int) -> str:
-    """The head and the tail of a text and of each of its lines, where these are longer than is read."""
+    """Return the head and the tail of a text and of each of its lines, if these are longer than is read."""
     if len(text) > LONGEST_LINE:
         text = "\n".join(_halves(line, LONGEST_LINE) for line in text.split("\n"))
     return _halves(text, most)
@@ -210,7 +213,7 @@ def _halves(text: str, most: int) -> str:
 
 
 class _Line:
-    """A line without what launchers, collectors and terminals add to it."""
+    """A line without the additions of launchers, collectors and terminals."""
 
     __slots__ = ("grouped", "indent", "speaker", "text")
 
@@ -232,7 +235,7 @@ class _Line:
 
 
 def _plain(raw: str) -> str:
-    """The line without colours, and out of the JSON that a collector puts each line into."""
+    """Return the line without colours, unpacked from a collector's JSON."""
     text = _COLOUR.sub("", raw).rstrip()
     if text.startswith("{") and (held := _JSON.match(text)) and _OF_A_STREAM.search(text):
         with contextlib.suppress(ValueError):
@@ -242,14 +245,14 @@ def _plain(raw: str) -> str:
 
 
 def _without_collectors(text: str) -> str:
-    """The line without what collectors of logs put before it. A logger's own header stays: it has the label."""
+    """Return the line without a collector's prefix. A logger's own header stays, since it has the label."""
     while (before := _COLLECTOR.match(text) or _PREFIX.match(text)) and label(text) is None:
         text = text[before.end() :]
     return text
 
 
 def _without_header(text: str) -> str:
-    """Take off a parent's header: its child's end is an end, whatever level the parent gives it."""
+    """Remove a parent's header: its child's end is an end, whatever level the parent gives it."""
     if not (header := HEADER.match(text)) or label(text) is None:
         return text
     rest = text[header.end() :]
@@ -265,7 +268,7 @@ def _is_end(text: str) -> bool:
 
 
 class _Prefixes:
-    """Prefixes of the tracebacks of a text. They stand before other lines of theirs, too, with other numbers."""
+    """Prefixes of the tracebacks of a text. With other numbers they precede other lines, too."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         shapes: dict[bool, dict[str, None]] = {False: {}, True: {}}
@@ -281,8 +284,8 @@ class _Prefixes:
         )
 
     def without(self, text: str) -> tuple[str, str]:
-        """The line, and who said it. Of a prefix with a level, only what belongs to a traceback is taken: a parent
-        that logs its child's lines logs its own, too."""
+        """Return the line and its speaker. A prefix with a level is removed only within a traceback: a parent that logs
+        its child's lines logs its own, too."""
         for prefixes, labelled in ((self._plain, False), (self._labelled, True)):
             if prefixes is not None and (before := prefixes.match(text)):
                 rest = text[before.end() :]
@@ -298,7 +301,7 @@ def _raised(text: str) -> bool:
 
 
 class _Reader:
-    """Goes through the lines once."""
+    """Reads the lines once."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         known = _Prefixes(lines)
@@ -313,7 +316,8 @@ class _Reader:
     def __iter__(self) -> Iterator[Statement]:
         while self._at < len(self._lines):
             line = self._lines[self._at]
-            if _TRACEBACK.match(line.text) or self._begins_within_frames(line):
+            # A traceback may begin within its frames: its first line is missing, or another process wrote in between.
+            if _TRACEBACK.match(line.text) or _FRAME_BEGINS.match(line.text):
                 found = self._exception(line, Weight.FATAL if self._record is None else self._record[0])
                 found.chained = self._chained
                 self._said.append(found)
@@ -325,7 +329,7 @@ class _Reader:
         yield from _settle_weights(self._said)
 
     def _read_mark(self, line: _Line) -> bool:
-        """Read a line that says how others belong together. Return whether it was one."""
+        """Read a line that tells how other lines belong together. Return whether it was one."""
         text = line.text
         if _CHAIN.match(text.strip()):
             self._chained = True
@@ -345,7 +349,7 @@ class _Reader:
         return True
 
     def _is_detail(self, text: str) -> bool:
-        """Whether the line belongs to the one before it; a C++ stack makes that one an error."""
+        """Whether the line belongs to the one before it. A C++ stack makes that one an error."""
         if text.startswith("Exception raised from ") and self._said and self._said[-1].kind is Kind.LINE:
             last = self._said[-1]
             last.weight = max(last.weight, Weight.ERROR)  # torch logs some errors as warnings
@@ -363,20 +367,15 @@ class _Reader:
 
     @staticmethod
     def _owner(one: Statement, text: str) -> tuple[Weight, bool] | None:
-        """The weight of a traceback that follows right after a record of a logger: the logger's own, where it writes
-        such at all."""
+        """Return the weight of a traceback that follows a record of a logger: the logger's own, if it writes any."""
         if one.kind is not Kind.LINE or GLOG.match(text) or NCCL.search(text[:200]):
             return None
         if one.weight is Weight.ERROR or (one.weight is Weight.NOISE and re.search(rf"\b({WARN})\b", text[:120])):
             return Weight.ERROR, one.weight is Weight.NOISE
         return None
 
-    def _begins_within_frames(self, line: _Line) -> bool:
-        """A traceback's first line is not there, or another process wrote between its lines."""
-        return _FRAME_BEGINS.match(line.text) is not None
-
     def _exception(self, line: _Line, weight: Weight) -> Statement:
-        """A traceback: its files, and the exception that ends it."""
+        """Read a traceback: its files, and the exception that ends it."""
         base = line.indent
         frames: list[str] = []
         if _TRACEBACK.match(line.text):
@@ -392,22 +391,20 @@ class _Reader:
             return Statement("", Weight.NOISE)
         last = self._lines[self._at]
         strip = last.text.strip()
-        if (
-            not _EXCEPTION_NAME.match(strip) or _HINT.match(strip) or _CRASH.match(strip)
-        ):  # the log goes on with something else
-            return Statement("", Weight.NOISE)
+        if not _EXCEPTION_NAME.match(strip) or _HINT.match(strip) or _CRASH.match(strip):
+            return Statement("", Weight.NOISE)  # the log goes on with something else
         self._at += 1
         text = self._message(last)
         kind = Kind.LAUNCHER if _LAUNCHER.match(last.text) else Kind.EXCEPTION
         return Statement(text, weight, kind, last.speaker, grouped=last.grouped, frames=frames)
 
     def _is_of_a_cut_report(self, text: str) -> bool:
-        """A field that says how a rank ended, where the report's head is not in the text."""
+        """Whether a field describes how a rank ended, while the report's head is not in the text."""
         field_ = _FIELD.match(text)
         return field_ is not None and not self._has_root_cause and _HOW_IT_ENDED.match(field_.group(2)) is not None
 
     def _report(self, line: _Line) -> Iterator[Statement]:
-        """Yield torchrun's report of the rank that ended first: its traceback, where it has one, and its exit code."""
+        """Yield torchrun's report of the rank that ended first: its traceback, if any, and its exit code."""
         fields: dict[str, str] = {}
         while self._at < len(self._lines):
             here = self._lines[self._at]
@@ -423,11 +420,11 @@ class _Reader:
             self._at += 1
         if "exitcode" not in fields and (ended := _HOW_IT_ENDED.match(fields.get("traceback", ""))):
             fields["exitcode"] = f"-{ended.group(1)}"
-        told = (f"{name}: {fields[name]}" for name in ("host", "rank", "exitcode") if fields.get(name))
-        yield Statement(f"{_ROOT_CAUSE} {', '.join(told)}", Weight.FATAL, Kind.LAUNCHER, line.speaker)
+        known = (f"{name}: {fields[name]}" for name in ("host", "rank", "exitcode") if fields.get(name))
+        yield Statement(f"{_ROOT_CAUSE} {', '.join(known)}", Weight.FATAL, Kind.LAUNCHER, line.speaker)
 
     def _message(self, line: _Line) -> str:
-        """The line, and those that belong to the same message."""
+        """Return the line together with the others of the same message."""
         if line.text.rstrip().endswith("ChildFailedError:"):  # its report follows
             return line.text.strip()
         parts = [line.text.strip()]
@@ -443,43 +440,38 @@ class _Reader:
     @staticmethod
     def _begins_anew(text: str) -> bool:
         strip = text.strip()
+        starts = (_TRACEBACK, _CHAIN, _IGNORED_EXCEPTION, _IN_THREAD, _TERMINATE, _CRASH, _LAUNCHER)
         return (
-            any(
-                each.match(strip)
-                for each in (_TRACEBACK, _CHAIN, _IGNORED_EXCEPTION, _IN_THREAD, _TERMINATE, _CRASH, _LAUNCHER)
-            )
+            any(each.match(strip) for each in starts)
             or _raised(strip)
-            or _TRACEBACK.match(text) is not None
             or strip.startswith(("Exception raised from ", "frame #"))
             or (label(text) is not None and not ASCEND.match(strip))
         )
 
     def _statement(self, line: _Line) -> Statement:
-        text = line.text
+        text, kind, whole = line.text, Kind.LINE, False
         weight = label(text)
-        if weight is not Weight.NOISE:
-            if _ENDED_BY.search(text):
-                return Statement(self._message(line), Weight.FATAL, Kind.ABORT, line.speaker)
-            if _WHAT.match(text) or _PANIC.search(text):
-                return Statement(self._message(line), Weight.FATAL, Kind.ABORT, line.speaker)
-            if _LAUNCHER.match(text):
-                return Statement(self._message(line), Weight.FATAL, Kind.LAUNCHER, line.speaker)
-        if weight is Weight.FATAL:
-            return Statement(text, Weight.FATAL, Kind.ABORT, line.speaker)
-        if weight is not None:  # what CANN says stands below torch_npu's line
-            said = self._message(line) if ASCEND.match(text) else text
-            return Statement(said, weight, Kind.LINE, line.speaker)
-        if _CRASH.match(text):
-            return Statement(text, Weight.FATAL, Kind.CRASH, line.speaker)
-        if _raised(text):
-            return Statement(self._message(line), Weight.FATAL, Kind.EXCEPTION, line.speaker, grouped=line.grouped)
-        if _TERMINATE.match(text):
-            return Statement(text, Weight.PLAIN, Kind.LINE, line.speaker)
+        fatal = weight is not Weight.NOISE
+        if fatal and (_ENDED_BY.search(text) or _WHAT.match(text) or _PANIC.search(text)):
+            weight, kind, whole = Weight.FATAL, Kind.ABORT, True
+        elif fatal and _LAUNCHER.match(text):
+            weight, kind, whole = Weight.FATAL, Kind.LAUNCHER, True
+        elif weight is Weight.FATAL:
+            kind = Kind.ABORT
+        elif weight is not None:
+            whole = ASCEND.match(text) is not None  # what CANN says stands below torch_npu's line
+        elif _CRASH.match(text):
+            weight, kind = Weight.FATAL, Kind.CRASH
+        elif _raised(text):
+            weight, kind, whole = Weight.FATAL, Kind.EXCEPTION, True
+        said = self._message(line) if whole else text
+        grouped = kind is Kind.EXCEPTION and line.grouped
+        return Statement(said, Weight.PLAIN if weight is None else weight, kind, line.speaker, grouped=grouped)
         return Statement(text, Weight.PLAIN, Kind.LINE, line.speaker)
 
 
 def _settle_weights(said: Sequence[Statement]) -> Iterator[Statement]:
-    """Without what is empty. An error that somebody logged and after which the process went on was handled."""
+    """Yield the statements that are not empty. A logged error after which the process went on is noise."""
     fatal = [number for number, one in enumerate(said) if one.kind is Kind.EXCEPTION and one.weight is Weight.FATAL]
     last = fatal[-1] if fatal else -1
     for number, one in enumerate(said):

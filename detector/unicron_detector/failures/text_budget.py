@@ -1,10 +1,9 @@
-"""A budget of text that is judged by its words in one turn of the controller's loop.
+"""A budget of the text that is judged in one turn of the controller's loop. It counts characters rather than time, so
+that the same messages lead to the same records.
 
-It counts characters, never time, so that the same messages lead to the same records.
-
-Most failures of many ranks say the same but for a rank, a process, an address or a time: `alike` makes one text of
-them, which is judged once. Texts that differ are charged to their job. Beyond its share the end of a text alone is
-judged, and beyond a second share none of it: the exit code or the signal decides, and the record says so.
+Failures of many ranks mostly differ in a rank, a process, an address or a time: `alike` makes one text of them, which
+is judged once. Other texts are charged to their job. Beyond its share, only the end of a text is judged, and beyond a
+second share nothing: then the exit code or the signal decides, and the record says so.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from dataclasses import dataclass, field
 TAIL = 200  # characters of a text's end
 OF_A_JOB = 32 * 1024, 16 * 1024  # characters in one turn: of whole texts, and of ends of texts
 OF_ALL_JOBS = 96 * 1024, 32 * 1024
-LONGEST_ALIKE = 1000  # characters: what agents tell of a rank's end has 500
+LONGEST_ALIKE = 1000  # characters; agents report a rank's end in 500
 NOT_JUDGED = "its words were not judged: too many different texts came at once"
 END_JUDGED = f"only its last {TAIL} characters were judged: too many different texts came at once"
 
-# Who speaks, from where and when. Numbers that say what happened (an Xid, an errno, an exit code) are none of these.
+# The speaker, its place and the time. Numbers with a meaning (an Xid, an errno, an exit code) are none of these.
 # Each alternative begins with a letter or a set of them, so that the engine passes over the rest of a line quickly.
 _WHO_AND_WHEN = re.compile(
     r"([Rr]anks?(?: ?[:=#] ?| |\[)?|RANK ?[:=]? ?|[pt]id(?: ?[:=#] ?| |\[)|PID(?: ?[:=#] ?| )|[Ss]eq[Nn]um=)\d+"
@@ -37,8 +36,8 @@ _WHO_AND_WHEN = re.compile(
 
 
 def alike(text: str) -> str:
-    """The text without the numbers that say who speaks, from where and when. A long one stays as it is, and one of
-    several lines, where it matters which of them were said by the same rank."""
+    """Return the text without the numbers of its speaker, place and time. A long text stays as it is; so does one of
+    several lines, since it matters which of them one rank wrote."""
     if len(text) > LONGEST_ALIKE or "\n" in text:
         return text
     return _WHO_AND_WHEN.sub(lambda hit: f"{hit[hit.lastindex] if hit.lastindex else ''}*", text)
@@ -46,8 +45,8 @@ def alike(text: str) -> str:
 
 @dataclass
 class Budget:
-    """The characters that are left in this turn, of each job and of all. What kernels say has a budget of its own: no
-    rank's words may keep a node's from being heard."""
+    """The characters that are left in this turn, of each job and of all. Kernel lines have their own budget: no rank's
+    words may keep a node's from being heard."""
 
     of_a_job: tuple[int, int] = OF_A_JOB
     of_all_jobs: tuple[int, int] = OF_ALL_JOBS

@@ -1,8 +1,8 @@
-"""The checks themselves, and what an admin sets for them. GPUs through nvidia-smi.
+"""The checks, and an admin's settings for them. GPUs through nvidia-smi.
 
-Each check returns a ``Finding``. "bad" means that the node's hardware is proven bad and the node must not get a job: a
-Prolog that says so drains it. What another node might see as well (a full or stale file system) or what software can
-mend is a "warning"; what gave no answer is "unknown", never "good" and never "bad".
+"bad" means that the node's hardware is proven bad and the node must not get a job: a Prolog that says so drains it.
+What another node might see as well (a full or stale file system), or software can mend, is a "warning". A check without
+an answer is "unknown", never "good" and never "bad".
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class HealthConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     paths: tuple[str, ...] = ("/tmp",)
     """Folders that must be writable."""
     slow_seconds: Annotated[float, msgspec.Meta(gt=0)] = 2.0
-    """A file system that takes longer is warned of."""
+    """A file system that takes longer causes a warning."""
     clock_warn: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    """Seconds by which a clock may be wrong before it is warned of."""
+    """Seconds by which a clock may be wrong before it causes a warning."""
     clock_bad: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     """Seconds by which a clock may be wrong before the node is bad: munge refuses 300."""
     shm_mb: Annotated[int, msgspec.Meta(ge=0)] = 64
@@ -58,7 +58,7 @@ class HealthConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     test_mb: Annotated[int, msgspec.Meta(ge=0)] = 16
     """How much memory is written and read back."""
     kernel_state: str = "/var/lib/unicron/health"
-    """A folder that only root can write. The check of the kernel log keeps there what it has read."""
+    """A folder that only root can write, for the state of the kernel log's check."""
     programs: dict[str, str | HealthProgram] = {}
     """Checks of others: name = "/path/of/program arguments" (docs/health-checks.md)."""
 
@@ -66,8 +66,8 @@ class HealthConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
 class Settings(HealthConfig, kw_only=True, frozen=True):
     """Settings of the checks.
 
-    clock_reference: epoch seconds of the controller, None unknown. severity: [severity] of unicron.toml, the admin's
-    own rules. root: where proc, sys and dev are found; tests put a tree of their own there.
+    clock_reference: epoch seconds of the controller, None if unknown. severity: [severity] of unicron.toml, the admin's
+    own rules. root: where proc, sys and dev are found; tests put their own tree there.
     """
 
     clock_reference: float | None = None
@@ -76,7 +76,6 @@ class Settings(HealthConfig, kw_only=True, frozen=True):
 
 
 def _worst(findings: list[Finding], fine: str) -> Finding:
-    """All findings as one: the worst verdict, its reasons, all values."""
     order = (BAD, WARNING, UNKNOWN, GOOD)
     verdict = min((finding.verdict for finding in findings), key=order.index, default=GOOD)
     reasons = [finding.reason for finding in findings if finding.verdict == verdict and finding.reason]
@@ -108,7 +107,7 @@ _SMI_FIELDS = (
 
 
 def check_gpu(settings: Settings, run: Callable[..., subprocess.CompletedProcess[bytes]] = run_program) -> Finding:
-    """All expected GPUs answer, without failed row remapping and without pending uncorrectable errors."""
+    """Check that all expected GPUs answer, without failed row remapping and pending uncorrectable errors."""
     present = len(list(_root(settings, "proc/driver/nvidia/gpus").glob("*")))
     if not present and not settings.gpus:
         return Finding(GOOD, "no GPU here and none expected", {"gpus": 0})
@@ -130,7 +129,7 @@ def check_gpu(settings: Settings, run: Callable[..., subprocess.CompletedProcess
 
 
 def judge_gpus(status: int, table: str, said: str, settings: Settings) -> Finding:
-    """Pure: the verdict on nvidia-smi's answer (``_SMI_FIELDS`` as CSV, one line per GPU)."""
+    """Return the verdict on nvidia-smi's answer (``_SMI_FIELDS`` as CSV, one line per GPU). Pure."""
     if status != 0:
         # 9: the driver is not loaded, 15: a GPU is lost (nvidia-smi(1), RETURN VALUE).
         known = default_classifier().match(said)
@@ -162,7 +161,7 @@ def _judge_gpu(row: dict[str, str]) -> Finding:
 
 
 def check_memory(settings: Settings) -> Finding:
-    """All memory is there, no uncorrectable error was counted, and a pattern reads back as it was written."""
+    """Check that all memory is there, no uncorrectable error was counted, and a pattern reads back as written."""
     findings = []
     total = None
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -193,7 +192,7 @@ def _pattern(megabytes: int) -> Finding:
 
 
 def check_nic(settings: Settings) -> Finding:
-    """The interfaces and InfiniBand devices that the admin named are there and up."""
+    """Check that the interfaces and InfiniBand devices that the admin named are there and up."""
     findings = [_judge_nic(name, settings) for name in settings.nics]
     if settings.nics:
         return _worst(findings, f"{', '.join(settings.nics)} up")
@@ -233,7 +232,7 @@ _DEVICE_ERRORS = {errno.EIO, errno.EROFS}
 
 
 def check_file_system(settings: Settings) -> Finding:
-    """Each path takes a file, keeps it, and does so in time."""
+    """Check that each path takes a file, keeps it, and does so in time."""
     return _worst([_try_path(Path(path), settings) for path in settings.paths], f"{', '.join(settings.paths)} writable")
 
 
@@ -241,7 +240,7 @@ def _try_path(path: Path, settings: Settings, size: int = 1 << 16) -> Finding:
     content = os.urandom(size)
     start = time.perf_counter()
     try:
-        # Without a name, where the file system can do that, else with one that nobody guesses: users write there, too.
+        # Without a name if the file system can do that, otherwise with a secret one: users write there, too.
         with tempfile.TemporaryFile(dir=path, prefix=".unicron-health-", buffering=0) as file:
             file.write(content)
             os.fsync(file.fileno())
@@ -262,7 +261,7 @@ _REMOTE = ("nfs", "lustre", "gpfs", "ceph", "beegfs", "cifs", "9p", "fuse", "wek
 
 
 def _is_local(path: Path, settings: Settings) -> bool:
-    """Whether the path lies on a disk of this node: an error of a shared file system proves nothing about the node."""
+    """Whether the path is on a disk of this node: an error of a shared file system proves nothing about the node."""
     best, kind = "", ""
     for line in _text(_root(settings, "proc/mounts")).splitlines():
         fields = line.split()
@@ -272,7 +271,7 @@ def _is_local(path: Path, settings: Settings) -> bool:
 
 
 def check_shm(settings: Settings) -> Finding:
-    """Shared memory is there, writable and not full of what dead jobs left behind."""
+    """Check that shared memory is there, writable and not full of what dead jobs left behind."""
     path = _root(settings, "dev/shm")
     try:
         free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize >> 20
@@ -294,7 +293,7 @@ def check_shm(settings: Settings) -> Finding:
 
 
 def check_clock(settings: Settings, now: Callable[[], float] = time.time) -> Finding:
-    """The clock runs, agrees with the controller where its time is known, and is kept by a time service."""
+    """Check that the clock runs, agrees with the controller's if that is known, and is kept by a time service."""
     wall, mono = time.time(), time.monotonic()
     time.sleep(0.05)
     ran, should = time.time() - wall, time.monotonic() - mono
@@ -315,7 +314,7 @@ def check_clock(settings: Settings, now: Callable[[], float] = time.time) -> Fin
 
 
 def _is_clock_synchronised() -> bool | None:
-    """Whether the kernel's clock is disciplined (adjtimex(2), STA_UNSYNC); None when it cannot be asked."""
+    """Whether the kernel's clock is disciplined (adjtimex(2), STA_UNSYNC); None if it cannot be asked."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None, use_errno=True)
         buffer = (ctypes.c_char * 512)()
@@ -329,8 +328,8 @@ def _is_clock_synchronised() -> bool | None:
 
 
 def check_kernel(settings: Settings) -> Finding:
-    """The kernel has not called the hardware broken since the last check; what it did call so counts until the node is
-    booted or the admin removes the file that remembers it."""
+    """Check that the kernel has not called the hardware broken. If it did, that counts until the node is booted or the
+    admin removes the file that remembers it."""
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     state = Path(settings.kernel_state, f"kernel-{node}.json")
     try:
@@ -346,7 +345,6 @@ def check_kernel(settings: Settings) -> Finding:
 
 
 def _rules(settings: Settings) -> Classifier:
-    """The severity table with the admin's rules before it."""
     rules = default_classifier()
     return rules.load({"severity": settings.severity}) if settings.severity else rules
 
@@ -363,7 +361,7 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
 
 
 def checks_of(settings: HealthConfig, at_prolog: bool = False) -> dict[str, Callable[[Settings], Finding]]:
-    """All checks of a node by name: Unicron's own, and the programs of others that are meant for this occasion."""
+    """Return a node's checks by name: Unicron's own, and the programs of others for this occasion."""
     return CHECKS | {
         name: partial(_check_program, name, given)
         for name, given in settings.programs.items()

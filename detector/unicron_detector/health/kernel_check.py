@@ -1,6 +1,6 @@
 """Kernel messages about this node's hardware since the last check, for a check that root runs.
 
-The agents read the kernel log, too; but an agent is its user's process, so its word moves its own job only. This one
+The agents read the kernel log, too, but an agent is its user's process, so its word moves its own job only. This check
 may drain the node, so it believes nothing that a user can write: only the kernel's own records count (userspace writes
 to /dev/kmsg under another facility), and only lines whose beginning no process name can imitate.
 """
@@ -21,11 +21,11 @@ from unicron_detector.failures.severity import Severity, Verdict
 from unicron_detector.health.kernel_log import RECORD_BYTES, line_of
 
 MOST_LINES = 5  # lines that are remembered
-# Causes that are the hardware's beyond doubt. A driver's failure, an oops or a DMA fault may be a program's doing.
+# Causes that are certainly the hardware's. A program may cause a driver's failure, an oops or a DMA fault.
 PROVEN = frozenset({"ecc_error", "gpu_lost", "nvlink_error", "host_hardware_error", "nic_error"})
 UNPROVEN = frozenset({"pcie-hotplug"})  # rules: an admin may pull a device
-# Some lines of the kernel begin with the name of a process, which its user chooses. It has 15 characters at most
-# (prctl(2), PR_SET_NAME), and what is asked for here does not fit into so few.
+# Some lines of the kernel begin with the name of a process, which its user chooses. It has at most 15 characters
+# (prctl(2), PR_SET_NAME), and these beginnings are longer.
 _PCI = r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 _OWN = re.compile(
     r"NVRM:? Xid \(PCI:[0-9a-f:.]{7,}\): \d+"
@@ -42,7 +42,7 @@ _OF_A_USER = re.compile(r",? (?:pid|name|comm)[=:].*")  # the rest of the line m
 
 @dataclass
 class KernelState:
-    """State of earlier checks of this boot: the last record's number, and the lines that condemn the node."""
+    """The state of earlier checks of this boot: the last record's number, and the lines that condemn the node."""
 
     boot: str
     last: int
@@ -50,7 +50,7 @@ class KernelState:
 
 
 def proven(line: str, classifier: Classifier) -> Verdict | None:
-    """The verdict on a line of the kernel that proves the node's hardware broken; None for any other."""
+    """Return the verdict on a line of the kernel that proves the node's hardware broken; None for any other."""
     if not _OWN.match(line):
         return None
     verdict = classifier.match(_OF_A_USER.sub("", line), "kernel")
@@ -60,10 +60,11 @@ def proven(line: str, classifier: Classifier) -> Verdict | None:
 
 
 def check_kernel_log(log: Path, boot: str, state: Path, classifier: Callable[[], Classifier]) -> list[str]:
-    """Lines since the first check of this boot that prove the hardware broken, with what they mean; the first check of
-    all only notes where the log ends. `state`: where that is kept, in a folder that only this user can write; without
-    it, once the hardware is mended, nothing is held against the node. classifier: made only where a line needs it.
-    Raises OSError.
+    """Return lines since the first check of this boot that prove the hardware broken, with their meaning. The first
+    check of all only notes where the log ends. Raises OSError.
+
+    state: a file in a folder that only this user can write; delete it once the hardware is mended. classifier: called
+    only if a line needs it.
     """
     seen = _load(state, boot)
     last, bad = (seen.last, seen.bad) if seen else (-1, [])
@@ -77,13 +78,13 @@ def check_kernel_log(log: Path, boot: str, state: Path, classifier: Callable[[],
 
 
 def _records(log: Path) -> Iterator[tuple[int, str]]:
-    """(sequence number, text) of the kernel's own records (Documentation/ABI/testing/dev-kmsg), from the oldest on."""
+    """Yield (sequence number, text) of the kernel's own records (Documentation/ABI/testing/dev-kmsg), oldest first."""
     descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
         for record in _read(descriptor) if device else b"".join(_read(descriptor)).split(b"\n"):
             head = _HEAD.match(record)
-            if head and int(head.group(1)) >> 3 == 0:  # facility 0: the kernel's, which nobody else is given
+            if head and int(head.group(1)) >> 3 == 0:  # facility 0 is the kernel's alone
                 yield int(head.group(2)), line_of(record)
     finally:
         os.close(descriptor)

@@ -1,5 +1,5 @@
-"""The kernel log as a stream of faults: records of /dev/kmsg (or of a file or FIFO that somebody fills), and of them
-those that the severity table knows, each burst once.
+"""The kernel log as a stream of faults: records of /dev/kmsg (or of a file or FIFO that somebody fills) that the
+severity table knows, each burst once.
 
 Formats: Linux Documentation/ABI/testing/dev-kmsg ("6,339,5140900,-;text"), and plain lines as dmesg and syslog write.
 """
@@ -17,12 +17,12 @@ from unicron_detector.failures.severity import REPORT, Verdict
 
 KMSG = "/dev/kmsg"
 RECORD_BYTES = 8192  # the kernel's own limit for one record
-LINES_PER_READ = 200  # a flood is read in portions: what the kernel's buffer loses meanwhile is counted
+LINES_PER_READ = 200  # a flood is read in portions; what the kernel's buffer loses meanwhile is counted
 TEXT_KEPT = 500
 BURST_SECONDS = 10.0  # the same fault within it is one burst
-LONGEST_BURST = 300.0  # one that does not stop is told again after this
+LONGEST_BURST = 300.0  # a burst that does not stop is reported again after this
 KINDS_KEPT = 200
-PER_MINUTE = 30  # so many different faults a minute are forwarded; a node that says more is broken in one way or other
+PER_MINUTE = 30  # different faults a minute that are forwarded
 _RECORD = re.compile(rb"^\d+,\d+,\d+,[^;]*;")
 _ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
 _XID = re.compile(r"Xid\s{0,9}(?:\(([^)\n]{0,120})\))?:?\s{0,9}(\d{1,9})", re.IGNORECASE)
@@ -34,9 +34,9 @@ _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 
 class KernelLog:
-    """New lines of the kernel log. Raises OSError when it cannot be opened.
+    """New lines of the kernel log. Raises OSError if it cannot be opened.
 
-    `pollable` says whether its descriptor becomes readable with a new line: a plain file has to be looked at by clock.
+    `pollable`: its descriptor becomes readable with a new line. A plain file has to be polled by clock.
     """
 
     def __init__(self, path: str = KMSG) -> None:
@@ -61,7 +61,7 @@ class KernelLog:
         os.close(self._file)
 
     def read(self) -> list[str]:
-        """The new lines, at most LINES_PER_READ of them; the rest comes with the next call. Raises OSError."""
+        """Return new lines, at most LINES_PER_READ of them; the rest comes with the next call. Raises OSError."""
         return self._records() if self._device else self._lines()
 
     def _records(self) -> list[str]:
@@ -95,7 +95,6 @@ class KernelLog:
         return [line for line in map(line_of, lines) if line]
 
     def _follow(self) -> None:
-        """A file that was cut or replaced is read from its beginning."""
         try:
             there, here = os.stat(self.path), os.fstat(self._file)
         except OSError:
@@ -110,7 +109,7 @@ class KernelLog:
 
 
 def line_of(record: bytes) -> str:
-    """The text of a kmsg record or of a plain line."""
+    """Return the text of a kmsg record or of a plain line."""
     prefix = _RECORD.match(record)
     first = (record[prefix.end() :] if prefix else record).split(b"\n", 1)[0]
     text = first.decode(errors="replace").strip()
@@ -121,7 +120,7 @@ def line_of(record: bytes) -> str:
 
 @dataclass(frozen=True)
 class KernelFault:
-    """A line that the table knows. code: "xid 79" or the rule's id. count: so many lines since the last report."""
+    """A line that the table knows. code: "xid 79" or the rule's id. count: lines since the last report."""
 
     text: str
     code: str
@@ -130,18 +129,17 @@ class KernelFault:
 
 
 class KernelFaults:
-    """From lines to faults: those of the severity table, each burst once, at most PER_MINUTE of them a minute."""
+    """Turns lines into faults: those of the severity table, each burst once, at most PER_MINUTE of them a minute."""
 
     def __init__(self, classifier: Classifier) -> None:
         self._classifier = classifier
         self._for_kernels = {rule.id for rule in classifier.table.rules if "kernel" in rule.only_from}
-        self._bursts: dict[
-            tuple[str, str, int | None], list[float]
-        ] = {}  # kind of line -> [last line, last report, lines since]
+        self._bursts: dict[tuple[str, str, int | None], list[float]] = {}
+        """Kind of line -> [last line, last report, lines since]."""
         self._reported: list[float] = []
 
     def read_line(self, line: str, now: float) -> KernelFault | None:
-        """The fault to report, or None. `now` in seconds of any clock that does not go back."""
+        """Return the fault to report, or None. `now` in seconds of any clock that does not go back."""
         verdict = self._classifier.match(line, "kernel")
         if verdict is None or verdict.cause == "no_fault":
             return None
@@ -169,9 +167,9 @@ class KernelFaults:
 
 
 def of_a_kernel(verdict: Verdict, line: str) -> bool:
-    """A kernel speaks of hardware, networks, file systems and processes that it ended. Words of applications in its log
-    (audit records, daemons that write there) say nothing of the node. Of the lines about one out-of-memory kill only
-    that counts which names the process."""
+    """Whether a kernel speaks of hardware, networks, file systems or processes that it ended. Words of applications in
+    its log (audit records, daemons that write there) say nothing about the node. Of the lines about an out-of-memory
+    kill only the one that names the process counts."""
     if verdict.rule.startswith("xid"):
         return True
     if verdict.cause == "host_out_of_memory":
@@ -180,13 +178,13 @@ def of_a_kernel(verdict: Verdict, line: str) -> bool:
 
 
 def pid_in(line: str) -> int | None:
-    """The process that a kernel line names, in the node's own numbers; None when it names none."""
+    """Return the process that a kernel line names, in the node's own numbers; None if it names none."""
     hit = _PID.search(line)
     return int(next(group for group in hit.groups() if group)) if hit else None
 
 
 def why_not(error: OSError, path: str) -> str:
-    """Why the kernel log is not read, and what to do about it, in one line."""
+    """Describe in one line why the kernel log is not read, and what to do about it."""
     if error.errno in (errno.EPERM, errno.EACCES):
         hint = "sysctl kernel.dmesg_restrict=0, or name a file that root fills in UNICRON_KMSG or [agent] kmsg"
     else:

@@ -1,4 +1,4 @@
-"""Links that go down and up: the counters of network interfaces and InfiniBand ports, looked at every few seconds."""
+"""Links that go down and up: counters of network interfaces and InfiniBand ports, read every few seconds."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from pathlib import Path
 
 from unicron_detector.iterations.peer_metrics import link_flaps, read_links
 
-NET, INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
-
 
 class LinkWatch:
-    """Rises of the counters since the last call. Only interfaces of a device count: a container engine's bridge says
-    nothing of the node's network. `root` stands for /sys/class."""
+    """Rises of the counters since the last call. Only interfaces of a device count, since a container engine's bridge
+    says nothing about the node's network. `root` stands for /sys/class."""
 
     def __init__(self, root: Path | None = None) -> None:
-        self._net, self._infiniband = (root / "net", root / "infiniband") if root else (NET, INFINIBAND)
+        folder = root or Path("/sys/class")
+        self._net, self._infiniband = folder / "net", folder / "infiniband"
         self._last = self._read()
 
     def new_flaps(self) -> dict[str, int]:
-        """Link -> how often its counter rose since the last call; "mlx5_0:1" is port 1 of an InfiniBand adapter."""
+        """Return link -> rise of its counter since the last call; "mlx5_0:1" is port 1 of an InfiniBand adapter."""
         before, self._last = self._last, self._read()
         return link_flaps(before, self._last)
 
@@ -28,6 +27,6 @@ class LinkWatch:
 
 
 def describe(name: str, rises: int, seconds: float) -> str:
-    """One line about a flap."""
+    """Describe a flap in one line."""
     what = "link_downed rose by" if ":" in name else "carrier changes:"
     return f"link {name}: {what} {rises} within {seconds:.0f} s"

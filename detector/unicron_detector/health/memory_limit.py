@@ -1,6 +1,5 @@
-"""Memory below the limits of a process's cgroup.
-
-At a limit the kernel's out-of-memory killer ends a process of the group, so whoever is about to take much looks first.
+"""Memory that is left within the limits of a process's cgroup. At a limit the kernel's out-of-memory killer ends a
+process of the group, so check before you take much.
 
 Source: Linux Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
 """
@@ -12,17 +11,16 @@ from typing import NamedTuple
 
 from unicron_detector.health.oom_kills import counter_file
 
-# Files with a limit and with what counts for it, and in memory.stat what the kernel gives back before it kills anybody:
-# pages of files, and in version 2 what it remembers of them. Shared memory is none of that. Each number is of the group
-# with all below it.
+# Files with the limit and the usage, and the entries of memory.stat that the kernel gives back before it kills: pages
+# of files and, in version 2, reclaimable slabs, but not shared memory. Each number includes all groups below.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 _V2 = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable"))
 
 
 class MemoryLeft(NamedTuple):
-    """Memory that is left for this process's group.
+    """The memory that is left for this process's group.
 
-    size: bytes, below 0 for a group that is over its limit. folder: the group whose limit is the nearest.
+    size: bytes, below 0 for a group that is over its limit. folder: the group with the nearest limit.
     """
 
     size: int
@@ -30,7 +28,7 @@ class MemoryLeft(NamedTuple):
 
 
 def memory_left(pid: int | str = "self", proc: Path = Path("/proc")) -> MemoryLeft | None:
-    """Return what the process's group and those above it leave; None where no limit is to be seen."""
+    """Return what the process's group and those above it leave; None if no limit is visible."""
     file = counter_file(pid, proc)
     if file is None:
         return None

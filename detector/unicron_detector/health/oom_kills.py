@@ -19,7 +19,7 @@ REPORT_SECONDS = 3.0  # if no rank has ended by then, the kill hit another proce
 
 
 def counter_file(pid: int | str = "self", proc: Path = Path("/proc")) -> Path | None:
-    """Returns the file with the oom_kill count of the process's own memory cgroup; None if there is none."""
+    """Return the file with the oom_kill count of the process's own memory cgroup; None if there is none."""
     try:
         lines = (proc / str(pid) / "cgroup").read_text().splitlines()
         mounts = [line.split() for line in (proc / "self" / "mountinfo").read_text().splitlines()]
@@ -46,7 +46,7 @@ def counter_file(pid: int | str = "self", proc: Path = Path("/proc")) -> Path | 
 
 
 def read_count(file: Path) -> int | None:
-    """Return how many processes of the cgroup were killed for want of memory; None when that cannot be read."""
+    """Return how many processes of the cgroup were killed for want of memory; None if that cannot be read."""
     try:
         for line in file.read_text().splitlines():
             name, _, value = line.partition(" ")
@@ -66,13 +66,13 @@ class OomKills:
         self._open: list[list[Any]] = []  # [when it was seen, whether it was reported]
 
     def claim(self) -> bool:
-        """Claims a kill for a rank that ended by SIGKILL. Returns whether there was one left to claim."""
+        """Claim a kill for a rank that ended by SIGKILL. Return whether there was one left to claim."""
         with self._lock:
             self._read_kills()
             return bool(self._open) and bool(self._open.pop())
 
     def unclaimed_kills(self) -> int:
-        """Returns how many new kills no rank's end explains: they hit other processes. Each is counted once."""
+        """Return how many new kills no rank's end explains: they hit other processes. Each is counted once."""
         with self._lock:
             self._read_kills()
             fresh = [kill for kill in self._open if not kill[1] and self._clock() - kill[0] > REPORT_SECONDS]
@@ -81,7 +81,7 @@ class OomKills:
             return len(fresh)
 
     def _read_kills(self) -> None:
-        """Reads the count. New kills can be claimed from then on."""
+        """Read the count. New kills can be claimed from then on."""
         now, count = self._clock(), read_count(self.file) if self.file else None
         if count is not None:
             rise = count - (self._count if self._count is not None else count)

@@ -1,13 +1,13 @@
 """``python -m unicron_detector.health.pair_probe``: one node's part of a paired test
 (:mod:`unicron_detector.health.pair_test`), started once per node.
 
-The nodes of a group connect over a socket, agree on the best backend that all have (nccl where all see CUDA, gloo where
-all have torch, else plain sockets, so that the base install suffices), then check and measure: an all-reduce of known
-numbers, known bytes sent there and back, a matrix product, latency and bandwidth. One line of JSON on stdout says what
-came out, one when it starts. Exit status: 0 all as expected, 1 not, 2 wrong use.
+The nodes of a group connect, agree on the best backend that all have (nccl if all see CUDA, gloo if all have torch,
+otherwise plain sockets, so that the base install suffices), then check and measure: an all-reduce of known numbers,
+known bytes sent there and back, a matrix product, latency and bandwidth. A line of JSON on stdout reports the start,
+and another one the result. Exit status: 0 all as expected, 1 not, 2 wrong use.
 
-``UNICRON_PAIR_FAULT=NODE:FAULT`` is for tests only: that node then does its work wrongly. FAULT is corrupt (bytes
-are changed on their way), crash, hang or slow:SECONDS (before each message).
+``UNICRON_PAIR_FAULT=NODE:FAULT``, for tests only, makes that node do its work wrongly. FAULT is corrupt (bytes are
+changed on their way), crash, hang or slow:SECONDS (before each message).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ MAX_BYTES = 1 << 26
 
 
 class PairError(Exception):
-    """Something is not as it must be; the text says what."""
+    """The test failed; the text says why."""
 
 
 def numbers(seed: int, count: int = NUMBERS) -> bytes:
-    """`count` little-endian 32-bit numbers under 2^16, so that the sum over up to 2^15 ranks fits."""
+    """Return `count` little-endian 32-bit numbers below 2^16, so that the sum over up to 2^15 ranks fits."""
     return b"".join(struct.pack("<H2x", value) for value in random.Random(seed).choices(range(1 << 16), k=count))
 
 
 def add_numbers(parts: Sequence[bytes]) -> bytes:
-    """The sum, number by number. One big integer is added: no number overflows into the next."""
+    """Return the sum, number by number. One big integer is added: no number overflows into the next."""
     return sum(int.from_bytes(part, "little") for part in parts).to_bytes(len(parts[0]), "little")
 
 
@@ -108,7 +108,7 @@ def ports(token: str) -> list[int]:
 
 
 def connect(rank: int, nodes: Sequence[str], address: str, token: str, seconds: float) -> dict[int, Link]:
-    """Links by rank: rank 0 has one to every other, the others one to rank 0. Raises PairError."""
+    """Return links by rank: rank 0 has one to every other, the others one to rank 0. Raises PairError."""
     deadline = time.monotonic() + CONNECT_SECONDS
     if rank == 0:
         return _accept(nodes, token, seconds, deadline)
@@ -190,7 +190,7 @@ class Sockets:
         return self._links[source].receive()
 
     def compute(self) -> str:
-        """A checksum that must come out the same twice."""
+        """Check that a checksum comes out the same twice."""
         data = block(7, LARGE)
         return "" if zlib.crc32(data) == zlib.crc32(bytes(data)) == 0x4D02AB7C else "a checksum comes out wrong"
 
@@ -235,7 +235,7 @@ class Torch:
         return self._bytes(tensor)
 
     def compute(self) -> str:
-        """A matrix product of small whole numbers is exact, on every device."""
+        """Check a matrix product of small whole numbers, which is exact on every device."""
         torch = self._torch
         generator = torch.Generator().manual_seed(7)
         left, right = (torch.randint(-8, 8, (512, 512), generator=generator) for _ in range(2))
@@ -277,7 +277,7 @@ Transport = Sockets | Torch | Faulty
 
 # ---------------------------------------------------------------------------------------------- the test
 def check_results(transport: Transport, nodes: Sequence[str]) -> None:
-    """Checks that the right results come. Raises PairError with all that is wrong, after all nodes have taken part."""
+    """Check the results. Raises PairError with all that is wrong, after all nodes have taken part."""
     wrong = [transport.compute()]
     for turn in range(3):
         parts = [numbers(1000 * turn + rank) for rank in range(transport.size)]
@@ -299,9 +299,9 @@ def check_results(transport: Transport, nodes: Sequence[str]) -> None:
 
 
 def measure_links(transport: Transport, control: dict[int, Link], seconds: float) -> tuple[float, float]:
-    """(bytes per second, seconds one way), the worst of rank 0's connections; each tries for `seconds`.
+    """Return (bytes per second, seconds one way), the worst of rank 0's connections; each tries for `seconds`.
 
-    The best block counts: on a busy machine most of them tell of its other work.
+    The best block counts: on a busy machine most of them are slowed by its other work.
     """
     rate, delay = float("inf"), 0.0
     small, large = bytes(SMALL), block(99, LARGE)
@@ -339,7 +339,7 @@ def _there_and_back(transport: Transport, other: int, data: bytes) -> float:
 
 
 def here(wanted: str) -> list[str]:
-    """The backends that this node could use, best first. torch is imported only where it may be used."""
+    """Return the backends that this node could use, best first. torch is imported only if it may be used."""
     found = ["sockets"] if wanted in ("auto", "sockets") else []
     if wanted == "sockets":
         return found
@@ -358,7 +358,7 @@ def here(wanted: str) -> list[str]:
 
 
 def agree_on_backend(rank: int, nodes: Sequence[str], links: dict[int, Link], wanted: str) -> tuple[str, int, int]:
-    """(backend, GPUs to test, port of the torch store), the same on all nodes. Raises PairError."""
+    """Return (backend, GPUs to test, port of the torch store), the same on all nodes. Raises PairError."""
     mine = here(wanted)
     gpus = 0
     if "nccl" in mine:
@@ -368,26 +368,22 @@ def agree_on_backend(rank: int, nodes: Sequence[str], links: dict[int, Link], wa
     if rank:
         links[0].send(json.dumps([mine, gpus]).encode())
         backend, gpus, port = json.loads(links[0].receive())
-        if not backend:
-            raise PairError(f"no backend of {wanted} is to be had on all nodes")
-        return backend, gpus, port
-    offers = [(mine, gpus), *(json.loads(links[other].receive()) for other in range(1, len(nodes)))]
-    common = [name for name in mine if all(name in names for names, _ in offers)]
-    backend, port = (common[0] if common else ""), 0
-    if backend in ("gloo", "nccl"):
-        port = _store(backend, len(nodes))
-    answer = backend, min(count for _, count in offers), port
-    for link in links.values():
-        link.send(json.dumps(answer).encode())
+    else:
+        offers = [(mine, gpus), *(json.loads(links[other].receive()) for other in range(1, len(nodes)))]
+        common = [name for name in mine if all(name in names for names, _ in offers)]
+        backend, gpus = (common[0] if common else ""), min(count for _, count in offers)
+        port = _store(len(nodes)) if backend in ("gloo", "nccl") else 0
+        for link in links.values():
+            link.send(json.dumps((backend, gpus, port)).encode())
     if not backend:
         raise PairError(f"no backend of {wanted} is to be had on all nodes")
-    return answer
+    return backend, gpus, port
 
 
 _stores: list[Any] = []  # rank 0's store must live as long as the process
 
 
-def _store(backend: str, size: int) -> int:
+def _store(size: int) -> int:
     import torch.distributed as dist
 
     store = dist.TCPStore("0.0.0.0", 0, size, is_master=True, wait_for_workers=False)
@@ -396,7 +392,6 @@ def _store(backend: str, size: int) -> int:
 
 
 def _transports(options: argparse.Namespace, rank: int, links: dict[int, Link]) -> list[Callable[[], Sockets | Torch]]:
-    """One per thing to be tested: each GPU apart, else one."""
     nodes = options.nodes
     backend, gpus, port = agree_on_backend(rank, nodes, links, options.backend)
     if backend == "sockets":
@@ -414,7 +409,7 @@ def _transports(options: argparse.Namespace, rank: int, links: dict[int, Link]) 
 
 
 def run_test(options: argparse.Namespace) -> dict[str, object]:
-    """Runs this node's part of the test; returns the result as plain data."""
+    """Run this node's part of the test; return the result as plain data."""
     rank = options.nodes.index(options.node)
     result: dict[str, object] = {"node": options.node, "ok": False, "error": "", "backend": ""}
     name, _, fault = os.environ.get("UNICRON_PAIR_FAULT", "").partition(":")
@@ -438,7 +433,7 @@ def run_test(options: argparse.Namespace) -> dict[str, object]:
 
 
 def print_result(**what: object) -> None:
-    """One line, at once: lines of several nodes meet in one stream."""
+    """Print one line in one write, since lines of several nodes meet in one stream."""
     os.write(1, f"{MARK}{json.dumps(what)}\n".encode())
 
 

@@ -1,14 +1,13 @@
-"""The two-round paired test: which of some suspect nodes is bad, from tests that need two nodes each.
+"""The two-round paired test, which finds the bad ones among suspect nodes with tests that need two nodes each.
 
 Pure scheduling and decision; the caller runs the test (a short all-reduce and matrix product) on each group. Round 1
-pairs the nodes with one another. A pair that fails makes both suspects. Round 2 pairs each suspect with a node known
-to be good: whoever fails again is bad, whoever passes is cleared. Mechanism: DLRover, SuperBench
-(docs/design/paper.md, section 8).
+pairs the nodes with one another. A pair that fails makes both suspects. Round 2 pairs each suspect with a good node: it
+is bad if it fails again, and cleared if it passes. Mechanism: DLRover, SuperBench (docs/design/paper.md, section 8).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -17,7 +16,7 @@ Group = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One group's test: whether it worked and how long it took (seconds, None if it did not end)."""
+    """The result of one group's test. seconds: None if it did not end."""
 
     passed: bool
     seconds: float | None = None
@@ -25,8 +24,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Judgement:
-    """``bad``: proven bad, with reasons. ``slow``: works, but slows its partners. ``good``: cleared. ``unknown``:
-    neither could be shown (no good partner was there); such a node is not isolated."""
+    """The judgement of all nodes, with reasons. ``slow``: works, but slows its partners. ``good``: cleared.
+    ``unknown``: not tested beside a good partner, so not isolated."""
 
     bad: Mapping[str, str] = field(default_factory=dict)
     slow: Mapping[str, str] = field(default_factory=dict)
@@ -34,55 +33,45 @@ class Judgement:
     unknown: Mapping[str, str] = field(default_factory=dict)
 
 
-def first_round(nodes: Sequence[str], known_good: Sequence[str] = ()) -> list[Group]:
-    """Pairs of the nodes in the given order. An odd one meets a known good node, else joins the last group as a third.
+def first_round(nodes: Sequence[str]) -> list[Group]:
+    """Return pairs of the nodes in this order. An odd one joins the last group.
 
     A single node without a partner gives no group. Raises ValueError for a node named twice.
     """
     if len(set(nodes)) != len(nodes):
         raise ValueError("a node is named twice; name each node once")
     groups: list[Group] = [(nodes[i], nodes[i + 1]) for i in range(0, len(nodes) - 1, 2)]
-    if len(nodes) % 2:
-        helper = next((node for node in known_good if node not in nodes), None)
-        if helper is not None:
-            groups.append((nodes[-1], helper))
-        elif groups:
-            groups[-1] = (*groups[-1], nodes[-1])
+    if len(nodes) % 2 and groups:
+        groups[-1] = (*groups[-1], nodes[-1])
     return groups
 
 
 def suspects(results: Mapping[Group, Outcome], slower: float = 1.5) -> list[str]:
-    """The nodes of groups that failed, or that took ``slower`` times the median of those that passed."""
+    """Return the nodes of groups that failed, or that took ``slower`` times the median of those that passed."""
     limit = _limit(results, slower)
     found = {node for group, outcome in results.items() if not _fine(outcome, limit) for node in group}
     cleared = {node for group, outcome in results.items() if _fine(outcome, limit) for node in group}
     return sorted(found - cleared)
 
 
-def second_round(
-    results: Mapping[Group, Outcome], known_good: Sequence[str] = (), slower: float = 1.5
-) -> list[list[Group]]:
-    """Waves of pairs (suspect, partner) for round 2; the pairs of one wave share no node and may run at once.
+def second_round(results: Mapping[Group, Outcome], slower: float = 1.5) -> list[list[Group]]:
+    """Return waves of pairs (suspect, partner) for round 2; the pairs of one wave share no node and may run at once.
 
-    Partners are nodes that passed round 1 or are known to be good. Without any, suspects of different failed groups are
+    Partners are nodes that passed round 1. Without any, suspects of different failed groups are
     paired with each other: two innocents may meet and clear each other.
     """
     questionable = suspects(results, slower)
     if not questionable:
         return []
     limit = _limit(results, slower)
-    passed = sorted({node for group, outcome in results.items() if _fine(outcome, limit) for node in group})
-    partners = list(dict.fromkeys([*passed, *(node for node in known_good if node not in questionable)]))
+    partners = sorted({node for group, outcome in results.items() if _fine(outcome, limit) for node in group})
     if partners:
-        size = len(partners)
-        return [
-            list(zip(questionable[i : i + size], partners, strict=False)) for i in range(0, len(questionable), size)
-        ]
+        starts = range(0, len(questionable), len(partners))
+        return [list(zip(questionable[start:], partners, strict=False)) for start in starts]
     return _across(results, questionable)
 
 
 def _across(results: Mapping[Group, Outcome], questionable: Sequence[str]) -> list[list[Group]]:
-    """Pairs of suspects from different groups: each group's members with those of the next group."""
     groups = [group for group in results if set(group) <= set(questionable)]
     if len(groups) < 2:
         return []
@@ -100,22 +89,16 @@ def _across(results: Mapping[Group, Outcome], questionable: Sequence[str]) -> li
     return [wave] if wave else []
 
 
-def judge(
-    first: Mapping[Group, Outcome],
-    second: Mapping[Group, Outcome],
-    known_good: Iterable[str] = (),
-    slower: float = 1.5,
-) -> Judgement:
+def judge(first: Mapping[Group, Outcome], second: Mapping[Group, Outcome], slower: float = 1.5) -> Judgement:
     """Judge both rounds. Only a suspect that failed beside a node proven good is bad."""
     limit = _limit(first, slower)
-    questionable = set(suspects(first, slower))
-    trusted = set(known_good) - questionable
-    trusted |= {node for group, outcome in first.items() if _fine(outcome, limit) for node in group}
+    questionable = suspects(first, slower)
+    trusted = {node for group, outcome in first.items() if _fine(outcome, limit) for node in group}
     cleared = {node for group, outcome in second.items() if _fine(outcome, limit) for node in group}
     bad: dict[str, str] = {}
     slow: dict[str, str] = {}
     unknown: dict[str, str] = {}
-    for node in sorted(questionable - cleared):
+    for node in sorted(set(questionable) - cleared):
         tests = [(group, outcome) for group, outcome in second.items() if node in group]
         proof = [(group, outcome) for group, outcome in tests if (trusted | cleared) & (set(group) - {node})]
         if not proof:
@@ -132,7 +115,7 @@ def judge(
 
 
 def _limit(results: Mapping[Group, Outcome], slower: float) -> float:
-    """Seconds over which a passed test is slow; infinite with fewer than three times to compare."""
+    """Return the seconds over which a passed test is slow; infinite with fewer than three times to compare."""
     times = [outcome.seconds for outcome in results.values() if outcome.passed and outcome.seconds is not None]
     return slower * median(times) if len(times) >= 3 else float("inf")
 

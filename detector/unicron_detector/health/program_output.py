@@ -1,4 +1,4 @@
-"""Output of a program, up to a bound: one that prints without end must not fill this process's memory."""
+"""Reads a program's output up to a bound: an endless one must not fill this process's memory."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ READ_BYTES = 1 << 16
 
 
 class TooMuchOutput(Exception):
-    """A program has printed more than anybody expects of it; the text says how much that is."""
+    """A program has printed too much; the text says how much is allowed."""
 
 
 class Output:
-    """Collects standard output and standard error of a process that has pipes for both, not more than `most` bytes."""
+    """Collects at most `most` bytes of standard output and standard error of a process that has pipes for both."""
 
     def __init__(self, process: subprocess.Popen[bytes], most: int) -> None:
         self._process, self._most = process, most
-        self._parts: dict[int, list[bytes]] = {}
-        self._size = 0
         self._open = [stream.fileno() for stream in (process.stdout, process.stderr) if stream is not None]
-        for descriptor in self._open:
-            self._parts[descriptor] = []
+        self._parts: dict[int, list[bytes]] = {descriptor: [] for descriptor in self._open}
+        self._size = 0
 
     def read(self, timeout: float) -> None:
-        """Reads until the process has ended and nobody has its pipes. Raises TooMuchOutput, and TimeoutExpired, after
+        """Read until the process has ended and its pipes are closed. Raises TooMuchOutput, and TimeoutExpired, after
         which it may be called again."""
         until = time.monotonic() + timeout
         with selectors.DefaultSelector() as selector:
@@ -53,7 +51,7 @@ class Output:
         self._parts[descriptor].append(data)
 
     def texts(self) -> tuple[bytes, bytes]:
-        """Standard output and standard error as far as they were read."""
+        """Return standard output and standard error as far as they were read."""
         out, err = (b"".join(parts) for parts in self._parts.values())
         return out, err
 
@@ -61,8 +59,8 @@ class Output:
 def run_program(
     command: Sequence[str], timeout: float, most: int = MOST_BYTES, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Runs a program to its end, without input, as `subprocess.run` does, and captures what it prints. The program is
-    killed when it takes longer or prints more. Raises TooMuchOutput, TimeoutExpired and OSError."""
+    """Run a program to its end, without input, as `subprocess.run` does, and capture its output. It is killed if it
+    takes longer or prints more. Raises TooMuchOutput, TimeoutExpired and OSError."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
         output = Output(process, most)

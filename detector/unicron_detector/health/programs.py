@@ -1,8 +1,8 @@
 """Health checks of others: NHC, gcm, DCGM, or any program, by a line of `[health]` in unicron.toml.
 
-A program runs as the checks do, without a shell, in a session of its own, with a short environment and no input. Its
-exit status counts, as its kind has it, and of its output the first line that says something. What cannot be run says
-nothing of the node: a missing program is a warning, and one that hangs or is killed is unknown.
+A program runs as the checks do, without a shell, in its own session, with a short environment and no input. Its exit
+status counts, as its kind defines it, and the first meaningful line of its output. A program that cannot be run proves
+nothing about the node: it is a warning if missing, and unknown if it hangs or is killed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import msgspec
 from unicron_detector.health.findings import BAD, GOOD, UNKNOWN, WARNING, Finding
 from unicron_detector.health.program_output import MOST_BYTES, Output, TooMuchOutput
 
-LINE = 300  # characters of what a program said
-GRACE_SECONDS = 0.2  # before the check's own time is over: the program has to be ended before that
+LINE = 300  # characters of a program's output
+GRACE_SECONDS = 0.2  # before the check's own time is over, in which the program has to be ended
 ENVIRONMENT = ("PATH", "LC_ALL", "LANG", "SLURMD_NODENAME", "SLURM_CONF", "SLURM_JOB_ID", "HOME")
 MOST_INTERPRETERS = 5  # that the kernel follows from one to the next
 # Programs that run what an argument of theirs names
@@ -38,22 +38,22 @@ USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class HealthProgram(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One program of `programs` in [health], where its command alone does not say enough."""
+    """One program of `programs` in [health], if its command alone is not enough."""
 
     command: str
     """The program's absolute path and its arguments; no shell reads it."""
     bad: tuple[int, ...] | None = None
-    """Exit statuses that prove the node bad; by default as the kind of program has it."""
+    """Exit statuses that prove the node bad; by default as its kind of program defines them."""
     warning: tuple[int, ...] | None = None
-    """Exit statuses that are warned of."""
+    """Exit statuses that cause a warning."""
     user: str = ""
-    """Who runs it; by default whoever runs the checks."""
+    """The user that runs it; by default the one that runs the checks."""
     prolog: bool = False
     """Run it before each job, too, and not only by HealthCheckProgram."""
 
 
 def as_program(given: str | HealthProgram) -> HealthProgram:
-    """The program of a line that may be its command alone."""
+    """Return the program of a line that may be its command alone."""
     return HealthProgram(command=given) if isinstance(given, str) else given
 
 
@@ -61,20 +61,20 @@ def as_program(given: str | HealthProgram) -> HealthProgram:
 
 
 def nagios(status: int, said: Sequence[str]) -> Finding:
-    """The plugins of Nagios, gcm's `health_checks` and most scripts: 0 fine, 1 warning, 2 critical, 3 unknown."""
+    """Judge plugins of Nagios, gcm's `health_checks` and most scripts: 0 fine, 1 warning, 2 critical, 3 unknown."""
     verdict = {0: GOOD, 1: WARNING, 2: BAD}.get(status, UNKNOWN)
     return Finding(verdict, _line(said, status), {"status": status})
 
 
 def nhc(status: int, said: Sequence[str]) -> Finding:
-    """LBNL's Node Health Check: every status but 0 says that a check of the site's own has failed."""
-    told = [line for line in said if line.startswith("ERROR")] or said
-    return Finding(GOOD if status == 0 else BAD, _line(told, status), {"status": status})
+    """Judge LBNL's Node Health Check: every status but 0 means that a check of the site's own has failed."""
+    errors = [line for line in said if line.startswith("ERROR")]
+    return Finding(GOOD if status == 0 else BAD, _line(errors or said, status), {"status": status})
 
 
 def dcgm(status: int, said: Sequence[str]) -> Finding:
-    """`dcgmi health -c` and `dcgmi diag`: the verdict is in the table, and `health -c` ends with 0 whatever it found.
-    Another status without a verdict says that DCGM could not be asked."""
+    """Judge `dcgmi health -c` and `dcgmi diag` by their table, since `health -c` always ends with 0. Another status
+    without a verdict means that DCGM could not be asked."""
     found = {word: [line for line in said if re.search(rf"\|\s*{word}", line)] for word in ("Fail", "Warn")}
     for word, verdict in (("Fail", BAD), ("Warn", WARNING)):
         if found[word]:
@@ -100,15 +100,15 @@ SMART_BITS = {  # smartctl(8), EXIT STATUS: the same in smartmontools 7.3, 7.4 a
 
 
 def smartctl(status: int, said: Sequence[str]) -> Finding:
-    """smartctl ends with a mask. Only the device's own word that it fails proves something; that smartctl could not ask
-    the device says nothing of the node."""
+    """Judge the mask with which smartctl ends. Only the device's own word that it fails proves something; that smartctl
+    could not ask the device says nothing about the node."""
     words = "; ".join(text for bit, text in SMART_BITS.items() if status & bit)
     verdict = BAD if status & SMART_FAILING else UNKNOWN if status & 3 else WARNING if status else GOOD
     return Finding(verdict, words or _line(said, status), {"status": status})
 
 
 KINDS: dict[str, Callable[[int, Sequence[str]], Finding]] = {"nhc": nhc, "dcgmi": dcgm, "smartctl": smartctl}
-"""By the name of the program's file; all others are judged as Nagios' plugins."""
+"""By the name of the program's file; all others are judged as plugins of Nagios."""
 
 
 def _cells(row: str) -> str:
@@ -123,7 +123,7 @@ def _line(said: Sequence[str], status: int) -> str:
 
 
 def check_program(name: str, given: str | HealthProgram, timeout: float) -> Finding:
-    """Run the program and return its finding. timeout: seconds. A program that cannot be trusted is not run."""
+    """Run the program and return its finding. A program that cannot be trusted is not run."""
     program = as_program(given)
     command = shlex.split(program.command)
     if why := _unfit(command, program.user):
@@ -143,7 +143,7 @@ def check_program(name: str, given: str | HealthProgram, timeout: float) -> Find
 
 
 def judge(program: HealthProgram, file: str, status: int, said: Sequence[str]) -> Finding:
-    """Pure: the verdict of a program that has ended. file: the name of its file, which says how its status is meant."""
+    """Return the verdict on a program that has ended. file: its name, which gives its kind. Pure."""
     found = KINDS.get(file, nagios)(status, said)
     if program.bad is None and program.warning is None:
         return found
@@ -154,7 +154,7 @@ def judge(program: HealthProgram, file: str, status: int, said: Sequence[str]) -
 
 
 def _unfit(command: Sequence[str], user: str) -> str:
-    """Why the program must not be run here; empty when it may be. What root runs, only root may have written."""
+    """Return why the program must not be run here; empty if it may be. Only root may have written what root runs."""
     if not command:
         return "its command is empty"
     if user:
@@ -162,15 +162,15 @@ def _unfit(command: Sequence[str], user: str) -> str:
             pwd.getpwnam(user)
         except KeyError:
             return f"there is no user {user!r} here"
-    others = [] if user else _files_named(command)
-    return next(
-        filter(None, (why_untrusted(command[0]), *(why_untrusted(path, executed=False) for path in others))), ""
-    )
+    if why := why_untrusted(command[0]):
+        return why
+    files = [] if user else _files_named(command)
+    return next(filter(None, (why_untrusted(path, executed=False) for path in files)), "")
 
 
 def _files_named(command: Sequence[str]) -> list[str]:
-    """The files in a command's arguments that it may run, also within a text for a shell: programs, and whatever a
-    program reads that is known to run what it is given."""
+    """Return the files in a command's arguments, or within a text for a shell, that it may run: programs, and all files
+    if the program is known to run what it reads."""
     reads = _RUNS_OTHERS.fullmatch(os.path.basename(command[0]))
     words = [word for text in command[1:] for word in (text, *re.split(r"[\s'\"`;|&<>(){}=]+", text)) if word]
     paths = dict.fromkeys(os.path.join("/", word) for word in words)  # a program is started in /
@@ -178,10 +178,12 @@ def _files_named(command: Sequence[str]) -> list[str]:
 
 
 def why_untrusted(program: str, executed: bool = True) -> str:
-    """Why this process must not run the program, and what to do; empty when it may. Only root and this process's user
-    may have written it, and whatever its path leads through: links, all folders up to /, the interpreters of a script.
-    Then nobody else can change what the path names, and it can be run by that path, which a script may look at.
-    executed: by itself; else an interpreter reads it."""
+    """Return why this process must not run the program, and what to do; empty if it may.
+
+    Only root and this process's user may be able to change the program and all that its path leads through: links, the
+    folders up to /, the interpreters of a script. Then it can be run by that path, which a script may read. executed:
+    by itself; otherwise an interpreter reads it.
+    """
     for _ in range(MOST_INTERPRETERS):
         try:
             path, why = _follow_path(program)
@@ -198,9 +200,9 @@ def why_untrusted(program: str, executed: bool = True) -> str:
 
 
 def _follow_path(program: str) -> tuple[str, str]:
-    """Follow a path step by step from the root. Return its end, and who but root and this user may change that.
+    """Follow a path from the root. Return its end, and how others than root and this user can change it, or "".
 
-    Each step is looked at when all before it are known to stay. Raises OSError.
+    Each step is checked after all before it are known to be safe. Raises OSError.
     """
     at, rest = "/", program.split("/")[::-1]
     links = 0
@@ -230,9 +232,9 @@ def _follow_path(program: str) -> tuple[str, str]:
 
 
 def _changeable(path: str, status: os.stat_result) -> str:
-    """Describe how others may change what is there, and what to do; empty when they cannot.
+    """Describe how others may change the path, and what to do; empty if they cannot.
 
-    A sticky bit keeps the names in a folder, but not what is in a file. A link has no mode of its own.
+    A sticky bit protects the names in a folder, but not the content of a file. A link has no mode of its own.
     """
     if status.st_uid not in (0, os.geteuid()):
         return f"{path} has to be root's or this user's own: `chown root {path}`"
@@ -241,7 +243,7 @@ def _changeable(path: str, status: os.stat_result) -> str:
 
 
 def _interpreter(path: str) -> str:
-    """Return the interpreter of a script; empty for another program. Raises OSError."""
+    """Return the interpreter of a script; empty for any other program. Raises OSError."""
     try:
         with open(path, "rb") as file:
             line = file.read(256).split(b"\n")[0]
@@ -252,8 +254,8 @@ def _interpreter(path: str) -> str:
 
 
 def _run(command: Sequence[str], user: str, timeout: float) -> tuple[int, bytes]:
-    """Exit status and output, standard output first. All that it has started is killed when it takes longer, or prints
-    too much. Raises TimeoutExpired, TooMuchOutput and OSError."""
+    """Return exit status and output, standard output first. If it takes longer or prints too much, it is killed with
+    all that it has started. Raises TimeoutExpired, TooMuchOutput and OSError."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, cwd="/", env=_environment(), **_identity(user)
@@ -274,7 +276,7 @@ def _environment() -> Mapping[str, str]:
 
 
 def _identity(user: str) -> dict[str, Any]:
-    """Return Popen's arguments for a user: a session of its own, and no more groups than the user has."""
+    """Return Popen's arguments for a user: its own session, and no more groups than the user has."""
     if not user:
         return {"start_new_session": True}
     known = pwd.getpwnam(user)
@@ -285,7 +287,7 @@ def _identity(user: str) -> dict[str, Any]:
 
 
 def program_problem(name: str, given: str | HealthProgram, taken: Sequence[str]) -> str:
-    """Describe what is wrong with one program's line; empty where nothing is. taken: names of Unicron's own checks."""
+    """Describe the error in one program's line; empty if there is none. taken: names of Unicron's own checks."""
     if name in taken:
         return f"programs.{name}: this is a check of Unicron's own: give it another name"
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", name) or name == "all":

@@ -1,4 +1,4 @@
-"""Runs the checks side by side, each within its time, and makes one report of them."""
+"""Runs the checks in parallel, each within its time, and makes one report of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SKIP_WORD = "skipped"
 
 @dataclass(frozen=True)
 class Result:
-    """One check's answer. ``verdict``: good, warning, unknown, bad or skipped. ``seconds``: what it took."""
+    """One check's answer. ``verdict``: good, warning, unknown, bad or skipped."""
 
     name: str
     verdict: str
@@ -47,7 +47,7 @@ class Report:
     def reason(self) -> str:
         """The reason of the verdict in one line, for a drain or a log.
 
-        A warning hides no check that gave no answer: one that hangs at every run would never be seen.
+        A warning hides no check without an answer, since one that hangs at every run would never be seen.
         """
         shown = (WARNING, UNKNOWN) if self.verdict == WARNING else (self.verdict,)
         telling = [f"{one.name}: {one.reason}" for word in shown for one in self.results if one.verdict == word]
@@ -68,11 +68,11 @@ def run(
     only: tuple[str, ...] = (),
     checks: Mapping[str, Callable[[Settings], Finding]] = CHECKS,
 ) -> Report:
-    """Runs the checks (all, or those in ``only``), each in a thread of its own with ``settings.timeout`` seconds.
+    """Run the checks (all, or those in ``only``), each in its own thread with ``settings.timeout`` seconds.
 
-    A check that does not answer in time is "unknown": its thread is left behind (a hung file system cannot be
-    interrupted), so the caller should end by ``os._exit``. A check that raises is "unknown", too. Raises KeyError for
-    an unknown name in ``only``.
+    A check that raises, or does not answer in time, is "unknown". The latter's thread is left behind (a hung file
+    system cannot be interrupted), so the caller should end by ``os._exit``. Raises KeyError for an unknown name in
+    ``only``.
     """
     settings = settings or Settings()
     for name in only:
@@ -102,7 +102,7 @@ class _Job:
         start = time.perf_counter()
         try:
             finding = self._check(self._settings)
-        except Exception as error:  # a check must never take the node down by a mistake of its own
+        except Exception as error:  # a check's own mistake must never take the node down
             finding = Finding(UNKNOWN, f"the check itself failed: {type(error).__name__}: {error}")
         self._answer = (finding, time.perf_counter() - start)
 

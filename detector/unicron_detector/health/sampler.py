@@ -1,10 +1,9 @@
 """``python -m unicron_detector.health.sampler``: the node's metrics, a line of JSON every few seconds, from a process
 of its own.
 
-A file system or a GPU driver that hangs can make a reader wait for ever, and a thread that waits so keeps its whole
-process from ending. So the agent lets a child do it, which it can leave behind. In the child what may hang has a thread
-of its own: the other metrics go on, and the latency of a file system that hangs is the time for which it has not
-answered. Standard library only, pynvml where it is installed.
+A thread that waits for a hung file system or GPU driver keeps its whole process from ending, so the agent uses a child,
+which it can leave behind. In the child each reader that may hang has its own thread: the other metrics go on, and the
+latency of a hung file system is the time since it last answered. Standard library only, and pynvml if installed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from unicron_detector.iterations import peer_metrics
 
 
 class Patient:
-    """Calls a reader that may hang in a thread of its own: `read` waits for it up to `seconds`, then goes on."""
+    """Calls a reader that may hang in its own thread, and waits for it up to `seconds`."""
 
     def __init__(self, reader: Callable[[], dict[str, float]], seconds: float) -> None:
         self._reader, self._seconds = reader, seconds
@@ -33,7 +32,7 @@ class Patient:
         self.began = 0.0
 
     def read(self) -> dict[str, float] | None:
-        """The values, empty if it could not read; None while the reader hangs. `began`: since when."""
+        """Return the values, empty if they could not be read; None while the reader hangs. `began`: since when."""
         if self._thread is None:
             self._result, self.began = {}, time.monotonic()
             self._thread = threading.Thread(target=self._run, daemon=True)
@@ -50,7 +49,7 @@ class Patient:
 
 
 class Sampler:
-    """One line per call of `sample`: {"host", "node"}."""
+    """Makes the lines."""
 
     def __init__(self, directory: str, patience: float = 1.0) -> None:
         self._files = Patient(lambda: peer_metrics.read_file_latency(directory), patience)
@@ -67,7 +66,7 @@ class Sampler:
 
 
 def machine() -> str:
-    """A name of the running machine: nodes that are only containers or daemons of one machine have it in common."""
+    """Return the machine's identity, which nodes that are only containers or daemons of one machine share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -20,7 +20,8 @@ DIED = {"uptime": 5.0, "worked": False}  # before it had finished an iteration
 
 
 def fault(cause: str = "gpu_lost", at: float = START, slot: int = 0, node: str = "n1", job: str = "7", **more) -> Fault:
-    return Fault.of(CLASSIFIER.cause(cause), at, job=job, slot=slot, node=node, **more)
+    verdict = CLASSIFIER.cause(cause)
+    return Fault(at, job, slot, node, verdict.cause, verdict.scope, verdict.severity, **more)
 
 
 class Run:
@@ -36,8 +37,8 @@ class Run:
     ) -> Decision:
         self.now += after
         verdict = CLASSIFIER.cause(cause)
-        where = {"job": job, "slot": slot, "node": node, "uptime": uptime, "worked": worked}
-        found = self.kind.of(verdict, self.now, **where)
+        what = verdict.cause, verdict.scope, verdict.severity
+        found = self.kind(self.now, job, slot, node, *what, uptime, worked)
         decision = decide(self.history, verdict, found, Circumstances(job_nodes, **more))
         self.history.record(found, decision.state)
         return decision

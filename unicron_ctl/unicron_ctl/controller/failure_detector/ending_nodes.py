@@ -1,9 +1,9 @@
 """Nodes that end after an agent on them did (docs/design/silence.md, *A node that fails just after its agent*).
 
-A node that is shut down ends its processes before its network: for a moment its kernel refuses connections. That says
-that the agent died, and nothing about the node. So a node stays under question where nobody reached its slurmd then, or
-where Slurm still runs an element whose agent died or left. It is lost when nobody has reached its slurmd for
-UNREACHED_SECONDS: not the controller's own sockets, and no witness or, where nobody can be asked, not Slurm.
+A node that is shut down ends its processes before its network, so its kernel first refuses connections: that proves
+only the agent's death. Therefore the node stays under question if nobody reached its slurmd, or if Slurm still runs an
+element whose agent died or left. It is lost after UNREACHED_SECONDS without an answer to the controller and to a
+witness or, if no witness can be asked, to Slurm.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.reach import Reach
 from unicron_ctl.shared.slurm.states import ASLEEP, OCCUPIES, TAKEN_OUT
 
-# An admin who starts slurmd again must not lose the node: it listens again after 1 to 3 s. A node that ends is in no
-# hurry: its ranks have been left out already, and only its element's place in Slurm waits for this.
+# A slurmd that an admin restarts listens again after 1 to 3 s, and its node must not be lost meanwhile. There is no
+# hurry: the ranks have been left out already, and only the element's place in Slurm waits.
 UNREACHED_SECONDS = 6.0
-ROUNDS = 3  # the fewest in that time: a round whose answers are lost says nothing
-# Nodes that are asked about at once. When a rack is shut down, each own probe without an answer keeps one of 64 threads
-# for most of a second, and the limits let few nodes be taken anyhow.
-AT_ONCE = 32
-LEFTOVER_SECONDS = 5.0  # between two looks for elements that Slurm still runs without their agents
+ROUNDS = 3  # the fewest within that time, since a round's answers may be lost
+AT_ONCE = 32  # nodes that are asked about: each probe without an answer keeps one of 64 threads for most of a second
+LEFTOVER_SECONDS = 5.0  # between two checks for elements that Slurm still runs without their agents
 REACHED_SECONDS = 15.0  # after a node was reached, until it is asked about again for such an element
 OUT_OF_SERVICE = TAKEN_OUT | ASLEEP
 GREETINGS = 8  # slurmds that are tried at once while all is well, of 64 threads
@@ -57,7 +55,7 @@ def greet_slurmds(view: View) -> Outcome:
 
 
 def on_knock(view: View, knock: Knock, answer: Reach | None) -> None:
-    """Take in the answer of a slurmd; None where the try itself failed."""
+    """Take in the answer of a slurmd; None if the try itself failed."""
     view.live.greeted.discard(knock.node)
     if answer is Reach.REACHED:
         view.live.slurmds[knock.node] = knock.address
@@ -69,7 +67,7 @@ def slurmd_known(view: View, node: str, address: str) -> bool:
 
 
 def _record_slurmd(view: View, node: str, out: Outcome) -> None:
-    """Record for the next controller, too, where slurmd has answered."""
+    """Record at which address slurmd has answered, for the next controller."""
     address = view.live.slurmds.get(node)
     if address and view.state.node(node).slurmd != address:
         reason = f"the slurmd of {node} has answered at {address}"
@@ -78,7 +76,7 @@ def _record_slurmd(view: View, node: str, out: Outcome) -> None:
 
 # ---------------------------------------------------------------- which nodes are under question
 def open_ending_node(view: View, suspicion: Suspicion) -> None:
-    """Put the node of the suspected agent, which died while nobody reached its slurmd, under question."""
+    """Question the node of the suspected agent, which died while nobody reached its slurmd."""
     _open_silent(view, suspicion.job, suspicion.element, suspicion.since, suspicion.reached)
     own, ending = suspicion.answers.get(OWN), view.suspicions.ending_nodes.get(suspicion.node)
     if ending is not None and own is not None and own.slurmd is Reach.REFUSED:
@@ -86,7 +84,7 @@ def open_ending_node(view: View, suspicion: Suspicion) -> None:
 
 
 def _recall_ending_nodes(view: View) -> None:
-    """Open the nodes on which agents died before this controller's start: the log does not tell whose slurmd was
+    """Question nodes on which agents died before this controller's start: the log does not tell whose slurmd was
     reached."""
     for job in view.state.jobs.values():
         for element, record in job.agents.items() if not job.over else ():
@@ -95,8 +93,8 @@ def _recall_ending_nodes(view: View) -> None:
 
 
 def _open_leftovers(view: View) -> None:
-    """Open nodes on which Slurm still runs elements whose agents have ended: most elements are about to end, but the
-    node may be, too."""
+    """Question nodes on which Slurm still runs elements whose agents have ended: usually just the element is about to
+    end, but the node may be, too."""
     suspicions = view.suspicions
     suspicions.leftovers_check_at = view.now + LEFTOVER_SECONDS
     suspicions.answered = {node: at for node, at in suspicions.answered.items() if view.now - at < REACHED_SECONDS}
@@ -108,7 +106,7 @@ def _open_leftovers(view: View) -> None:
 
 
 def _open_silent(view: View, job: str, element: int, since: float, reached: bool | None) -> None:
-    """Open the node, which counts as silent for self-suspicion until somebody reaches it."""
+    """Question the node. It counts as silent for self-suspicion until somebody reaches it."""
     ending = _open(view, job, element, since, reached)
     if ending is not None:
         view.suspicions.given_up[job, element] = ending
@@ -128,7 +126,7 @@ def _open(view: View, job: str, element: int, since: float, reached: bool | None
 
 
 def check_ending_nodes(tick: Tick, out: Outcome) -> None:
-    """Probe the nodes under question, and report those that are lost. Called at every tick by :mod:`leases`."""
+    """Probe the nodes under question, and report those that are lost. :mod:`leases` calls this at every tick."""
     view, suspicions = tick.view, tick.view.suspicions
     settled = view.now - view.started_at > view.config.restart_grace and view.slurm.seen is not None
     if settled and not suspicions.asked_again:
@@ -150,14 +148,14 @@ def _check_ending_node(tick: Tick, ending: EndingNode, out: Outcome) -> None:
         suspicions.answered[node] = view.now
         return
     _record_slurmd(view, node, out)
-    if ending.key not in leftovers:  # another agent that died there speaks for the node, with its own witnesses
+    if ending.key not in leftovers:  # another agent that died there stands for the node, with its own witnesses
         ending.job, ending.element = leftovers[0]
         ending.agent = view.state.jobs[ending.job].agents[ending.element].agent
         suspicions.restart_ending(ending, view.now)
     if view.alone:
         suspicions.restart_ending(ending, view.now)
         return
-    if suspicions.doubt:  # the node is probed all the same: whoever is reached is not silent
+    if suspicions.doubt:  # the node is probed all the same: if anything is reached, it is not silent
         ending.unreached, ending.counted = 0, True
     elif _count_round(tick, ending) and _is_lost(view, ending):
         out.findings += [_finding(tick, ending, key) for key in leftovers]
@@ -181,8 +179,8 @@ def _leftovers(view: View, node: str) -> Iterator[Key]:
 
 
 def _is_over(view: View, ending: EndingNode, leftovers: list[Key]) -> bool:
-    """No element is left there, somebody reached the node, an agent speaks from there, its time is over, or the node is
-    out of service already."""
+    """Whether no element is left there, somebody reached the node, an agent speaks from there, the time is over, or the
+    node is out of service already."""
     reached = OWN in ending.answers and ending.there(ending.answers[OWN])
     speaks = any(agent.alive and agent.last_heard > ending.opened for agent in view.live.on_node(ending.node))
     late = ending.until is not None and view.now > ending.until
@@ -190,17 +188,17 @@ def _is_over(view: View, ending: EndingNode, leftovers: list[Key]) -> bool:
 
 
 def _out_of_service(view: View, node: str) -> bool:
-    """The node is out of service. One that was drained here because it was lost while others ran there is not: it is
-    set down when they are gone."""
+    """Whether the node is out of service. A lost node that was only drained here, because other jobs ran there, still
+    has to be set down."""
     info, known = view.slurm.node(node), view.state.node(node)
     ours = known.downed and known.drained and not known.proven_bad
     states = info.states & OUT_OF_SERVICE if info is not None else OUT_OF_SERVICE
     return bool(states - {"DRAIN"} if ours else states or known.downed)
 
 
-# ---------------------------------------------------------------- what the rounds say
+# ---------------------------------------------------------------- what the rounds show
 def _count_round(tick: Tick, ending: EndingNode) -> bool:
-    """Count the present round; true when it has just shown that nobody answers."""
+    """Count the present round; true if it has just shown that nobody answers."""
     if any(ending.there(answer) for answer in ending.answers.values()):
         ending.unreached, ending.counted = 0, True
     if ending.counted or not _nobody_answers(tick, ending):
@@ -211,7 +209,7 @@ def _count_round(tick: Tick, ending: EndingNode) -> bool:
 
 
 def _nobody_answers(tick: Tick, ending: EndingNode) -> bool:
-    """In this round the controller's own sockets got no answer, and neither did enough witnesses, or Slurm."""
+    """Whether in this round the controller's own sockets got no answer, nor did enough witnesses, or Slurm."""
     own, known = ending.answers.get(OWN), slurmd_known(tick.view, ending.node, ending.targets[1])
     known = known and ending.control is Reach.REACHED
     ending.refused = ending.refused or (own is not None and own.slurmd is Reach.REFUSED)
@@ -225,9 +223,9 @@ def _nobody_answers(tick: Tick, ending: EndingNode) -> bool:
 
 
 def _unanswered(answer: Answer, known: bool) -> bool:
-    """Nobody answered, and it is not only slurmd's port that is silent: a kernel that refuses at the door lives.
+    """Whether nobody answered at all. A kernel that refuses connections at the agent's door lives.
 
-    known: slurmd has answered there before and others answer now; without that a refusal is not the node's own.
+    known: slurmd has answered there before, and others answer now. Otherwise a refusal may not be the node's own.
     """
     if answer.slurmd is Reach.REFUSED:
         return known
@@ -235,14 +233,14 @@ def _unanswered(answer: Answer, known: bool) -> bool:
 
 
 def _slurm_calls_dead(tick: Tick, ending: EndingNode) -> str:
-    """Return the states by which Slurm, asked since then, calls the node dead."""
+    """Return the states by which Slurm calls the node dead, if Slurm was asked since the question was opened."""
     seen = tick.view.slurm.seen
     fresh = seen is not None and seen.asked_at > ending.opened
     return probes.slurm_calls_dead(tick, ending.node) if fresh else ""
 
 
 def _is_lost(view: View, ending: EndingNode) -> bool:
-    """Nobody answered for long enough, and no agent on the node is still to be judged."""
+    """Whether nobody answered for long enough, and no other agent on the node is still to be judged."""
     if ending.unreached < ROUNDS or view.now - ending.unreached_since < UNREACHED_SECONDS:
         return False
     silent = any(suspicion.node == ending.node for suspicion in view.suspicions.open.values())
@@ -254,9 +252,8 @@ def _finding(tick: Tick, ending: EndingNode, key: Key) -> Finding:
     seconds, by = view.now - ending.unreached_since, "own sockets and witnesses"
     if len(ending.testimony()) < probes.needed_witnesses(tick, ending):
         by = f"own sockets and Slurm ({_slurm_calls_dead(tick, ending)})"
-    said = (
+    evidence = (
         f"after its agent ended nobody reached the slurmd of {ending.node} in {ending.unreached} rounds of questions "
         f"within {seconds:.1f} s ({'; '.join(map(str, ending.answers.values()))})"
     )
-    job, element = key
-    return Finding(What.NODE_ENDED, job, (), view.now, Source.PEER, said, element=element, node=ending.node, by=by)
+    return Finding(What.NODE_ENDED, key[0], (), view.now, Source.PEER, evidence, key[1], ending.node, by)

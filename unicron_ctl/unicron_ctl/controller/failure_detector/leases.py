@@ -1,10 +1,8 @@
-"""Leases of agents: the silent ones are suspected, and a table of evidence judges them (docs/design/silence.md).
+"""Leases of agents: silent agents are suspected and probed, and a table of evidence judges them.
 
-Silence is not death. Other agents and the controller's own sockets probe a silent agent. Its node counts as lost on two
-independent kinds of evidence, the lease and either witnesses or Slurm (:data:`VERDICTS`). Ranks that step together are
-alive: as long as their job's iterations end, none of its members is silent.
-
-Living agents stand in the order of their last word (`Live.leases`), so a tick looks only at those that are late.
+Silence alone is not death: a node is lost only on the lease and either witnesses or Slurm (docs/design/silence.md).
+While a job's iterations end, none of its members is silent. Living agents stand in the order of their last word
+(`Live.leases`), so a tick looks only at those that are late.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.reach import Reach
 
-MISSING_SECONDS = 0.5  # between two looks for agents that have not come back to a restarted controller
+MISSING_SECONDS = 0.5  # between two checks for agents that have not come back to a restarted controller
 PORT_CLOSED = "its port is closed"
 BY_LEASE = "lease and "  # begins `Finding.by` where silence is one of the two kinds of evidence
 
 
 def check_leases(view: View) -> Outcome:
-    """Open suspicions, probe, and report what they came to. Called at every tick; it changes `view.suspicions`."""
+    """Open suspicions, probe, and report conclusions. Called at every tick; it changes `view.suspicions`."""
     out, tick, suspicions = Outcome(), Tick(view), view.suspicions
     self_suspicion.check_alone(view, out)
     if not suspicions.recalled and view.now - view.started_at > view.config.restart_grace:
@@ -54,7 +52,7 @@ def _check_suspicion(tick: Tick, suspicion: Suspicion, out: Outcome) -> None:
     if not view.alone:
         late = suspicion.since + probes.late_after(view)
         early = bool(suspicion.number) and suspicion.begun <= late < view.now
-        if early:  # what was silent before its word was late may have stopped for a moment only
+        if early:  # answers from before its next word was late do not count: it may have paused for a moment
             suspicion.probing = 0
         if early or not suspicion.number or view.now - suspicion.begun > ROUND_SECONDS:
             suspicions.begin_round(suspicion, view.now)
@@ -84,46 +82,43 @@ def late_agents(view: View) -> list[AgentView]:
 
 
 def _new_suspicions(view: View) -> Iterator[Suspicion]:
-    """Yield agents that are late, those whose tasks ended by the word of Slurm or its plugin, and those in the log that
-    have not spoken since this controller's start."""
+    """Yield new suspicions: agents that are late, agents whose tasks ended according to Slurm or its plugin, and agents
+    in the log that have not spoken since this controller's start."""
     suspicions = view.suspicions
     late = (agent for agent in late_agents(view) if view.now - sign_of_life(view, agent) > probes.late_after(view))
     for agent in (*late, *view.live.suspects.values()):
         if (agent.job, agent.element) not in suspicions.open:
-            targets = probes.targets(view, agent.node, agent.door)
-            yield Suspicion(agent.job, agent.element, agent.agent, agent.node, sign_of_life(view, agent), targets)
+            yield _suspicion(view, agent.job, agent.element, agent, sign_of_life(view, agent))
     if view.now - view.started_at > view.config.restart_grace and view.now >= suspicions.missing_check_at:
         suspicions.missing_check_at = view.now + MISSING_SECONDS
         for job in view.state.jobs.values():
             for element, record in job.agents.items() if not job.over else ():
                 gone = record.gone and not _needed_again(job, record)
                 if not gone and element not in view.job(job).agents and (job.job, element) not in suspicions.open:
-                    yield _since_start(view, job, element)
+                    yield _suspicion(view, job.job, element, record, view.started_at)
 
 
-def _since_start(view: View, job: JobState, element: int) -> Suspicion:
-    """Return a suspicion of an agent that has not spoken since this controller's start."""
-    record = job.agents[element]
-    targets = probes.targets(view, record.node, record.door)
-    return Suspicion(job.job, element, record.agent, record.node, view.started_at, targets)
+def _suspicion(view: View, job: str, element: int, agent: AgentView | AgentRecord, since: float) -> Suspicion:
+    targets = probes.targets(view, agent.node, agent.door)
+    return Suspicion(job, element, agent.agent, agent.node, since, targets)
 
 
 def _needed_again(job: JobState, record: AgentRecord) -> bool:
-    """Restart mode: a world that breaks needs the agents again whose ranks had ended well."""
+    """In restart mode, a world that breaks needs the agents again whose ranks had finished."""
     again = not job.mode.finishes_alone and job.phase is Phase.BREAKING and record.gone == "finished"
     return again and any(s in job.members and s not in job.lost and s not in job.condemned for s in record.slots)
 
 
 def _recall_given_up(view: View, out: Outcome) -> None:
-    """Take up agents that an earlier controller gave up as silent and that have not come back.
+    """Recall agents that the previous controller gave up as silent and that have not come back.
 
-    They count for self-suspicion as if they had been heard at this controller's start.
+    Self-suspicion counts them as last heard at this controller's start.
     """
     for job in view.state.jobs.values():
         for element, record in job.agents.items() if not job.over else ():
             if record.gone not in ("silent", NODE_ENDED) or view.unfit(record.node) or element in view.job(job).agents:
                 continue
-            suspicion = _since_start(view, job, element)
+            suspicion = _suspicion(view, job.job, element, record, view.started_at)
             suspicion.probing = sum(map(bool, suspicion.targets))
             view.suspicions.given_up[suspicion.key] = suspicion
             if suspicion.probing:
@@ -152,7 +147,7 @@ def _still_silent(view: View, suspicion: Suspicion) -> bool:
 # ---------------------------------------------------------------- the evidence about one of them
 @dataclass
 class Evidence:
-    """One silent agent at one tick: its suspicion, and the facts that Slurm and its job add to it."""
+    """The evidence about one silent agent at one tick, from its suspicion, its job and Slurm."""
 
     tick: Tick
     suspicion: Suspicion
@@ -163,7 +158,7 @@ class Evidence:
         self.answers = list(self.suspicion.answers.values())
 
     def judge(self) -> Finding | None:
-        """Return that the agent died or its node is lost, by the first row that holds; None while that is not known."""
+        """Return the conclusion of the first row that holds; None while nothing follows."""
         row = next((row for row in VERDICTS if row.holds(self)), None)
         return row.finding(self) if row is not None and row.finding is not None else None
 
@@ -173,16 +168,16 @@ class Evidence:
 
     @property
     def task_ended(self) -> bool:
-        """Slurm or its plugin says that the agent's task ended."""
+        """Slurm or its plugin reports that the agent's task ended."""
         agent = self.view.live.agent(*self.suspicion.key)
         return agent is not None and agent.suspect_since is not None
 
     @cached_property
     def refused(self) -> list[Answer]:
-        """Answers that show that nobody listens at the door any more; empty while they are not enough.
+        """Answers that prove that nobody listens at the door any more; empty if they are not enough.
 
-        One answer is enough where its witness reaches the slurmd there: the node itself refuses. Otherwise two are
-        needed and nobody may contradict them, for a firewall may refuse, too. Strangers are not believed.
+        One answer is enough if its witness reaches the slurmd there: then the node itself refuses. Otherwise a firewall
+        may refuse, so two are needed and nobody may contradict them. Strangers are not believed.
         """
         asked = self.suspicion
         own = [a for key, a in asked.answers.items() if asked.own(key) and a.door is not Reach.UNKNOWN]
@@ -200,7 +195,7 @@ class Evidence:
         """Answers that show that the agent lives.
 
         The controller and agents of the same job are believed. A stranger is one voice against all that reach nothing,
-        and Slurm counts twice. After `state_wait_seconds` no answer counts: the address may be somebody else's by now.
+        and Slurm counts twice. After `state_wait_seconds` no answer counts: another host may have the address by now.
         """
         asked = self.suspicion
         if self.silent_seconds > self.view.config.state_wait_seconds:
@@ -214,7 +209,7 @@ class Evidence:
 
     @cached_property
     def shown_dead(self) -> str:
-        """Slurm's word, or a person's through Slurm, that nothing of the element lives."""
+        """Why Slurm, or a person through Slurm, shows that nothing of the element lives; empty otherwise."""
         job = self.view.state.jobs[self.suspicion.job]
         return quorum.shown_dead(self.view, job, self.suspicion.element, self.suspicion.since)
 
@@ -257,7 +252,7 @@ class Evidence:
 
     @property
     def given_up(self) -> bool:
-        """Silent for `state_wait_seconds`. Where Slurm is used, it has to say that a job's only node is lost."""
+        """Silent for `state_wait_seconds`. If Slurm is used, it must also confirm that a job's only node is lost."""
         if self.silent_seconds <= self.view.config.state_wait_seconds or self.view.alone:
             return False
         return self.no_majority_missing or (self.no_majority_runs and not self.view.slurm.used)
@@ -266,16 +261,16 @@ class Evidence:
     def conclude(
         self, what: What, source: Source, by: str, answers: Sequence[Answer], dead: bool = False, spare: bool = False
     ) -> Finding:
-        """Return a finding, on the word of these answers. dead, spare: as in :class:`Finding`."""
-        suspicion, told = self.suspicion, "; ".join(str(answer) for answer in answers)
-        said = f"no message from {suspicion.node} for {self.silent_seconds:.2f} s" + (f" ({told})" if told else "")
-        element, node = suspicion.element, suspicion.node
-        found = Finding(what, suspicion.job, (), self.view.now, source, said, element, node, by, dead=dead, spare=spare)
+        """Return a finding that rests on these answers. dead, spare: as in :class:`Finding`."""
+        suspicion, details = self.suspicion, "; ".join(map(str, answers))
+        evidence = f"no message from {suspicion.node} for {self.silent_seconds:.2f} s" + (details and f" ({details})")
+        at, place = self.view.now, (suspicion.element, suspicion.node)
+        found = Finding(what, suspicion.job, (), at, source, evidence, *place, by, dead=dead, spare=spare)
         return replace(found, answers=what is What.AGENT_DIED and (dead or probes.slurmd_answers(suspicion)))
 
     def conclude_unreachable(self) -> Finding:
         own = self.suspicion.answers.get(OWN)
-        # Witnesses may lie, even about their own job's agent: a node is taken only where slurmd is silent here, too.
+        # Witnesses may lie, even about their own job's agent: the node is taken only if slurmd is silent here, too.
         spare = own is None or own.slurmd is not Reach.SILENT
         answers = self.witnesses if own is None else [*self.witnesses, own]
         return self.conclude(What.NODE_LOST, Source.PEER, f"{BY_LEASE}witnesses", answers, spare=spare)
@@ -289,10 +284,10 @@ class Row(NamedTuple):
     """One row of the table."""
 
     case: str
-    """Its words in docs/design/silence.md."""
+    """Its name in docs/design/silence.md."""
     holds: Callable[[Evidence], object]
     finding: Callable[[Evidence], Finding] | None = None
-    """Its conclusion; None where nothing follows yet."""
+    """Its conclusion; None if nothing follows yet."""
 
 
 VERDICTS: tuple[Row, ...] = (
@@ -335,16 +330,15 @@ VERDICTS: tuple[Row, ...] = (
 
 
 def _record_doubt(evidence: Evidence, out: Outcome) -> None:
-    """Put on record, once, why a silent agent is not taken for lost."""
+    """Record, once, why a silent agent does not count as lost."""
     view, suspicion = evidence.view, evidence.suspicion
     if not evidence.lease_over:
         return
     why = "it lives: others reach it" if evidence.reached else ""
     witnessed = suspicion.testimony() if view.now - suspicion.begun > ANSWER_SECONDS / 2 else []
     if not why and (witnessed or evidence.slurm) and not evidence.no_majority_missing:
-        command = quorum.declare_dead_command(view, suspicion.node)
         why = "more of its job is silent than is heard: they may go on by themselves. Where they are dead, say so: "
-        why += command
+        why += quorum.declare_dead_command(view, suspicion.node)
     if why and why != suspicion.recorded:
         suspicion.recorded = why
         answers = "; ".join(map(str, evidence.reached or suspicion.testimony()))

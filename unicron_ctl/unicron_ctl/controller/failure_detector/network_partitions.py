@@ -1,8 +1,8 @@
-"""Network partitions: nodes that reach this controller and not each other, so that their collectives can never end.
+"""Network partitions: nodes that reach this controller but not each other, so that their collectives never end.
 
-When a job hangs, or does not get into a generation, all of its agents are asked whether they reach the others (a
-survey). What two rounds find cut decides who is left out: the fewest nodes without which all others reach each other,
-so of two halves the larger one goes on. No node is blamed, and nodes that were left out return once they are reached.
+When a job hangs, or does not get into a generation, its agents are asked whether they reach each other (a survey). If
+two rounds find the same cut, the fewest nodes are left out without which all others reach each other. No node is
+blamed, and nodes that were left out return once they are reached.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.reach import Reach
 
-SURVEY_SECONDS = 1.5  # for the answers; who has not answered by then says nothing
-ENTER_SECONDS = 2.5  # of entering, after which it is asked whether the members reach each other
-PARTED_SECONDS = 5.0  # between two looks whether nodes that were left out are reached again
+SURVEY_SECONDS = 1.5  # to wait for answers
+ENTER_SECONDS = 2.5  # of entering, before members are asked whether they reach each other
+PARTED_SECONDS = 5.0  # between two checks whether nodes that were left out are reached again
 MOST_ASKED = 60  # others that one agent is asked about at once; it tries 64 addresses, two of a silent node among them
 NEXT_TO_IT = 16  # others on each side that a collective's ring or tree is likely to need
 MOST_NAMED = 8  # elements about which all others are asked
 
 
 def start_survey(view: View, job: JobView, survey: Survey, slots: Iterable[int] = ()) -> Outcome:
-    """Ask all agents of the job whether they reach the others, unless that is being asked, or was tried for another
-    finding of this moment. slots: those that others wait for; in a large job all are asked about them first."""
+    """Ask all agents of the job whether they reach each other, unless a survey runs or was tried just now.
+
+    slots: those that others wait for; in a large job all agents are asked about them first.
+    """
     out = Outcome()
     if survey.last_attempt != view.now and (not survey.open or survey.left_out_answers is not None):
         survey.last_attempt, survey.last_unreachable, survey.left_out_answers = view.now, None, None
@@ -41,7 +43,7 @@ def start_survey(view: View, job: JobView, survey: Survey, slots: Iterable[int] 
 
 
 def check_partitions(view: View, job: JobView, survey: Survey) -> Outcome:
-    """Evaluate the answers, ask again where a cut has to be confirmed, and start surveys that are due."""
+    """Evaluate the answers, ask again to confirm a cut, and start surveys that are due."""
     out, state = Outcome(), job.state
     if survey.open:
         if not survey.asked or view.now - survey.begun > SURVEY_SECONDS:
@@ -60,11 +62,10 @@ def check_partitions(view: View, job: JobView, survey: Survey) -> Outcome:
 
 
 def _ask_about_parted(view: View, job: JobView, survey: Survey, out: Outcome) -> None:
-    """Ask whether the elements that were left out are reached again."""
     parted = job.state.parted
     inside = job.state.elements(job.state.members) or sorted(job.agents)
     there = [e for e in inside if e not in parted and _alive(job, e)]
-    if len(there) > MOST_ASKED:  # more than one agent can be asked about, so the others are asked about it
+    if len(there) > MOST_ASKED:  # too many to ask the parted about, so they are asked about the parted
         _ask_agents(view, job, survey, dict.fromkeys(there, sorted(parted)[:MOST_ASKED]), out)
     elif there:
         _ask_agents(view, job, survey, dict.fromkeys(parted, there), out)
@@ -74,15 +75,12 @@ def _ask_about_parted(view: View, job: JobView, survey: Survey, out: Outcome) ->
 
 def _conclude(view: View, job: JobView, survey: Survey, out: Outcome) -> None:
     if survey.left_out_answers is not None:
-        if survey.left_out_answers & job.state.parted.keys():  # they were asked themselves
+        if survey.left_out_answers & job.state.parted.keys():  # the parted were asked
             reached = survey.left_out_answers - {witness for witness, _ in survey.unreachable}
         else:
             about = {other for other in sorted(job.state.parted)[:MOST_ASKED] if _alive(job, other)}
-            reached = (
-                about - {other for _, other in survey.unreachable}
-                if survey.left_out_answers and not survey.asked
-                else set()
-            )
+            complete = survey.left_out_answers and not survey.asked
+            reached = about - {other for _, other in survey.unreachable} if complete else set()
         _rejoin(job, reached, "the others are reached again", out)
         survey.left_out_answers = None
     elif survey.last_unreachable is not None:
@@ -96,8 +94,8 @@ def _conclude(view: View, job: JobView, survey: Survey, out: Outcome) -> None:
 
 
 def _round(job: JobView, survey: Survey, named: list[int]) -> dict[int, list[int]]:
-    """Return the questions of a round: all agents are asked about all others. In a large job, about those that are
-    named, if these are few, and in each round about others further away, until all pairs have been asked about."""
+    """Return the questions of a round: all agents are asked about all others. In a large job they are asked about the
+    named ones, if these are few, and in each round about others further away, until all pairs have been covered."""
     elements = job.state.elements({**job.state.members, **job.state.joining})
     count = len(elements)
     if count <= MOST_ASKED + 1:
@@ -114,15 +112,15 @@ def _round(job: JobView, survey: Survey, named: list[int]) -> dict[int, list[int
 
 
 def _ways(count: int) -> list[int]:
-    """Return the distances at which others are asked about, each pair once: first the next ones and powers of two, as
-    rings and trees have them."""
+    """Return the distances at which others are asked about, each pair once. The next ones and powers of two come first,
+    since rings and trees use them."""
     ways = range(1, count // 2 + 1)
     first = [*range(1, NEXT_TO_IT + 1), *(1 << bit for bit in range(count.bit_length()))]
     return list(dict.fromkeys([*(step for step in first if step in ways), *ways]))
 
 
 def _rounds(job: JobView) -> int:
-    """Return the number of rounds that ask about all pairs; in a job that is not large, one."""
+    """Return the number of rounds that cover all pairs; one unless the job is large."""
     count = len(job.state.elements({**job.state.members, **job.state.joining}))
     return -(-(count // 2) // (MOST_ASKED - MOST_NAMED))
 
@@ -143,7 +141,7 @@ def _ask_agents(view: View, job: JobView, survey: Survey, wanted: Mapping[int, l
 
 
 def on_reached(survey: Survey, agent: AgentView, message: wire.ReachAnswer) -> None:
-    """Take in one agent's answer. Only silence is a cut: who refuses is reached, and what is unknown says nothing."""
+    """Take in one agent's answer. Only silence is a cut: a refusal shows that the node is reached."""
     others = survey.asked.get(agent.element) if message.number == survey.number and survey.open else None
     if others is None or len(message.words) != len(others):
         return
@@ -155,8 +153,8 @@ def on_reached(survey: Survey, agent: AgentView, message: wire.ReachAnswer) -> N
 
 
 def _leave_out(view: View, job: JobView, cut: set[tuple[int, int]], out: Outcome) -> None:
-    """Report the elements without which all others reach each other. An element that is silent to this controller,
-    too, is judged by its lease: it may be gone."""
+    """Report the elements without which all others reach each other. Those that are silent to this controller, too, are
+    left to their leases."""
     state = job.state
     inside = set(state.inside)
     pairs = {(a, b) for a, b in cut if a in inside and b in inside}
@@ -167,14 +165,14 @@ def _leave_out(view: View, job: JobView, cut: set[tuple[int, int]], out: Outcome
         node = state.agents[element].node
         said = f"{node} and {names} do not reach each other, though both reach this controller; {node} is left out"
         slots = tuple(slot for slot in sorted(state.members) if state.element(slot) == element)
-        finding = Finding(What.PARTED, state.job, slots, view.now, Source.PEER, said, element, node, by="witnesses")
-        out.findings.append(finding)
+        where = slots, view.now, Source.PEER, said, element, node
+        out.findings.append(Finding(What.PARTED, state.job, *where, by="witnesses"))
 
 
 def fewest_to_leave_out(pairs: set[tuple[int, int]]) -> set[int]:
-    """Return the fewest elements, near enough, without which no pair is left: first those in most pairs, then the last.
+    """Return nearly the fewest elements without which no pair is left: first those in most pairs, then the last.
 
-    Where a cut separates two halves, they are the smaller half.
+    If a cut separates two halves, they are the smaller half.
     """
     neighbours: dict[int, set[int]] = {}
     for a, b in pairs:
@@ -186,7 +184,7 @@ def fewest_to_leave_out(pairs: set[tuple[int, int]]) -> set[int]:
     while heap:
         count, worst = map(neg, heapq.heappop(heap))
         if not count or worst in found or len(neighbours[worst]) != count:
-            continue  # with fewer pairs it is in the heap once more
+            continue  # outdated: with fewer pairs it is in the heap again
         found.add(worst)
         for other in neighbours[worst]:
             neighbours[other].discard(worst)

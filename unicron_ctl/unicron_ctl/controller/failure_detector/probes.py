@@ -1,7 +1,7 @@
-"""Indirect probes: agents are asked about a silent agent, or a node that may have ended, and answer.
+"""Indirect probes: agents are asked whether they reach a silent agent, or a node that may have ended.
 
-Each round asks the controller's own sockets and two living agents, and more in place of those that cannot say
-anything. Agents of other jobs (strangers) are asked where the job itself has too few, and are believed less.
+Each round asks the controller's own sockets and two living agents, and others in place of those that know nothing. If
+the job itself has too few agents, those of other jobs (strangers) are asked, and are believed less.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from unicron_ctl.shared.protocol.reach import Reach, door_at
 from unicron_ctl.shared.slurm.states import DOWN
 from unicron_ctl.shared.system.addresses import is_numeric
 
-ASK_PERIODS = 1.3  # heartbeat periods of silence after which others are asked, so that they have answered at the lease
-WITNESSES = 2  # agents that are asked, and that must agree, where there are so many
+ASK_PERIODS = 1.3  # heartbeat periods of silence after which others are asked: they answer before the lease ends
+WITNESSES = 2  # agents that are asked and must agree, if there are so many
 ANSWER_SECONDS = 1.5  # for a witness to answer; then another one is asked
 ROUND_SECONDS = 2.0  # between two rounds of probes of the same agent
 CONTROL = 2  # index of the control among a Probe's targets
-MOST_IN_SERVICE = 64  # nodes that are looked through for one that can be a control
-MOST_ASKED = 8  # in one round, this controller among them: contradicting strangers lead to more questions
+MOST_IN_SERVICE = 64  # nodes to search for one that can be a control
+MOST_ASKED = 8  # in one round, this controller included: contradicting strangers lead to more questions
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Tick:
     _own: dict[str, list[int]] = field(default_factory=dict)
 
     def missing_majority(self, job: str) -> tuple[bool, bool]:
-        """Tell whether the job's missing agents have no majority, and whether a majority of them may train on."""
+        """Return whether the job's missing agents have no majority, and whether a majority of them may train on."""
         if job not in self._missing:
             view, state = self.view, self.view.state.jobs[job]
             missing = quorum.missing_elements(view, state)
@@ -58,8 +58,8 @@ class Tick:
 
     @cached_property
     def many_refuse(self) -> bool:
-        """More than half of all agents seem to have closed their ports, and nothing else of their nodes answers. A
-        firewall that refuses is likelier."""
+        """More than half of all agents seem to have closed their ports, and nothing else on their nodes answers. Then a
+        firewall is the likelier cause."""
         view = self.view
         silent = [one for one in view.suspicions.open.values() if not slurmd_answers(one)]
         refused = sum(any(a.door is Reach.REFUSED for a in one.answers.values()) for one in silent)
@@ -93,7 +93,7 @@ def send_probes(tick: Tick, suspicion: Suspicion, out: Outcome) -> None:
 
 
 def _control(tick: Tick, suspicion: Suspicion) -> str:
-    """Return another node's slurmd, which has to answer where a refusal of an ending node's slurmd is to count."""
+    """Return another node's slurmd. It has to answer if a refusal by an ending node's slurmd is to count."""
     if not isinstance(suspicion, EndingNode) or not suspicion.refused:
         return ""
     asked = tick.view.suspicions.nodes()
@@ -112,7 +112,7 @@ def witnesses(tick: Tick, suspicion: Suspicion) -> Iterator[AgentView]:
 
 
 def own_witnesses(tick: Tick, suspicion: Suspicion) -> Iterator[AgentView]:
-    """Yield witnesses of the same job, first those after it in the array: a rack is not asked about of two agents."""
+    """Yield witnesses of the same job, first those after it in the array: a rack is not asked about itself."""
     view = tick.view
     agents, elements = view.job(view.state.jobs[suspicion.job]).agents, tick.own_elements(suspicion.job)
     place = bisect.bisect_right(elements, suspicion.element)
@@ -130,7 +130,7 @@ def _may_witness(suspicion: Suspicion, agent: AgentView) -> bool:
 
 
 def needed_witnesses(tick: Tick, suspicion: Suspicion) -> int:
-    """Return the number of witnesses that must agree: WITNESSES where there are so many."""
+    """Return the number of witnesses that must agree: WITNESSES, if there are so many."""
     found = sum(1 for key in suspicion.asked if key != OWN)
     if found < WITNESSES:
         found += sum(1 for _ in islice(witnesses(tick, suspicion), WITNESSES))
@@ -143,10 +143,10 @@ def late_after(view: View) -> float:
 
 
 def targets(view: View, node: str, door: str) -> tuple[str, str]:
-    """Return the agent's door and the node's slurmd, host:port; the latter is empty where Slurm does not know the node.
+    """Return the agent's door and the node's slurmd, host:port; the latter is empty if Slurm does not know the node.
 
-    The door's host is the one that Slurm has for the node. Where that is a name, it is the address by which the agent
-    came (`Server`): no user chooses what others connect to, or names that take long to resolve.
+    The door's host is Slurm's numeric address of the node or, if Slurm has a name, the address from which the agent
+    came (`Server`). So no user chooses what others connect to, or names that take long to resolve.
     """
     info = view.slurm.node(node)
     if info is None:
@@ -155,15 +155,15 @@ def targets(view: View, node: str, door: str) -> tuple[str, str]:
 
 
 def slurmd_address(view: View, node: str) -> str:
-    """Return the slurmd's address, host:port, in Slurm's configuration; empty where Slurm does not know the node."""
+    """Return the slurmd's address in Slurm's configuration, host:port; empty if Slurm does not know the node."""
     info = view.slurm.node(node)
     return f"{info.address}:{info.port}" if info is not None else ""
 
 
 # ---------------------------------------------------------------- answers
 def on_reached(suspicions: Suspicions, agent: AgentView, label: str, message: wire.ReachAnswer) -> None:
-    """Take in a witness's answer. One that was not asked, or to an earlier round, is ignored. label: Slurm's name of
-    its element."""
+    """Take in a witness's answer, unless it was not asked or answers an earlier round. label: Slurm's name of its
+    element."""
     key: Key = agent.job, agent.element
     suspicion = suspicions.rounds.get(message.number)
     if suspicion is not None and key in suspicion.asked and len(message.words) == len(suspicion.targets):
@@ -172,7 +172,7 @@ def on_reached(suspicions: Suspicions, agent: AgentView, label: str, message: wi
 
 
 def on_probe(suspicions: Suspicions, probe: Probe, place: int, found: Reach | None) -> None:
-    """Take in the answer of one of the probe's targets to the own sockets; None where the try itself failed."""
+    """Take in the answer of one of the probe's targets to this controller; None if the try itself failed."""
     key, found = (probe.job, probe.element), found or Reach.UNKNOWN
     may_be = (suspicions.open.get(key), suspicions.given_up.get(key), suspicions.ending_nodes.get(probe.node))
     of_this = (one for one in may_be if one is not None and one.probe == probe.number)
@@ -193,14 +193,14 @@ def on_probe(suspicions: Suspicions, probe: Probe, place: int, found: Reach | No
 
 
 def slurmd_answers(suspicion: Suspicion) -> bool:
-    """The node's slurmd was reached, so what its other ports say is the node's own answer."""
+    """Whether the node's slurmd was reached, so that answers of its other ports are the node's own."""
     return any(answer.slurmd is Reach.REACHED for answer in suspicion.answers.values())
 
 
 def slurm_calls_dead(tick: Tick, node: str) -> str:
-    """Return the states by which Slurm calls the node dead while it hears others, so that this host's network is well.
+    """Return the states by which Slurm calls the node dead; empty unless it hears others, so that its network works.
 
-    A node that was set down here is shown so for that reason, which is no evidence. One that was only drained here is.
+    Slurm's state of a node that was set down here is no evidence. That of a node that was only drained here is.
     """
     view = tick.view
     info = view.slurm.node(node)

@@ -1,10 +1,9 @@
-"""Quorum: a majority of a job's agents may train on without this controller, unless something shows that it does not.
+"""Quorum: a majority of a job's agents may train on without this controller, unless something disproves it.
 
 Agents that cannot reach the controller go on once they are a strict majority of their generation
-(docs/design/consensus.md). So as long as the silent agents may have a majority's votes, the rest must not go on here:
-in a network that is cut in two, each half believes the other one dead. Dead agents may have voted before they died.
-That Slurm hears nothing of many nodes at once says no more than our own silence. The word of a node that answers
-counts, or that of a person.
+(docs/design/consensus.md), so the rest must not go on here while the silent agents may have a majority's votes. Dead
+agents may have voted before they died. A node's silence towards Slurm proves no more than our own; the word of a node
+that answers counts, or that of a person.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Voter = tuple[int, str]  # an element, and its agent
 
 
 def missing_elements(view: View, job: JobState) -> list[int]:
-    """Return the elements, of a generation that somebody may be in, whose agents neither speak nor are shown dead."""
+    """Return the elements, of any generation that may still run, whose agents neither speak nor are shown dead."""
     found = set()
     for element, name in _voters(job):
         if _speaking(view, job, element, name) is None and not _is_dead(view, job, element, name):
@@ -36,7 +35,7 @@ def missing_elements(view: View, job: JobState) -> list[int]:
 
 
 def no_majority_missing(view: View, job: JobState, missing: list[int] | None = None) -> bool:
-    """The missing agents have no strict majority in any generation. missing: the answer of `missing_elements`."""
+    """Whether the missing agents have no strict majority in any generation. missing: from `missing_elements`."""
     gone = set(missing_elements(view, job) if missing is None else missing)
     if not gone:
         return True
@@ -47,7 +46,7 @@ def no_majority_missing(view: View, job: JobState, missing: list[int] | None = N
 
 
 def majority_may_run(view: View, job: JobState, missing: list[int] | None = None) -> bool:
-    """A majority may train on without this controller, so nothing may be formed from the rest.
+    """Whether a majority may train on without this controller, so that nothing may be formed from the rest.
 
     A plain program cannot go on without all of its processes, and a job on a single node has no two halves.
     """
@@ -57,7 +56,7 @@ def majority_may_run(view: View, job: JobState, missing: list[int] | None = None
 
 
 def waits_for_majority(view: View, job: JobView, progress: ProgressWatch) -> bool:
-    """`majority_may_run` for callers that ask at every message: a large job is looked through only now and then."""
+    """Answer as `majority_may_run` does, for callers that ask at every message: a large job is checked now and then."""
     if view.now < progress.majority_until:
         return True
     found = majority_may_run(view, job.state)
@@ -66,7 +65,7 @@ def waits_for_majority(view: View, job: JobView, progress: ProgressWatch) -> boo
 
 
 def _groups(job: JobState) -> list[set[Voter]]:
-    """Return the voters of each generation that somebody may be in."""
+    """Return the voters of each generation that may still run."""
     groups = [*job.former, job.agents_of(job.members)]
     if job.offer is not None:
         inside = set(job.offer.members)
@@ -79,14 +78,14 @@ def _voters(job: JobState) -> set[Voter]:
 
 
 def _speaking(view: View, job: JobState, element: int, name: str) -> AgentView | None:
-    """Return the agent, while it speaks."""
     agent = view.job(job).agents.get(element)
     speaks = agent is not None and agent.agent == name and agent.alive
     return agent if speaks and (job.job, element) not in view.suspicions.open else None
 
 
 def _votes_here(view: View, job: JobState, element: int, name: str) -> bool:
-    """The missing agents do not have this one's vote. They may have a dead one's: nobody knows when it died."""
+    """Whether the missing agents do not have this agent's vote. They may have that of a dead one, which may have voted
+    before it died."""
     agent = _speaking(view, job, element, name)
     if agent is None:
         return False
@@ -98,8 +97,8 @@ def _votes_here(view: View, job: JobState, element: int, name: str) -> bool:
 
 
 def check_free_votes(view: View, job: JobView, progress: ProgressWatch) -> Outcome:
-    """Ask agents without a rank that goes on to give up their votes, while the missing might have a majority with
-    them. Nothing else keeps them from voting for the others once they cannot be heard any more."""
+    """Ask agents without a continuing rank to give up their votes, while the missing agents might have a majority with
+    them. Otherwise these could still vote for the missing ones once this controller cannot hear them."""
     out, state = Outcome(), job.state
     if state.phase not in BETWEEN or not state.mode.agents_agree or view.now < progress.votes_check_at:
         return out
@@ -117,15 +116,15 @@ def check_free_votes(view: View, job: JobView, progress: ProgressWatch) -> Outco
 
 
 def last_vote(job: JobState, agent: AgentView) -> int:
-    """Return the last generation in which the agent may have a vote."""
+    """Return the last generation in which the agent may vote."""
     if job.plan is None or not any(slot in job.members for slot in agent.slots):
         return job.broken
     return max(job.broken, job.plan.generation)
 
 
 def plan_may_have_begun(view: View, job: JobState, plan: Plan, ping: int = 0) -> bool:
-    """All members of a plan that agents agreed on may be in it: none of them speaks without being in it, and not all
-    are shown dead. ping: the number of the Ping that a member must have answered."""
+    """Whether all members of a plan that agents agreed on may be in it: none of them speaks without being in it, and
+    not all are shown dead. ping: the number of the Ping that a member must have answered."""
     names, alive = dict(who for group in _groups(job) for who in group), False
     for element in dict.fromkeys(map(job.element, plan.members)):
         agent = view.job(job).agents.get(element)
@@ -138,28 +137,28 @@ def plan_may_have_begun(view: View, job: JobState, plan: Plan, ping: int = 0) ->
 
 
 def _goes_on(job: JobState, slot: int) -> bool:
-    """The slot stays a member: no plan can complete without it."""
+    """Whether the slot stays a member, so that no plan can complete without it."""
     out = slot in job.lost or slot in job.condemned or job.element(slot) in job.parted
     return (slot in job.members or slot in job.joining) and not out
 
 
 def _is_dead(view: View, job: JobState, element: int, agent: str) -> bool:
-    """The agent cannot vote any more: it said that it ends, or its node or Slurm did."""
+    """Whether the agent cannot vote any more, according to itself, its node or Slurm."""
     record = job.agents.get(element)
     if record is None:
         return False
     if record.agent == agent:
         return record.gone not in ("", "silent") or bool(shown_dead(view, job, element))
-    # Another agent has come in its place. Slurm starts an element elsewhere also when it only lost sight of the node.
+    # Another agent has replaced it. Slurm also starts an element elsewhere if it only lost sight of the node.
     node = job.superseded.get(agent, record.node)
     info = view.slurm.node(node)
     return node == record.node or info is None or not slurm_hears_nothing(view, node) or bool(_taken_down(info))
 
 
 def shown_dead(view: View, job: JobState, element: int, since: float = 0.0) -> str:
-    """Tell how Slurm shows that nothing of the element lives on its agent's node; empty while something may.
+    """Describe how Slurm shows that nothing of the element lives on its agent's node; empty while something may.
 
-    A node that does not answer Slurm says nothing, unless somebody has set it down. since: Slurm was asked after that.
+    That a node does not answer Slurm proves nothing unless a person set it down. since: Slurm was asked after that.
     """
     record, seen = job.agents.get(element), view.slurm.seen
     info = view.slurm.node(record.node) if record is not None else None
@@ -180,7 +179,7 @@ def shown_dead(view: View, job: JobState, element: int, since: float = 0.0) -> s
 
 
 def slurm_hears_nothing(view: View, node: str) -> bool:
-    """Slurm hears nothing of the node, or has it down."""
+    """Whether Slurm hears nothing from the node, or has it down."""
     info = view.slurm.node(node)
     if info is None:
         return False
@@ -188,20 +187,20 @@ def slurm_hears_nothing(view: View, node: str) -> bool:
 
 
 def _taken_down(info: NodeInfo) -> str:
-    """Tell how a person, or power saving, has the node down; empty where Slurm or a controller set it down by itself.
+    """Describe how a person, or power saving, took the node down; empty if Slurm or a controller did so.
 
-    Slurm keeps the reason of a node that it sets down, one to drain it perhaps, and may add its own to it
+    Slurm keeps the reason of a node that it sets down, even that of a drain, and may append its own to it
     ("fan 2 : Not responding").
     """
     if "POWERED_DOWN" in info.states:
         return f"{info.name} is POWERED_DOWN"
     by_hand = "DOWN" in info.states and "DRAIN" not in info.states and not info.reason.startswith(OURS)
-    said = by_hand and not slurms_own(info.reason.rpartition(" : ")[2])
-    return f"{info.name} was set DOWN: {info.reason}" if said else ""
+    by_hand = by_hand and not slurms_own(info.reason.rpartition(" : ")[2])
+    return f"{info.name} was set DOWN: {info.reason}" if by_hand else ""
 
 
 def declare_dead_command(view: View, node: str) -> str:
-    """Return the command by which a person says that the node is dead."""
+    """Return the command with which a person declares the node dead."""
     info = view.slurm.node(node)
     first = f"`scontrol update NodeName={node} State=UNDRAIN`, then " if info and "DRAIN" in info.states else ""
     return f"{first}`scontrol update NodeName={node} State=DOWN Reason=...`"

@@ -1,12 +1,12 @@
-"""Self-suspicion: when nobody, or hardly anybody, is heard, the controller's own network is the likelier cause.
+"""Self-suspicion: if no agent, or hardly any, is heard, the controller's own network is the likelier cause.
 
-- When no agent at all is heard (`alone`), nobody is judged and nothing is sent.
+- If no agent at all is heard (`alone`), nobody is judged and nothing is sent.
 - While the agents on more than half of all nodes are silent since about the same time (`Suspicions.doubt`), no node is
-  taken out of service and nothing is requeued: a head node that is cut off with one rack hears that rack, and its
-  witnesses confirm that all others are dead. Each job is healed within what it has (:mod:`quorum`).
+  taken out of service and nothing is requeued: a head node that is cut off together with one rack hears that rack,
+  whose agents confirm that all others are dead. Each job is healed within what it has (:mod:`quorum`).
 
-A node that the controller's own sockets reach counts as heard: a user may stop his agents, and the network is not the
-cause. Nodes that are shown dead, or silent for `state_wait_seconds`, do not count, so the doubt ends by itself.
+A node that the controller's own sockets reach counts as heard: then the network is not the cause. Nodes that are shown
+dead, or silent for `state_wait_seconds`, do not count, so the doubt ends by itself.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from unicron_ctl.controller.model.suspicion import Suspicion
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.shared.log import records
 
-LEAST = 4  # nodes below which most is no crowd
-WINDOW_LEASES = 2.0  # within which the last words of nodes that fell silent together lie
+LEAST = 4  # nodes; of fewer, "most" proves nothing
+WINDOW_LEASES = 2.0  # within which nodes that fall silent together speak last
 COUNT_SECONDS = 0.5  # between two counts of silent nodes, unless a node is about to be taken
 UNSURE_PERIODS = 0.6  # heartbeat periods after which an agent's next word may be late already
 UNSEEN = ("", "silent", AGENT_DIED, NODE_ENDED)  # ends of agents that nobody has seen; "" is not judged yet
@@ -32,7 +32,7 @@ UNSURE = "whether most others fell silent with it is not known yet"
 
 # ---------------------------------------------------------------- nobody at all
 def check_alone(view: View, out: Outcome) -> None:
-    """Notice that no agent at all is heard."""
+    """Record that no agent at all is heard."""
     suspicions = view.suspicions
     leases: dict[tuple[str, int], AgentView] = view.live.leases
     agent = next(reversed(leases.values()), None)
@@ -50,17 +50,17 @@ def check_alone(view: View, out: Outcome) -> None:
         said = "no agent at all is heard: this controller's own network is the likely cause. Nobody is judged, and "
         out.record(None, records.Alone(reason=f"{said}nothing is sent, until somebody is heard"))
     elif not many:
-        suspicions.alone_since = None  # those that were not heard have ended by Slurm's word
+        suspicions.alone_since = None  # according to Slurm, those that were not heard have ended
 
 
 def _living(view: View) -> dict[tuple[str, int], AgentView]:
-    """Return the agents of jobs that have not ended, the one heard last at the end: nobody hears how the others end."""
+    """Return the agents of jobs that have not ended, the one heard last at the end. Other agents end unheard."""
     over = {job.job for job in view.state.jobs.values() if job.over}
     return {key: agent for key, agent in view.live.leases.items() if agent.job not in over}
 
 
 def end_alone(view: View, since: float) -> Outcome:
-    """Give everybody a whole lease again: somebody speaks after nobody did since then."""
+    """Give every agent a whole lease again: one speaks after all were silent since then."""
     out, suspicions, seconds = Outcome(), view.suspicions, view.now - since
     suspicions.alone_since = None
     for key in list(suspicions.open):
@@ -71,8 +71,10 @@ def end_alone(view: View, since: float) -> Outcome:
 
 # ---------------------------------------------------------------- most at once
 def check_most_silent(view: View, late_after: float, out: Outcome) -> None:
-    """Decide whether silence is believed now, before the findings of this tick are judged. late_after: seconds of
-    silence after which an agent is late."""
+    """Decide whether silence counts as evidence now, before the findings of this tick are judged.
+
+    late_after: seconds of silence after which an agent is late.
+    """
     suspicions = view.suspicions
     some = suspicions.open or suspicions.given_up or suspicions.doubt or suspicions.unsure
     due = view.now >= suspicions.counted_at and bool(some)
@@ -91,8 +93,8 @@ def check_most_silent(view: View, late_after: float, out: Outcome) -> None:
 
 
 def _note_most(view: View, most: bool, silent: Collection[str], heard: Collection[str], out: Outcome) -> None:
-    """Put on record that most nodes are silent together, once all have been probed, and a lease after they were last
-    so that they are no more."""
+    """Record that most nodes are silent together once all have been probed, and that this is over a lease after they
+    were last counted so."""
     suspicions, now = view.suspicions, view.now
     if most and (suspicions.most_since is not None or _all_probed(view, silent)):
         suspicions.most_at = now
@@ -109,7 +111,7 @@ def _note_most(view: View, most: bool, silent: Collection[str], heard: Collectio
 
 
 def _still_counts(view: View, suspicion: Suspicion) -> bool:
-    """An agent that was given up as silent still is, as far as anybody knows."""
+    """Whether an agent that was given up as silent still is, as far as anybody knows."""
     job = view.state.jobs.get(suspicion.job)
     record = job.agents.get(suspicion.element) if job is not None and not job.over else None
     if job is None or record is None or record.agent != suspicion.agent or record.gone not in UNSEEN:
@@ -122,10 +124,10 @@ def _still_counts(view: View, suspicion: Suspicion) -> bool:
 
 
 def _silent_nodes(view: View, after: float) -> tuple[dict[str, float], set[str]]:
-    """Return silent nodes with their last words, and nodes that are heard or reached from here: of the latter only as
-    many as are needed to see whether the silent are most.
+    """Return silent nodes with their last words, and nodes that are heard or reached: only as many of the latter as it
+    takes to see whether most nodes are silent.
 
-    A node is silent when none of its agents was heard for longer than `after`, and not for too long.
+    A node is silent if none of its agents was heard for longer than `after`, and not for too long.
     """
     leases, suspicions = view.live.leases, view.suspicions
     oldest = view.now - view.config.state_wait_seconds
@@ -159,8 +161,8 @@ def _silent_nodes(view: View, after: float) -> tuple[dict[str, float], set[str]]
 
 
 def _all_probed(view: View, silent: Collection[str]) -> bool:
-    """The controller's own sockets have tried every silent node. A user who stops his agents for a moment, again and
-    again, would otherwise keep everybody's nodes from being taken."""
+    """Whether the controller's own sockets have tried every silent node. Otherwise a user who stops his agents again
+    and again would keep everybody's nodes from being taken."""
     suspicions = view.suspicions
     waiting = {one.node for one in suspicions.open.values() if one.reached is None and any(one.targets)}
     waiting |= {one.node for one in suspicions.given_up.values() if one.reached is None and one.probing}
@@ -168,7 +170,7 @@ def _all_probed(view: View, silent: Collection[str]) -> bool:
 
 
 def _are_most(view: View, silent: Mapping[str, float], heard: Collection[str]) -> bool:
-    """The silent are more than half, their last words lie close to each other, and they are no handful."""
+    """Whether the silent are more than half, fell silent together, and are not just a handful."""
     nodes, width, last = len(silent) + len(heard), WINDOW_LEASES * view.config.lease, sorted(silent.values())
     half = nodes // 2
     together = any(last[place + half] - last[place] <= width for place in range(len(last) - half))

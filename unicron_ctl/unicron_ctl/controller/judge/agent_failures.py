@@ -30,7 +30,7 @@ from unicron_detector.failures.severity import Severity, Verdict
 
 
 def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
-    """Two kinds of evidence say that the node is gone."""
+    """Record the loss of a node on two kinds of evidence, and take the node out of service."""
     out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
     if agent is None or _quiet(view, job, agent, element, out):
@@ -59,7 +59,7 @@ def _node_lost(view: View, node: str, element: int, why: str) -> records.NodeLos
 
 
 def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
-    """The agent is gone, and its ranks with it. Its node answers, or stays under question (:mod:`ending_nodes`)."""
+    """Record the death of an agent and its ranks. Its node answers, or stays under question (:mod:`ending_nodes`)."""
     out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
     if agent is None or _quiet(view, job, agent, element, out, ended_with_block(state, element)):
@@ -70,14 +70,14 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
         return out
     live = view.live.agent(state.job, element)
     task = evidence.task_end(view.classifier, live.task_status if live is not None else None)
-    told = f" (a datagram, which proves nothing, says of its task: {task.reason})" if task else ""
+    hint = f" (a datagram, which proves nothing, says of its task: {task.reason})" if task else ""
     verdict = view.classifier.cause("exited_abnormally", finding.evidence)
     node = "its node answers" if finding.answers else "as far as is known: nothing else of its node has answered"
     lives = "" if finding.dead or finding.by == PORT_CLOSED else fencing.fell_silent(view, job, element)
     follows, action = "its element is started again in place", RESTART
     if state.settings.allocation:
         follows, action = "Slurm starts no task of an allocation again, so the job goes on without the node", NOTHING
-    said = f"only the agent on {agent.node} died{told}, {node}; {follows}{lives}"
+    said = f"only the agent on {agent.node} died{hint}, {node}; {follows}{lives}"
     decision = Decision(Severity.SEV2, action, said, verdict.cause)
     out.record(
         state, _element_failure(job, agent, finding, verdict, decision, f"is gone: its agent on {agent.node} died")
@@ -89,16 +89,14 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
-    """The agent died or left there before, and its failure is on record: its ranks are left out already. More is known
-    now."""
+    """Record that the node of an agent that died or left has ended, too. The agent's failure is on record, and its
+    ranks are left out already."""
     out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
     if agent is None or not agent.ended_early or agent.node != finding.node:
         return out
-    if (
-        view.suspicions.doubt or view.suspicions.unsure
-    ):  # its node is asked on, and found again if that was not the cause
-        return out
+    if view.suspicions.doubt or view.suspicions.unsure:
+        return out  # its node is still questioned, so this finding returns if the node did end
     lost = f"{agent.node} is lost ({finding.by}): {finding.evidence}"
     gone = NODE_ENDED if agent.gone == AGENT_DIED else "dead"  # one that left by itself has said that its ranks ended
     out.record(state, records.AgentGone(element=element, agent=agent.agent, reason=gone))
@@ -122,7 +120,7 @@ def node_ended(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def member_missed(view: View, job: JobView, finding: Finding) -> Outcome:
-    """The others have gone on without it, and nobody can say any more how it ended: it is put on record."""
+    """Record a member without which the others went on: nobody can tell any more how it ended."""
     out, state = Outcome(), job.state
     verdict = view.classifier.cause("exited_abnormally", finding.evidence)
     decision = Decision(Severity.SEV2, RESTART, "what becomes of its element is Slurm's to say", verdict.cause)
@@ -132,7 +130,7 @@ def member_missed(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def _quiet(view: View, job: JobView, agent: AgentRecord, element: int, out: Outcome, with_block: bool = False) -> str:
-    """Why its end is no failure; that it is gone is put on record. with_block: Slurm has ended it with its block."""
+    """Record that the agent is gone if its end is no failure, and return why. with_block: Slurm ended its block."""
     state = job.state
     quiet = "taken away" if taken_away(state, element) else "put aside" if given_up(view, state, agent) else ""
     quiet = quiet or (WITH_BLOCK if with_block else "")
@@ -146,7 +144,6 @@ def _quiet(view: View, job: JobView, agent: AgentRecord, element: int, out: Outc
 def _element_failure(
     job: JobView, agent: AgentRecord, finding: Finding, verdict: Verdict, decision: Decision, why: str
 ) -> records.FailureDetected:
-    """The failure of a whole element: its ranks are left out."""
     state = job.state
     inside = inside_of(state, agent.slots)
     kind = "node" if finding.what is What.NODE_LOST else "agent"
@@ -157,8 +154,7 @@ def _element_failure(
 
 
 def node_parted(view: View, job: JobView, finding: Finding) -> Outcome:
-    """A network that lets some of the job's nodes not reach each other: one is left out, for this job, and no node is
-    blamed."""
+    """Leave out one of several nodes that do not reach each other. Only this job is concerned; no node is blamed."""
     out, state = Outcome(), job.state
     if finding.element in state.parted:
         return out
@@ -174,13 +170,13 @@ def node_parted(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def _leave_out(state: JobState, agent: AgentRecord, why: str, out: Outcome) -> None:
-    """The element was to end, so it is no failure that its ranks have not left before."""
+    """Leave out the ranks of an element whose end was requested, which is no failure."""
     if lost := dict.fromkeys(inside_of(state, agent.slots), why):
         out.record(state, records.LeaveOut(failure=0, slots=lost))
 
 
 def agent_left(view: View, job: JobView, finding: Finding) -> Outcome:
-    """An agent says that it ends by itself: its ranks finished, or Slurm stopped it."""
+    """Record that an agent ended by itself, because its ranks finished or Slurm stopped it."""
     out, state = Outcome(hurry=True), job.state
     agent, live = state.agents[finding.element], job.agents.get(finding.element)
     finished = all(job.finished(slot) for slot in agent.slots)
@@ -203,7 +199,7 @@ def agent_left(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
-    """The job's agent says that its node's log calls it unfit for work: the job leaves the node."""
+    """Take the job off a node whose log, as the job's agent reports, calls it unfit for work."""
     out, state = Outcome(), job.state
     agent = job.agents.get(finding.element)
     seen = view.state.node(finding.node).event(finding.seen)
@@ -226,14 +222,14 @@ def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
     decision, memory = escalate(view, job, slots[0], verdict, None)
     put = Outcome()
     may = isolation.leave_node(view, state, agent, records.THIS_FAILURE, slots, finding.evidence, True, put)
-    # Where it must not be done the log says why, and its ranks go on as long as they can.
+    # If it must not leave, the log says why, and its ranks go on as long as they can.
     lost = {s: f"is on a node that the job leaves: {said.cause}" for s in inside} if may else {}
     out.record(state, failure_of(job, "node", slots, finding, verdict, decision, escalation=memory, leave_out=lost))
     return out.merge([put])
 
 
 def _just_died(job: JobState, node: str, at: float) -> Failure | None:
-    """The failure of a rank that has just died of what its node says now."""
+    """Return the failure of a rank that has just died of what its node reports now."""
     for failure in reversed(job.failures):
         recent, known = abs(failure.detected_at - at) <= evidence.AFTER_SECONDS, failure.record
         if known.node == node and known.kind_of_failure == "rank" and known.action != ISOLATE and recent:
@@ -242,7 +238,7 @@ def _just_died(job: JobState, node: str, at: float) -> Failure | None:
 
 
 def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
-    """An action came to its time limit: the next severity follows."""
+    """Take the next severity after an action that exceeded its time limit."""
     state, slot, out = job.state, finding.slots[0], Outcome(hurry=True)
     faults = view.state.history.by_slot.get((state.job, slot))
     if finding.action == RESTART and finding.element >= 0:  # an element that Slurm was to start again
@@ -283,7 +279,7 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def slurm_said(view: View, job: JobView, finding: Finding) -> Outcome:
-    """Adds to a failure what Slurm says about its element, or about its node where the finding names one."""
+    """Add to a failure Slurm's state of its element, or of its node if the finding names one."""
     out, failure, state = Outcome(), job.state.failure(finding.seen), finding.evidence
     element = view.slurm.seen.of(finding.job).get(finding.element) if view.slurm.seen is not None else None
     node = view.slurm.node(finding.node)

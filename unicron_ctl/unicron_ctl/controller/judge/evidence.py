@@ -1,4 +1,4 @@
-"""Verdicts on a text, an exit or a node's own words, by the severity table (unicron_detector.failures.classify)."""
+"""Verdicts on a text, an exit or a node's log, by the severity table (unicron_detector.failures.classify)."""
 
 from __future__ import annotations
 
@@ -24,36 +24,23 @@ from unicron_detector.health.oom_kills import KILL_CODES
 BEFORE_SECONDS, AFTER_SECONDS = 10.0, 3.0  # a rank that ends within these of an event may have ended by it
 LINK_SECONDS = 60.0  # a collective that breaks so long after a flap may have broken by it
 CRASH_CODES = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE, -signal.SIGABRT, 139, 135, 134)
-# Rules that tell how a process ended rather than why.
+# Rules that describe how a process ended rather than why.
 ENDINGS = (
-    "exit-",
-    "signal-",
-    "python",
-    "segfault",
-    "cuda-generic",
-    "unspecified-launch",
-    "dataloader-child",
-    "guess-",
-    "default",
+    *("exit-", "signal-", "python", "segfault", "cuda-generic"),
+    *("unspecified-launch", "dataloader-child", "guess-", "default"),
 )
-WAIT, SHARED = "wait", "shared"  # what is done about a node event, beside the severity table's own actions
+WAIT, SHARED = "wait", "shared"  # actions for node events, in addition to those of the severity table
 
 
 # ---------------------------------------------------------------- ranks
 def known_fault(classifier: Classifier, fault: Fault) -> Verdict | None:
-    """The verdict of a rule on a rank's own words; None for a text that no rule knows."""
+    """Return a rule's verdict on a rank's own words; None if no rule knows the text."""
     return classifier.match(f"{fault.type}: {fault.text}")
-
-
-def needs_restart(classifier: Classifier, fault: Fault) -> bool:
-    """A known fault of SEV1 or SEV2. An unknown text is what the peers of a dead rank may say: it is tried again."""
-    verdict = known_fault(classifier, fault)
-    return verdict is not None and verdict.action in ("restart", ISOLATE)
 
 
 # ---------------------------------------------------------------- a node's own words
 def classify(classifier: Classifier, event: NodeEvent) -> Verdict:
-    """The verdict on what a node says; what this side's table does not know is only reported."""
+    """Return the verdict on a line of a node. A line that this side's table does not know is only reported."""
     if event.source == "link":
         return classifier.cause("link_flapping", event.text)
     if event.source == "memory":
@@ -66,8 +53,10 @@ def classify(classifier: Classifier, event: NodeEvent) -> Verdict:
 
 
 def first_action(verdict: Verdict, act: bool, aside: str) -> tuple[str, str]:
-    """Return what is done about an event at once, and why. `act`: jobs may leave nodes on their kernel's word;
-    `aside`: why there is nothing to leave any more, or empty."""
+    """Return the immediate action on an event, and why.
+
+    act: jobs may leave nodes on their kernel's word. aside: why there is nothing to leave any more, or empty.
+    """
     if verdict.action == REPORT:
         return REPORT, f"{verdict.reason}; only recorded"
     if verdict.scope == "network":
@@ -84,7 +73,7 @@ def first_action(verdict: Verdict, act: bool, aside: str) -> tuple[str, str]:
 def after_waiting(
     said: records.NodeEvent, since: float, nodes: Mapping[str, NodeState], aside: str, policy: Policy
 ) -> tuple[str, str]:
-    """Return what becomes of an event that waited: isolate, or shared by too many of the job's nodes to blame one."""
+    """Return the action on an event that waited: isolate, or shared if several of the job's nodes report the same."""
     if aside:
         return REPORT, f"only recorded: {aside}"
     same = sorted(others_with(said, since, nodes, policy))
@@ -96,7 +85,7 @@ def after_waiting(
 
 
 def others_with(said: records.NodeEvent, at: float, nodes: Mapping[str, NodeState], policy: Policy) -> Iterable[str]:
-    """Other nodes of which the same job reported the same cause about that time."""
+    """Yield other nodes on which the same job reported the same cause about that time."""
     what = said.of_job, said.cause
     for name, known in nodes.items():
         if name != said.node and any(
@@ -107,13 +96,15 @@ def others_with(said: records.NodeEvent, at: float, nodes: Mapping[str, NodeStat
 
 
 def explains(said: records.NodeEvent, code: int, pid: int, own: Verdict, pids: Iterable[int]) -> bool:
-    """Whether an event can be why a process ended with this code. pids: of all ranks on the node: a line that names one
-    of them explains that one only."""
+    """Whether an event can explain that a process ended with this code.
+
+    pids: of all ranks on the node; a line that names one of them explains only that one.
+    """
     if said.action == REPORT and said.scope in ("none", "network"):
         return False
     if said.pid is not None and said.pid != pid and said.pid in set(pids):
         return False
-    if said.cause == "host_out_of_memory":  # whether a rank was killed for it, its agent knows from the cgroup
+    if said.cause == "host_out_of_memory":  # a rank's agent knows from the cgroup whether it was killed for that
         return said.pid == pid if code in KILL_CODES else own.rule == "dataloader-child"
     if said.cause == "exited_abnormally":  # the kernel's line about a crash
         return code in CRASH_CODES
@@ -123,8 +114,11 @@ def explains(said: records.NodeEvent, code: int, pid: int, own: Verdict, pids: I
 
 
 def merge_verdicts(own: Verdict, said: records.NodeEvent, seconds: float, action: str | None = None) -> Verdict:
-    """The verdict on a process that ended, with what its node said about that time. The worse one leads; of two equals
-    the node's where the process's own words only tell how it ended. action: in place of the event's own."""
+    """Return the verdict on a process that ended, together with what its node reported about that time.
+
+    The worse verdict leads; of two equal ones the node's, if the process's own words only describe how it ended.
+    action: in place of the event's own.
+    """
     when = f"{abs(seconds):.1f} s {'before' if seconds >= 0 else 'after'}"
     reason = f'{own.reason}; {said.node} said {when}: "{said.text}"'
     severity = Severity(said.severity)
@@ -140,20 +134,20 @@ def merge_verdicts(own: Verdict, said: records.NodeEvent, seconds: float, action
 
 
 def is_shared(view: View, seen: SeenEvent) -> bool:
-    """Other nodes say the same: none of them is to blame."""
+    """Whether other nodes report the same, so that none of them is to blame."""
     policy = view.state.history.policy
     return after_waiting(seen.said, seen.time, view.state.nodes, "", policy)[0] == SHARED
 
 
 def pids_on(view: View, node: str) -> list[int]:
-    """The processes of all living agents there."""
+    """Return the processes of all living agents on the node."""
     agents = [agent for agent in view.live.on_node(node) if agent.alive]
     return [rank.pid for agent in agents for rank in agent.ranks.values() if rank.pid]
 
 
 def with_node(view: View, job: JobState, node: str, code: int, at: float, pid: int, own: Verdict) -> Verdict:
-    """The verdict on a rank that ended, with what its node said about that time (both by the node's clock), by the word
-    of the job's own agents."""
+    """Return the verdict on a rank that ended, together with what the job's own agents reported of its node about that
+    time (both by the node's clock)."""
     known = view.state.nodes.get(node)
     if known is None or not known.events:
         return own
@@ -172,8 +166,8 @@ def with_node(view: View, job: JobState, node: str, code: int, at: float, pid: i
 
 
 def with_links(view: View, job: JobState, node: str, own: Verdict) -> Verdict:
-    """A network fault of a job, with the links of its nodes that flapped shortly before; at the node itself that is
-    the cause."""
+    """Return the verdict on a network fault, together with links of the job's nodes that flapped shortly before. A flap
+    of the node's own link is the cause."""
     if own.scope != "network":
         return own
     found: list[SeenEvent] = []
@@ -194,9 +188,9 @@ def with_links(view: View, job: JobState, node: str, own: Verdict) -> Verdict:
     return replace(own, reason=f"{own.reason}; {said}", cause="link_flapping" if mine else own.cause)
 
 
-# ---------------------------------------------------------------- Slurm's words
+# ---------------------------------------------------------------- Slurm's reports
 def task_end(classifier: Classifier, status: int | None) -> Verdict | None:
-    """The verdict on a task's wait status (wait(2)), as the plugin reports it; None without one, or for exit 0."""
+    """Return the verdict on a task's wait status (wait(2)), as the plugin reports it; None for exit 0 or no status."""
     if not status:
         return None
     try:
@@ -206,7 +200,7 @@ def task_end(classifier: Classifier, status: int | None) -> Verdict | None:
 
 
 def element_end(classifier: Classifier, element: ElementInfo) -> Verdict | None:
-    """The verdict on an element that is over, by its state and exit code; None while it is not, or ended well."""
+    """Return the verdict on an element by its state and exit code; None while it is not over, or if it ended well."""
     if element.state not in OVER or element.state == "COMPLETED":
         return None
     verdict = classifier.slurm(element.state)

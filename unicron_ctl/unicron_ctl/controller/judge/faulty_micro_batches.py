@@ -1,7 +1,7 @@
-"""Micro-batches that fail wherever they are computed: the data or the script is at fault, and no rank.
+"""Micro-batches that fail wherever they are computed: the data or the script is at fault, not a rank.
 
-A micro-batch that kills its rank is dealt to another one. If that one dies of it, too, all others would, one after the
-other. So the job ends, and the failure names the iteration and the micro-batch.
+A micro-batch that kills its rank is dealt to another one. If that one dies of it, too, all others would follow. So the
+job ends, and the failure names the iteration and the micro-batch.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from unicron_detector.failures.escalation import Decision
 from unicron_detector.failures.escalation_table import END_JOB, Event, State
 from unicron_detector.failures.severity import Severity, Verdict
 
-MOST_TRIES = 3  # on one and the same rank, where there is no other
-ITS_OWN = ("application", "unknown")  # scopes: what a network or a device does is not the data's
+MOST_TRIES = 3  # on the same rank, if there is no other
+ITS_OWN = ("application", "unknown")  # scopes that the data may be responsible for, unlike a network or a device
 
 
 def of_fault(fault: Fault | None) -> tuple[int, int] | None:
-    """The iteration and the index of the micro-batch in which a fault came; None where it names none."""
+    """Return the iteration and the index of the micro-batch in which a fault came; None if it names none."""
     if fault is None or fault.iteration is None or fault.micro_batch is None:
         return None
     return fault.iteration, fault.micro_batch
 
 
 def failed_again(job: JobState, slot: int, fault: Fault | None, verdict: Verdict) -> Decision | None:
-    """The decision to end the job where the micro-batch failed before in the same way: in an earlier generation on
+    """Return the decision to end the job if the micro-batch failed before in the same way: in an earlier generation on
     another rank, or on this one MOST_TRIES times."""
     at = of_fault(fault)
     if at is None or verdict.scope not in ITS_OWN:
@@ -48,7 +48,7 @@ def failed_again(job: JobState, slot: int, fault: Fault | None, verdict: Verdict
 
 
 def with_micro_batch(reason: str, fault: Fault | None) -> str:
-    """The reason, with the micro-batch in which the fault came."""
+    """Return the reason with the micro-batch in which the fault came."""
     at = of_fault(fault)
     words = f"micro-batch {at[1]} of iteration {at[0]}" if at else ""
-    return reason if not words or words in reason else f"{reason}; in {words}"
+    return reason if words in reason else f"{reason}; in {words}"

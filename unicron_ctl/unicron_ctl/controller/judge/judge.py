@@ -1,7 +1,7 @@
-"""From findings to failures, each with its remedy: the only user of the classifier and of the escalation.
+"""Turns findings into failures, each with its remedy. Only the judges use the classifier and the escalation.
 
-`judge` returns one :class:`records.FailureDetected`, which the core numbers, and what is done
-about it at once: a process to start, a node to put out of service, members to leave out.
+`judge` returns one :class:`records.FailureDetected`, which the core numbers, and what is done about it at once: a
+process to start, a node to take out of service, members to leave out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ JUDGES: dict[What, Callable[[View, JobView, Finding], Outcome]] = {
 
 
 def judge(view: View, finding: Finding) -> Outcome:
-    """Return what is done about the finding; empty when it is nothing new, or nothing at all."""
+    """Return what is done about the finding; empty if it is nothing new, or nothing at all."""
     state = view.state.jobs.get(finding.job)
     if state is None or state.over:
         return Outcome()

@@ -1,8 +1,8 @@
-"""Nodes' own words (kernel log, memory cgroup, links), and what is made of them.
+"""Reports of nodes about themselves (kernel log, memory cgroup, links), and their consequences.
 
-An agent is its user's process: what it says concerns its own job, and no other on the node. A node-fatal line waits a
-moment, in case others say the same, and then the job leaves the node; a line about a process explains the end of the
-rank that it hit; a link that flaps is kept in mind for collectives that break soon.
+An agent is its user's process, so its word concerns its own job alone. After a node-fatal line the job leaves the node,
+unless others say the same within a moment. A line about a process explains the end of the rank that it hit. A link that
+flaps is kept in mind for collectives that break soon.
 """
 
 from __future__ import annotations
@@ -38,29 +38,31 @@ from unicron_detector.failures.escalation_table import ISOLATE
 from unicron_detector.failures.severity import REPORT, Severity, Verdict
 from unicron_detector.health.kernel_log import pid_in
 
-HOLD_SECONDS = 1.0  # before a job leaves a node on its kernel's word: do others say the same?
-PER_MINUTE = 60  # events that one job's agents tell of one node and that are recorded
+HOLD_SECONDS = 1.0  # before a job leaves a node because of its kernel log: others may say the same
+PER_MINUTE = 60  # recorded events of one node that one job's agents report
 TEXT_KEPT = 400
 
 
 @dataclass
 class NodeEventQueue:
-    """Which nodes tell too much, and which of their events still wait for others; lost with the process."""
+    """Nodes that report too much, and their events that still wait for others; lost with the process."""
 
     waiting: set[tuple[str, int]] = field(default_factory=set)
     """Node, and number of its event."""
     throttle: Throttle = field(default_factory=lambda: Throttle(PER_MINUTE / 60, PER_MINUTE))
     silenced: set[str] = field(default_factory=set)
-    """Jobs' agents on nodes whose events are not recorded at present."""
+    """Nodes and jobs whose events are not recorded at present."""
 
     def note(self, event: Event) -> None:
-        """An event of a node is on record, with its number."""
+        """Take in a recorded event."""
         if isinstance(event.record, records.NodeEvent) and event.record.action == WAIT:
             self.waiting.add((event.record.node, event.id))
 
     def may_record(self, node: str, job: str, now: float, room: bool, out: Outcome) -> bool:
-        """Whether one more event goes on record: a node that does not stop talking must not fill the log. room: the log
-        may hold more of the job's."""
+        """Return whether one more event is recorded: a node that does not stop talking must not fill the log.
+
+        room: the log may hold more of the job's events.
+        """
         who = f"{node} {job}"
         if room and self.throttle.allows(who, now):
             self.silenced.discard(who)
@@ -76,12 +78,12 @@ class NodeEventQueue:
 
 
 def undecided_events(nodes: dict[str, NodeState]) -> set[tuple[str, int]]:
-    """Events that a controller before this one had not decided yet."""
+    """Return events that the previous controller had not decided yet."""
     return {(name, seen.id) for name, known in nodes.items() for seen in known.events if seen.said.action == WAIT}
 
 
 def record_node_event(view: View, agent: AgentView, message: NodeEvent, queue: NodeEventQueue, room: bool) -> Outcome:
-    """An agent tells what its node said; once, whoever tells it. room: the log may hold more of its job's."""
+    """Record an agent's report of its node's event, once. room: the log may hold more of its job's events."""
     out, known = Outcome(), view.state.node(agent.node)
     mark = f"{message.agent[:12]}:{message.number}"
     if (
@@ -116,7 +118,7 @@ def record_node_event(view: View, agent: AgentView, message: NodeEvent, queue: N
 
 
 def settle_node_events(view: View, queue: NodeEventQueue) -> Iterator[Outcome]:
-    """Events that have waited long enough; each is to be taken in before the next is asked for."""
+    """Yield outcomes of events that have waited long enough. Each has to be applied before the next is requested."""
     for name, number in sorted(queue.waiting):
         seen = view.state.node(name).event(number)
         if seen is None:
@@ -127,7 +129,7 @@ def settle_node_events(view: View, queue: NodeEventQueue) -> Iterator[Outcome]:
 
 
 def _settle_event(view: View, seen: SeenEvent) -> Outcome | None:
-    """Judge an event that waited; None while agents may still come back after a restart of this process."""
+    """Judge an event that waited; None while agents may still come back after this controller's restart."""
     out, node = Outcome(), seen.said.node
     job = view.state.jobs.get(seen.said.of_job)
     agents = [a for a in view.live.on_node(node) if job is not None and not job.over and a.alive and a.job == job.job]
@@ -151,14 +153,13 @@ def _settle_event(view: View, seen: SeenEvent) -> Outcome | None:
 
 
 def _unfit(view: View, job: JobState, agent: AgentView, seen: SeenEvent) -> Finding:
-    """The node's ranks of one job are to be given up."""
     said = f'{agent.node} is not fit for work: "{seen.said.text}" ({seen.said.cause})'
     inside, where = tuple(inside_of(job, agent.slots)), (agent.element, agent.node)
     return Finding(What.NODE, job.job, inside, view.now, Source.AGENT, said, *where, by="kernel log", seen=seen.id)
 
 
 def _same_line(known: NodeState, message: NodeEvent) -> bool:
-    """Another agent of the job on this node has sent it."""
+    """Whether another agent of the job on this node has sent the event."""
     text = one_line(message.text)[:TEXT_KEPT]
     return any(
         seen.said.of_job == message.job
@@ -178,7 +179,7 @@ def _nothing_to_leave(view: View, agent: AgentView) -> str:
 
 
 def _explain_late(view: View, said: records.NodeEvent, out: Outcome) -> None:
-    """The rank's end was quicker than the word of its node's kernel."""
+    """Amend failures of ranks whose ends were reported before the node's event."""
     job = view.state.jobs.get(said.of_job)
     for failure in job.failures if job is not None else ():
         if _may_explain(failure, said, view.now):

@@ -1,4 +1,4 @@
-"""Failures of ranks: processes that ended, members that do not do their part, collectives that nobody finishes."""
+"""Failures of ranks: processes that ended, members that do not do their part, collectives that never end."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ def wanted_end(view: View, job: JobView, finding: Finding) -> Outcome:
     out, identity, end = Outcome(), finding.identity, finding.exit
     assert identity is not None and end is not None
     slot = finding.slots[0]
-    out.record(
-        job.state,
-        records.ExitNoted(slot=slot, agent=identity.agent, incarnation=identity.incarnation, code=end.code),
-    )
+    noted = records.ExitNoted(slot=slot, agent=identity.agent, incarnation=identity.incarnation, code=end.code)
+    out.record(job.state, noted)
     agent = job.agents.get(finding.element)
     if (end.code or (agent is not None and agent.status.noticed)) and inside_of(job.state, finding.slots):
         out.record(job.state, records.LeaveOut(failure=0, slots={slot: _end_words(end, finding)}))
@@ -52,7 +50,7 @@ def rank_exited(view: View, job: JobView, finding: Finding) -> Outcome:
     verdict = evidence.with_node(view, state, finding.node, end.code, end.at, finding.pid, said)
     own_words = (verdict.cause, verdict.rule) == (said.cause, said.rule)
     verdict = _own_word(state, verdict, end)
-    decision, memory = _not_its_doing(view, state, verdict, end), None
+    decision, memory = _died_with_peers(view, state, verdict, end), None
     if decision is not None and state.noticed:  # SIGTERM has ended the peer, which is no failure
         out = wanted_end(view, job, finding)
         start_rank(view, state, slot, identity.incarnation + 1, view.now, "a peer was to end", out)
@@ -84,22 +82,22 @@ def rank_exited(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def _apart(job: JobState, slot: int) -> bool:
-    """The job trains without the slot, which may come in again."""
+    """Whether the job trains without the slot, which may join again."""
     return job.phase is not Phase.FORMING and job.mode.joins and bool(job.members) and slot not in job.members
 
 
 def _own_word(job: JobState, verdict: Verdict, end: Exit) -> Verdict:
-    """Restart mode: an exit status that no rule knows is the plain program's own word."""
+    """In restart mode, blame the plain program for an exit status that no rule knows."""
     if not job.mode.reports and verdict.scope == "unknown" and 0 < end.code < 128:
         return replace(verdict, scope="application")
     return verdict
 
 
-def _not_its_doing(view: View, job: JobState, verdict: Verdict, end: Exit) -> Decision | None:
-    """The decision about an end in restart mode that is none of the process's own doing; None for any other.
+def _died_with_peers(view: View, job: JobState, verdict: Verdict, end: Exit) -> Decision | None:
+    """Return the decision about a process that ended in restart mode because a peer did; None for any other.
 
-    A plain program dies when a peer dies. What it says then is an error of the network; and who ends while the world is
-    breaking, unless it had just begun, ends of that. Neither may cost a healthy node its place.
+    A plain program dies when a peer dies, by an error of the network or, unless it had just started, while the world is
+    breaking. Neither may cost a healthy node its place.
     """
     if job.mode.reports:
         return None
@@ -112,7 +110,7 @@ def _not_its_doing(view: View, job: JobState, verdict: Verdict, end: Exit) -> De
 
 # ---------------------------------------------------------------- members that do not do their part
 def leave_out_member(view: View, job: JobView, finding: Finding) -> Outcome:
-    """A member was replaced, is late, or gave a report that cannot be worked with: the job goes on without it."""
+    """Go on without a member that was replaced, is late, or gave an unusable report."""
     state, slot = job.state, finding.slots[0]
     why = {slot: finding.evidence}
     out = Outcome()
@@ -136,20 +134,21 @@ def leave_out_member(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def _on_record(job: JobState, slot: int) -> bool:
-    """A failure that has not been dealt with names the slot."""
+    """Whether a failure that has not been dealt with names the slot."""
     return any(slot in f.record.slots and f.record.member and f.planned_at is None for f in job.failures)
 
 
 def rank_broken(view: View, job: JobView, finding: Finding) -> Outcome:
-    """A survivor at rest whose own fault, by a rule of the table, says that its process or node cannot go on."""
-    if finding.fault is None or not evidence.needs_restart(view.classifier, finding.fault):
-        return Outcome()
-    return leave_out_member(view, job, finding)
+    """Leave out a survivor at rest whose own fault, by a rule of the table, needs a new process or node. An unknown
+    text may be what the peers of a dead rank say, so it is tried again."""
+    known = evidence.known_fault(view.classifier, finding.fault) if finding.fault is not None else None
+    needs_restart = known is not None and known.action in (RESTART, ISOLATE)
+    return leave_out_member(view, job, finding) if needs_restart else Outcome()
 
 
 def ranks_stopped(view: View, job: JobView, finding: Finding) -> Outcome:
-    """Judge the first of members that stopped by themselves: it is tried again in place, unless a known fault says that
-    it is no use. The others are judged after it."""
+    """Judge the first of the members that stopped by themselves: it is tried again in place, unless a known fault rules
+    that out. The others are judged after it."""
     if reason := _same_time_out(view, job, finding):
         return collective(view, job, replace(finding, evidence=reason, slots=tuple(sorted(job.state.members))))
     out, state, slot = Outcome(), job.state, finding.slots[0]
@@ -183,7 +182,7 @@ def ranks_stopped(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def _stop_verdict(view: View, fault: Fault | None, words: str) -> Verdict:
-    """Return the verdict on a rank that stopped by itself: an error that no rule knows is the network's."""
+    """Return the verdict on a rank that stopped by itself: an error that no rule knows counts as the network's."""
     if fault is None:
         return view.classifier.cause(NETWORK_ERROR, words)
     verdict, note = view.classifier.judge(f"{fault.type}: {fault.text}")
@@ -194,7 +193,7 @@ def _stop_verdict(view: View, fault: Fault | None, words: str) -> Verdict:
 def _decide(
     view: View, job: JobView, slot: int, fault: Fault | None, verdict: Verdict
 ) -> tuple[Decision, records.EscalationFacts | None]:
-    """Return the decision about a verdict: of a micro-batch that failed before, or the escalation's."""
+    """Return the decision about a verdict: that of a micro-batch that failed before, or the escalation's."""
     again = faulty_micro_batches.failed_again(job.state, slot, fault, verdict)
     return (again, None) if again is not None else escalate(view, job, slot, verdict, None)
 
@@ -202,7 +201,7 @@ def _decide(
 def _leave_out(
     view: View, job: JobView, decision: Decision, record: records.FailureDetected, why: str, out: Outcome
 ) -> None:
-    """Record that the slot of the failure is left out, and take the job off its node where that is decided."""
+    """Record that the failure's slot is left out, and take the job off its node if that is decided."""
     agent = job.agents.get(record.element)
     if agent is not None and agent.alive:
         leave_node(view, job, decision, record, out)
@@ -211,7 +210,7 @@ def _leave_out(
 
 
 def _same_time_out(view: View, job: JobView, finding: Finding) -> str:
-    """The reason, when ranks of several nodes have stopped and all that they say is that a collective took too long."""
+    """Return a reason if ranks of several nodes have stopped and all name just a collective that took too long."""
     if len(job.state.elements(finding.slots)) < 2:
         return ""
     for slot in finding.slots:
@@ -223,7 +222,7 @@ def _same_time_out(view: View, job: JobView, finding: Finding) -> str:
 
 
 def hang(view: View, job: JobView, finding: Finding) -> Outcome:
-    """The others wait for this rank: on record at once; it is stopped when its stacks are known (`finding.seen`)."""
+    """Record at once that others wait for this rank; stop it when its stacks are known (`finding.seen`)."""
     slot, out = finding.slots[0], Outcome()
     if not finding.seen:
         verdict = view.classifier.cause("task_hang", finding.evidence)
@@ -247,13 +246,13 @@ def hang(view: View, job: JobView, finding: Finding) -> Outcome:
     return out
 
 
-# ---------------------------------------------------------------- collectives that nobody finishes
+# ---------------------------------------------------------------- collectives that never end
 def collective(view: View, job: JobView, finding: Finding) -> Outcome:
-    """Nobody is behind: no rank and no node can be named.
+    """Judge a collective in which nobody is behind, so that no rank and no node can be named.
 
-    The first time all regroup in place (SEV3). When it comes back within the window, processes are started again
-    (SEV2): all but those of one node, from which the others get the training state, and the next time all but those of
-    another one. So every process is replaced without a step back to a checkpoint. No node is put aside for it.
+    The first time all regroup in place (SEV3). If it hangs again within the window, processes are restarted (SEV2): all
+    but those of one node, from which the others get the training state, and the next time all but those of another
+    node. So every process is replaced without going back to a checkpoint, and no node is put aside.
     """
     out, state = Outcome(), job.state
     verdict = evidence.with_links(view, state, "", view.classifier.cause("nccl_timeout", finding.evidence))
@@ -278,10 +277,10 @@ def collective(view: View, job: JobView, finding: Finding) -> Outcome:
 
 
 def to_restart(job: JobState) -> set[int]:
-    """All members but those of one node; the one whose processes are the newest, so that each has its turn.
+    """Return all members but those of the node with the newest processes, so that each node has its turn.
 
-    On a job's last node one rank stays, for nobody else has the training state. Where several ranks make a replica one
-    of these stays, and the last one whole.
+    On a job's last node one rank stays, since nobody else has the training state. If several ranks make a replica, one
+    whole replica stays.
     """
     if job.replica > 1:
         groups = [one for one in job.groups() if all(slot in job.members for slot in one)] or [list(job.members)]
@@ -302,7 +301,7 @@ def to_restart(job: JobState) -> set[int]:
 
 # ---------------------------------------------------------------- notes, and actions that failed
 def record_note(view: View, job: JobView, finding: Finding) -> Outcome:
-    """Record a fault that ranks have put right by themselves: nothing has to be done."""
+    """Record a fault that ranks have corrected by themselves: nothing has to be done."""
     out, note = Outcome(), finding.fault
     assert note is not None
     verdict = view.classifier.text(f"{note.type}: {note.text}")
@@ -315,17 +314,13 @@ def record_note(view: View, job: JobView, finding: Finding) -> Outcome:
 
 # ---------------------------------------------------------------- processes of old generations
 def revive(view: View, job: JobView, slot: int) -> Outcome:
-    """A process that a plan went on without, and that lives: it holds old state, so it is started again."""
+    """Restart a living process that a plan went on without: it holds old state."""
     out, state, agent = Outcome(), job.state, job.agent(slot)
     status = agent.ranks.get(slot) if agent else None
     if agent is None or status is None or not agent.alive:
         return out
-    if (
-        taken_away(state, agent.element)
-        or agent.element in state.leaving
-        or view.unfit(agent.node)
-        or state.moves(agent.element)
-    ):
+    unusable = agent.element in state.leaving or view.unfit(agent.node) or state.moves(agent.element)
+    if unusable or taken_away(state, agent.element):
         return out
     identity = Identity(agent.agent, status.incarnation)
     banished = state.banished.get(slot) == identity

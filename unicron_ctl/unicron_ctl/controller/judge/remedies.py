@@ -1,4 +1,4 @@
-"""The tools of all judges: the escalation, the record of a failure, and its remedies."""
+"""Tools of all judges: the escalation, the record of a failure, and its remedies."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ def escalate(
     apart: bool = False,
     own_words: bool = False,
 ) -> tuple[Decision, records.EscalationFacts]:
-    """Return what is to be done about a verdict on a slot, and the escalation's memory of it for the log. apart: the
-    job trains without the slot. own_words: the verdict is on the process's own words."""
+    """Return the decision about a verdict on a slot, and the escalation's memory of it for the log.
+
+    apart: the job trains without the slot. own_words: the verdict is on the process's own words.
+    """
     state, identity = job.state, job.identity(slot)
     worked = slot == WHOLE_JOB or (identity is not None and state.worked.get(slot) == identity)
     node = "" if slot == WHOLE_JOB else state.node(slot)
-    fault = Fault.of(verdict, view.now, job=state.job, slot=slot, node=node, uptime=uptime, worked=worked)
+    what = verdict.cause, verdict.scope, verdict.severity
+    fault = Fault(view.now, state.job, slot, node, *what, uptime, worked)
     # A plain program may make the same few steps again and again.
     fresh = own_words and not state.steady and (state.iteration < 0 or not state.mode.keeps_state)
     around = Circumstances(max(1, len(state.agents)), apart, fresh, keeps_node(view, state, slot))
@@ -51,8 +54,8 @@ def escalate(
 
 
 def keeps_node(view: View, job: JobState, slot: int) -> bool:
-    """Whether only a fault of the node takes the slot off it: Slurm gives one allocation no other node, and runs the
-    batch script of a plain job that is requeued from its start."""
+    """Whether only a fault of the node moves the slot: Slurm gives an allocation no other node, and runs the batch
+    script of a plain job from its start if it requeues it."""
     if slot == WHOLE_JOB:
         return False
     if job.settings.allocation:
@@ -89,14 +92,14 @@ def failure_of(
 
 
 def inside_of(job: JobState, slots: list[int] | tuple[int, ...]) -> list[int]:
-    """The slots among these that the job trains with."""
+    """Return those of these slots that the job trains with."""
     return [s for s in slots if (s in job.members or s in job.joining) and s not in job.lost]
 
 
 def with_remedy(
     view: View, job: JobView, record: records.FailureDetected, decision: Decision, why: str, incarnation: int
 ) -> Outcome:
-    """The failure, and for its first slot: nothing more, its element to another node, or a new process in place."""
+    """Record the failure and its first slot's remedy: none, a move to another node, or a new process in place."""
     out = Outcome()
     out.record(job.state, record)
     if decision.action != END_JOB and not leave_node(view, job, decision, record, out):
@@ -106,8 +109,8 @@ def with_remedy(
 
 
 def leave_node(view: View, job: JobView, decision: Decision, record: records.FailureDetected, out: Outcome) -> bool:
-    """The job leaves the node of the failure just recorded where that is decided, or where the node is out of service
-    and a process could not join again. False when it stays."""
+    """Take the job off the failure's node if the decision is to move, or if the node is out of service, so that a new
+    process could not join. Return False if the job stays."""
     agent = job.agents.get(record.element)
     if agent is None or not (
         decision.action in (MOVE, ISOLATE) or (decision.action == RESTART and view.unfit(agent.node))
@@ -122,7 +125,8 @@ def leave_node(view: View, job: JobView, decision: Decision, record: records.Fai
 def start_rank(
     view: View, job: JobState, slot: int, incarnation: int, at: float, why: str, out: Outcome, failure: int = 0
 ) -> None:
-    """Orders a new process in the slot, unless a newer one is ordered already. failure: whose remedy it is, or 0."""
+    """Order a new process in the slot, unless a newer one is ordered already. failure: the one that this remedies, or
+    0."""
     if job.slot(slot).wanted >= incarnation:
         return
     out.record(job, records.RankStart(slot=slot, incarnation=incarnation, not_before=at, failure=failure, reason=why))

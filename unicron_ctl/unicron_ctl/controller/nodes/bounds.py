@@ -1,7 +1,7 @@
-"""Limits on taking nodes out of service, and on requeuing and holding elements. Every limit is over a stretch of time.
+"""Limits on taking nodes out of service, and on requeuing and holding elements, each over a stretch of time.
 
-A detector that is wrong about one node is wrong about many: a bad rule, or a fault of the switch, must not take the
-cluster out of service. At a limit the controller stops taking, says so, and goes on with what takes nothing.
+A detector that is wrong about one node is wrong about many: a bad rule or a fault of the switch must not take the whole
+cluster out of service. At a limit the controller stops taking, records it, and goes on with what takes nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def most_isolated(config: ControllerConfig, cluster_nodes: int) -> int:
 def too_many(
     node: str, isolated: Mapping[str, Mark], cluster_nodes: int, config: ControllerConfig, now: float, state: str
 ) -> str:
-    """Why the node must not be taken out of service now, and what to do; empty when it may be. Pure.
+    """Return why the node must not be taken out of service now, and what to do; empty if it may be. Pure.
 
-    isolated: those that were, also where somebody has given them back: that may be Slurm itself (ReturnToService=2).
-    state: what it would be, in Slurm's words.
+    isolated: nodes that were taken out, even if somebody has given them back: that may be Slurm itself
+    (ReturnToService=2). state: the state that the node would get, in Slurm's words.
     """
     window = config.isolation_window_seconds
     recent = [name for name, item in isolated.items() if now - item.at < window and name != node]
@@ -48,8 +48,10 @@ def too_many(
 def left_too_many(
     job: str, left: Collection[str], job_nodes: Collection[str], node: str, config: ControllerConfig
 ) -> str:
-    """Why the job must not leave this node, too; empty when it may. Pure. left: those that it left within the window.
-    job_nodes: where it runs."""
+    """Return why the job must not leave this node, too; empty if it may. Pure.
+
+    left: the nodes that it left within the window. job_nodes: the nodes where it runs.
+    """
     others = set(left) - {node}
     size = len({*job_nodes, *others, node})
     most = max(1, int(config.max_isolated_job_share * size))
@@ -85,7 +87,7 @@ def _names(nodes: Collection[str]) -> str:
 
 # ---------------------------------------------------------------- elements
 class Bounds:
-    """The limits in this turn: all that was taken before is counted once, however much is asked."""
+    """The limits in this turn. Earlier takes are counted once, however many actions are checked."""
 
     def __init__(self, view: View) -> None:
         self._view, self._minute, self._requeued = view, Counter[str](), Counter[str]()
@@ -98,7 +100,7 @@ class Bounds:
             self._requeued[take.job] += take.action in GIVES_BACK and age < window and not take.preempted
 
     def refuse(self, action: Action) -> str:
-        """Why this must not be asked for now; empty when it may be, and then it counts."""
+        """Return why the action must not be requested now; empty if it may be, and then it counts."""
         why, name, known = "", action.action, self._view.state.jobs.get(action.job)
         preempted = known is not None and known.was_noticed(action.element * known.settings.block)
         if name in GIVES_BACK:
@@ -131,7 +133,7 @@ def _limit(whose: str, done: str, count: int, seconds: float, most: int, name: s
 
 
 def within_limits(view: View, actions: Collection[Action], out: Outcome) -> list[Action]:
-    """The actions that no limit forbids. Where an element may not be taken from its node, nothing is started there."""
+    """Return the actions that no limit forbids. If an element may not leave its node, nothing is started there."""
     bounds, found, said = Bounds(view), [], set()
     kept: set[str] = set()
     for action in actions:
@@ -147,7 +149,7 @@ def within_limits(view: View, actions: Collection[Action], out: Outcome) -> list
 
 
 def record_withheld(view: View, action: Action, why: str, out: Outcome) -> None:
-    """Records, once a minute, that this is not asked of Slurm."""
+    """Record, once a minute, that the action is not requested of Slurm."""
     known, which = view.state.withheld_takes.get(f"{action.action} {action.job}"), (action.job, action.action)
     said = any(isinstance(r, records.TakeWithheld) and (job, r.action) == which for job, _, r in out.records)
     if said or (known is not None and view.now - known.at < MINUTE):

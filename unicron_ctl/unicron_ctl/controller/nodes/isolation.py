@@ -1,12 +1,12 @@
-"""Consequences for a node that is not fit for work, by who says so (docs/design/trust.md).
+"""Consequences for a node that is not fit for work, depending on whose word it is (docs/design/trust.md).
 
 - The word of a user's process, file or agent moves that job off the node (`leave_node`), and makes the node a suspect
-  where it may be at fault. The node stays in service: other jobs on it are not ours to end.
-- A node that was shown dead is set down (`take_out`): nothing runs there any more. Where Slurm shows other jobs on it,
-  which would be ended, it is drained: it may be cut off for seconds only.
-- A living node is drained on the word of its health checks, which root runs (`proven_bad`): what runs there goes on.
+  if it may be at fault. The node stays in service for other jobs.
+- A node that was shown dead is set down (`take_out`). If Slurm shows other jobs on it, which would be ended, it is only
+  drained: it may be cut off for just seconds.
+- A living node is drained on the word of its health checks, which root runs (`proven_bad`); its jobs go on.
 
-All of it is bounded (:mod:`unicron_ctl.controller.nodes.bounds`), and given back by
+All of it is bounded (:mod:`unicron_ctl.controller.nodes.bounds`), and undone by
 :mod:`unicron_ctl.controller.nodes.readmission`.
 """
 
@@ -31,8 +31,8 @@ from unicron_ctl.shared.slurm.states import OCCUPIES, TAKEN_OUT
 from unicron_ctl.shared.system.errors import one_line
 from unicron_detector.words import plural
 
-AWAY_SECONDS = 60.0  # without an answer of Slurm's, after which an admin is called
-DRAIN_SECONDS = 5.0  # for a node that is proven bad to drain itself; then it is drained from here
+AWAY_SECONDS = 60.0  # without an answer from Slurm, after which an admin is called
+DRAIN_SECONDS = 5.0  # for a proven bad node to drain itself; then it is drained from here
 
 
 # ---------------------------------------------------------------- one job leaves the node
@@ -46,11 +46,11 @@ def leave_node(
     suspect: bool,
     out: Outcome,
 ) -> bool:
-    """Takes the job's element off the agent's node: it is requeued and held until another node is found for it. A job
+    """Take the job's element off the agent's node: it is requeued and held until another node is found for it. A job
     that is one allocation goes on without the node.
 
-    False when that cannot or must not be done: the process is to be started again in place then. failure: whose remedy
-    it is. suspect: the node may be at fault; else the job moves only if there is another node for it.
+    Return False if that cannot or must not be done; then the process should be restarted in place. failure: the one
+    that this remedies. suspect: the node may be at fault; otherwise the job moves only if another node is free.
     """
     here, mark = job.label(agent.element), job.avoid.get(agent.node)
     if view.slurm.seen is None or view.shown_node(job, agent.element) is None:
@@ -101,7 +101,7 @@ def leave_node(
 
 
 def _why_needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> str:
-    """Why a job must not go on without one of its allocation's nodes, which Slurm will not replace; empty when it
+    """Return why a job must not go on without one of its allocation's nodes, which Slurm will not replace; empty if it
     may."""
     spare = any(other != agent.element and other not in job.inside for other in view.live.jobs[job.job].ready)
     why = _must_stay(view, job, agent.node, suspect or spare)
@@ -111,7 +111,7 @@ def _why_needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> s
 
 
 def _must_stay(view: View, job: JobState, node: str, suspect: bool) -> str:
-    """Why the job must not leave the node; empty when it may."""
+    """Return why the job must not leave the node; empty if it may."""
     now, window = view.now, view.config.isolation_window_seconds
     left = [name for name, mark in job.avoid.items() if now - mark.at < window]
     here = {record.node for record in job.agents.values() if not record.gone}
@@ -122,7 +122,6 @@ def _must_stay(view: View, job: JobState, node: str, suspect: bool) -> str:
 
 
 def _other_node(view: View, job: JobState, node: str) -> bool:
-    """A node is free for the job."""
     seen = view.slurm.seen
     if seen is None:
         return False
@@ -133,8 +132,8 @@ def _other_node(view: View, job: JobState, node: str) -> bool:
 
 # ---------------------------------------------------------------- dead nodes
 def take_out(view: View, job: JobState, element: int, node: str, failure: int, text: str, out: Outcome) -> None:
-    """Ask Slurm to set a node down that was shown dead, or to drain it where other jobs run there, unless it is out of
-    service already or a limit forbids it. What was drained is set down once none of them is left."""
+    """Request that Slurm set down a node that was shown dead, or drain it if other jobs run there, unless it is out of
+    service already or a limit forbids it. A drained node is set down once those jobs are gone."""
     if doubt := view.suspicions.doubt or view.suspicions.unsure:
         info = view.shown_node(job, element)
         if info is not None and not info.asleep:
@@ -173,8 +172,10 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
 
 
 def _needs_no_taking(view: View, job: JobState, element: int, node: str, shared: str) -> str:
-    """Return why a dead node is left as it is; empty where Slurm has to take it out of service. shared: why it is
-    drained only; one that was drained before is set down once that is over."""
+    """Return why a dead node is left as it is; empty if Slurm has to take it out of service.
+
+    shared: why it would only be drained. A node that was drained before is set down once that reason is gone.
+    """
     info, known = view.shown_node(job, element), view.state.node(node)
     if info is None:
         what = "Slurm has not shown this element there" if view.slurm.used else "runs without Slurm"
@@ -189,8 +190,8 @@ def _needs_no_taking(view: View, job: JobState, element: int, node: str, shared:
 
 
 def take_deferred(view: View) -> Outcome:
-    """Lost nodes that were not taken while silence was not to be believed, and that are still silent now that it is.
-    After a start nobody knows who is until all had the time to come back."""
+    """Take lost nodes that were not taken while silence did not count as evidence, and that are still silent now that
+    it does. After a start that is not known until all agents had the time to come back."""
     out, settled = Outcome(), view.config.restart_grace + view.config.lease
     if view.suspicions.doubt or view.suspicions.unsure or view.alone or view.now - view.started_at <= settled:
         return out
@@ -209,8 +210,8 @@ def take_deferred(view: View) -> Outcome:
 
 
 def _others(view: View, node: str, but: tuple[str, int] | None = None) -> list[str]:
-    """Elements that Slurm shows on the node, and that are not lost there themselves: DOWN would end them, and their
-    node may be cut off from here for seconds only. but: the one that is being judged."""
+    """Return elements that Slurm shows on the node and that are not lost there: DOWN would end them, and the node may
+    be cut off for just seconds. but: the element that is being judged."""
     found = []
     for e in view.slurm.seen.by_node.get(node, ()) if view.slurm.seen else ():
         state = view.state.jobs.get(e.job)
@@ -230,9 +231,9 @@ def _too_many(view: View, node: str, state: str, out: Outcome) -> str:
 
 # ---------------------------------------------------------------- living nodes
 def _drain(view: View, node: str, text: str, out: Outcome) -> None:
-    """Asks Slurm to drain a living node, unless a limit forbids it; what runs there goes on.
+    """Request that Slurm drain a living node, unless a limit forbids it; its jobs go on.
 
-    Only on the word of root, of Slurm or of an admin: never on what a user's process says.
+    Only on the word of root, of Slurm or of an admin, never on that of a user's process.
     """
     action = Action("drain", "", -1, node, "a node that is proven bad must get no more work", text)
     if permission.withheld(view, action, out):
@@ -248,8 +249,8 @@ def _drain(view: View, node: str, text: str, out: Outcome) -> None:
 
 
 def proven_bad(view: View) -> Outcome:
-    """Drains nodes that their health checks have proven bad, where they have not done so themselves; takes note of
-    those that have, so that they are given back once the checks pass."""
+    """Drain nodes that their health checks have proven bad, unless they did so themselves. Record the latter, so that
+    they are given back once the checks pass."""
     out, seen = Outcome(), view.slurm.seen
     for name, known in sorted(view.state.nodes.items()) if seen else ():
         report, info = known.health, view.slurm.node(name)
@@ -271,9 +272,10 @@ def proven_bad(view: View) -> Outcome:
     return out
 
 
-# ---------------------------------------------------------------- what Slurm made of it
+# ---------------------------------------------------------------- Slurm's answers
 def note_refusal(view: View, action: Action, error: str) -> Outcome:
-    """Slurm does not take the node out of service: it gets no work of ours all the same, and Slurm is asked again."""
+    """Record that Slurm refuses to take the node out of service: it gets no work of ours all the same, and Slurm is
+    asked again."""
     out = Outcome()
     if view.state.node(action.node).refused:
         return out
@@ -290,7 +292,7 @@ def note_refusal(view: View, action: Action, error: str) -> Outcome:
 
 
 def gone_down(view: View, out: Outcome) -> None:
-    """Nodes that were to be taken out of service and that Slurm shows so, whoever did it: no more is asked for them."""
+    """Record nodes that should be out of service and that Slurm shows so, no matter who did it."""
     for name in sorted(view.state.out_of_service):
         known, info = view.state.node(name), view.slurm.node(name)
         out_of_it = info is not None and info.states & TAKEN_OUT and not _only_drained(known, info)
@@ -300,13 +302,13 @@ def gone_down(view: View, out: Outcome) -> None:
 
 
 def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out: Outcome) -> list[Action]:
-    """Return what was asked of Slurm and is not done: refused, or lost with a controller that died before the answer. A
-    node that the admin does not allow to be taken any more is in service again."""
+    """Return requests to Slurm that are not done: refused, or lost with a controller that died before the answer. A
+    node that the admin no longer allows to be taken is in service again."""
     found, waited_for = [], {key[3] for key in under_way}
     for name in sorted(view.state.out_of_service):
         known, info = view.state.node(name), view.slurm.node(name)
         seen = view.slurm.seen
-        late = seen is None or seen.asked_at <= known.suspected_at  # Slurm was asked before it was told
+        late = seen is None or seen.asked_at <= known.suspected_at  # the listing is older than the request
         owed = info is not None and (info.healthy or _only_drained(known, info))
         if known.going_down and owed and not late and name not in waited_for:
             why = "Slurm refused it before" if known.refused else "it was not done before"
@@ -322,7 +324,7 @@ def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out
 
 
 def _only_drained(known: NodeState, info: NodeInfo) -> bool:
-    """The node was drained by this tool before, and is to be set down now that nothing else runs there."""
+    """Whether the node was drained by this controller before, and should be set down now that it is empty."""
     return drains.ours(info) and not known.drained and "DOWN" not in info.states
 
 
@@ -330,21 +332,23 @@ def _action(drained: bool) -> str:
     return "drain" if drained else "down"
 
 
-# ---------------------------------------------------------------- what an admin has to know
+# ---------------------------------------------------------------- news for admins
 @dataclass(frozen=True)
 class Attention:
-    """Something for which an admin is needed: a node, or "" and a limit that was reached. since: seconds since the
-    epoch. key: what tells it from all else, as long as it lasts."""
+    """Something that needs an admin."""
 
     key: str
+    """Identifies it as long as it lasts."""
     node: str
+    """"" for a limit that was reached."""
     since: float
+    """Seconds since the epoch."""
     job: str
     reason: str
 
 
 def attention(view: View) -> list[Attention]:
-    """All of it."""
+    """Return everything that needs an admin now."""
     window = view.config.isolation_window_seconds
     found = [
         Attention(f"withheld {node}", node, mark.at, mark.job, mark.reason)
@@ -369,8 +373,8 @@ def attention(view: View) -> list[Attention]:
 
 
 def admin_news(view: View) -> Outcome:
-    """Records what needs an admin since the last look, and what no longer does. Before Slurm has shown its nodes
-    nothing is over: much of it is about nodes that Slurm shows as healthy."""
+    """Record what newly needs an admin, and what no longer does. Before Slurm has shown its nodes nothing is over,
+    since much of it depends on nodes that Slurm shows as healthy."""
     out, known = Outcome(), view.state.attention
     there = {item.key: item for item in attention(view)}
     for key, item in there.items():

@@ -1,8 +1,8 @@
 """The nodes' health, and whether a node that was taken out of service may come back.
 
 Reports come from the admission program (:mod:`unicron_ctl.nodes.admission`), which Slurm starts on every node whose
-slurmd answers, also on one that is down and has no agent. They come as orders with a munge credential, not as hints or
-from agents: a datagram can be forged, and an agent is its user's process, who must not be able to call a node sound.
+slurmd answers, even on one that is down and has no agent. They carry a munge credential: a datagram can be forged, and
+an agent is its user's process, which must not be able to declare a node sound.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from unicron_ctl.shared.protocol import answer_schema
 from unicron_ctl.shared.slurm.drains import ours
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 
-REFRESH_SECONDS = 3600.0  # a report that says nothing new is recorded this often; in between only its age is kept
-# slurmd runs its checks as it starts, before or after the moment that Slurm calls its start, which has whole seconds.
+REFRESH_SECONDS = 3600.0  # a report without news is recorded this often; in between only its age is kept
+# slurmd runs its checks as it starts, before or after the time that Slurm reports as its start, in whole seconds.
 START_SLACK = 5.0
 REACH_SECONDS = 5.0  # between two tries to reach the slurmd of a node that was set down
-UNKNOWN = answer_schema.NodeChecks(unverified=False)  # of a node on which there is nothing to tell
-BACK_SECONDS = 10.0  # for which it must have answered: then the node is back, although nobody started it again
+UNKNOWN = answer_schema.NodeChecks(unverified=False)  # of a node without anything to report
+BACK_SECONDS = 10.0  # for which slurmd must have answered; then the node is back although nobody restarted it
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ def decide(
     slurmd_start: float,
     waited: float,
 ) -> Admission:
-    """May a node that was set down and whose slurmd was started again since get work? Pure.
+    """Decide whether a node that was set down may get work after its slurmd was started again. Pure.
 
     report: its last one. anybody_reports: some node of the cluster ever did. waited: seconds since the controller first
-    saw the new slurmd. Times of report and slurmd are the node's own clock.
+    saw the new slurmd. Times of report and slurmd are by the node's own clock.
     """
     if policy == "off":
         return Admission(True, True, "its slurmd has been started again since, and admission is off")
@@ -87,8 +87,8 @@ class Gate:
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """A node's health as an admission check or a paired test reports it; `at` is the node's clock. drain: a bad node is
-    to be drained."""
+    """A node's health as an admission check or a paired test reports it. at: by the node's clock. drain: a bad node
+    should be drained."""
 
     node: Annotated[str, Meta(min_length=1, max_length=256)]
     source: Literal["prolog", "interval", "pair-test"]
@@ -102,7 +102,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def on_health_report(view: View, gate: Gate, report: Report) -> Outcome:
-    """Records a report that says something new."""
+    """Record a report if it has news."""
     known = view.state.node(report.node)
     paired = report.source == "pair-test"
     last = known.paired if paired else known.health
@@ -125,7 +125,7 @@ def on_health_report(view: View, gate: Gate, report: Report) -> Outcome:
 
 
 def nodes_back(view: View, gate: Gate, out: Outcome) -> list[Action]:
-    """Nodes that we set down and that may come back; those that somebody else gave back are noted."""
+    """Return requests to resume nodes that were set down here and may come back; record those that others gave back."""
     found = []
     for name in sorted(view.state.out_of_service):
         known, node = view.state.node(name), view.slurm.node(name)
@@ -133,7 +133,7 @@ def nodes_back(view: View, gate: Gate, out: Outcome) -> list[Action]:
             continue
         if node.healthy and not known.going_down:
             if ("resume", "", -1, name) in view.state.intents:
-                continue  # our own doing
+                continue  # requested here
             if view.slurm.seen is None or view.slurm.seen.asked_at <= known.out_at:
                 continue  # Slurm was asked before it had taken the node out
             said = f"{name} was given back to Slurm by somebody else"
@@ -147,7 +147,7 @@ def nodes_back(view: View, gate: Gate, out: Outcome) -> list[Action]:
 
 
 def _back(view: View, gate: Gate, node: NodeInfo, out: Outcome) -> Admission | None:
-    """Whether a node that we took may come back; None while it is not there."""
+    """Return whether a node that was taken out here may come back; None while it is not there."""
     known = view.state.node(node.name)
     if known.proven_bad:
         return _judge_mended(known)
@@ -163,16 +163,16 @@ def _back(view: View, gate: Gate, node: NodeInfo, out: Outcome) -> Admission | N
 
 
 def _another_slurmd(known: NodeState, node: NodeInfo) -> bool:
-    """The slurmd that Slurm shows is not the one that was lost. Both times are Slurm's where they can be: the clocks of
-    this host and of the node need not agree, and may be set."""
+    """Whether the slurmd that Slurm shows is not the one that was lost. Both times are Slurm's if possible: the clocks
+    of this host and of the node may differ, and may be set."""
     if known.lost_slurmd:
         return node.slurmd_start != known.lost_slurmd
     return (node.slurmd_start or 0.0) > known.lost_at > 0
 
 
 def _judge_mended(known: NodeState) -> Admission:
-    """A node that was drained as proven bad comes back when its checks have passed since, and a pair test that proved
-    it bad has passed, too."""
+    """Decide about a node that was drained as proven bad: its checks must have passed since then, and so must a pair
+    test if one proved it bad."""
     report, paired = known.health, known.paired
     if paired is not None and paired.verdict == "bad":
         return Admission(False, False, f"its pair test failed: {paired.reason}")
@@ -182,7 +182,7 @@ def _judge_mended(known: NodeState) -> Admission:
 
 
 def on_knock(view: View, gate: Gate, node: str, answers: bool) -> None:
-    """The slurmd of a node that was set down answered, or not."""
+    """Take in whether the slurmd of a node that was set down answered."""
     if answers:
         since = gate.reached.get(node, 0.0)
         gate.reached[node] = since if since > view.state.node(node).downed_at else view.now
@@ -193,7 +193,8 @@ def on_knock(view: View, gate: Gate, node: str, answers: bool) -> None:
 def _judge_return(
     view: View, gate: Gate, node: str, slurmd_start: float, out: Outcome, heard: bool = False
 ) -> Admission:
-    """May the node come back? Says once why not. heard: `slurmd_start` is when it was heard of again, by our clock."""
+    """Decide whether the node may come back; record once why not. heard: `slurmd_start` is when it was heard again, by
+    this controller's clock."""
     report = view.state.node(node).health
     if report is not None and heard:
         report = replace(report, checked_at=report.at)
@@ -217,7 +218,7 @@ def _judge_return(
 
 
 def node_checks(view: View, gate: Gate, node: str) -> answer_schema.NodeChecks:
-    """The fields of `unicronctl nodes` that only admins are told."""
+    """Return the fields of `unicronctl nodes` that only admins see."""
     if node not in view.state.nodes and node not in view.state.history.by_node:
         return UNKNOWN
     known = view.state.node(node)
@@ -231,7 +232,7 @@ def node_checks(view: View, gate: Gate, node: str) -> answer_schema.NodeChecks:
 
 
 def suspect(view: View, node: str) -> str:
-    """Why the node should be tested, empty when nothing speaks against it. A passed paired test clears it."""
+    """Return why the node should be tested; empty if nothing speaks against it. A passed paired test clears it."""
     known, history = view.state.node(node), view.state.history
     if known.downed and known.proven_bad:
         return ""
@@ -261,5 +262,5 @@ def _gist(verdict: str, reason: str) -> tuple[str, str]:
 
 
 def pair_test_command(node: str) -> str:
-    """Return the command by which an admin tests a suspect."""
+    """Return the command with which an admin tests a suspect."""
     return f"unicronctl pair-test --nodes {node}"

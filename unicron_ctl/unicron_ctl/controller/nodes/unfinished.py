@@ -1,8 +1,8 @@
-"""Actions that were asked of Slurm by a controller that ended before it heard the outcome.
+"""Actions that a controller requested of Slurm before it ended without hearing the outcome.
 
-Each is compared with what Slurm shows by now: it was done, or is asked for again, or is given up and its traces are
-undone, so that whoever wanted it decides anew. Nodes that are to be out of service are asked for until they are
-(`isolation.down_again`). What the admin does not allow any more is given up, too.
+Each is compared with what Slurm shows now: it was done, is requested again, or is given up and its traces undone, so
+that its initiator decides anew. Nodes that should be out of service are requested until they are
+(`isolation.down_again`). Actions that the admin no longer allows are given up.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ Key = tuple[str, str, int, str]
 
 
 class Then(enum.Enum):
-    """The fate of an action whose outcome nobody heard."""
+    """The fate of an action whose outcome is not known."""
 
     DONE = "done"
     AGAIN = "again"
-    UNDONE = "undone"  # whoever wanted it decides anew
+    UNDONE = "undone"  # its initiator decides anew
 
 
 def _requeue_outcome(e: ElementInfo, intent: Intent) -> Then:
-    """Slurm counts an element's requeues."""
     if e.state in OCCUPIES and e.restarts == intent.restarts:
         return Then.AGAIN
     return Then.DONE
@@ -65,7 +64,7 @@ _ELEMENTS: dict[str, Callable[[ElementInfo, Intent], Then]] = {
 
 
 def settle_unfinished(view: View, listing: Listing, under_way: Collection[Key], out: Outcome) -> list[Action]:
-    """Settles what is not under way in this process; returns what is asked for again."""
+    """Settle actions that are not under way in this process; return those to request again."""
     found = []
     for key, intent in list(view.state.intents.items()):
         action, job, element, node = key

@@ -1,12 +1,12 @@
 """Names cuts, iterations whose state all nodes keep and some copy to others (docs/design/memory.md). Pure.
 
-A cut of which every part is in enough nodes is *good*: the job can go on from it whatever that many nodes fail at once.
-What agents say that they have tells which cuts are good, so a restarted controller knows it, too.
+A cut is *good* if every part of it is in enough nodes: the job can go on from it although that many nodes fail at once.
+Agents report what they have, so a restarted controller knows which cuts are good.
 
 Invariant: an order names the newest good state (`Cuts.good`; before there is one, the newest whole one), and agents
-keep that and the cut until a later order. So once a cut was good, some good state is in memory at each moment, also
-while the next cut is on its way or comes to nothing. Numbers of orders only rise, above all that agents have heard
-(`_renumber`), so a late order undoes nothing. Copies end (`none`) only after enough nodes have trained every place.
+keep that and the cut until a later order. So once a cut was good, some good state is in memory at each moment, even if
+the next cut is incomplete or fails. Numbers of orders only rise, above all that agents have heard (`_renumber`), so a
+late order undoes nothing. Copies end (`none`) only after enough nodes have trained every place.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from unicron_ctl.shared.protocol import ranges, structs, wire
 from unicron_ctl.shared.system.throttle import Throttle
 
 CUT_SECONDS = 5.0  # between two cuts, at least
-LOOK_SECONDS = 0.5  # between two looks whether it is good
+LOOK_SECONDS = 0.5  # between two checks whether it is good
 PART_SECONDS = 10.0  # for every part of a cut to be somewhere, once ranks are past it; then another one is tried
-CUT_LIMIT_SECONDS = 120.0  # for a cut to become good without a byte on its way; then another one is tried
+CUT_LIMIT_SECONDS = 120.0  # for a cut to become good while no byte moves; then another one is tried
 AHEAD = 2  # iterations that a cut is ahead of the ranks, at least
-MOST_LATE = 6  # doublings of that, where the word has come too late
-REDIRECTS = 1 / 60, 12.0  # looks for other targets a second, and at once: all agents are told what comes of each
-FAR = 10.0  # times what is expected: the most that is waited for images, however they get on
+MOST_LATE = 6  # doublings of that, if ranks heard of it too late
+REDIRECTS = 1 / 60, 12.0  # searches for other targets a second, and at once: all agents are told each result
+FAR = 10.0  # times the expected time: the limit of waiting for images, whatever their progress
 MOST_NAMED = 3  # places in a text
 
 
@@ -44,45 +44,46 @@ class Cuts:
     """The memory of one job's cuts; it is lost with the process."""
 
     asked: int = -1
-    """The iteration of the last cut, its number, and when it was named."""
+    """The iteration of the last cut; it was named at `asked_at`."""
     number: int = 0
     asked_at: float = 0.0
     late: int = 0
     """How often in a row a cut came too late for ranks."""
     moved: int = 0
-    """Bytes of images that all agents together had moved, and when that rose last."""
+    """Bytes of images that all agents together had moved, and when they last rose."""
     moved_at: float = 0.0
     passed_at: float = math.inf
-    """When ranks were first seen past the last cut while a part of it was nowhere."""
+    """When ranks were first seen past the last cut while a part of it was missing."""
     good: int = -1
     """The iteration from which the job can go on."""
     look_at: float = 0.0
     there: tuple[object, ...] = ()
-    """The generation and who was there at the last look, and the iteration at which they were there first."""
+    """The generation and the agents at the last check; they were there first at iteration `since`."""
     since: int = 0
     none: bool = False
-    """Nobody is to keep any copies."""
+    """No copies should be kept."""
     targets: dict[int, list[structs.Holder]] = field(default_factory=dict)
-    """By element, to whom it gives what it has."""
+    """By element, the receivers of what it has."""
     refusing: dict[int, dict[str, str]] = field(default_factory=dict)
-    """By element, which nodes have taken none from it, and why, until it tells of none. Others are looked for no sooner
-    than `redirect_at`, and as often as `redirects` allows."""
+    """By element, nodes that have refused its copies, and why, until it reports none. Others are chosen no sooner than
+    `redirect_at`, and as often as `redirects` allows."""
     redirect_at: float = 0.0
     redirects: Throttle = field(default_factory=lambda: Throttle(*REDIRECTS))
     refused: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Giver's node -> nodes of which it is on record that they took none from it."""
+    """Giver's node -> nodes whose refusal is on record."""
     unsaid: dict[tuple[str, str], str] = field(default_factory=dict)
-    """(giver's node, theirs) -> why, for the next record."""
+    """(giver's node, refusing node) -> why, for the next record."""
     without_memory: dict[int, list[str]] = field(default_factory=dict)
-    """place -> nodes without a memory on whose account no copies are made; and those that are on record."""
+    """place -> nodes without a memory, because of which no copies are made."""
     said: list[str] = field(default_factory=list)
+    """Those that are on record."""
     pace: Pace = field(default_factory=Pace)
 
 
 def cut_orders(
     view: View, job: JobView, cuts: Cuts, waiting: Sequence[int] = ()
 ) -> Iterator[tuple[AgentView, wire.Cut]]:
-    """The cut for each agent that has not heard of it. waiting: elements that are hot spares. Called at every tick."""
+    """Yield the cut for each agent that has not heard of it. waiting: hot spares' elements. Called every tick."""
     state, kind = job.state, strategy_of(job)
     if state.over or state.phase is not Phase.RUNNING or state.plan is None:
         return
@@ -102,7 +103,7 @@ def cut_orders(
 
 
 def _update(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts, waiting: Sequence[int]) -> None:
-    """Looks who is there, who has what, and whether another cut is to be named."""
+    """Take in which agents are there and what they have, and decide whether to name another cut."""
     if not kind.begun(job):
         cuts.targets = {}
         return
@@ -117,12 +118,13 @@ def _update(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts, wai
 
 
 def _regrouped(job: JobView, cuts: Cuts) -> bool:
-    """The job is in another generation than at the last look."""
+    """Whether the job is in another generation than at the last check."""
     return job.state.plan is not None and job.state.plan.generation != next(iter(cuts.there), -1)
 
 
 def _membership_changed(job: JobView, kind: ReplicationStrategy, cuts: Cuts, waiting: Sequence[int]) -> bool:
-    """Others are there than at the last look: who came has heard of no cut, and what was lost is to be made again."""
+    """Whether other agents are there than at the last check: newcomers have heard of no cut, and lost copies must be
+    made again."""
     assert job.state.plan is not None
     agents = [(agent.element, agent.node, agent.images_at) for agent in job.alive()]
     there = job.state.plan.generation, kind.alike(job), *agents, *waiting
@@ -131,26 +133,26 @@ def _membership_changed(job: JobView, kind: ReplicationStrategy, cuts: Cuts, wai
     if _regrouped(job, cuts):
         cuts.asked = -1  # its iterations may be lower
     cuts.there, cuts.asked_at, cuts.since, cuts.none = there, -math.inf, kind.first_iteration(job), False
-    cuts.refusing, cuts.redirect_at = {}, 0.0  # who was passed over may be the one with room now
+    cuts.refusing, cuts.redirect_at = {}, 0.0  # a node that was passed over may have room now
     return True
 
 
 # ---------------------------------------------------------------- the next cut
 def newest_good(job: JobView, stored: Iterable[StoredState]) -> int:
-    """The newest iteration of which every part lies in enough nodes' memory; -1 where there is none."""
+    """Return the newest iteration of which every part is in enough nodes' memory; -1 if there is none."""
     enough = min(1 + job.state.settings.copies, len({agent.node for agent in with_memory(job)}))
     return max((one.iteration for one in stored if one.fits and one.nodes >= enough), default=-1)
 
 
 def newest_whole(stored: Iterable[StoredState]) -> int:
-    """The newest iteration of which every part lies in any node's memory, of those that fit if there are some; -1 where
-    there is none."""
+    """Return the newest iteration of which every part is in any node's memory, preferably one that fits; -1 if there is
+    none."""
     return max(((one.fits, one.iteration) for one in stored), default=(True, -1))[1]
 
 
 def behind(job: JobView) -> float:
-    """Seconds of work that are done again when the job goes on from what living nodes have in memory; infinity where
-    they have no whole state."""
+    """Return the seconds of work that are repeated if the job goes on from living nodes' memory; infinity if they have
+    no whole state."""
     newest, times = newest_whole(strategy_of(job).stored_states(job)), [seconds for _, seconds, _ in job.state.recent]
     if newest < 0 or not times or not job.state.mode.reports:  # a plain script's numbers are its own
         return math.inf
@@ -158,7 +160,7 @@ def behind(job: JobView) -> float:
 
 
 def _name_next(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts) -> None:
-    """Names another cut where the last one is good, or has come to nothing."""
+    """Name another cut if the last one is good, or has failed."""
     rate = kind.rate(view, job, cuts.pace)
     if rate is None or view.now - cuts.asked_at < CUT_SECONDS:
         return
@@ -175,8 +177,8 @@ def _name_next(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts) 
 
 
 def _incomplete(view: View, cuts: Cuts, whole: int) -> bool:
-    """Ranks have been past the last cut for a while and nobody has a part of it: some heard of it too late, or had no
-    room."""
+    """Whether ranks have been past the last cut for a while and a part of it is missing: some heard of it too late, or
+    had no room."""
     if whole >= cuts.asked:
         cuts.passed_at = math.inf
         return False
@@ -185,7 +187,7 @@ def _incomplete(view: View, cuts: Cuts, whole: int) -> bool:
 
 
 def _patient(view: View, job: JobView, cuts: Cuts, good: int) -> bool:
-    """The last cut is given time: it is not good yet, and as long as bytes of images move it may become so."""
+    """Whether the last cut is given more time: it is not good yet, but may become so while bytes of images move."""
     moved, waited = sum(agent.status.moved for agent in job.alive()), view.now - cuts.asked_at
     if moved != cuts.moved:
         cuts.moved, cuts.moved_at = moved, view.now
@@ -196,18 +198,16 @@ def _patient(view: View, job: JobView, cuts: Cuts, good: int) -> bool:
 
 
 def _name_cut(view: View, job: JobView, cuts: Cuts, iteration: int) -> None:
-    """Makes this iteration the cut for all who have heard of others."""
     cuts.asked, cuts.asked_at, cuts.passed_at = iteration, view.now, math.inf
     _renumber(job, cuts)
 
 
 def _renumber(job: JobView, cuts: Cuts) -> None:
-    """Has all agents told the cut, whatever they have heard."""
     cuts.number = 1 + max([cuts.number, *(agent.status.cut for agent in job.alive())])
 
 
 def _let_go(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts) -> None:
-    """Ends all copies: the job has grown, and for a while enough nodes have trained every place."""
+    """End all copies: the job has grown, and enough nodes have trained every place for a while."""
     if cuts.none or cuts.without_memory or not any(agent.status.images for agent in job.alive()):
         return
     if kind.first_iteration(job) > cuts.since + AHEAD:
@@ -216,9 +216,9 @@ def _let_go(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts) -> 
 
 
 def _redirect(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts, waiting: Sequence[int]) -> None:
-    """Whoever gives to one that took nothing gives the same cut to another one; what was copied of it stays good.
+    """Replace receivers that took nothing, within the same cut; what was copied of it stays good.
 
-    Whoever takes the copies then goes on taking them, also once the word against the first one is over.
+    The new receivers stay, even if the first ones would take copies again.
     """
     if view.now < cuts.redirect_at or cuts.redirects.rest("", view.now) < 1.0:
         return
@@ -241,9 +241,9 @@ def _redirect(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts, w
             cuts.unsaid[giver, node] = f"{cuts.refusing[element][node]}; {then}"
 
 
-# ---------------------------------------------------------------- what goes on record
+# ---------------------------------------------------------------- records
 def report_gaps(job: JobView, cuts: Cuts) -> Outcome:
-    """Records, once, on whose account there are no copies, and to whom some did not get through."""
+    """Record, once, which nodes prevent copies, and which copies did not get through."""
     nodes, out = sorted({node for found in cuts.without_memory.values() for node in found}), Outcome()
     if nodes and nodes != cuts.said:
         cuts.said, places = nodes, [*cuts.without_memory]
@@ -262,6 +262,6 @@ def report_gaps(job: JobView, cuts: Cuts) -> Outcome:
 
 
 def first_of(words: Sequence[str], between: str) -> str:
-    """The first few, and how many more there are, for people."""
+    """Return the first few, and how many more there are, for people."""
     more = f" and {len(words) - MOST_NAMED} more" if len(words) > MOST_NAMED else ""
     return between.join(words[:MOST_NAMED]) + more

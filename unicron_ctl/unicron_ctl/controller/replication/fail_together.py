@@ -1,4 +1,4 @@
-"""Failure domains: nodes behind a switch, and the nodes of a block, which leave the job as a whole. Pure."""
+"""Failure domains: nodes behind a switch, and nodes of a block, which leave the job together. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from unicron_ctl.controller.model.view import View
 
 
 def domains_of(view: View, job: JobState) -> Mapping[str, str]:
-    """node -> with what it fails, for the job's nodes: the switch of its block's first node where the job's blocks are
-    behind several, else its block. Of jobs without blocks the switch of each node, or Slurm's own block of it."""
+    """Return node -> its failure domain, for the job's nodes: the switch of its block's first node if the job's blocks
+    are behind several, otherwise its block. Without blocks, the node's switch or its block in Slurm."""
     switches = view.slurm.domains
     if job.settings.block == 1:
         return switches
@@ -23,7 +23,7 @@ def domains_of(view: View, job: JobState) -> Mapping[str, str]:
 
 
 def kinds_of(job: JobState) -> list[Callable[[AgentView], str]]:
-    """Names what copies should be in several of, where there are several: nodes, and blocks."""
+    """Return functions that name an agent's node and block: copies should be in several of each kind."""
     nodes: Callable[[AgentView], str] = lambda agent: agent.node  # noqa: E731
     blocks: Callable[[AgentView], str] = lambda agent: str(job.block_of(agent.element))  # noqa: E731
     return [nodes] if job.settings.block == 1 else [nodes, blocks]

@@ -1,4 +1,4 @@
-"""Gets a newer state from other nodes' memory for ranks that are to form a job (docs/design/memory.md). Pure."""
+"""Fetches a newer state from other nodes' memory for ranks that will form a job (docs/design/memory.md). Pure."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ from unicron_ctl.controller.replication.strategy import State
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.structs import RankStatus
 
-FETCH_SECONDS = 120.0  # without an image, or a byte of one; then the job goes on from what its ranks have
+FETCH_SECONDS = 120.0  # without an image, or a byte of one; then the job goes on with the state of its ranks
 FETCH_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class FetchableState:
-    """A state that is fetched from other nodes' memory.
-
-    state: newer than what the ranks could form with; ways: how each part that ranks lack comes to them.
-    """
+    """A state to fetch from other nodes' memory, newer than that of the ranks."""
 
     state: State
     ways: Sequence[nearest.Way]
+    """How each part that ranks lack gets to them."""
 
 
 def wanted_state(
     view: View, job: JobView, reports: Mapping[int, RankStatus], found: FormableGeneration | None
 ) -> FetchableState | None:
-    """The newest state of which every part is with a rank that could begin with it, or in a living node's memory; None
-    where the ranks have nothing newer to get. found: what they could form with."""
+    """Return the newest state of which every part is with a rank that could begin with it, or in a living node's
+    memory; None if the ranks can get nothing newer. found: what they could form with."""
     for state, ways in strategy_of(job).sources(view, job, reports):
         if found is not None and state[0] <= found.iteration:
             return None
@@ -46,8 +44,8 @@ def wanted_state(
 
 
 def fetch_orders(view: View, job: JobView, wanted: FetchableState | None) -> Outcome | None:
-    """Orders that bring the ranks a newer state, for which the job waits; None where there is none, or it does not
-    come."""
+    """Return orders that bring the ranks a newer state, for which the job waits; None if there is none, or it does not
+    arrive."""
     fetching = job.fetching
     if wanted is None:
         fetching.began = None
@@ -72,8 +70,8 @@ def fetch_orders(view: View, job: JobView, wanted: FetchableState | None) -> Out
 
 
 def _note_ways(job: JobView, fetching: Fetching, ways: Iterable[nearest.Way]) -> None:
-    """Notes for people from where the images come. The words of the first order stay, for figures change with every
-    look, unless its source has failed the receiver."""
+    """Note, for people, where the images come from. The first order's words stay, since figures change at every check,
+    unless its source has failed the receiver."""
     for way in ways:
         image = (way.image.kind, way.image.place, way.image.shard)
         known = fetching.words.get(image)
@@ -83,11 +81,11 @@ def _note_ways(job: JobView, fetching: Fetching, ways: Iterable[nearest.Way]) ->
 
 
 def fetched_from(job: JobView, iteration: int) -> str:
-    """For the plan's reason: where the state came from if some of it had to be got, or that a newer one did not come.
-    Ends what is remembered of that."""
+    """Return, for the plan's reason, where the state was fetched from, or that a newer one did not arrive. This also
+    resets the job's fetching."""
     fetching, job.fetching = job.fetching, Fetching()
     if not fetching.words or fetching.state[0] < iteration:
         return ""
     late = f"iteration {fetching.state[0]} did not come: " if fetching.state[0] > iteration else ""
-    said = [f"place {place}: {told.words}" for (_, place, _), told in fetching.words.items()]
-    return f" ({late}{first_of(said, '; ')}; the other places have a rank with it)"
+    routes = [f"place {place}: {route.words}" for (_, place, _), route in fetching.words.items()]
+    return f" ({late}{first_of(routes, '; ')}; the other places have a rank with it)"

@@ -1,4 +1,4 @@
-"""Which generation ranks can form from the states that they have. Pure."""
+"""Finds the generation that ranks can form from their states. Pure."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from unicron_transition.generations import layout
 
 @dataclass(frozen=True)
 class FormableGeneration:
-    """A generation that the ranks can form.
-
-    members: replica-major. source: the head of the replica whose ranks give their state to the joiners. state: as in
-    :class:`unicron_ctl.shared.protocol.wire.Plan`. why: where the state comes from, if that is not plain."""
+    """A generation that the ranks can form."""
 
     members: list[int]
+    """Replica-major."""
     joiners: list[int]
     source: int | None
+    """The head of the replica whose ranks give their state to the joiners."""
     iteration: int
     state: tuple[int, int] | None = None
+    """As in :class:`unicron_ctl.shared.protocol.wire.Plan`."""
     why: str = ""
+    """Where the state comes from, unless that is plain."""
 
 
 def formable(reports: Mapping[int, RankStatus], size: int) -> FormableGeneration | None:
-    """The generation that these ranks, each able to enter, can form; None where they have no state in common.
+    """Return the generation that these ranks, each able to enter, can form; None if they have no state in common.
 
-    That is the newest iteration of which there is a state for every place, of one mark; with a distributed optimizer,
-    the newest state of which all shards are there, once any rank has some. There must be a rank for every place. Where
-    nobody has trained yet, the shards are what earlier processes left in the nodes' memory: then a checkpoint may be
-    newer, or the last resort.
+    It begins with the newest iteration of which there is a state for every place, of one mark or, with a distributed
+    optimizer, with the newest state whose shards are all there. There must be a rank for every place. Before anybody
+    has trained, the shards are what earlier processes left in the nodes' memory, and a checkpoint may be newer.
     """
     held = max((shards.version for status in reports.values() for shards in status.shards), default=None)
     if held is None:
@@ -50,7 +50,7 @@ def formable(reports: Mapping[int, RankStatus], size: int) -> FormableGeneration
 
 
 def _from_files(reports: Mapping[int, RankStatus], size: int) -> FormableGeneration | None:
-    """From what the ranks began with, or have trained where each of them has all of it."""
+    """Form from states that the ranks began with, or have trained if each rank has a whole one."""
     at: dict[tuple[int, str], list[int]] = {}
     for slot, status in sorted(reports.items()):
         for state in states(status):
@@ -66,12 +66,12 @@ def _from_files(reports: Mapping[int, RankStatus], size: int) -> FormableGenerat
 
 
 def states(status: RankStatus) -> list[tuple[int, str]]:
-    """(iteration, mark) of the states with which the rank could begin."""
+    """Return (iteration, mark) of the states with which the rank could begin."""
     return [(iteration, mark) for iteration, mark in status.kept] or [(next_iteration(status), "")]
 
 
 def left_behind(reports: Mapping[int, RankStatus], found: FormableGeneration) -> str:
-    """Words about a newer state than that of `found`, of which only parts are there; empty where there is none."""
+    """Describe a newer state than that of `found`, of which only parts are there; empty if there is none."""
     newest = max(iteration for status in reports.values() for iteration, _ in states(status))
     if newest <= found.iteration:
         return ""
@@ -83,8 +83,8 @@ def left_behind(reports: Mapping[int, RankStatus], found: FormableGeneration) ->
 
 
 def taken_over(reports: Mapping[int, RankStatus], found: FormableGeneration) -> str:
-    """Words about joiners that could begin with an older state of their own: a whole replica has a newer one, so they
-    take that, and nobody does work again. Empty where there are none."""
+    """Describe joiners that could begin with an older state of their own, but take the newer one of a whole replica, so
+    that no work is repeated. Empty if there are none."""
     older = {slot: max((i for i, _ in states(reports[slot])), default=-1) for slot in found.joiners if slot in reports}
     behind = {slot: iteration for slot, iteration in older.items() if 0 < iteration < found.iteration}
     if not behind or found.source is None:
@@ -96,7 +96,7 @@ def taken_over(reports: Mapping[int, RankStatus], found: FormableGeneration) -> 
 
 
 def next_iteration(status: RankStatus) -> int:
-    """The iteration that comes next for the parameters that the rank has."""
+    """Return the iteration that comes next for the rank's parameters."""
     return status.iteration + (status.phase == "stepped")
 
 
@@ -109,7 +109,8 @@ def _from_shards(reports: Mapping[int, RankStatus], size: int) -> FormableGenera
     state, holders = newest_state(reports, members, size)
     if state is None:
         return None
-    # Ranks of one replica must come in alike: those that go on with the iteration in which they have stopped compare
+    # Ranks of one replica must enter alike: those that go on with the iteration in which they stopped compare what is
+    # in their gradients, and no others do.
     # what is in their gradients, and nobody else does.
     mixed = any(reports[slot].state != "stopped" or reports[slot].iteration > state[1] for slot in members)
     anew = {slot for slot in members if mixed and _has_been_in(reports[slot])}
@@ -121,8 +122,8 @@ def _from_shards(reports: Mapping[int, RankStatus], size: int) -> FormableGenera
 
 
 def without_match(reports: Mapping[int, RankStatus]) -> list[int]:
-    """Ranks that start again where :func:`formable` finds nothing: those that have been in a generation, and newcomers
-    that came with an older checkpoint than others."""
+    """Return the ranks that restart if :func:`formable` finds nothing: those that have been in a generation, and
+    newcomers that came with an older checkpoint than others."""
     fresh = {slot: next_iteration(status) for slot, status in reports.items() if not _has_been_in(status)}
     newest = max(fresh.values(), default=-1)
     return [slot for slot in reports if slot not in fresh or fresh[slot] < newest]

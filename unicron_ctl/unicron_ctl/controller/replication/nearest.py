@@ -1,10 +1,10 @@
-"""From where a piece of training state is got soonest: the nearest principle, by measured bandwidth. Pure
-(docs/design/memory.md).
+"""Finds the source from which a piece of training state arrives soonest, by measured bandwidth
+(docs/design/memory.md). Pure.
 
-A rank that has it needs nothing, and what lies in a node's memory is only pointed out to its ranks. Else another node
-gives it: the one from which it would be there first, by its size, by how fast images went between the two of late, and
-by what either has to send and to receive already. From whom it could not get images of late, by what its agent reports,
-it gets this one last, whatever was measured before. What no memory has is read from files, by the ranks.
+A rank that has the piece needs nothing, and ranks are merely told of one that is in their own node's memory. Otherwise
+it comes from the node whose copy would arrive first, by its size, by the speed of recent transfers between the two, and
+by what either already has to send and to receive. Sources that recently failed the receiver come last. What is in no
+memory, the ranks read from files.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from unicron_ctl.shared.protocol.structs import Image, RankStatus
 
 USUAL_RATE = 1e8  # bytes a second, until one was measured: a gigabit network's
 LEAST_RATE = 1.0
-RECEIVERS = 4  # ranks of a place that are weighed; more would not have it sooner
+RECEIVERS = 4  # ranks of a place that are considered; more would not get it sooner
 MOST_NAMED = 3  # failing sources in a text
 
 
 @dataclass(frozen=True)
 class Way:
-    """The way of an image to the ranks of one place. seconds: until it is there, counted from now."""
+    """The way of an image to the ranks of one place. seconds: until it arrives, from now."""
 
     receiver: AgentView
     source: AgentView
@@ -37,20 +37,20 @@ class Way:
 
 @dataclass
 class Load:
-    """element -> seconds of sending, or of receiving, that are given out already."""
+    """element -> seconds of sending and receiving that are assigned already."""
 
     sends: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     receives: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
 
 def usual(agents: Iterable[AgentView]) -> float:
-    """Bytes a second between two of them of which nothing is known."""
+    """Return the bytes a second between two agents without a measurement."""
     measured = [rate for agent in agents for rate in agent.status.rates.values()]
     return max(LEAST_RATE, statistics.median(measured)) if measured else USUAL_RATE
 
 
 def measured_rate(one: AgentView, other: AgentView) -> float | None:
-    """Bytes a second between the two, as either has seen them; the less of both."""
+    """Return the bytes a second between the two, the lower of their measurements."""
     seen = [one.status.rates.get(other.element), other.status.rates.get(one.element)]
     return min((max(LEAST_RATE, rate) for rate in seen if rate is not None), default=None)
 
@@ -62,8 +62,10 @@ def ways(
     there: Mapping[int, Mapping[str, tuple[AgentView, Image]]],
     domains: Mapping[str, str],
 ) -> list[Way]:
-    """Return a way for each missing place; none where one has no way, or nothing is missing. reports: of the ranks
-    that can enter. there: place -> node -> who has the image. domains: node -> the switch behind which it is."""
+    """Return a way for each missing place; none if one has no way, or nothing is missing.
+
+    reports: of ranks that can enter. there: place -> node -> agent and image. domains: node -> its switch.
+    """
     size, load, rate, found = job.replica, Load(), usual(job.alive()), []
     able: dict[int, list[AgentView]] = defaultdict(list)
     for slot in sorted(reports):
@@ -84,8 +86,8 @@ def nearest(
     usual_rate: float,
     domains: Mapping[str, str],
 ) -> Way | None:
-    """The one of these by which the image is there first; what it takes is added to the load. From whom a receiver
-    could not get images of late it is to get this one last. None where nobody has it, or nobody can take it."""
+    """Return the way by which the image arrives first, and add it to the load; None if nobody has the image, or nobody
+    can take it. Sources that recently failed a receiver come last."""
     for agent in receivers:
         if agent.node in there:
             source, image = there[agent.node]
@@ -106,13 +108,13 @@ def nearest(
     if best is None:
         return None
     way = best[1]
-    # Where sizes are not known each image counts a little: sources take turns then, too.
+    # If sizes are not known, each image counts a little, so that sources still take turns.
     load.sends[way.source.element] = load.receives[way.receiver.element] = way.seconds + 1e-6
     return way
 
 
 def _failed_tries(receiver: AgentView, source: AgentView, there: Mapping[str, tuple[AgentView, Image]]) -> str:
-    """From whom the receiver could not get images, and so takes this source, for people; empty where there is none."""
+    """Describe, for people, the sources that failed the receiver; empty if there are none."""
     failing = {one.node: found for one, _ in there.values() if (found := receiver.status.failing.get(one.images_at))}
     again = failing.pop(source.node, None)
     said = [f"; tries that failed: {again.times}, the last: {again.why}"] if again else []

@@ -1,11 +1,11 @@
-"""Chooses who is given copies of the training state. Pure.
+"""Chooses the receivers of copies of the training state. Pure.
 
-Here a switch or a block counts as one failure domain. How many copies there are is decided by nodes
-(:mod:`whole_states`, :mod:`shards`), and where ranks send the copies of their shards by themselves by
-:func:`unicron_transition.generations.sharding.partner_shifts`, which knows nodes only.
+Here a switch or a block counts as one failure domain. :mod:`whole_states` and :mod:`shards` decide how many copies
+there are, and :func:`unicron_transition.generations.sharding.partner_shifts` where ranks send copies of their shards by
+themselves; these know nodes only.
 
-The agents stand in a ring, in order of their elements. Whoever was given least comes first, so that the nodes behind
-one switch do not all give to the first one behind the next; of equals the next one after the giver.
+The agents stand in a ring, in order of their elements. The agent with the fewest copies comes first, so that the nodes
+behind one switch do not all give to the first one behind the next; of equals, the next one after the giver.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from types import MappingProxyType
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.shared.protocol import ranges, structs
 
-Away = Mapping[int, Collection[str]]  # by element, the nodes to which its copies do not go while there are others
+Away = Mapping[int, Collection[str]]  # by element, nodes to which its copies do not go while there are others
 NOBODY: Away = MappingProxyType({})
 
 
 class Ring:
-    """Agents in order of their elements. domains: node -> with what it fails, its switch or its block."""
+    """Agents in order of their elements. domains: node -> its failure domain, a switch or a block."""
 
     def __init__(self, agents: Sequence[AgentView], domains: Mapping[str, str]) -> None:
         self._agents, self._domains = agents, [domains.get(one.node, "") for one in agents]
         self._place = {one.element: place for place, one in enumerate(agents)}
         self._given = [0] * len(agents)
         self._levels = [list(range(len(agents)))]  # by how many copies they were given: their places
-        self._after = list(range(1, len(agents) + 1))  # the next place that fails with something else
+        self._after = list(range(1, len(agents) + 1))  # the next place in another failure domain
         for place in reversed(range(len(agents) - 1)):
             if self._domains[place] == self._domains[place + 1]:
                 self._after[place] = self._after[place + 1]
 
     def next(self, giver: int, has: Collection[str], avoid: Collection[str]) -> AgentView | None:
-        """The next one after the giver on none of the nodes in `has` that fails with none of `avoid`."""
+        """Return the next agent after the giver on no node in `has` and in no domain in `avoid`."""
         begin = bisect_left(self._agents, giver + 1, key=lambda one: one.element)
         for level in self._levels:
             for first, last in ((begin, len(self._agents)), (0, begin)):
@@ -53,7 +53,7 @@ class Ring:
         return None
 
     def note_given(self, one: AgentView) -> None:
-        """Counts one more copy for the agent; one that is not in the ring does not count."""
+        """Count one more copy for the agent, if it is in the ring."""
         place = self._place.get(one.element)
         if place is None:
             return
@@ -67,25 +67,25 @@ class Ring:
 
 
 def refusing(agents: Sequence[AgentView], before: Mapping[int, Mapping[str, str]]) -> dict[int, dict[str, str]]:
-    """By element, the nodes that have taken no image from it, and why.
+    """Return, by element, the nodes that have taken no image from it, and why.
 
-    These are the nodes that its agent tells of, and those from before as long as it tells of any. When they are too
-    many to be passed over no more are counted.
+    These are the nodes that its agent reports, and those from before as long as it reports any. Once they are too many
+    to be passed over, no more are added.
     """
     at = {agent.images_at: agent.node for agent in agents}
     found: dict[int, dict[str, str]] = {}
     for agent in agents:
-        if told := {at[address]: one.why for address, one in agent.status.refusing.items() if address in at}:
+        if reported := {at[address]: one.why for address, one in agent.status.refusing.items() if address in at}:
             known = before.get(agent.element, {})
-            found[agent.element] = {**known, **told} if len(known) < ranges.MOST_PASSED_OVER else dict(known)
+            found[agent.element] = {**known, **reported} if len(known) < ranges.MOST_PASSED_OVER else dict(known)
     return found
 
 
 def passed_over(refusing: Mapping[int, Collection[str]]) -> Away:
-    """By element, the nodes that its copies pass over because they take nothing from it.
+    """Return, by element, the nodes that its copies pass over because they take nothing from it.
 
-    A giver's word counts for its own copies alone, since its own network may be what fails. Where too many take nothing
-    from it that is so, or nobody has room, and a search for others would not end: its copies go where they went first.
+    A giver's word counts for its own copies alone, since its own network may fail. If too many nodes take nothing from
+    it, that is so, or no node has room; then its copies go where they went first, since the search would not end.
     """
     return {giver: nodes for giver, nodes in refusing.items() if len(nodes) < ranges.MOST_PASSED_OVER}
 
@@ -93,7 +93,7 @@ def passed_over(refusing: Mapping[int, Collection[str]]) -> Away:
 def pass_over(
     away: Collection[str], chosen: list[AgentView], has: set[str], other: Callable[[], AgentView | None]
 ) -> None:
-    """Puts others in the places of those chosen that refuse, where there are others. The rest stay as they are."""
+    """Replace chosen agents that refuse, if there are others. The rest stay as they are."""
     for at, one in enumerate(chosen):
         if one.node in away:
             has.discard(one.node)
@@ -110,12 +110,11 @@ def targets_by_element(
     inside_first: bool = False,
     away: Away = NOBODY,
 ) -> dict[int, list[structs.Holder]]:
-    """By element inside, to which `more` others it gives all that its ranks keep.
+    """Return, by element inside, the `more` others to which it gives all that its ranks keep.
 
-    First come those that fail with another switch, and of these the next ones inside on other nodes, then those that
-    wait. able: agents with a memory, in order of their elements. domains: node -> its switch or block. inside_first: a
-    world that begins anew could not get what those that wait have, so they come after all that are inside. away: by
-    element, nodes that are passed over.
+    Those behind another switch come first, and among these the next ones inside on other nodes, then those that wait.
+    able: agents with a memory, in order of their elements. inside_first: agents inside come before all that wait, since
+    a world that restarts could not get what those have.
     """
     members = [agent for agent in able if agent.element in inside]
     rings = Ring(members, domains), Ring([agent for agent in able if agent.element not in inside], domains)
@@ -131,11 +130,11 @@ def targets_by_place(
     spares: Mapping[int, Sequence[AgentView]],
     away: Away = NOBODY,
 ) -> dict[int, list[structs.Holder]]:
-    """By element, to whom it gives what it has of a cut; the first element that trains a place gives it.
+    """Return, by element, the receivers of its parts of a cut; the first element that trains a place gives it.
 
     able: agents with a memory, in order of their elements. trainers: place -> elements that train it. missing: place ->
-    in how many more nodes its state is to be. domains: node -> its switch or block. spares: place -> hot spares whose
-    ranks would take it, and begin with what they have. away: by element, nodes that are passed over.
+    how many more nodes should have its state. spares: place -> hot spares whose ranks would take it, and begin with
+    what they have.
     """
     return _targets(able, trainers, missing, Receivers([Ring(able, domains)], domains, spares), away)
 
@@ -155,7 +154,7 @@ def _targets(
     for place, giver in givers.items():
         beside[giver] |= there[place]
     chosen: dict[int, list[AgentView]] = {}  # by place
-    for place in sorted(givers, key=room.has_spare, reverse=True):  # a spare is then given the giver's others, too
+    for place in sorted(givers, key=room.has_spare, reverse=True):  # a spare then also gets the giver's other places
         giver, has, chosen[place] = givers[place], there[place], []
         while len(chosen[place]) < missing[place] and (one := room.next(place, giver, has, beside[giver])) is not None:
             has.add(one.node)
@@ -170,12 +169,12 @@ def _targets(
 
 
 class Receivers:
-    """The agents that could be given a copy.
+    """The agents that could receive a copy.
 
-    Whatever fails with the nodes that have the state comes last: with their switch, or their block. An agent gives all
-    that it has to each of its targets, so of the rest whoever is given another place of the giver's comes first. Then a
-    hot spare whose ranks would take that place, then who was given least of the elements after the giver's in the first
-    of the rings; of these those first that train nothing of what it gives.
+    Agents in the failure domain of a node that has the state come last. An agent gives all that it has to each of its
+    receivers, so those come first that already receive another place of the giver's. Then comes a hot spare whose ranks
+    would take that place, then the agent of the rings with the fewest copies after the giver; among these, those first
+    that train nothing of what the giver gives.
     """
 
     def __init__(
@@ -187,17 +186,19 @@ class Receivers:
     ) -> None:
         self._rings, self._domains, self._spares = rings, domains, spares
         self._passes = [[ring] for ring in rings] if ring_by_ring else [rings]
-        self._given: dict[int, list[AgentView]] = defaultdict(list)  # by who gives them something
+        self._given: dict[int, list[AgentView]] = defaultdict(list)  # giver -> receivers
 
     def has_spare(self, place: int) -> bool:
-        """A hot spare's ranks would take the place."""
+        """Whether a hot spare's ranks would take the place."""
         return bool(self._spares.get(place))
 
     def next(
         self, place: int, giver: int, has: set[str], beside: set[str], away: Collection[str] = ()
     ) -> AgentView | None:
-        """The next one for a state of which these nodes have a copy; it is given one. beside: nodes that train what
-        else the giver gives. away: nodes that are passed over."""
+        """Return the next receiver of a state that is on the nodes in `has`, and count its copy.
+
+        beside: nodes that train what else the giver gives. away: nodes that are passed over.
+        """
         given, used = self._given[giver], {self._domains.get(node, "") for node in has}
         for rings, avoid in [(rings, avoid) for rings in self._passes for avoid in (used, set[str]())]:
             if (found := self._first(given, has.union(away), avoid)) is not None:
@@ -217,5 +218,5 @@ class Receivers:
 
 
 def holder_of(agent: AgentView) -> structs.Holder:
-    """The agent as others reach it to give and get images."""
+    """Return how others reach the agent to give and get images."""
     return structs.Holder(element=agent.element, address=agent.images_at, token=agent.token)

@@ -1,9 +1,9 @@
-"""Replication of what scripts without a session keep with `unicron.memory` (docs/design/memory.md, "For scripts without
-a session"). Pure.
+"""Replication of states that scripts without a session keep with `unicron.memory` (docs/design/memory.md, "For scripts
+without a session"). Pure.
 
-A state of which each rank has its own part is of use only if the parts are of one iteration. The controller does not
-know which iterations a script saves, so a cut is the first saved one from a number on. Ranks that hear of it too late
-keep a later one, and the next cut is named further ahead.
+A state of which each rank has a part is of use only if the parts are of one iteration. The controller does not know
+which iterations a script saves, so a cut is the first saved one from a number on. Ranks that hear of it too late keep a
+later one, and the next cut is named further ahead.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from unicron_ctl.controller.replication.strategy import (
 from unicron_ctl.shared.protocol import structs
 from unicron_transition.snapshot.image_format import SAME, USER
 
-HEARD_SECONDS = 1.0  # how old the word of an agent may be
+HEARD_SECONDS = 1.0  # the greatest age of an agent's word
 
 
 class ScriptStates(ReplicationStrategy):
-    """The strategy for what plain programs save."""
+    """The strategy for states that plain programs save."""
 
     lead_seconds = LEAD_SECONDS + HEARD_SECONDS
     removable = False
@@ -64,7 +64,7 @@ class ScriptStates(ReplicationStrategy):
         return targets_by_element(able, inside, copies, domains_of(view, job.state), inside_first=True, away=away)
 
     def stored_states(self, job: JobView) -> list[StoredState]:
-        """A state of another world's size does not fit, but a world of that size may come back."""
+        """Return whole states. One of another world's size does not fit, but a world of that size may come back."""
         nodes: dict[tuple[int, int | str, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for agent in with_memory(job):
             for image in agent.status.images:
@@ -81,10 +81,8 @@ class ScriptStates(ReplicationStrategy):
         return 1 if self.alike(job) else len(agent.slots)
 
     def kept_iterations(self, job: JobView, cut: int) -> set[int]:
-        plan, images = (
-            job.state.plan,
-            (image for agent in job.alive() for image in agent.status.images if image.kind == USER),
-        )
+        plan = job.state.plan
+        images = (image for agent in job.alive() for image in agent.status.images if image.kind == USER)
         base = plan.generation if plan is not None else -1
         return {image.iteration for image in images if image.iteration >= cut and image.base == base}
 
@@ -94,7 +92,7 @@ class ScriptStates(ReplicationStrategy):
 
 
 def newest_saved(job: JobView) -> structs.Image | None:
-    """The newest state that the present world has saved."""
+    """Return the newest state that the present world has saved."""
     plan = job.state.plan
     saved = [found for agent in job.alive() if (found := agent.status.saved) is not None]
     mine = [one for one in saved if plan is not None and one.base == plan.generation]

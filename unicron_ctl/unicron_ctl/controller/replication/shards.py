@@ -1,8 +1,8 @@
 """Replication of a distributed optimizer's shards (docs/design/sharded-optimizer.md). Pure.
 
-Ranks give copies of their shards to partners in other nodes of their place. With one replica, or with all replicas of a
-place in one node, there are none. A job goes on from one state of all its shards. So where one shard lacks a copy,
-every node gives what it has of a cut to the next ones.
+Ranks copy their shards to partners in other nodes of their place. With one replica, or with all replicas of a place in
+one node, there are none. A job goes on from one state of all its shards, so if one shard lacks a copy, every node gives
+its part of a cut to the next ones.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from unicron_transition.generations.sharding import MARK_BITS, partner_shifts, s
 from unicron_transition.snapshot.image_format import SHARD, UNTRAINED_KIND
 
 Part = tuple[int, int]  # (place, shard)
-Where = dict[str, tuple[AgentView, structs.Image]]  # node -> who has it
+Where = dict[str, tuple[AgentView, structs.Image]]  # node -> its agent and image
 
 
 class ShardedState(NamedTuple):
-    """A state of all shards: `version` steps, made in the generation that `base` names, `ways` shards of each place."""
+    """A state of all shards: `version` steps, from the generation that `base` names, `ways` shards a place."""
 
     version: int
     base: int
@@ -50,7 +50,7 @@ class Shards(SessionStates):
         return targets_by_element(with_memory(job), state.inside, state.settings.copies, domains, away=away)
 
     def without_memory(self, job: JobView) -> dict[int, list[str]]:
-        """Each rank alone keeps its shard of a cut."""
+        """Return place -> nodes without a memory: each rank alone keeps its shard of a cut."""
         if not missing_copies(job):
             return {}
         able = {agent.element for agent in with_memory(job)}
@@ -80,10 +80,10 @@ class Shards(SessionStates):
             yield (state.version, f"{state.base:x}"), _ways(view, job, reports, state, there[state])
 
 
-# ---------------------------------------------------------------- who has what
+# ---------------------------------------------------------------- where shards are
 def missing_copies(job: JobView) -> list[Part]:
-    """(place, shard) of those that fewer nodes, or blocks, hold than are wanted and could, as this generation's ranks
-    keep them."""
+    """Return (place, shard) of those that fewer nodes, or blocks, hold than should and could, as this generation's
+    ranks keep them."""
     plan, copies = job.state.plan, job.state.settings.copies
     if plan is None:
         return []
@@ -105,7 +105,7 @@ def missing_copies(job: JobView) -> list[Part]:
 
 
 def images(agents: Iterable[AgentView]) -> dict[ShardedState, dict[Part, Where]]:
-    """state -> shard -> where it lies."""
+    """Return state -> shard -> where it is."""
     found: dict[ShardedState, dict[Part, Where]] = defaultdict(lambda: defaultdict(dict))
     for agent in agents:
         for image in agent.status.images:
@@ -116,7 +116,7 @@ def images(agents: Iterable[AgentView]) -> dict[ShardedState, dict[Part, Where]]
 
 
 def untrained_tensors(agents: Iterable[AgentView], version: int) -> dict[int, Where]:
-    """place -> where the untrained tensors lie that go with the shards of this version."""
+    """Return place -> where the untrained tensors are that belong to the shards of this version."""
     found: dict[int, Where] = defaultdict(dict)
     for agent in agents:
         for image in agent.status.images:
@@ -126,7 +126,7 @@ def untrained_tensors(agents: Iterable[AgentView], version: int) -> dict[int, Wh
 
 
 def incomplete(agents: Iterable[AgentView], version: int) -> set[int]:
-    """Places that have untrained tensors, of which nobody has those of this version."""
+    """Return places that have untrained tensors, but none of this version."""
     versions: dict[int, set[int]] = defaultdict(set)
     for agent in agents:
         for image in agent.status.images:
@@ -145,7 +145,7 @@ def _number(mark: str) -> int | None:
 def _ways(
     view: View, job: JobView, reports: Mapping[int, RankStatus], state: ShardedState, there: Mapping[Part, Where]
 ) -> list[nearest.Way] | None:
-    """Return the ways of all shards of this state that ranks lack; None where one has no way.
+    """Return the ways of all shards of this state that ranks lack; None if one has no way.
 
     Untrained tensors come before the shards: a rank that has its shards begins.
     """

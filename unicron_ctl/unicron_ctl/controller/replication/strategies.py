@@ -13,7 +13,7 @@ SCRIPT_STATES, SHARDS, WHOLE_STATES = ScriptStates(), Shards(), WholeStates()
 
 
 def strategy_of(job: JobView) -> ReplicationStrategy:
-    """The strategy for the kind of state that the job's ranks keep."""
+    """Return the strategy for the kind of state that the job's ranks keep."""
     if job.state.mode is healing_modes.RESTART:
         return SCRIPT_STATES
     return SHARDS if job.sharded else WHOLE_STATES

@@ -1,6 +1,6 @@
 """Replication of whole training states: each rank keeps that of its place of the layout. Pure.
 
-A place that enough nodes train needs no copies: each replica is one.
+If enough nodes train a place, it needs no copies: each replica is one.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class WholeStates(SessionStates):
 
 
 def trainers(job: JobView) -> dict[int, set[int]]:
-    """place -> elements whose members train it."""
+    """Return place -> elements whose members train it."""
     found: dict[int, set[int]] = defaultdict(set)
     for slot in job.state.members:
         found[slot % job.replica].add(job.state.element(slot))
@@ -93,10 +93,10 @@ def trainers(job: JobView) -> dict[int, set[int]]:
 
 
 def missing_copies(job: JobView) -> dict[int, int]:
-    """place -> in how many more nodes' memory its state is to be than train it; of blocks likewise.
+    """Return place -> how many nodes beyond those that train it should have its state in memory; of blocks likewise.
 
-    Empty where enough nodes train each place, or nobody else has a memory. A cut is of use only as a whole: where one
-    place needs copies all do, and a node that trains without a memory does not count then.
+    Empty if enough nodes train each place, or no other has a memory. A cut is of use only as a whole: if one place
+    needs copies, all do, and then a node that trains without a memory does not count.
     """
     missing: dict[int, int] = {}
     for kind in kinds_of(job.state) if job.remembers else ():
@@ -119,7 +119,7 @@ def targets(
     waiting: Collection[int] = (),
     away: Away = NOBODY,
 ) -> dict[int, list[structs.Holder]]:
-    """By element, to whom it gives what it has. missing: as from :func:`missing_copies`."""
+    """Return, by element, the receivers of what it has. missing: as from :func:`missing_copies`."""
     able, spares = with_memory(job), dict[int, list[AgentView]]()
     for agent in able:
         for place in {slot % job.replica for slot in agent.slots} if agent.element in waiting else ():
@@ -128,7 +128,7 @@ def targets(
 
 
 def images(agents: Iterable[AgentView]) -> dict[State, dict[int, dict[str, tuple[AgentView, structs.Image]]]]:
-    """state -> place -> node -> who has it."""
+    """Return state -> place -> node -> agent and image."""
     found: dict[State, dict[int, dict[str, tuple[AgentView, structs.Image]]]] = defaultdict(lambda: defaultdict(dict))
     for agent in agents:
         for image in agent.status.images:

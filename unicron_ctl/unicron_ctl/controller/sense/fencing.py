@@ -1,8 +1,8 @@
-"""Restart mode: a new world waits until the processes that the last one has left behind are gone, for they may write
-the same files (docs/design/consensus.md, *A lease for plain programs*).
+"""In restart mode a new world waits until the processes of the last one are gone, since they may write the same files
+(docs/design/consensus.md, *A lease for plain programs*).
 
-Slurm's record, or the node's own word, shows it at once. Otherwise their agent ends them when it has been cut off for
-long enough, or its watchdog does; how long that takes at most both sides know.
+Slurm's record or the node's own word proves it at once. Otherwise their agent or its watchdog ends them after they have
+been cut off for long enough; both sides know how long that takes at most.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unicron_ctl.shared.consensus.restart_lease import seconds_to_expiry
 
 
 def fell_silent(view: View, job: JobView, element: int) -> str:
-    """Notes that the element's processes may live on; says how long a new world waits for that."""
+    """Note that the element's processes may live on; return how long a new world waits for that, in words."""
     state = job.state
     record, agent = state.agents.get(element), job.agents.get(element)
     nodes = len(state.inside)
@@ -30,7 +30,7 @@ def fell_silent(view: View, job: JobView, element: int) -> str:
 
 
 def holds(view: View, job: JobView) -> bool:
-    """Processes of the last world may live."""
+    """Whether processes of the last world may still live."""
     state = job.state
     if not state.mode.fenced:
         return False
@@ -47,14 +47,14 @@ def holds(view: View, job: JobView) -> bool:
 
 
 def _has_stopped(job: JobView, name: str, element: int) -> bool:
-    """The agent speaks again, and no process of the last world is left there."""
+    """Whether the agent speaks again, and no process of the last world is left there."""
     agent = job.agents.get(element)
     here = agent is not None and agent.agent == name and agent.alive
     return here and agent is not None and all(rank.state != "running" for rank in agent.ranks.values())
 
 
 def _recall(view: View, job: JobView) -> None:
-    """Recall the agents that the controller before this one gave up as silent: they count from this one's start."""
+    """Recall agents that the previous controller gave up as silent. Their time counts from this controller's start."""
     agents = job.state.agents
     if job.fences_known:
         return
@@ -65,8 +65,8 @@ def _recall(view: View, job: JobView) -> None:
 
 
 def _until(view: View, job: JobView, fence: Fence) -> float:
-    """When the processes of this agent are gone at the latest. Where nothing ends them, that is the time which silence
-    is given anyhow."""
+    """Return when the processes of this agent are gone at the latest. If nothing ends them, silence gets its usual
+    time."""
     if not fence.fenced:
         return fence.heard + view.config.state_wait_seconds
     silent = len(job.fences)

@@ -1,4 +1,4 @@
-"""A finding about one or several slots of a job, with where they are."""
+"""Findings about slots of a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unicron_ctl.controller.model.view import View
 def slot_finding(
     view: View, job: JobView, what: What, slots: tuple[int, ...], source: Source, said: str, by: str
 ) -> Finding:
-    """The finding, with the element, the node and the iteration of the first slot."""
+    """Return a finding with the element, the node and the iteration of the first slot."""
     slot = slots[0]
     agent, status = job.agent(slot), job.status(slot)
     node = agent.node if agent is not None else job.state.node(slot)

@@ -1,4 +1,4 @@
-"""Iterations that do not end (method 4; docs/design/paper.md, section 3): which rank keeps the others waiting.
+"""Iterations that do not end (method 4; docs/design/paper.md, section 3), and the ranks that keep the others waiting.
 
 Each status of a rank updates the progress of its job (:class:`Standing`). A hang is declared only after every agent of
 the job has answered a ping that was sent after the deadline: a silent agent is left to its lease, and the answers bring
@@ -36,11 +36,11 @@ class Standing:
     """Progress of the job's members. The job is in the iteration of the slowest one."""
 
     done: dict[int, int] = field(default_factory=dict)
-    """Slot -> iterations that the member has finished."""
+    """Slot -> the number of iterations that the member has finished."""
     count: dict[int, int] = field(default_factory=dict)
     """Number of iterations -> how many members have finished exactly that many."""
     outside: dict[int, set[int]] = field(default_factory=dict)
-    """done -> members that have not begun the next iteration: they are in the script's own code."""
+    """done -> members in the script's own code: they have not begun the next iteration."""
     unjudged: set[int] = field(default_factory=set)
     """Members that report no iterations at present."""
     upto: int = -1
@@ -60,7 +60,7 @@ class Standing:
         self.moved.clear()
 
     def update_running(self, members: Iterable[tuple[int, RankStatus]]) -> None:
-        """Updates the progress of members that run in the job's generation. It is one loop, because it runs for every
+        """Update the progress of members that run in the job's generation. It is one loop, because it runs for every
         rank in every iteration."""
         came, count, outside = self.done, self.count, self.outside
         for slot, status in members:
@@ -88,7 +88,7 @@ class Standing:
             self.moves += done <= self.upto
 
     def on_change(self, job: JobView, slot: int) -> None:
-        """Updates the progress of a member whose status or agent has changed."""
+        """Update the progress of a member whose status or agent has changed."""
         state, agent, status = job.state, job.agent(slot), job.status(slot)
         if slot not in state.members:
             self._drop(slot)
@@ -126,7 +126,7 @@ class Standing:
                 del self.outside[before]
 
     def least(self) -> int | None:
-        """Returns how many iterations all members have finished; None while the job must not be judged."""
+        """Return how many iterations all members have finished; None while the job must not be judged."""
         return None if self.unjudged or not self.count else min(self.count)
 
 
@@ -135,16 +135,6 @@ class Laggard(NamedTuple):
 
     slot: int
     phase: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """A rank to stop as soon as its stacks are known. Its failure is recorded already."""
-
-    slot: int
-    identity: Identity
-    failure: int
     reason: str
 
 
@@ -166,7 +156,8 @@ class IterationWatch:
     """When to check the limits of all members next."""
     said: bool = False
     """Whether the log already says that this iteration takes long."""
-    suspects: list[Suspect] = field(default_factory=list)
+    suspects: list[Finding] = field(default_factory=list)
+    """Hangs whose ranks are stopped as soon as their stacks are known; their failures are recorded already."""
     asked: set[int] = field(default_factory=set)
     """Slots whose stacks the action waits for, until `act_at`."""
     stacks_due: set[int] = field(default_factory=set)
@@ -174,7 +165,7 @@ class IterationWatch:
     act_at: float = 0.0
 
     def shift(self, seconds: float) -> None:
-        """Moves the times on after this process was suspended, so that nobody else counts as late."""
+        """Move the times on after this process was suspended, so that no rank counts as late for that."""
         self.since += seconds
         self.moved_at += seconds
         self.act_at += seconds
@@ -182,7 +173,7 @@ class IterationWatch:
 
 
 def check_iteration(view: View, job: JobView, times: JobTimes, watch: IterationWatch) -> Outcome:
-    """Finds an iteration that does not end, and decides what to do about it."""
+    """Find an iteration that does not end, and decide what to do about it."""
     out = Outcome()
     if not view.config.monitor_iterations:
         return out
@@ -267,7 +258,7 @@ def _report_hang(
     least = behind(job) or suspended_members(job)
     culprits = _past_limit(least, limits, waited)
     if least and not culprits:
-        return  # those who are behind have longer limits
+        return  # those that are behind have longer limits
     usual = f", the usual is {times.monitor.average:.3f} s" if times.monitor.average else ""
     long = f"iteration {iteration} runs for {took:.2f} s{usual}"
     patience = MANY_PATIENCE * times.limit(state, view.config)
@@ -335,7 +326,7 @@ def _suspect(
 
 
 def _ask_stacks(job: JobView, slots: Sequence[int], out: Outcome) -> set[int]:
-    """Asks the first few ranks for their stacks; returns their slots."""
+    """Ask the first few ranks for their stacks; return their slots."""
     asked = set()
     for slot in slots[:MOST_STACKS]:
         agent, status = job.agent(slot), job.status(slot)
@@ -346,32 +337,30 @@ def _ask_stacks(job: JobView, slots: Sequence[int], out: Outcome) -> set[int]:
 
 
 def on_hang_recorded(watch: IterationWatch, finding: Finding, failure: int) -> None:
-    """Makes the rank of a hang a suspect, after the judge has recorded the hang as this failure."""
+    """Make the rank of a hang a suspect, after the judge has recorded the hang as this failure."""
     if finding.identity is not None:
-        watch.suspects.append(Suspect(finding.slots[0], finding.identity, failure, finding.evidence))
+        watch.suspects.append(replace(finding, seen=failure))
 
 
 def _drop_suspects(job: JobView, watch: IterationWatch, out: Outcome) -> None:
-    """Drops the suspects: the job went on, or is being healed, before any of them was stopped."""
+    """Drop the suspects: the job went on, or is being healed, before any of them was stopped."""
     for suspect in watch.suspects:
-        text = f"slot {suspect.slot} is not stopped: the job went on"
-        out.record(job.state, records.FailureAction(failure=suspect.failure, text=text))
+        text = f"slot {suspect.slots[0]} is not stopped: the job went on"
+        out.record(job.state, records.FailureAction(failure=suspect.seen, text=text))
     watch.suspects, watch.asked = [], set()
 
 
 def _confirm(view: View, job: JobView, watch: IterationWatch, out: Outcome) -> None:
-    """Reports the suspects again, now that their stacks are known, so that they are stopped. Nothing waits for them to
-    end: a stuck kernel could delay that for ever."""
+    """Report the suspects again, so that they are stopped now that their stacks are known. Nothing waits for their
+    ends: a stuck kernel could delay these for ever."""
     for suspect in watch.suspects:
-        if job.state.members.get(suspect.slot) == suspect.identity:
-            found = slot_finding(view, job, What.HANG, (suspect.slot,), Source.PEER, suspect.reason, "statistics")
-            out.findings.append(replace(found, identity=suspect.identity, seen=suspect.failure))
+        if job.state.members.get(suspect.slots[0]) == suspect.identity:
+            out.findings.append(replace(suspect, at=view.now))
     watch.suspects, watch.asked, watch.at = [], set(), None
 
 
 # ---------------------------------------------------------------- who is behind
 def _collectives(job: JobView) -> dict[int, Groups]:
-    """Return the progress of each member's collectives, as far as it is known."""
     members = ((slot, job.status(slot)) for slot in job.state.members)
     return {slot: status.collectives for slot, status in members if status is not None and status.collectives}
 
@@ -409,7 +398,6 @@ class Progress(NamedTuple):
 
 
 def _progress(job: JobView) -> dict[int, Progress]:
-    """Return the progress of each member, as far as it is known."""
     members = ((slot, job.status(slot)) for slot in job.state.members)
     known = ((slot, status) for slot, status in members if status is not None and status.phase in ORDER)
     return {s: Progress(len(ORDER) * at.iteration + ORDER[at.phase], at.phase) for s, at in known}

@@ -1,6 +1,6 @@
-"""Processes and agents of one job that ended, were replaced, name their own fault, or have put something right.
+"""Processes and agents of one job that ended, were replaced, name their own fault, or have corrected something.
 
-Only slots whose status changed (`JobView.changed`) are looked at, and closely only the few that do not just go on.
+Only slots whose status changed (`JobView.changed`) are checked, and closely only the few that do not simply go on.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from unicron_ctl.shared.protocol.structs import RankStatus
 
 
 def take_in_changes(job: JobView, standing: Standing) -> list[int]:
-    """Take in what most changes are, a member's progress or its stop after a Break, and return the slots that need a
-    closer look. This runs for every rank in every iteration, so it is one loop."""
+    """Take in common changes, a member's progress or its stop after a Break, and return the slots that need a closer
+    look. It is one loop, because it runs for every rank in every iteration."""
     state = job.state
     members, lost, agents, awaited = state.members, state.lost, job.agents, job.awaited
     per_node = max(1, state.settings.ranks_per_node)
     breaking = state.phase is Phase.BREAKING
     plan = state.offer or state.plan
     generation = plan.generation if plan is not None and state.phase is not Phase.FORMING else -1
-    # While an offer is out, members run on in the plan before it.
+    # While an offer is open, members run on in the plan before it.
     offered = state.plan.generation if state.offer is not None and state.plan is not None else generation
     odd, running = [], []
     for slot in job.changed:
@@ -49,14 +49,14 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
 
 
 def _goes_on(agent: AgentView, status: RankStatus, member: Identity) -> bool:
-    """The member is the same process, of a living agent, and has nothing to report."""
+    """Whether the member is the same process, of a living agent, and has nothing to report."""
     said = status.exit is not None or status.fault is not None or status.note is not None
     same = status.incarnation == member.incarnation and agent.agent == member.agent
     return same and not said and not agent.expired and not agent.status.leaving
 
 
 def check_members(view: View, job: JobView, slots: Iterable[int]) -> Outcome:
-    """Report ends of processes, members that were replaced, and notes of ranks, as these slots show them."""
+    """Report ends of processes, replaced members, and notes of ranks in these slots."""
     out = Outcome()
     for slot in sorted(slots):
         agent = job.agent(slot)
@@ -99,14 +99,14 @@ def _is_wanted(view: View, job: JobView, agent: AgentView, slot: int, identity: 
 
 
 def taken_away(job: JobState, element: int) -> bool:
-    """The element's end is wanted: the plan has taken its node, or it was to end and has left. A member that is neither
-    allotted nor leaving was ended by Slurm."""
+    """Whether the element's end is wanted: the plan has taken its node, or it was asked to end and has left. A member
+    that is neither allotted nor leaving was ended by Slurm."""
     planned = job.allotted is None or element in job.allotted or element in job.leaving
     return (not planned or element in job.noticed) and not _trains(job, element)
 
 
 def ended_with_block(job: JobState, element: int) -> bool:
-    """Slurm ends the element with its block, of which another node was lost, and the job went on without it."""
+    """Whether Slurm ends the element because its block lost another node, and the job went on without it."""
     return job.torn(element) and not _trains(job, element)
 
 
@@ -117,7 +117,7 @@ def _trains(job: JobState, element: int) -> bool:
 
 
 def given_up(view: View, job: JobState, agent: AgentRecord) -> bool:
-    """The node was put out of service, or the job leaves it, and the job went on without it: ends there are no news."""
+    """Whether the job went on without the agent after its node was taken out of service or left: its end is no news."""
     mark = job.avoid.get(agent.node)
     if not view.unfit(agent.node) and (mark is None or mark.agent != agent.agent):
         return False
@@ -157,8 +157,7 @@ def _find_note(view: View, job: JobView, agent: AgentView, slot: int, status: Ra
 
 
 def check_leaving(view: View, job: JobView, agent: AgentView | None) -> Outcome:
-    """Report an agent that says that it ends by itself, unless that is known: its ranks finished, or Slurm stopped
-    it."""
+    """Report an agent that announces its end, because its ranks finished or Slurm stopped it, unless that is known."""
     out, record = Outcome(), job.state.agents.get(agent.element) if agent is not None else None
     if agent is not None and record is not None and not record.gone and record.agent == agent.agent:
         name, slots, said = job.state.job, tuple(agent.slots), agent.status.leaving
@@ -169,8 +168,7 @@ def check_leaving(view: View, job: JobView, agent: AgentView | None) -> Outcome:
 
 
 def check_missed(view: View, job: JobView, before: AgentRecord | None) -> Outcome:
-    """Report members whose agent was to tell why the others went on without them, and has been replaced: nobody will
-    tell any more what became of them."""
+    """Report members whose agent has been replaced before it reported why the others went on without them."""
     out, state = Outcome(), job.state
     if before is None or before.gone:
         return out
@@ -182,7 +180,7 @@ def check_missed(view: View, job: JobView, before: AgentRecord | None) -> Outcom
 
 
 def missed_finding(view: View, job: JobView, slots: list[int], node: str) -> Finding:
-    """Return that the others went on without these slots while this controller was away."""
+    """Report that the others went on without these slots while this controller was away."""
     evidence = f"the job's agents went on without slots {slots} while this controller was away"
     element = job.state.element(slots[0])
     return Finding(

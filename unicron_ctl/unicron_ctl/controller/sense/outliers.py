@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-import numpy  # noqa: F401  (what `unicron_detector.iterations.peer_metrics` reckons with: loaded at the start, not in the midst of a failure)
+import numpy  # noqa: F401  (unicron_detector.iterations.peer_metrics needs it: loaded now, not during a failure)
 
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import JobState, Phase
@@ -25,18 +25,18 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_detector.iterations.peer_metrics import DIRECTIONS, MINIMA, Anomaly, PeerWatch
 
-# What differs between peers by the job's own layout (a data loader, a log, a checkpoint's writer): only a change of a
-# peer's own usual difference counts.
+# Metrics that differ between peers by the job's own layout (a data loader, a log, a checkpoint's writer): only a change
+# of a peer's own usual difference counts.
 LAYOUT = frozenset(
     {"cpu_busy", "memory_used", "shm_used", "nic_receive", "nic_transmit", "gpu_memory", "gpu_power"}
     | {"gpu_busy", "rank_cpu", "rank_memory"}
 )
 PHASES = ("data", "forward", "backward", "step")  # of ranks, as shares of the job's mean iteration
 RANK_MINIMA = {**MINIMA, **dict.fromkeys(PHASES, 0.15)}
-ROUNDS = 3  # in a row, to be an anomaly and to be none any more
+ROUNDS = 3  # in a row, to begin and to end an anomaly
 LEARN = 6  # rounds until a peer's usual difference is known
-FRESH_PERIODS = 2.5  # a sample that is older takes no part
-EVIDENCE_SECONDS = 600.0  # so long an anomaly that is over still belongs to a failure's story
+FRESH_PERIODS = 2.5  # age up to which a sample takes part
+EVIDENCE_SECONDS = 600.0  # for which a past anomaly still counts as evidence for a failure
 GROUP = 64  # nodes that are compared with each other
 ONLY_REPORTED = "only reported, for a difference alone harms nobody"
 
@@ -54,7 +54,7 @@ class Sample:
 
 @dataclass
 class Standing:
-    """An anomaly that was reported. quiet: rounds without it. over: when it ended."""
+    """A reported anomaly. quiet: rounds without it. over: when it ended."""
 
     peer: str
     nodes: list[str]
@@ -68,13 +68,13 @@ class Standing:
 
 @dataclass
 class Group:
-    """Peers of one kind, nodes or ranks. usual: (peer, metric) -> its last differences from all peers' median."""
+    """Peers of one kind, nodes or ranks. usual: (peer, metric) -> its last differences from the median of all."""
 
     watch: PeerWatch
     usual: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
 
     def judge_round(self, rows: Mapping[str, Mapping[str, float]], standing: Iterable[str]) -> list[Anomaly]:
-        """One round: peer -> metric -> value."""
+        """Judge one round. rows: peer -> metric -> value."""
         adjusted = {peer: dict(values) for peer, values in rows.items()}
         apart: dict[tuple[str, str], float] = {}
         for name in LAYOUT & {name for values in rows.values() for name in values}:
@@ -94,10 +94,6 @@ class Group:
             if peer not in odd:
                 self.usual.setdefault((peer, name), deque(maxlen=30)).append(difference)
         return found
-
-    def forget_usual(self) -> None:
-        """Other members, other work: what was usual no longer is."""
-        self.usual.clear()
 
 
 @dataclass
@@ -128,7 +124,7 @@ class JobPeers:
         return [item for group in self.groups for item in group.standing.values()]
 
     def on_metrics(self, agent: AgentView, message: wire.Metrics, now: float) -> None:
-        """Takes in an agent's sample, without names that nobody knows and values that make no sense."""
+        """Take in an agent's sample, without unknown names and senseless values."""
         ranks = {slot: _sound(values) for slot, values in message.ranks.items() if slot in agent.slots}
         self.samples[message.element] = Sample(now, agent.node, message.host[:100], _sound(message.node), ranks)
 
@@ -138,8 +134,7 @@ def _sound(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def check_peers(view: View, known: JobView, times: JobTimes, peers: JobPeers) -> Outcome:
-    """Compares the next group of the job's nodes; a round over all groups takes `metrics_seconds`, of which 0 means no
-    comparison."""
+    """Compare the next group of the job's nodes; a round over all groups takes `metrics_seconds` (0: no comparison)."""
     out, job, period, now = Outcome(), known.state, view.config.metrics_seconds, view.now
     if not period or job.plan is None or job.phase not in (Phase.RUNNING, Phase.OFFERING):
         return out
@@ -166,15 +161,15 @@ def check_peers(view: View, known: JobView, times: JobTimes, peers: JobPeers) ->
 
 
 def _regroup(job: JobState, peers: JobPeers, out: Outcome, now: float) -> None:
-    """Other members, other work: what was usual no longer is. Who stands out is remembered."""
+    """Forget what was usual, because of other members and other work. Anomalies are remembered."""
     assert job.plan is not None
     peers.generation, peers.members = job.plan.generation, job.elements(job.members)
     standing, count = peers.standing, max(1, math.ceil(len(peers.members) / GROUP))
     same = len(peers.groups) == count
     peers.groups = peers.groups if same else [Neighbours() for _ in range(count)]
     for group in peers.groups:
-        group.nodes.forget_usual()
-        group.ranks.forget_usual()
+        group.nodes.usual.clear()
+        group.ranks.usual.clear()
     if not same:
         peers.groups[0].standing = {item.peer: item for item in standing}
     for group in peers.groups:
@@ -212,7 +207,7 @@ def _compare(
 
 
 def node_rows(samples: Mapping[int, Sample]) -> tuple[dict[str, dict[str, float]], dict[str, list[str]]]:
-    """(peer -> metrics, peer -> its nodes). Nodes of one machine share its counters, so together they are one peer."""
+    """Return (peer -> metrics, peer -> its nodes). Nodes of one machine share its counters, so they are one peer."""
     machines: dict[str, list[Sample]] = {}
     for _, sample in sorted(samples.items()):
         if sample.values:
@@ -230,7 +225,7 @@ def node_rows(samples: Mapping[int, Sample]) -> tuple[dict[str, dict[str, float]
 def rank_rows(
     samples: Mapping[int, Sample], members: Iterable[int], phases: Mapping[int, Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
-    """peer -> metrics of its process and its phases, as shares of the mean iteration."""
+    """Return peer -> metrics of its process and its phases, as shares of the mean iteration."""
     processes = {slot: values for sample in samples.values() for slot, values in sample.ranks.items()}
     whole = (
         fmean(sum(times.get(name, 0.0) for name in (*PHASES, "reduce")) for times in phases.values()) if phases else 0
@@ -241,12 +236,8 @@ def rank_rows(
         if whole > 0.0 and slot in phases:
             row |= {name: phases[slot].get(name, 0.0) / whole for name in PHASES}
         if row:
-            rows[_peer(slot)] = row
+            rows[f"slot {slot}"] = row
     return rows
-
-
-def _peer(slot: int) -> str:
-    return f"slot {slot}"
 
 
 def _record(standing: Standing, anomaly: Anomaly, values: Mapping[str, float]) -> records.Anomaly:
@@ -269,7 +260,7 @@ def _is_gone(job: JobState, item: Standing) -> bool:
 
 
 def _end_anomalies(job: JobState, peers: JobPeers, group: Neighbours, out: Outcome, now: float) -> None:
-    """Anomalies that have not been seen for some rounds, or whose peer is gone, are over."""
+    """End anomalies that have not been seen for some rounds, or whose peer is gone."""
     for item in list(group.standing.values()):
         gone = _is_gone(job, item)
         if gone or item.quiet >= ROUNDS:
@@ -293,7 +284,7 @@ def _over(
 
 
 def evidence(all_peers: Iterable[JobPeers], node: str, now: float) -> str:
-    """Return for a failure's reason why its node was odd before; empty when it was not."""
+    """Return, for a failure's reason, why its node was odd before; empty if it was not."""
     said = []
     for peers in all_peers:
         for item in [*peers.standing, *peers.past]:

@@ -1,7 +1,7 @@
-"""Actions that do not come to their end: each has a time limit, whose expiry leads to the next severity.
+"""Actions that do not finish: each has a time limit, whose expiry leads to the next severity.
 
 The escalation's memory (`fault_history.History`) knows which action runs for a slot, so a restarted controller goes on
-with it. The clock stands still while the action waits for somebody else (`LACKS`).
+with it. The clock stands still while the action waits for something else (`LACKS`).
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from unicron_detector.failures.fault_history import WHOLE_JOB
 
 CHECK_SECONDS = 0.5  # between two checks of a job's actions
 MANY = 100  # actions that begin between two checks
-COSTS = 10  # times what pacing counts for a rank: 16,384 that are being started are checked every eight seconds
+COSTS = 10  # times the usual pace of checks: 16,384 ranks that are being started are checked every eight seconds
 
 
 @dataclass
 class ActionClocks:
-    """When each action of a job was last seen to wait for somebody else. Times are seconds."""
+    """The last time at which each action of a job waited for something else, in seconds."""
 
     check_at: float = 0.0
     paced_for: int = 0
-    """Actions when the next check was planned."""
+    """The number of actions when the next check was planned."""
     excused: dict[str, float] = field(default_factory=dict)
 
     def elapsed_seconds(self, action: str, since: float, waits: bool, view: View) -> float:
-        """Return how long the action has run. After a restart it begins at 0: the time before is not known."""
+        """Return how long the action has run. After a restart it begins at 0, since the time before is not known."""
         if not waits:
             self.excused[action] = view.now
         return view.now - max(since, view.started_at, self.excused.get(action, 0.0))
 
 
 def time_limit(config: ControllerConfig, state: State, moved: bool) -> float:
-    """Seconds that the running action may take."""
+    """Return the seconds that the running action may take."""
     if state is State.REATTEMPTING:
         return config.regroup_seconds
     return config.isolate_seconds if state is State.ISOLATING and not moved else config.restart_seconds
@@ -88,13 +88,13 @@ class Action:
 LACKS: tuple[tuple[Callable[[Action], object], str], ...] = (
     (lambda a: a.record.gone and a.known.settings.allocation, ""),  # nobody comes in its place
     (lambda a: a.isolates and a.record.gone, "its element has a place in the plan, and no agent came"),
-    (lambda a: a.record.gone or a.agent is None or not a.agent.alive, ""),  # the lease and Slurm see to that
+    (lambda a: a.record.gone or a.agent is None or not a.agent.alive, ""),  # the lease and Slurm handle that
     (lambda a: a.status is None or a.job.finished(a.slot), ""),
     (lambda a: a.isolates and a.record.node == a.node and a.leaves, "its agent on {node} still runs"),
     (lambda a: a.rank in ("starting", "exited"), "its process (incarnation {incarnation}) is not ready"),
     # The monitor judges its iterations.
     (lambda a: a.known.phase in (Phase.RUNNING, Phase.OFFERING) and a.inside and a.rank == "running", ""),
-    # It waits for others, or is late to stop, which has limits of its own.
+    # It waits for others, or is late to stop, which has its own limits.
     (lambda a: a.known.phase in (Phase.FORMING, Phase.BREAKING) or a.leaves, ""),
     # A transfer is judged by its progress.
     (lambda a: a.known.phase in (Phase.ENTERING, Phase.OFFERING) and a.rank == "entering", ""),
@@ -105,11 +105,11 @@ LACKS: tuple[tuple[Callable[[Action], object], str], ...] = (
     (lambda a: not a.known.mode.joins and a.rank == "waiting", ""),
     (lambda a: True, "it is {rank} while the job is {phase}"),
 )
-"""What an action still lacks: the first row that holds says it. Empty: it waits for somebody else."""
+"""The first row that holds says what an action still lacks; an empty text means that it waits for something else."""
 
 
 def lacking(job: JobView, slot: int, state: State, node: str, unfit: set[str]) -> str:
-    """Return what the running action still lacks; empty while it is done, or waits for somebody else.
+    """Return what the running action still lacks; empty if it is done or waits for something else.
 
     node: where the fault was. unfit: nodes that must get no work.
     """
@@ -127,8 +127,8 @@ def lacking(job: JobView, slot: int, state: State, node: str, unfit: set[str]) -
 
 
 def check_actions(view: View, job: JobView, clocks: ActionClocks) -> Outcome:
-    """Actions of the job whose time is over. Checks twice a second, and less often where all ranks of a large job are
-    being started."""
+    """Report actions of the job whose time is over. Checks twice a second, and less often while all ranks of a large
+    job are being started."""
     out, history = Outcome(), view.state.history
     if view.now < clocks.check_at:
         return out
@@ -137,7 +137,7 @@ def check_actions(view: View, job: JobView, clocks: ActionClocks) -> Outcome:
     clocks.paced_for = len(slots)
     clocks.check_at = look_again(view.now, COSTS * len(slots), CHECK_SECONDS)
     if len(slots) > 2 * max(before, MANY):
-        return out  # so many have just begun: there is nothing to see yet, and more urgent work
+        return out  # so many have just begun: nothing to report yet, and more urgent work
     for slot in slots:
         if slot != WHOLE_JOB:
             _check_slot(view, job, clocks, slot, history.states[state.job, slot], out)
@@ -164,7 +164,7 @@ def _check_slot(view: View, job: JobView, clocks: ActionClocks, slot: int, state
 
 
 def _check_element(view: View, job: JobView, clocks: ActionClocks, element: int, out: Outcome) -> None:
-    """An element whose agent alone died is started again by Slurm, and must come back."""
+    """Check an element of which only the agent died: Slurm starts it again, and an agent must come back."""
     state, record = job.state, job.state.agents[element]
     waits = state.allotted is None or element in state.allotted
     begun = max((f.detected_at for f in state.failures if f.record.element == element), default=0.0)

@@ -1,4 +1,4 @@
-"""Members of one job that the others wait for: they stopped by themselves, are late to stop, or late to enter."""
+"""Members that the others wait for: they stopped by themselves, are late to stop, or late to enter."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_ctl.shared.protocol.wire import Plan
 
-WITNESS_SECONDS = 0.05  # what is heard later than this after a rank stopped was sent after its peers' connections broke
-ENTER_TRIES = 3  # in a row; then those who never entered count as lost
+WITNESS_SECONDS = 0.05  # after a rank stopped; what is heard later was sent after its peers' connections broke
+ENTER_TRIES = 3  # in a row; then members that never entered count as lost
 ITERATIONS_TO_TAKE_AN_OFFER = 4
 ITERATIONS_TO_STOP = 3.0
-BLOCKED_SECONDS = 0.1  # between two looks at who waits for a rank of its replica that has stopped
+BLOCKED_SECONDS = 0.1  # between two checks for members that wait for a stopped rank of their replica
 MOST_NAMED = 16  # of the members that stopped at once
 
 
@@ -37,10 +37,10 @@ def _finding(view: View, job: JobView, what: What, slots: tuple[int, ...], said:
 
 # ---------------------------------------------------------------- stopped by themselves
 def check_stopped(view: View, job: JobView) -> Outcome:
-    """Members that stopped by themselves although all agents have spoken since and nobody is gone: all try again.
+    """Report members that stopped by themselves although all agents have spoken since and none is gone: all try again.
 
-    A rank's connections also break because a peer's node died, which only the lease shows. So until every agent has
-    been heard again (`ping_unheard`), this is no fault yet.
+    A rank's connections also break because a peer's node died, which only the lease shows. So this is no fault until
+    every agent has been heard again (`ping_unheard`).
     """
     out, state = Outcome(), job.state
     if not job.stopped or state.phase is Phase.BREAKING or state.regroup or state.condemned:
@@ -55,7 +55,7 @@ def check_stopped(view: View, job: JobView) -> Outcome:
 
 
 def ping_unheard(view: View, job: JobView) -> Outcome:
-    """After a rank stopped by itself, asks every agent that has not spoken since whether it lives."""
+    """Ping every agent that has not spoken since a rank stopped by itself."""
     out = Outcome()
     if job.state.phase is Phase.BREAKING:
         return out
@@ -67,12 +67,12 @@ def ping_unheard(view: View, job: JobView) -> Outcome:
 
 
 def _spread(job: JobView, slots: list[int]) -> tuple[int, ...]:
-    """The first few slots, on as many nodes as possible: when thousands stop at once, more of them say nothing new."""
+    """Return the first few slots, on as many nodes as possible: if thousands stop at once, more add nothing."""
     return tuple(sorted(sorted(slots, key=lambda slot: (slot % job.per_node, slot))[:MOST_NAMED]))
 
 
 def unheard_since(job: JobView, since: float) -> list[AgentView]:
-    """Agents with members that have said nothing since a moment after `since`."""
+    """Return agents with members that have not spoken since a moment after `since`."""
     silent = [agent for agent in job.alive() if agent.last_heard < since + WITNESS_SECONDS]
     inside = (job.state.members, job.state.joining)
     return [agent for agent in silent if any(slot in those for slot in agent.slots for those in inside)]
@@ -80,10 +80,10 @@ def unheard_since(job: JobView, since: float) -> list[AgentView]:
 
 # ---------------------------------------------------------------- late to stop
 def check_late_to_stop(view: View, job: JobView, times: JobTimes, progress: ProgressWatch) -> Outcome:
-    """Survivors that did not stop in time: the job goes on without them.
+    """Report survivors that did not stop in time; the job goes on without them.
 
-    It waits for whoever holds the last copy of the training state, as long as no other survivor has reported, and the
-    log says so once.
+    It waits for a member that holds the last copy of the training state, as long as no other survivor has reported, and
+    records that once.
     """
     out, state = Outcome(), job.state
     if state.phase is not Phase.BREAKING or job.seconds_in_phase(view.now) <= view.config.report_timeout:
@@ -93,7 +93,7 @@ def check_late_to_stop(view: View, job: JobView, times: JobTimes, progress: Prog
     awaited = [slot for slot in sorted(job.awaited) if slot not in state.lost and slot not in state.condemned]
     hit = state.hit() if job.replica > 1 else frozenset(awaited)  # all others finish what they have begun
     late = {slot: said for slot in awaited if (said := _late(view, job, slot, times, slot in hit))}
-    if late and quorum.waits_for_majority(view, job, progress):  # no time shows those dead who may go on by themselves
+    if late and quorum.waits_for_majority(view, job, progress):  # missing members may still go on by themselves
         gone = quorum.missing_elements(view, state)
         late = {slot: said for slot, said in late.items() if state.element(slot) not in gone}
     if not late:
@@ -108,8 +108,8 @@ def check_late_to_stop(view: View, job: JobView, times: JobTimes, progress: Prog
 
 
 def check_blocked(view: View, job: JobView, progress: ProgressWatch) -> Outcome:
-    """Notes, in replicas that no Break hits, ranks that have stopped although the rest of their replica cannot finish
-    its schedule without them. All of the replica are told to stop then."""
+    """Note, in replicas that no Break hits, ranks that have stopped although the rest of their replica cannot finish
+    its schedule without them. Then the whole replica is told to stop."""
     out, state = Outcome(), job.state
     if state.phase is not Phase.BREAKING or job.replica == 1 or not job.awaited:
         return out
@@ -129,7 +129,6 @@ def check_blocked(view: View, job: JobView, progress: ProgressWatch) -> Outcome:
 
 
 def _share(job: JobView, place: int, head: int, iteration: int) -> int:
-    """Return the number of micro-batches that the replica has in the iteration."""
     plan, status = job.state.plan, job.status(head)
     if plan is not None and plan.iteration == iteration and head in plan.assignment:
         return len(plan.assignment[head])
@@ -138,7 +137,7 @@ def _share(job: JobView, place: int, head: int, iteration: int) -> int:
 
 
 def _falls_short(job: JobView, slot: int, iteration: int, share: int) -> bool:
-    """The rank is at rest, and has not got through the schedule of that iteration."""
+    """Whether the rank is at rest and has not finished the schedule of that iteration."""
     status = job.status(slot)
     if status is None or status.state not in AT_REST or slot in job.state.lost:
         return False
@@ -147,8 +146,10 @@ def _falls_short(job: JobView, slot: int, iteration: int, share: int) -> bool:
 
 
 def _late(view: View, job: JobView, slot: int, times: JobTimes, hit: bool) -> str:
-    """Why a survivor should have stopped by now; empty while it may take longer. hit: its replica has lost a rank. A
-    replica that has not finishes its schedule first, and does not show how far it is."""
+    """Return why a survivor should have stopped by now; empty while it may take longer.
+
+    hit: its replica has lost a rank. Another replica finishes its schedule first, and does not show its progress.
+    """
     status, agent, config = job.status(slot), job.agent(slot), view.config
     if status is None or agent is None:
         return ""
@@ -165,14 +166,14 @@ def _late(view: View, job: JobView, slot: int, times: JobTimes, hit: bool) -> st
 
 
 def _first_iteration(status: RankStatus) -> bool:
-    """The rank computes its first iteration, in which a micro-batch may take minutes: it compiles."""
+    """Whether the rank computes its first iteration, in which a micro-batch may take minutes because it compiles."""
     computes = status.state == "running" and status.micro_batches > 0 and status.phase == "computing"
     return computes and not status.iteration_seconds and status.process != STOPPED_BY_SIGNAL
 
 
 def _last_copies(job: JobView, awaited: Collection[int]) -> set[int]:
-    """Awaited members that hold the last copy of the training state of their place: no other rank of that place has
-    stopped or trained to the end, so the job can neither go on nor end without them."""
+    """Return awaited members that hold the last copy of the training state of their place: no other rank of that place
+    has stopped or finished, so the job can neither go on nor end without them."""
     state, size = job.state, job.replica
     at_rest = (s for s in state.survivors() if s not in job.awaited and s not in state.condemned)
     covered = {
@@ -186,7 +187,7 @@ def _last_copies(job: JobView, awaited: Collection[int]) -> set[int]:
 
 
 def _holds(job: JobView, slot: int) -> bool:
-    """The member's process has been in a generation, so it holds the training state."""
+    """Whether the member's process has been in a generation, so that it holds the training state."""
     state, status = job.state, job.status(slot)
     if not state.mode.keeps_state or status is None or job.identity(slot) != state.members.get(slot):
         return False
@@ -194,7 +195,7 @@ def _holds(job: JobView, slot: int) -> bool:
 
 
 def last_copy(job: JobView, slot: int) -> bool:
-    """Nobody but this member holds the training state of its place."""
+    """Whether no other member holds the training state of this one's place."""
     state, size = job.state, job.replica
     if slot not in state.members or not _holds(job, slot):
         return False
@@ -211,11 +212,11 @@ def _wait_for(job: JobView, slots: set[int], what: str, out: Outcome) -> None:
 
 # ---------------------------------------------------------------- late to enter
 def check_late_to_enter(view: View, job: JobView, times: JobTimes, progress: ProgressWatch) -> Outcome:
-    """Notes in `progress.overdue` why the time to enter the plan or the offer is over, and names members that have not
+    """Note in `progress.overdue` why the time to enter the plan or the offer is over, and report members that have not
     entered in ENTER_TRIES tries in a row.
 
-    The time begins anew whenever a member gets on: comes in, or moves bytes of the transfer. It does not run while a
-    member is in the script's own code before the boundary, nor for an offer that nobody has taken yet.
+    The time restarts whenever a member enters or moves bytes of the transfer. It does not run while a member is in the
+    script's own code before the boundary, nor for an offer that no member has taken yet.
     """
     progress.overdue = _overdue(view, job, times, progress)
     return _never_entered(view, job, progress)
@@ -249,7 +250,7 @@ def _overdue(view: View, job: JobView, times: JobTimes, progress: ProgressWatch)
 
 
 def offer_taken(job: JobView, offer: Plan) -> bool:
-    """A member is at the boundary and enters what is offered. All will, for they have agreed on it."""
+    """Whether a member enters the offer at the boundary. Then all will, since they have agreed on it."""
     return any(
         status.generation == offer.generation or (status.state == "entering" and status.entering == offer.generation)
         for slot in job.state.members
@@ -258,7 +259,7 @@ def offer_taken(job: JobView, offer: Plan) -> bool:
 
 
 def offer_ignored(view: View, job: JobView, progress: ProgressWatch) -> str:
-    """Why an offer is to be made anew: it has been out for long, and the members train on without it."""
+    """Return why the offer must be renewed: it was made long ago, and the members train on without it."""
     state = job.state
     waited, limit = job.seconds_in_phase(view.now), view.config.enter_timeout
     if state.offer is None or waited < limit or view.now < progress.enter_check_at:
@@ -274,8 +275,8 @@ def offer_ignored(view: View, job: JobView, progress: ProgressWatch) -> str:
 
 
 def _never_entered(view: View, job: JobView, progress: ProgressWatch) -> Outcome:
-    """The third time in a row, members that never got in are named; before that all try again. Where nobody else holds
-    the training state, all try for ever."""
+    """Report members that never entered, the third time in a row; before that all try again. If only they hold the
+    training state, all try for ever."""
     out, state = Outcome(), job.state
     if not progress.overdue or state.tries + 1 < ENTER_TRIES:
         return out

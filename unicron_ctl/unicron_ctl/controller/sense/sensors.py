@@ -1,8 +1,7 @@
 """The tables of sensors: each returns its findings, and sends and records nothing itself.
 
-A sensor of one job is a function of the view, the job and its memory; it changes nothing but the parts of the memory
-that its row names, and is pure where the row names none. `tests/unit/unicron_ctl/controller/sense/test_sensors.py`
-proves it for every row. The job's turn (`core/turn.py`) runs them and has their findings judged.
+A sensor of one job is a function of the view, the job and its memory. It changes only the parts of the memory that its
+row names, and is pure if the row names none (`test_sensors.py` proves it). The job's turn (`core/turn.py`) runs them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from unicron_ctl.controller.sense.timing import JobTimes
 
 @dataclass
 class SensorMemory:
-    """The memory of one job's sensors, each part by its name. Lost with the process."""
+    """The memory of one job's sensors; lost with the process."""
 
     times: JobTimes
     progress: ProgressWatch
@@ -35,16 +34,16 @@ class SensorMemory:
     odd: list[int] = field(default_factory=list)
     """Slots that changed in a way that needs a closer look."""
     speaker: AgentView | None = None
-    """The agent that says that it ends."""
+    """The agent that announces its end."""
     before: AgentRecord | None = None
-    """The agent in whose place another one has just registered."""
+    """The agent that another one has just replaced."""
 
 
 class When(enum.Enum):
     """The occasion at which a sensor is run."""
 
-    LEAVING = "leaving"  # an agent says that it ends
-    REGISTERED = "registered"  # an agent has come in place of another one
+    LEAVING = "leaving"  # an agent announces its end
+    REGISTERED = "registered"  # an agent has replaced another one
     CHANGE = "change"  # slots changed in a way that needs a closer look
     TURN = "turn"  # every turn of the job
     TICK = "tick"  # every tick, before the job's turn

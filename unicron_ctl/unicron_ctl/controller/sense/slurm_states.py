@@ -1,7 +1,7 @@
-"""Slurm's word on elements whose agents are gone, or seem to live although Slurm shows their end.
+"""Slurm's states of elements whose agents are gone, or seem to live although Slurm shows their end.
 
-An agent that was killed tells nothing, and its node may be in order. So the failure is recorded by the lease or the
-hint, and what Slurm knows is added to it as soon as a listing shows it. Source: squeue(1), JOB STATE CODES.
+An agent that was killed reports nothing, and its node may be fine. So the lease or the hint records the failure, and
+Slurm's state is added as soon as a listing shows it. Source: squeue(1), JOB STATE CODES.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.states import OVER
 
-NODE_STATES = ("FAIL", "ERROR", "POWERED_DOWN", "DOWN", "NOT_RESPONDING")  # what speaks against a node, worst first
+NODE_STATES = ("FAIL", "ERROR", "POWERED_DOWN", "DOWN", "NOT_RESPONDING")  # evidence against a node, worst first
 OPEN_KINDS = ("node", "agent")
 
 
@@ -27,8 +27,8 @@ def describe(element: ElementInfo) -> str:
 
 
 def check_ended(view: View, job: JobView) -> Outcome:
-    """Suspect agents that seem to live although Slurm shows their element ended. They may live on for a moment, so they
-    are asked."""
+    """Suspect agents that seem to live although Slurm shows that their element ended. They may do so for a moment, so
+    they are probed."""
     out, listing = Outcome(), view.slurm.seen
     asked_at = listing.asked_at if listing is not None else 0.0
     for element in _with_agents(listing, job.state):
@@ -74,6 +74,5 @@ def _finding(view: View, job: JobView, element: ElementInfo, failure: Failure, s
 
 
 def _with_agents(listing: Listing | None, job: JobState) -> Iterator[ElementInfo]:
-    """Yield the job's elements that had an agent."""
     listed = listing.of(job.job).values() if listing is not None else ()
     return (element for element in listed if element.element in job.agents)

@@ -1,8 +1,8 @@
 """Times of iterations: the job's usual ones, and the rank that is slower than the others.
 
 Phase times lie in one array per job, [rank, iteration modulo the window, phase], so that a step of thousands of ranks
-is taken in and compared without a loop over them. Ranks are compared pairwise in :mod:`iterations.culprit`; of more
-than :data:`MOST_COMPARED` ranks only the slowest of each phase and an even sample of their peers are.
+needs no loop over them. :mod:`iterations.culprit` compares ranks pairwise; of more than :data:`MOST_COMPARED` ranks
+only the slowest of each phase and an even sample of their peers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unicron_detector.iterations.stragglers import Stragglers
 
 WINDOW, NEWEST = 16, 4  # iterations
 MOST_COMPARED = 64  # ranks that are compared with each other one by one
-CHOOSE_EVERY = 64  # iterations between two choices of whom to compare
+CHOOSE_EVERY = 64  # iterations between two choices of the ranks to compare
 COLUMNS = (*PHASES, "outside")  # of the array: the order of `structs.PHASES`
 SHARED_PHASES = [COLUMNS.index(name) for name in ("data", "forward", "backward")]  # their time grows with the share
 REDUCE = COLUMNS.index("reduce")
@@ -34,7 +34,7 @@ Row = dict[int, dict[str, float]]
 
 @dataclass(frozen=True)
 class Slow:
-    """The reason for which a job is slow at present. slot: None when no rank differs from the others."""
+    """The reason why a job is slow at present. slot: None if no rank differs from the others."""
 
     since: float
     iteration: int
@@ -59,12 +59,12 @@ class PhaseTimes:
     chosen: list[int] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Other ranks or other work: what was measured no longer counts."""
+        """Forget what was measured, because of other ranks or other work."""
         self.rows.clear()
         self.newest, self.chosen_at, self.chosen = -1, -1, []
 
     def on_step(self, step: structs.StepReport) -> None:
-        """Takes in the times of one agent's ranks, without those that make no sense."""
+        """Take in the times of one agent's ranks, without those that make no sense."""
         # A sum is below a bound only where none is NaN.
         good = [
             rank
@@ -75,7 +75,7 @@ class PhaseTimes:
             return
         rows = [self._row(rank.slot) for rank in good]
         place, first = step.iteration % WINDOW, rows[0]
-        # A node's ranks lie one after the other, and a slice is assigned in a fifth of the time.
+        # A node's ranks are adjacent, and assigning a slice takes a fifth of the time.
         where: slice | list[int] = rows
         if rows == list(range(first, first + len(rows))):
             where = slice(first, first + len(rows))
@@ -85,10 +85,8 @@ class PhaseTimes:
         self.newest = max(self.newest, step.iteration)
 
     def _row(self, slot: int) -> int:
-        row = self.rows.get(slot)
-        return self._add(slot) if row is None else row
-
-    def _add(self, slot: int) -> int:
+        if (known := self.rows.get(slot)) is not None:
+            return known
         row = self.rows[slot] = len(self.rows)
         if row >= len(self.shares):
             size = max(16, 2 * row)
@@ -102,10 +100,10 @@ class PhaseTimes:
         return row
 
     def comparable(self, last: int = WINDOW) -> Row:
-        """slot -> phase -> mean seconds of the `last` iterations, as if all ranks had equally many micro-batches.
+        """Return slot -> phase -> mean seconds of the `last` iterations, as if all had equally many micro-batches.
+        Of many ranks, only those that are worth comparing count.
 
-        Eight micro-batches on three ranks are 3, 3 and 2: the third computes less and waits longer, which is no fault
-        of anybody. Of many ranks, those that are worth comparing.
+        Eight micro-batches on three ranks are 3, 3 and 2: the third computes less and waits longer, without a fault.
         """
         slots = self._choose_slots()
         rows = np.array([self.rows[slot] for slot in slots], dtype=np.int64)
@@ -122,7 +120,7 @@ class PhaseTimes:
         return {slot: dict(zip(COLUMNS, row, strict=True)) for slot, row in zip(kept, means.tolist(), strict=True)}
 
     def _means(self, rows: npt.NDArray[np.int64], last: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-        """(rank x phase means, whether the rank was seen) of the iterations that each rank reported last."""
+        """Return (rank x phase means, whether the rank was seen) of the iterations that each rank reported last."""
         stamps, seconds = self.stamps[rows], self.seconds[rows]
         newest = stamps.max(axis=1, initial=-1)
         mask = (stamps >= 0) & (stamps > (newest - last)[:, None])
@@ -131,7 +129,7 @@ class PhaseTimes:
         return sums / np.maximum(count, 1)[:, None], count > 0
 
     def _choose_slots(self) -> list[int]:
-        """All ranks; of many, the slowest of each phase and an even sample, chosen anew from time to time."""
+        """Return all ranks; of many, the slowest of each phase and an even sample, chosen anew from time to time."""
         if len(self.rows) <= MOST_COMPARED:
             return sorted(self.rows)
         if self.chosen and self.newest - self.chosen_at < CHOOSE_EVERY:
@@ -143,7 +141,7 @@ class PhaseTimes:
         each = max(1, MOST_COMPARED // (2 * len(COLUMNS)))
         for column in range(len(COLUMNS)):
             worst.update(np.argsort(means[:, column])[-each:].tolist())
-        worst.update(np.argsort(means[:, REDUCE])[:each].tolist())  # who waits least comes last
+        worst.update(np.argsort(means[:, REDUCE])[:each].tolist())  # the slowest rank waits least
         self.chosen, self.chosen_at = sorted(slots[place] for place in worst), self.newest
         return self.chosen
 
@@ -177,7 +175,7 @@ class JobTimes:
         return self.degraded or self.straggler
 
     def adapt(self, job: JobState) -> None:
-        """A new generation is warm-up, another number of nodes another job."""
+        """Begin a warm-up with a new generation, and learn anew with another number of nodes."""
         generation = job.plan.generation if job.plan else 0
         if generation == self.generation:
             return
@@ -197,11 +195,11 @@ class JobTimes:
         self.stragglers.clear()
 
     def on_step(self, step: structs.StepReport, reports: bool = True) -> None:
-        """Takes in the phase times of one agent's ranks. reports: they say what they do; of others all that is no wait
+        """Take in the phase times of one agent's ranks. reports: they report what they do; for others, all but waiting
         is their script's own code."""
         self.phases.on_step(step)
         if not reports and self.monitor.warming:
-            return  # the time in which it started is none of its habits
+            return  # its start is none of its habits
         measured = [rank for rank in step.ranks if len(rank.phases) == len(COLUMNS)]
         if not reports:
             idle = [rank.phases[0] for rank in measured]
@@ -211,24 +209,24 @@ class JobTimes:
         )
 
     def limit(self, job: JobState, config: ControllerConfig) -> float:
-        """Seconds that the present iteration may take."""
+        """Return the seconds that the present iteration may take."""
         limit = self.monitor.limit()
         if limit is not None and not self.monitor.warming:
             return limit
         usual = self.monitor.average if self.monitor.learned else self.memory
-        if not usual and len(job.recent) >= RECENT_STEPS:  # a restarted controller knows this much
+        if not usual and len(job.recent) >= RECENT_STEPS:  # known to a restarted controller
             usual = job.seconds or 0.0
         seen = AGAIN * max(self.patience.early, default=0.0) if usual and limit is None else 0.0
         return max(limit or 0.0, seen, self.patience.warm_up(usual, config))
 
     def within(self, slot: int, inside: float, config: ControllerConfig) -> float:
-        """Seconds that a rank may take for the present iteration; inside: the others' limit."""
+        """Return the seconds that a rank may take for the present iteration. inside: the others' limit."""
         starts = slot in self.newcomers and self.monitor.warming
         return self.patience.newcomer(inside, config) if starts else inside
 
     # ------------------------------------------------------------ finished iterations
     def on_iteration(self, job: JobState, account: Account, recovery: bool, now: float) -> list[records.Record]:
-        """Takes in an iteration's time; reports when the job becomes slow, and which rank makes it so."""
+        """Take in an iteration's time; report when the job becomes slow, and which rank makes it so."""
         self.adapt(job)
         if account.generation != self.generation:
             return []
@@ -237,7 +235,7 @@ class JobTimes:
         seen = self.monitor.observe(account.seconds, recovery)
         if not recovery:
             warm_up = seen.reason == WARM_UP
-            known = learned or (warm_up and bool(self.memory))  # a newcomer's first ones say nothing of the new size
+            known = learned or (warm_up and bool(self.memory))  # newcomers' first ones do not show the new size's time
             self.patience.on_iteration(account.seconds, known, warm_up, bool(self.newcomers))
         if seen.health is Health.HEALTHY:
             self.healthy += 1
@@ -252,7 +250,7 @@ class JobTimes:
         return found if recovery else found + self._compare(job, account, now)
 
     def _became_slow(self, job: JobState, account: Account, reason: str, now: float) -> records.JobDegraded:
-        # The newest iterations are slow in full, but few; in noisy jobs only the longer window shows who it is.
+        # The newest iterations are all slow, but few; in noisy jobs only the longer window shows the culprit.
         looks = (slowest(self.phases.comparable(last), self.usual or None) for last in (NEWEST, WINDOW))
         culprit = next((found for found in looks if found), None)
         reason = f"{reason}; {culprit.reason if culprit else 'no rank differs from the others'}"
@@ -260,7 +258,7 @@ class JobTimes:
         return _record(self.degraded)
 
     def _compare(self, job: JobState, account: Account, now: float) -> list[records.Record]:
-        """A rank that is always slower than its peers: the job's own baseline may have been learned with it."""
+        """Find a rank that is always slower than its peers: the job's own baseline may have been learned with it."""
         before = self.straggler
         row = self.phases.comparable(1)
         culprit = self.stragglers.observe(row) if row else None
