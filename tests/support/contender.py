@@ -18,6 +18,7 @@ from unicron_ctl.shared.log import records, term
 from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.log.store import StoreError
 from unicron_ctl.shared.log.term import Renewal, Tenure, clock
+from unicron_ctl.shared.settings.config import ControllerConfig
 
 # As many turns as possible in the time that a test has.
 term.LEASE_SECONDS, term.RENEW_SECONDS, term.LOST_SECONDS, standby.POLL_SECONDS = 0.5, 0.1, 2.0, 0.05
@@ -25,7 +26,8 @@ term.LEASE_SECONDS, term.RENEW_SECONDS, term.LOST_SECONDS, standby.POLL_SECONDS 
 
 def lead(folder: Path, notes: Path) -> None:
     """One term, until it is over or this has had enough."""
-    claimed = standby.wait_for_claim(folder, lambda text: None)
+    anywhere = ControllerConfig(listen="tcp://127.0.0.1:0")
+    claimed, ports = standby.wait_for_claim(folder, anywhere, lambda text: None)
     tenure = Tenure(claimed.lease)
     renewal = Renewal(claimed.store, tenure, lambda: None)
     last = max((event.id for event in claimed.store.tail(limit=1).events), default=0)
@@ -45,6 +47,7 @@ def lead(folder: Path, notes: Path) -> None:
     finally:
         renewal.close()
         claimed.close()
+        ports.close()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from unicron_ctl.shared.log.records.codec import KINDS
+from unicron_ctl.shared.log.records import KINDS
 from unicron_ctl.shared.protocol import answer_schema
 from unicron_ctl.shared.protocol.client import ask_controller
 from unicron_ctl.shared.settings.config_file import load_valid_part

@@ -1,4 +1,5 @@
-"""`unicronctl web`: a read-only page. A process of its own asks the controller once for all who look at it."""
+"""Serves the read-only page of `unicronctl web` in a process of its own, which asks the controller once for all
+users."""
 
 from unicron_ctl.shared.commands.table import Command
 

@@ -1,4 +1,4 @@
-"""The answers of the page, without sockets. Each viewer gets what the controller would tell this user."""
+"""Makes the answers of the page, without sockets. Viewers get what the controller would tell them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from unicron_ctl.web import page_view
 from unicron_ctl.web.page_sessions import Sessions
 from unicron_ctl.web.page_source import Busy, LastAnswer, Source
 
-PATIENCE_SECONDS = 4.0  # for what is made for somebody else
-MOST_OF_ONE = 8  # questions of one viewer that wait for an answer at the same time
+PATIENCE_SECONDS = 4.0  # for an answer that is being made for another viewer
+MOST_OF_ONE = 8  # questions of one viewer that wait at the same time
 MOST_KEPT = 64
 T = TypeVar("T")
 HERE = Path(__file__).parent
@@ -36,7 +36,7 @@ JSON = "application/json"
 
 
 class NotFor(Exception):
-    """The viewer gets no answer. status: HTTP's number for why."""
+    """The viewer gets no answer. status: the HTTP status."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -45,7 +45,7 @@ class NotFor(Exception):
 
 @dataclass(frozen=True)
 class Body:
-    """An answer. every: seconds after which the browser should ask again, 0 for never."""
+    """An answer. every: seconds after which the browser should ask again; 0 for never."""
 
     data: bytes
     kind: str
@@ -59,27 +59,27 @@ class Body:
 
 
 def json_body(data: object, every: float = 0.0, tagged: object = None) -> Body:
-    """The data as JSON. tagged: what is new when the answer is, by default all of it."""
+    """Encode the data as JSON. tagged: the part by which an answer counts as new; by default all of it."""
     text = msgspec.json.encode(data)
     tag = hashlib.sha256(text if tagged is None else msgspec.json.encode(tagged)).hexdigest()[:32]
     return Body(text, JSON, f'"{tag}"', every)
 
 
 def file_body(name: str, kind: str) -> Body:
-    """One of the page's own files."""
+    """Read one of the page's own files."""
     data = (HERE / name).read_bytes()
     return Body(data, kind, f'"{hashlib.sha256(data).hexdigest()[:32]}"')
 
 
 class Once:
-    """Makes one thing at a time, each once for all who may see the same."""
+    """Makes one answer at a time, each once for all viewers who may see the same."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[object, ...], tuple[int, Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: tuple[object, ...], number: int, make: Callable[[], T]) -> T:
-        """Return the thing that was made under this key of the answer with this number. Raises Busy."""
+        """Return what was made under this key from the answer with this number, or make it. Raises Busy."""
         if not self._lock.acquire(timeout=PATIENCE_SECONDS):
             raise Busy("too much is asked at once: try again")
         try:
@@ -96,7 +96,7 @@ class Once:
 
 
 class Page:
-    """Answers the page's requests. sessions: None where there is one user (auth = "none")."""
+    """Answers the page's requests. sessions: None for a single user (auth = "none")."""
 
     def __init__(self, source: Source, sessions: Sessions | None) -> None:
         self._source, self.sessions = source, sessions
@@ -111,8 +111,7 @@ class Page:
         self._lock = threading.Lock()
 
     def answer(self, path: str, token: str, given: str) -> Body:
-        """The answer to one of `questions`. Raises NotFor, and Busy where this viewer alone would keep
-        others waiting."""
+        """Answer one of `questions`. Raises NotFor, and Busy if this viewer alone would keep others waiting."""
         viewer = self.who(token)
         with self._lock:
             if self._waiting[viewer] >= MOST_OF_ONE:
@@ -126,7 +125,7 @@ class Page:
                 self._waiting = +self._waiting
 
     def who(self, token: str) -> Viewer | None:
-        """The viewer with this token; None for the only user. Raises NotFor."""
+        """Return the viewer with this token; None for the only user. Raises NotFor."""
         if self.sessions is None:
             return None
         if (viewer := self.sessions.viewer(token)) is None:
@@ -134,17 +133,15 @@ class Page:
         return viewer
 
     def _sight(self, viewer: Viewer | None) -> tuple[LastAnswer[Status], Sight]:
-        """The last status, and what of it the viewer may see. Raises NotFor, Busy."""
+        """Return the last status, and the viewer's part of it. Raises NotFor, Busy."""
         seen = self._source.status()
         if seen.answer is None:
             raise NotFor(503, seen.problem)
         sharing = seen.answer.sharing
-        if sharing is None:  # the page was told no more than any user, so it is for its own user alone
+        if sharing is None:  # the page's own user is no reader, so the answer is for that user alone
             if viewer is None or viewer.uid != os.geteuid():
-                raise NotFor(
-                    403,
-                    "this page's own user is not one of [controller] readers or admins, so it serves that user only",
-                )
+                why = "this page's own user is not one of [controller] readers or admins, so it serves that user only"
+                raise NotFor(403, why)
             sharing = Sharing(auth="munge", uid=os.geteuid(), admins=[], private=[], owners={}, names={})
         elif viewer is None and sharing.auth != "none":
             raise NotFor(403, 'the controller has auth = "munge": give `unicronctl web` its unicron.toml')
@@ -155,10 +152,10 @@ class Page:
         key = ("view", None if sight.reads_all else viewer)
 
         def make() -> Body:
-            shown = page_view.overview(sight.status(), sight.reads_all)
-            data = shown | {"problem": seen.problem, "session": self.sessions is not None}
-            assert seen.answer is not None
-            return json_body({**data, "time": seen.answer.controller.time}, seen.every, data)
+            status = sight.status()
+            data = page_view.overview(status, sight.reads_all)
+            data |= {"problem": seen.problem, "session": self.sessions is not None}
+            return json_body({**data, "time": status.controller.time}, seen.every, data)
 
         return self._views.get(key, seen.number, make)
 
@@ -174,15 +171,12 @@ class Page:
         return json_body(page_view.job_view(answer, second) | {"problem": found.problem}, found.every)
 
     def _alternative(self, sight: Sight, viewer: Viewer | None, job: str) -> Any:
-        """The planner's choice for the job and its second choice; None where it has none."""
-        scenario = self._source.scenario()
-        if scenario.answer is None:
+        """Return the planner's choice for the job and its second choice; None if it has none."""
+        found = self._source.scenario()
+        if (whole := found.answer) is None:
             return None
-        whole = scenario.answer
         key = ("alternative", job, None if sight.reads_all else viewer)
-        return self._plans.get(
-            key, scenario.number, lambda: alternative(msgspec.to_builtins(sight.scenario(whole)), job)
-        )
+        return self._plans.get(key, found.number, lambda: alternative(msgspec.to_builtins(sight.scenario(whole)), job))
 
     def _plan(self, viewer: Viewer | None, _: str) -> Body:
         from unicron_planner.problem.objective import PlanError

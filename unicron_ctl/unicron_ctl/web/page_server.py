@@ -1,5 +1,5 @@
-"""The page over HTTP, by the standard library alone: GET of known paths, a POST that begins a session and one that ends
-it. One answer a connection, so that no client holds one for long."""
+"""Serves the page over HTTP with the standard library: GET of known paths, a POST that begins a session and one that
+ends it. Each connection gets one answer, so that no client holds one for long."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unicron_ctl.web.page_source import Busy
 log = logging.getLogger("unicron.web")
 IDLE_SECONDS = 5.0  # for one read or write
 HEAD_BYTES = 16384
-HALF = "Unicron-Session"  # half of a token: browsers send cookies to all ports of a host, and this to the page alone
+HALF = "Unicron-Session"  # has half of a token: browsers send cookies to all ports of a host, but this to one page
 HEADERS = (
     (
         "Content-Security-Policy",
@@ -39,9 +39,9 @@ HEADERS = (
 
 
 class Server(BoundedServer):
-    """Listens at host:port. origins: the addresses by which browsers may know the page, beside those of this socket.
+    """Listens at host:port. Raises UserError if that is not possible.
 
-    Raises UserError where nothing can listen there.
+    origins: the addresses by which browsers may know the page, besides those of this socket.
     """
 
     def __init__(self, host: str, port: int, page: Callable[[Collection[str]], Page], origins: Collection[str]) -> None:
@@ -58,7 +58,7 @@ class Server(BoundedServer):
 
 
 def own_origins(host: str, numeric: str, port: int) -> list[str]:
-    """Return the origins by which browsers on this host may call a page that listens there."""
+    """Return the origins by which browsers on this host may know a page that listens there."""
     names = {host, numeric} - {"0.0.0.0", "::", ""}
     if numeric in ("127.0.0.1", "::1"):
         names |= {"localhost", "127.0.0.1", "::1"}
@@ -66,7 +66,7 @@ def own_origins(host: str, numeric: str, port: int) -> list[str]:
 
 
 class _Head:
-    """A request's lines, as far as HEAD_BYTES; beyond that the connection looks closed."""
+    """A request's lines up to HEAD_BYTES; beyond that the connection looks closed."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._left = file, HEAD_BYTES
@@ -77,7 +77,7 @@ class _Head:
         return line
 
     def read(self, count: int) -> bytes:
-        """The body, of which the caller has limited the length."""
+        """Reads the body, whose length the caller has limited."""
         data: bytes = self._file.read(count)
         return data
 
@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(self._order)
 
     def _answer(self, make: Callable[[], Body | tuple[str, dict[str, str]]]) -> None:
-        """Sends what `make` returns: an answer, or the cookie to set and what the page keeps of a session."""
+        """Sends the result of `make`: an answer, or the cookie to set and the page's part of a session."""
         try:
             self._check_host()
             made = make()
@@ -129,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(200, made)
 
     def _check_host(self) -> None:
-        """A page of another site that leads its own name to this address gets nothing (DNS rebinding)."""
+        """Refuses a page of another site that directs its own name to this address (DNS rebinding)."""
         named = self.headers.get_all("Host") or []
         if len(named) != 1 or named[0].strip().lower() not in self.server.hosts:
             known = ", ".join(sorted(self.server.hosts))
@@ -146,8 +146,8 @@ class Handler(BaseHTTPRequestHandler):
         return page.answer(path, self._token(), given)
 
     def _order(self) -> tuple[str, dict[str, str]]:
-        """Begins or ends a session; the cookie to set, and what the page keeps: the half of the token that is not in
-        the cookie, and whose session it is."""
+        """Begins or ends a session. Returns the cookie to set, and what the page keeps: the half of the token that is
+        not in the cookie, and the user's name."""
         sessions = self.server.page.sessions
         if self.headers.get("Origin") not in self.server.origins:
             raise NotFor(403, "only the page itself begins a session")
@@ -202,11 +202,11 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answers what is no request at all, without a word of it."""
+        """Answers input that is no request, without repeating any of it."""
         self.server.note_asked(self.connection)
         self.close_connection = True
         with contextlib.suppress(OSError):
             self.wfile.write(f"HTTP/1.0 {int(code)} LinkRefused\r\nContent-Length: 0\r\n\r\n".encode())
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a watched page is asked for something every two seconds."""
+        """Logs nothing: an open page asks every two seconds."""

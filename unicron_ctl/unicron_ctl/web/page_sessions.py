@@ -1,9 +1,8 @@
-"""Sessions of the page's viewers: a link holds a munge credential, and a session takes its place (docs/web.md)."""
+"""Keeps the sessions of the page's viewers: a link's munge credential opens one (docs/web.md)."""
 
 from __future__ import annotations
 
 import hashlib
-import pwd
 import secrets
 import threading
 import time
@@ -13,16 +12,14 @@ from dataclasses import dataclass
 
 from unicron_ctl.shared.protocol import claims
 from unicron_ctl.shared.protocol.audience import Viewer
-from unicron_ctl.shared.protocol.munge import MungeError, unmunge
-from unicron_ctl.shared.system.time_limit import TimeLimit
+from unicron_ctl.shared.protocol.munge import MungeError, unmunge, user_name
 
 SESSION_SECONDS = 8 * 3600.0
 OF_ONE, OF_ALL = 20, 2000  # sessions that are kept
-LINK_SECONDS = 3600.0  # the longest life that munged gives a credential (MUNGE_MAXIMUM_TTL)
-LINKS_OF_ONE = 200  # that one user opens in this time
+LINK_SECONDS = 3600.0  # the longest life of a credential (MUNGE_MAXIMUM_TTL)
+LINKS_OF_ONE = 200  # links that one user may open in this time
 VERIFYING = 4  # credentials at once
 NEW_LINK = "make a new link with `unicronctl web link`"
-_names = TimeLimit(1.0, 4, "unicron-names")
 
 
 class LinkRefused(Exception):
@@ -36,9 +33,9 @@ class _Session:
 
 
 class Sessions:
-    """Trades munge credentials for tokens. Only digests of the tokens are kept, in memory.
+    """Exchanges munge credentials for tokens, and keeps digests of the tokens in memory.
 
-    origins: the page's own addresses; a credential is good for the one that it names.
+    origins: the page's own addresses, of which a credential names one.
     """
 
     def __init__(self, origins: Collection[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,12 +43,13 @@ class Sessions:
         self._clock = clock
         self._known: OrderedDict[bytes, _Session] = OrderedDict()
         self._used: dict[int, dict[bytes, float]] = {}
-        """uid -> links that were used, by digest, and until when they have to be known."""
+        """uid -> digest of a link that was used -> until when it has to be remembered."""
         self._lock = threading.Lock()
         self._verifying = threading.BoundedSemaphore(VERIFYING)
 
     def open_session(self, credential: str) -> tuple[str, str]:
-        """The token of a new session, in two halves with a point between, and the user's name. Raises LinkRefused."""
+        """Open a session; return its token, two halves joined by a full stop, and the user's name. Raises
+        LinkRefused."""
         if not self._verifying.acquire(timeout=2.0):
             raise LinkRefused("too many links are opened at once: try again")
         try:
@@ -77,14 +75,11 @@ class Sessions:
             raise LinkRefused(f"this link was used before: {NEW_LINK}")
         if found.payload not in self._claims:
             raise LinkRefused(f"this link is for another address: {NEW_LINK} and --url with the address that you open")
-        try:
-            user = _names.run(lambda: pwd.getpwuid(found.uid).pw_name)
-        except (KeyError, TimeoutError):  # the name service may be away: who it is, the number says
-            user = ""
-        return Viewer(found.uid, user)
+        return Viewer(found.uid, user_name(found.uid))
 
     def _first_use(self, credential: str, uid: int) -> bool:
-        """Notes that a link is used. munged forgets which it has seen when it is started again. Raises LinkRefused."""
+        """Note that a link is used, and return whether it is the first time. munged itself forgets that when it
+        restarts. Raises LinkRefused."""
         now, digest = self._clock(), _digest(credential)
         with self._lock:
             used = {seen: until for seen, until in self._used.get(uid, {}).items() if now < until}
@@ -95,13 +90,13 @@ class Sessions:
         return first
 
     def _forget(self, which: Callable[[_Session], bool], kept: int) -> None:
-        """Forgets the oldest of these sessions but for so many."""
+        """Forget all but the newest `kept` of these sessions."""
         found = [digest for digest, session in self._known.items() if which(session)]
         for digest in found[: max(0, len(found) - kept)]:
             del self._known[digest]
 
     def viewer(self, token: str) -> Viewer | None:
-        """Returns whose session it is; None when there is none, or it is over."""
+        """Return the session's viewer; None if there is no such session, or it is over."""
         with self._lock:
             session = self._known.get(_digest(token))
         return session.viewer if session is not None and self._clock() < session.until else None

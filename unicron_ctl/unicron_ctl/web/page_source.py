@@ -1,4 +1,4 @@
-"""Asks the controller for the page: each question once for all who look, and only while somebody does."""
+"""Asks the controller for the page: each question once for all viewers, and only while there are some."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from unicron_ctl.shared.system.errors import UserError
 
 Ask = Callable[[Mapping[str, Any]], Any]
 Answer = TypeVar("Answer")
-STATUS = {"kind": "status", "brief": True, "each": True}  # what each viewer is told is cut from the answer
-# Seconds. A question that takes long is asked less often: the controller is to spend at most 2 % of its core on it.
+STATUS = {"kind": "status", "brief": True, "each": True}  # each viewer's view is cut from the answer
+# A question that takes long is asked less often, so that it costs the controller at most 2 % of its core.
 STATUS_SECONDS, EXPLAIN_SECONDS, SCENARIO_SECONDS, LONGEST_SECONDS = 2.0, 5.0, 20.0, 20.0
-TIMES_ITS_LENGTH = 50.0  # from one question to the next, counted without what the page itself makes of the answer
+TIMES_ITS_LENGTH = 50.0  # from one question to the next, not counting the page's own time for the answer
 OLD_SECONDS = 40.0  # an older answer is not shown while a new one is on its way
 ANSWER_SECONDS = 8.0  # for the controller to answer
 PATIENCE_SECONDS = 9.0  # for the answer to somebody else's question
-EXPLAIN_APART = 0.5  # between questions about jobs, whoever asks
-MOST_JOBS = 256  # whose explanations are kept
+EXPLAIN_APART = 0.5  # seconds between two questions about jobs
+MOST_JOBS = 256  # jobs whose explanations are kept
 
 
 class Busy(Exception):
@@ -33,8 +33,8 @@ class Busy(Exception):
 
 @dataclass(frozen=True)
 class LastAnswer(Generic[Answer]):
-    """The last answer. problem: why there is no newer one, or "". number: rises with each try. every: seconds between
-    two questions. at: when it was asked last, by the monotonic clock."""
+    """The last answer. problem: the reason why there is no newer one, or "". number: counts the tries. every: seconds
+    between two questions. at: the time of the last question, by the monotonic clock."""
 
     answer: Answer | None
     problem: str
@@ -44,7 +44,7 @@ class LastAnswer(Generic[Answer]):
 
 
 class AnswerKeeper(Generic[Answer]):
-    """Keeps the answer to one question. Whoever wants it when it is due asks; meanwhile others get the last one."""
+    """Keeps the answer to one question. The first caller after it is due asks; others get the last answer meanwhile."""
 
     def __init__(self, ask: Callable[[], Answer], seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._ask, self._seconds, self._clock = ask, seconds, clock
@@ -53,7 +53,7 @@ class AnswerKeeper(Generic[Answer]):
         self._took = 0.0  # the last question
 
     def latest(self) -> LastAnswer[Answer]:
-        """The last answer, asked for anew when it is due. Raises Busy."""
+        """Return the last answer; ask again if it is due. Raises Busy."""
         seen = self._seen
         old = seen is None or self._clock() - seen.at > OLD_SECONDS
         if self._asking.acquire(timeout=PATIENCE_SECONDS if old else 0.0):
@@ -91,15 +91,15 @@ class Source:
         self._next_job = 0.0
 
     def status(self) -> LastAnswer[Status]:
-        """Everything at a glance. Raises Busy."""
+        """Return everything at a glance. Raises Busy."""
         return self._status.latest()
 
     def scenario(self) -> LastAnswer[Scenario]:
-        """The planner's input. Raises Busy."""
+        """Return the planner's input. Raises Busy."""
         return self._scenario.latest()
 
     def explanation(self, job: str) -> LastAnswer[Explanation]:
-        """Why the job is treated as it is. Raises Busy."""
+        """Explain how the job is treated. Raises Busy."""
         with self._lock:
             kept = self._jobs.setdefault(job, AnswerKeeper(lambda: self._explain(job), EXPLAIN_SECONDS, self._clock))
             self._jobs.move_to_end(job)
@@ -115,6 +115,6 @@ class Source:
             self._next_job = max(self._next_job, self._clock()) + EXPLAIN_APART
         time.sleep(max(0.0, wait))
         found = as_struct(self._ask({"kind": "explain", "job": job}), Explanation)
-        if found.job != job:  # its id is another job's name
+        if found.job != job:  # the id was taken for another job's name
             raise UserError(f"no job has the id {job}")
         return found

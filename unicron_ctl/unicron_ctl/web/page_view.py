@@ -1,4 +1,4 @@
-"""Makes the page's JSON of the controller's answers to one viewer. Pure."""
+"""Makes the page's JSON from the controller's answers to one viewer. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ View = dict[str, object]
 
 
 def overview(status: Status, admin: bool) -> View:
-    """The whole cluster. A node is [name, look, Slurm's states, jobs, whether it is suspect, remark]; times are seconds
-    since the epoch."""
+    """Show the whole cluster. A node is [name, look, Slurm's states, jobs, whether it is suspect, remark]; times are
+    seconds since the epoch."""
     controller = status.controller
     known = {job.job for job in status.jobs if not job.ended}
+    trained, lost = sum(job.trained_seconds for job in status.jobs), sum(job.lost_seconds for job in status.jobs)
     return {
         "admin": admin,
         "since": controller.since,
@@ -27,7 +28,7 @@ def overview(status: Status, admin: bool) -> View:
         "alarms": _alarms(status),
         "notes": [*paused_lines(controller.paused), *status.observed],
         "waf": status_tables.rate(status.waf),
-        "goodput": _goodput(status),
+        "goodput": {"share": trained / (trained + lost) if trained + lost else None, "lost": lost},
         "jobs": [_job(job, status) for job in status.jobs],
         "failures": [_failure(failure) for failure in reversed(status.failures)],
         "nodes": [_node(node, known) for node in sorted(status.nodes, key=lambda node: natural(node.node))],
@@ -35,7 +36,7 @@ def overview(status: Status, admin: bool) -> View:
 
 
 def _alarms(status: Status) -> list[str]:
-    """Return the lines that somebody has to see first."""
+    """Return the lines that come first on the page."""
     found = [f"needs an admin: {item.reason}" for item in status.attention]
     if status.controller.alone_since is not None:
         found.append("unicrond hears no agent at all, and does nothing")
@@ -46,16 +47,9 @@ def _alarms(status: Status) -> list[str]:
     return found
 
 
-def _goodput(status: Status) -> View:
-    """The share of the shown jobs' time that was not lost; null before there is any."""
-    trained, lost = sum(job.trained_seconds for job in status.jobs), sum(job.lost_seconds for job in status.jobs)
-    return {"share": trained / (trained + lost) if trained + lost else None, "lost": lost}
-
-
 def _job(job: Job, status: Status) -> View:
     reasons = status.plan.reasons
-    shown = ("last failure", "goodput")  # elsewhere on the page
-    notes = [note for note in status_tables.job_notes(job) if not note.startswith(shown)]
+    elsewhere = ("last failure", "goodput")  # on the page
     return {
         "job": job.job,
         "name": job.name,
@@ -74,7 +68,7 @@ def _job(job: Job, status: Status) -> View:
         "goodput": job.goodput,
         "lost": job.lost_seconds,
         "failures": job.failures,
-        "notes": notes,
+        "notes": [note for note in status_tables.job_notes(job) if not note.startswith(elsewhere)],
         "plan": reasons.get(job.job, "") if isinstance(reasons, dict) else "",
     }
 
@@ -115,7 +109,6 @@ def _look_of(node: Node, jobs: list[str], known: set[str]) -> str:
 
 
 def _remark(node: Node) -> str:
-    """Return the remarks on the node."""
     words = [node.reason, node.admission]
     for name, report in (("health", node.health), ("pair test", node.pair_test)):
         if report is not None and report.verdict != "good":
@@ -130,7 +123,7 @@ def _remark(node: Node) -> str:
 
 
 def job_view(data: Explanation, alternative: Mapping[str, Any] | None) -> View:
-    """One job: how it stands, its failures and the decisions about it, the newest first, and its second-best plan."""
+    """Show one job: its state, its failures and the decisions about it, newest first, and its second-best plan."""
     second = (alternative or {}).get("second")
     return {
         "job": data.job,
@@ -147,7 +140,7 @@ def job_view(data: Explanation, alternative: Mapping[str, Any] | None) -> View:
 
 
 def plan_view(scenario: Scenario, plan: Plan, names: Mapping[str, str]) -> View:
-    """The best plan for the cluster as it is now. names: of the jobs, by id."""
+    """Show the best plan for the present cluster. names: of the jobs, by id."""
     jobs = [
         {
             "job": job.name,

@@ -1,4 +1,4 @@
-"""`unicronctl web`: serves the page. `unicronctl web link`: a link by which its user opens it."""
+"""Serves the page (`unicronctl web`), and prints the link by which a user opens it (`unicronctl web link`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LISTEN = "127.0.0.1:7454"
 
 
 class Url(click.ParamType[str]):
-    """The address of a page, without a path."""
+    """The type of an option that holds the address of a page, without a path."""
 
     name = "url"
 
@@ -99,7 +99,7 @@ def _serve(listen: str, url: str, controller: str | None) -> None:
         source = Source(lambda question: ask_controller(question, controller, ANSWER_SECONDS))
         return Page(source, None if one_user else Sessions(origins))
 
-    gc.freeze()  # an answer has a hundred thousand objects, none of them in a circle
+    gc.freeze()  # an answer has a hundred thousand objects, and no cycles
     gc.set_threshold(50_000, 50, 100)
     server = Server(host, port, page, [url] if url else [])
     for number in (signal.SIGTERM, signal.SIGINT):

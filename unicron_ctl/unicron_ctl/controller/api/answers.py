@@ -1,4 +1,4 @@
-"""The questions of `unicronctl` and their answers: the structs of `protocol.answer_schema`."""
+"""Answers the questions of `unicronctl` with the structs of `protocol.answer_schema`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from unicron_ctl.controller.api import filters, privacy
 from unicron_ctl.controller.api.filters import Unanswerable as Unanswerable
@@ -40,18 +39,17 @@ from unicron_ctl.shared.protocol.questions import (
     ResumeOrder,
     StatusQuestion,
 )
-from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_ctl.shared.settings.partitions import DEFAULT
 from unicron_ctl.shared.system.release import release
 
 log = logging.getLogger("unicron.controller")
 MOMENT = 3600.0  # seconds: "in 0.0 days" says nothing
-SUM_AGAIN = 3600.0  # seconds after a weekly sum that failed
-RELEASE = release()  # once, at the start: what is installed may be replaced while this runs
+RETRY_SUM_SECONDS = 3600.0  # after a weekly sum that failed
+RELEASE = release()  # read at the start: an upgrade may replace the installed files while this runs
 
 
 def answer(core: Core, store: Store, what: str, args: Mapping[str, Any], asker: Asker) -> Any:
-    """The data for a question of `asker`. Raises Unanswerable."""
+    """Return the answer to a question. Raises Unanswerable."""
     if what not in QUESTIONS:
         known = ", ".join(sorted(QUESTIONS))
         raise Unanswerable(f"this controller does not know the question {what!r}: it knows {known}")
@@ -64,7 +62,7 @@ def answer(core: Core, store: Store, what: str, args: Mapping[str, Any], asker: 
 
 
 def status(core: Core, store: Store, wanted: StatusQuestion, asker: Asker) -> schema.Status:
-    """Everything at a glance, or what is asked for. What needs an admin is always there."""
+    """Return everything at a glance, or the wanted part. Whatever needs an admin is always in it."""
     names = filters.checked_nodes(core, wanted, asker, _partitions(core))
     all_jobs, all_nodes = visible_jobs(core, asker, wanted.brief), visible_nodes(core, asker, wanted.brief)
     listed = filters.jobs(all_jobs, wanted, names, all_nodes)
@@ -86,15 +84,15 @@ def status(core: Core, store: Store, wanted: StatusQuestion, asker: Asker) -> sc
 
 
 def _last(core: Core, newest_first: Iterable[Failure], each: bool) -> list[Failure]:
-    """The last failures of all, or of each user."""
-    told, counts = list[Failure](), Counter[object]()
+    """Return the last failures of all users together, or of each user."""
+    last, counts = list[Failure](), Counter[object]()
     for failure in newest_first:
         job = core.state.jobs[failure.job]
         owner = (job.uid, job.settings.user) if each else None
         if counts[owner] < LAST_FAILURES:
             counts[owner] += 1
-            told.append(failure)
-    return told
+            last.append(failure)
+    return last
 
 
 def _controller(core: Core) -> schema.Controller:
@@ -115,8 +113,7 @@ def _controller(core: Core) -> schema.Controller:
 
 
 def modes(core: Core) -> dict[str, str]:
-    """The mode of each partition that Slurm shows, of those that the configuration names, and of all others
-    ("default")."""
+    """Return the mode of each partition that Slurm or the configuration names, and of all others ("default")."""
     seen = core.view.slurm.seen
     shown = {name for node in (seen.nodes if seen else ()) for name in node.partitions}
     return {name: core.view.rules(name).mode for name in sorted({DEFAULT, *shown, *core.config.partitions})}
@@ -127,30 +124,29 @@ def _partitions(core: Core) -> set[str]:
 
 
 def jobs(core: Core, store: Store, wanted: Filters, asker: Asker) -> list[schema.Job]:
-    """All jobs of which the asker may know, the ended ones last, or those that are asked for."""
+    """Return the wanted jobs, the ended ones last."""
     names = filters.checked_nodes(core, wanted, asker, _partitions(core))
     return filters.jobs(visible_jobs(core, asker), wanted, names, visible_nodes(core, asker) if names else ())
 
 
 def nodes(core: Core, store: Store, wanted: Filters, asker: Asker) -> list[schema.Node]:
-    """All nodes that Slurm shows, and those on which an agent speaks, or those that are asked for."""
+    """Return the wanted nodes, of those that Slurm shows or that have a living agent."""
     names = filters.checked_nodes(core, wanted, asker, _partitions(core))
     return filters.nodes(visible_nodes(core, asker), wanted, names, visible_jobs(core, asker) if wanted.user else ())
 
 
 def events(core: Core, store: Store, question: EventsQuestion, asker: Asker) -> list[dict[str, object]]:
-    """The log after an id, or its end. Where it is too much for one answer an item of the kind CUT stands for the rest,
-    with the id of the event up to which the log was read."""
-    after, wanted = question.after, _event_filter(core, question, asker)
-    found = store.tail(after, question.limit, wanted)
-    told = [event.as_dict() for event in found.events]
+    """Return the log after an id, or its end. If it does not fit into one answer, an item of the kind CUT stands for
+    the rest, with the id of the event up to which the log was read."""
+    after = question.after
+    found = store.tail(after, question.limit, _event_filter(core, question, asker))
+    items = [event.as_dict() for event in found.events]
     if found.cut:
         reason = f"{'later' if after else 'earlier'} events are left out: they are too much for one answer"
-        number, time = found.cut
-        told.insert(len(told) if after else 0, _item(number, time, schema.CUT, reason))
-    if question.mark and not (after and (found.cut or len(told) >= question.limit)):
-        told.append(_item(core.state.last_event, core.now, schema.READ, ""))
-    return told
+        items.insert(len(items) if after else 0, _item(*found.cut, schema.CUT, reason))
+    if question.mark and not (after and (found.cut or len(items) >= question.limit)):
+        items.append(_item(core.state.last_event, core.now, schema.READ, ""))
+    return items
 
 
 def _item(number: int, time: float, kind: str, reason: str) -> dict[str, object]:
@@ -158,7 +154,7 @@ def _item(number: int, time: float, kind: str, reason: str) -> dict[str, object]
 
 
 def _event_filter(core: Core, question: EventsQuestion, asker: Asker) -> EventFilter:
-    """Return which part of the log is asked for. Raises Unanswerable."""
+    """Return the wanted part of the log. Raises Unanswerable."""
     names = filters.checked_nodes(core, question, asker, _partitions(core))
     kinds = filters.kinds(question.kinds)
     return EventFilter(
@@ -173,8 +169,10 @@ def _event_filter(core: Core, question: EventsQuestion, asker: Asker) -> EventFi
 
 
 def _jobs_of_events(core: Core, question: EventsQuestion, asker: Asker) -> set[str] | None:
-    """Return the jobs whose events are asked for ("": those of no job), None for all. Events of a job are its owner's;
-    those of nodes and of the controller the admins'. Raises Unanswerable."""
+    """Return the jobs whose events are wanted ("" for events of no job), or None for all.
+
+    A job's events are for its owner, those of nodes and of the controller for admins. Raises Unanswerable.
+    """
     name = _job_id(core, question.job, asker) if question.job else None
     visible = privacy.visible(core.view, asker)
     readable = [job for job in visible if asker.may_read(job) and question.user in ("", job.settings.user)]
@@ -192,7 +190,7 @@ def _jobs_of_events(core: Core, question: EventsQuestion, asker: Asker) -> set[s
 
 
 def _nodes_of_no_job(core: Core, partition: str, names: frozenset[str] | None) -> frozenset[str] | None:
-    """Return the nodes of which an event of no job has to name one: those of the partition that is asked for."""
+    """Return the partition's nodes: an event of no job has to name one of them."""
     if not partition:
         return None
     seen = core.view.slurm.seen
@@ -201,7 +199,7 @@ def _nodes_of_no_job(core: Core, partition: str, names: frozenset[str] | None) -
 
 
 def explain(core: Core, store: Store, question: ExplainQuestion, asker: Asker) -> schema.Explanation:
-    """Why a job is treated as it is; for its owner, readers and admins."""
+    """Explain how a job is treated, to its owner, readers and admins."""
     state = core.state.jobs[_job_id(core, question.job, asker)]
     if not asker.may_read(state):
         raise Unanswerable(f"{asker} may not read this: only the job's owner, readers and admins")
@@ -209,7 +207,7 @@ def explain(core: Core, store: Store, question: ExplainQuestion, asker: Asker) -
 
 
 def _job_id(core: Core, text: str, asker: Asker) -> str:
-    """A job by its id, or by its name where that is unique among living jobs that the asker may see. Raises
+    """Find a job by its id, or by a name that is unique among the living jobs that the asker may see. Raises
     Unanswerable."""
     seen = {state.job: state for state in privacy.visible(core.view, asker)}
     if text in seen:
@@ -223,7 +221,7 @@ def _job_id(core: Core, text: str, asker: Asker) -> str:
 
 
 def inject(core: Core, store: Store, order: InjectOrder, asker: Asker) -> schema.Injection:
-    """Breaks a rank on purpose."""
+    """Break a rank on purpose."""
     state = core.state.jobs[_job_id(core, order.job, asker)]
     if not asker.may_order(state):
         raise Unanswerable(f"{asker} may not inject here: only the job's owner and admins")
@@ -240,7 +238,7 @@ def inject(core: Core, store: Store, order: InjectOrder, asker: Asker) -> schema
 
 
 def health(core: Core, store: Store, report: readmission.Report, asker: Asker) -> dict[str, bool]:
-    """Takes a node's health report."""
+    """Take in a node's health report."""
     if not asker.admin:
         raise Unanswerable(f"{asker} may not report health here: only root and admins")
     seen = core.view.slurm.seen
@@ -251,10 +249,10 @@ def health(core: Core, store: Store, report: readmission.Report, asker: Asker) -
 
 
 def pause(core: Core, store: Store, order: PauseOrder, asker: Asker) -> schema.PauseState:
-    """Changes nothing in Slurm for a while, though the configuration allows it."""
+    """Stop all changes in Slurm for a while."""
     _check_partition(core, order.partition, asker)
     until = core.now + order.seconds if order.seconds else 0.0
-    # As a duration: the time of day would be that of the controller's zone, and the record has `until`.
+    # A duration, not a time of day, which would be in the controller's time zone.
     how_long = f"for {timedelta(seconds=round(order.seconds))}" if order.seconds else "until it is resumed"
     reason = f"{_whole(order.partition)} {how_long}: {asker} has asked for it"
     record = records.ActionsPaused(partition=order.partition, until=until, reason=reason)
@@ -263,7 +261,7 @@ def pause(core: Core, store: Store, order: PauseOrder, asker: Asker) -> schema.P
 
 
 def resume(core: Core, store: Store, order: ResumeOrder, asker: Asker) -> schema.PauseState:
-    """Acts again where the configuration allows it."""
+    """End a pause."""
     _check_partition(core, order.partition, asker)
     if core.state.is_paused("", core.now) and order.partition:
         raise Unanswerable(f"all partitions are paused, not {order.partition} alone: `unicronctl resume` ends it")
@@ -290,12 +288,12 @@ def _pause_state(core: Core) -> schema.PauseState:
 
 
 def ping(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Pong:
-    """Whether the controller answers, and how soon: through the same queue and loop as every message."""
+    """Answer a sign of life, which takes the same way as every message."""
     return schema.Pong(release=RELEASE, time=core.now, uid=os.geteuid())
 
 
 def scenario(core: Core, store: Store, question: NoArguments, asker: Asker) -> schema.Scenario:
-    """The planner's input of this moment, in the structure of a scenario file (unicron_planner/problem/scenario.py)."""
+    """Return the planner's present input as a scenario (unicron_planner/problem/scenario.py)."""
     config, seen = core.config, core.view.slurm.seen
     running = [state for state in core.state.jobs.values() if not state.over and not why_fixed(core.view, state)]
     found = inputs(core.view, running)
@@ -339,27 +337,24 @@ def _sizes(i: planning.JobInput, table: Mapping[int, float]) -> dict[str, float]
 
 
 def report(core: Core, store: Store, question: ReportQuestion, asker: Asker) -> schema.Report:
-    """Failures by cause, what they cost and what healing saved, in the last `seconds`."""
+    """Report on the last `seconds`: failures by cause, their cost, and what healing saved."""
     since = core.now - question.seconds
     own = None if asker.reads_all else {job.job for job in core.state.jobs.values() if asker.owns(job)}
     found = store.since(week.KINDS, since, jobs=own)
-    told = week.week(found.events, since, core.now, spared_seconds(core.config))
+    # Without healing a failure costs half the time between two checkpoints, and a start of the processes.
+    spared_seconds = core.config.checkpoint_seconds / 2.0 + core.config.replacement_seconds
+    made = week.week(found.events, since, core.now, spared_seconds)
+    made.cut_at = found.cut[1] if found.cut else None
     if asker.reads_all:
-        told = replace(told, observed=observed_lines(core, store))
+        made.observed = observed_lines(core, store)
     else:
-        told = replace(told, nodes=[])
-    return replace(told, cut_at=found.cut[1] if found.cut else None)
-
-
-def spared_seconds(config: ControllerConfig) -> float:
-    """Return the cost of a failure to a job that is requeued and begins from its last checkpoint: half the time between
-    two of them, and the start of the processes."""
-    return config.checkpoint_seconds / 2.0 + config.replacement_seconds
+        made.nodes = []
+    return made
 
 
 def observed_lines(core: Core, store: Store) -> list[str]:
-    """The last weekly sum and what has come since, in one line each; no line after a moment in which nothing was
-    left undone, such as a short pause."""
+    """Return the last weekly sum and the sum since then, in one line each. After a short pause in which nothing was
+    left undone there is no second line."""
     now = observed_since(core, store)
     if now is not None and not now.calls and now.node_hours < 0.05 and core.now - now.since < MOMENT:
         now = None
@@ -367,7 +362,7 @@ def observed_lines(core: Core, store: Store) -> list[str]:
 
 
 def observed_since(core: Core, store: Store) -> records.ObservedWeek | None:
-    """Return the sum of what acting would have saved since the last sum; None when nothing is only observed."""
+    """Return what acting would have saved since the last sum; None if no partition is only observed."""
     state = core.state
     if not state.observed_since:
         return None
@@ -377,7 +372,7 @@ def observed_since(core: Core, store: Store) -> records.ObservedWeek | None:
 
 
 class WeeklySum:
-    """Records the sum once a week. A sum that fails is logged and tried again later: nobody depends on it."""
+    """Records the sum once a week. A sum that fails is logged and tried again later: nothing depends on it."""
 
     def __init__(self, core: Core, store: Store) -> None:
         self._core, self._store = core, store
@@ -388,8 +383,8 @@ class WeeklySum:
         return bool(since) and now - since >= savings.WEEK_SECONDS and now >= self._next_try
 
     def record_sum(self, now: float) -> None:
-        """Sums up; the log must hold all that was decided."""
-        self._next_try = now + SUM_AGAIN
+        """Records the sum. The log must already hold all decisions."""
+        self._next_try = now + RETRY_SUM_SECONDS
         try:
             week = observed_since(self._core, self._store)
         except Exception:
@@ -399,7 +394,7 @@ class WeeklySum:
             self._core.append("", 0, week)
 
 
-# What is asked -> the type of its arguments, and the function that answers.
+# Name of a question -> the type of its arguments, and the function that answers.
 QUESTIONS: dict[str, tuple[type[msgspec.Struct], Callable[[Core, Store, Any, Asker], Any]]] = {
     "status": (StatusQuestion, status),
     "jobs": (Filters, jobs),

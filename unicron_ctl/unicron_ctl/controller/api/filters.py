@@ -1,8 +1,5 @@
-"""Chooses the jobs, nodes and failures that are asked for.
-
-Jobs and nodes are chosen from the answers as the asker gets them anyway, so a filter tells nobody more than he sees
-without. What a value may be, and what is near a wrong one, comes from these answers, too.
-"""
+"""Chooses the jobs, nodes and failures that a question asks for, from the answers that its asker would get without a
+filter. So a filter, and the hint about a mistyped value, never shows more than the asker may see."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from unicron_ctl.shared.protocol import answer_schema as schema
 from unicron_ctl.shared.protocol.questions import Filters
 from unicron_ctl.shared.slurm.host_lists import hosts
 
-MOST_COMPARED = 128  # names that a wrong one is compared with
+MOST_COMPARED = 128  # names with which a mistyped one is compared
 _HOST_LIST = re.compile(r"[^\[\]\s]*(\[[0-9,-]+\][^\[\]\s]*)*")
 
 
@@ -29,7 +26,7 @@ class Unanswerable(Exception):
 
 
 def checked_nodes(core: Core, wanted: Filters, asker: Asker, partitions: Iterable[str]) -> frozenset[str] | None:
-    """The names of the nodes that are asked for; None for all. partitions: that there are. Raises Unanswerable."""
+    """Return the names of the wanted nodes, None for all. partitions: those that exist. Raises Unanswerable."""
     if wanted.user:
         users = {job.settings.user for job in privacy.visible(core.view, asker)}
         if wanted.user not in users:
@@ -47,28 +44,26 @@ def checked_nodes(core: Core, wanted: Filters, asker: Asker, partitions: Iterabl
 
 
 def check_partition(name: str, partitions: Iterable[str]) -> None:
-    """Raises Unanswerable for a partition that there is not. name: "" for all."""
+    """Raises Unanswerable for a partition that does not exist. name: "" for all."""
     if name and name not in (known := set(partitions)):
         raise Unanswerable(f"there is no partition {name[:100]!r}{near(name, known, 'partitions')}")
 
 
 def near(word: str, known: Collection[str], what: str) -> str:
-    """Return words that name the nearest known word, or the words that there are."""
+    """Return a hint: the nearest known word, or the known words."""
     ordered = sorted(known)
-    here = max(
-        0, bisect(ordered, word) - MOST_COMPARED // 2
-    )  # in a long list only its neighbours: all would take seconds
-    found = difflib.get_close_matches(
-        word[:100], ordered[here : here + MOST_COMPARED] if ordered[MOST_COMPARED:] else ordered, 1
-    )
-    if found:
+    compared = ordered
+    if len(ordered) > MOST_COMPARED:  # only the neighbours: comparing all would take seconds
+        first = max(0, bisect(ordered, word) - MOST_COMPARED // 2)
+        compared = ordered[first : first + MOST_COMPARED]
+    if found := difflib.get_close_matches(word[:100], compared, 1):
         return f": did you mean {found[0]}?"
     few = ", ".join(ordered[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
     return f": {what} are {few or 'none yet'}"
 
 
 def known_nodes(core: Core, asker: Asker) -> set[str]:
-    """The names of all nodes of which the asker may know; for admins also of those that Slurm has no more."""
+    """Return the names of all nodes that the asker may know; for admins also those that have gone from Slurm."""
     if not privacy.sees_nodes(core.view, asker):
         jobs = (job for job in core.state.jobs.values() if asker.may_read(job))
         return {agent.node for job in jobs for agent in job.agents.values()}
@@ -80,7 +75,7 @@ def known_nodes(core: Core, asker: Asker) -> set[str]:
 def jobs(
     listed: Sequence[schema.Job], wanted: Filters, names: Collection[str] | None, nodes: Iterable[schema.Node]
 ) -> list[schema.Job]:
-    """Chooses the jobs that are asked for. names: of nodes; None for all. nodes: as the asker sees them."""
+    """Return the wanted jobs. names: of nodes, None for all. nodes: as the asker sees them."""
     on = {user.partition("_")[0] for node in nodes if names is not None and node.node in names for user in node.used_by}
     return [
         job
@@ -99,7 +94,7 @@ def jobs(
 def nodes(
     listed: Sequence[schema.Node], wanted: Filters, names: Collection[str] | None, jobs: Iterable[schema.Job]
 ) -> list[schema.Node]:
-    """Chooses the nodes that are asked for. names: of nodes; None for all. jobs: as the asker sees them."""
+    """Return the wanted nodes. names: of nodes, None for all. jobs: as the asker sees them."""
     theirs = {job.job for job in jobs if job.user == wanted.user}
     return [
         node
@@ -113,17 +108,17 @@ def nodes(
 def failures(
     listed: Iterable[Failure], wanted: Filters, names: Collection[str] | None, jobs: Iterable[schema.Job]
 ) -> Iterator[Failure]:
-    """Chooses the failures that are asked for. names: of nodes; None for all. jobs: those that are asked for."""
+    """Yields the wanted failures. names: of nodes, None for all. jobs: the wanted jobs."""
     chosen = {job.job for job in jobs}
     for failure in listed:
-        here = names is None or failure.record.node in names
-        if here and failure.detected_at >= wanted.since:
-            if failure.job in chosen or not (wanted.user or wanted.partition):
-                yield failure
+        on_node = names is None or failure.record.node in names
+        of_job = failure.job in chosen or not (wanted.user or wanted.partition)
+        if on_node and of_job and failure.detected_at >= wanted.since:
+            yield failure
 
 
 def kinds(text: str) -> list[str]:
-    """The kinds of events that are asked for. Raises Unanswerable."""
+    """Return the kinds of events that the text names. Raises Unanswerable."""
     found = [word.replace("-", "_") for word in text.split()]
     for word in found:
         if word not in records.KINDS:

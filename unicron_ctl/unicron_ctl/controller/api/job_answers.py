@@ -20,17 +20,15 @@ from unicron_detector.words import plural
 
 
 def visible_jobs(core: Core, asker: Asker, brief: bool = False) -> list[schema.Job]:
-    """All jobs of which the asker may know, the ended ones last. brief: without their elements."""
+    """Return all jobs that the asker may know, the ended ones last. brief: without their elements."""
     found = privacy.visible(core.view, asker)
     return [privacy.of_job(core.view, state, job_answer(core, state, asker, brief), asker) for state in found]
 
 
 def job_answer(core: Core, state: JobState, asker: Asker, brief: bool = False) -> schema.Job:
-    """One job. What takes long and is not for the asker is not even made. brief: without what its ranks say."""
+    """Return one job. Parts that take long and that the asker may not see are not made. brief: without its ranks."""
     full = asker.may_read(state)
     nodes_now = len(state.inside) if not state.ended else 0
-    flops = state.measured.get(nodes_now, 0.0)
-    counts = weight(core.view, state)
     return schema.Job(
         **asdict(_base(core, state, brief)),
         user=state.settings.user,
@@ -46,9 +44,9 @@ def job_answer(core: Core, state: JobState, asker: Asker, brief: bool = False) -
         loss=state.loss,
         degraded=_slow(core, state),
         anomalies=anomalies(core, state.job) if full else [],
-        weight=counts,
-        flops=flops,
-        waf=waf(state, counts),
+        weight=weight(core.view, state),
+        flops=state.measured.get(nodes_now, 0.0),
+        waf=waf(core, state),
         ledger_violations=state.ledger_violations,
         silent=_silent(core, state) if full else [],
         left_out=[f"{e} ({state.agents[e].node})" for e in sorted(state.parted)] if full else [],
@@ -60,17 +58,17 @@ def job_answer(core: Core, state: JobState, asker: Asker, brief: bool = False) -
     )
 
 
-def waf(state: JobState, counts: float) -> float:
-    """The job's achieved FLOP/s times what its weight counts for; 0 where it has fewer nodes than it needs."""
-    count = len(state.inside)
-    if state.ended or count < state.settings.min_nodes:
+def waf(core: Core, state: JobState) -> float:
+    """Return the job's achieved FLOP/s times its weight; 0 if it has fewer nodes than it needs."""
+    nodes = len(state.inside)
+    if state.ended or nodes < state.settings.min_nodes:
         return 0.0
-    return counts * state.measured.get(count, 0.0)
+    return weight(core.view, state) * state.measured.get(nodes, 0.0)
 
 
 def partitions(core: Core, job: JobState, asker: Asker) -> list[str]:
-    """The partitions of a job: as Slurm shows them, and where it shows the job no more, those of its nodes, which are
-    not for others."""
+    """Return the partitions of a job: as Slurm shows them, or, once it no longer shows the job, those of the job's
+    nodes, which only its readers see."""
     seen = core.view.slurm.seen
     shown = seen.partitions(job.job) if seen else frozenset()
     if shown or seen is None or not asker.may_read(job):
@@ -80,7 +78,7 @@ def partitions(core: Core, job: JobState, asker: Asker) -> list[str]:
 
 
 def explanation(core: Core, state: JobState) -> schema.Explanation:
-    """Why a job is treated as it is: the plan's reason, its failures, its last decisions."""
+    """Explain how a job is treated: the plan's reason, its failures, the last decisions about it."""
     report, view = core.state.plan_report, core.view.job(state)
     return schema.Explanation(
         **asdict(_base(core, state)),
@@ -111,14 +109,14 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 
 def plain(source: object, kind: type[Struct]) -> Struct:
-    """The fields of `kind`, which the object has as attributes."""
+    """Copy the object's attributes into a struct of this kind."""
     return msgspec.convert(source, kind, from_attributes=True)
 
 
 def failure_answer(failure: Failure) -> schema.Failure:
-    """Return the failure as the log has it, with its story."""
-    known = asdict(failure.record) | vars(failure)
-    return msgspec.convert({**known, "kind": failure.record.kind_of_failure, "slot": failure.slot}, schema.Failure)
+    """Return the failure's record with the times and actions that followed."""
+    fields = asdict(failure.record) | vars(failure)
+    return msgspec.convert({**fields, "kind": failure.record.kind_of_failure, "slot": failure.slot}, schema.Failure)
 
 
 def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
@@ -156,7 +154,7 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
 
 
 def _blocks(state: JobState) -> list[str]:
-    """The elements that have had agents, each with its nodes, and those of which the agent is gone."""
+    """Describe the elements that have had agents: each with its nodes and why an agent is gone."""
     found: dict[int, list[AgentRecord]] = {}
     for element, agent in sorted(state.agents.items()):
         found.setdefault(state.block_of(element), []).append(agent)
@@ -168,14 +166,12 @@ def _blocks(state: JobState) -> list[str]:
 
 
 def _silent(core: Core, state: JobState) -> list[str]:
-    """Elements that this controller does not hear and does not take for lost."""
-    view, lease = core.view, core.config.lease
-    found = [one for (job, _), one in sorted(view.suspicions.open.items()) if job == state.job]
-    return [f"{one.element} ({one.node})" for one in found if core.now - one.since > lease]
+    """Name the elements that the controller does not hear but does not count as lost."""
+    suspected = [one for (job, _), one in sorted(core.view.suspicions.open.items()) if job == state.job]
+    return [f"{one.element} ({one.node})" for one in suspected if core.now - one.since > core.config.lease]
 
 
 def _elements(core: Core, state: JobState) -> list[schema.Element]:
-    """Every agent of the job with its ranks."""
     view = core.view.job(state)
     found = []
     for element, record in sorted(state.agents.items()):
@@ -210,19 +206,18 @@ def _elements(core: Core, state: JobState) -> list[schema.Element]:
 
 
 def _planned_with(core: Core, state: JobState) -> list[JobState]:
-    """The jobs that are planned for together with this one."""
+    """Return the jobs that share a plan with this one."""
     acts = permission.acts(core.view, state)
     jobs = (job for job in core.state.jobs.values() if not job.over and not why_fixed(core.view, job))
     return [job for job in jobs if permission.acts(core.view, job) is acts]
 
 
 def _slow(core: Core, state: JobState) -> schema.Slow | None:
-    """Return the present reason why the job is slow."""
     runtime = core.runtimes.get(state.job)
     return plain(runtime.sensors.times.slow, schema.Slow) if runtime and runtime.sensors.times.slow else None
 
 
 def anomalies(core: Core, job: str) -> list[schema.Anomaly]:
-    """The job's present anomalies."""
+    """Return the job's present anomalies."""
     runtime = core.runtimes.get(job)
     return [plain(item, schema.Anomaly) for item in runtime.sensors.peers.standing] if runtime else []

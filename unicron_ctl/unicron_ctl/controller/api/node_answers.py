@@ -22,20 +22,20 @@ from unicron_ctl.shared.slurm.states import OCCUPIES
 
 
 def visible_nodes(core: Core, asker: Asker, brief: bool = False) -> list[schema.Node]:
-    """Return all nodes that Slurm shows, and those on which an agent speaks. brief: without what they have measured."""
+    """Return all nodes that Slurm shows, and those with a living agent. brief: without their metrics."""
     if not privacy.sees_nodes(core.view, asker):
         return []
     seen = core.view.slurm.seen
-    over = {job.job for job in core.state.jobs.values() if job.ended}  # nobody hears how their agents end
+    ended = {job.job for job in core.state.jobs.values() if job.ended}  # their agents end without telling
     facts = _Facts(
         infos=seen.by_name if seen else {},
-        agents={view.node: view for view in core.view.live.agents() if view.alive and view.job not in over},
+        agents={view.node: view for view in core.view.live.agents() if view.alive and view.job not in ended},
         users=_users(seen.elements if seen else ()),
         spares=_waiting(core),
         asked=core.view.suspicions.nodes(),
         anomalies=_anomalies_of_nodes(core) if asker.reads_all else {},
     )
-    mine = privacy.own_jobs(core.view, asker)
+    mine = {name for name, job in core.state.jobs.items() if asker.may_read(job)}
     listed = (_node(core, name, facts, asker, brief) for name in sorted({*facts.infos, *facts.agents}))
     return [privacy.of_node(core.view, node, asker, mine) for node in listed]
 
@@ -53,7 +53,7 @@ class _Facts(NamedTuple):
 
 def _node(core: Core, name: str, facts: _Facts, asker: Asker, brief: bool) -> schema.Node:
     info, view, known = facts.infos.get(name), facts.agents.get(name), core.state.nodes.get(name)
-    agents_job = [f"{view.job}_{view.element}"] if view else []
+    of_agent = [f"{view.job}_{view.element}"] if view else []
     checks, metrics, last_event = schema.NodeChecks(), dict[str, float](), None
     if asker.reads_all:
         checks, last_event = readmission.node_checks(core.view, core.slurm.gate, name), _last_event(known)
@@ -64,7 +64,7 @@ def _node(core: Core, name: str, facts: _Facts, asker: Asker, brief: bool) -> sc
         states=sorted(info.states) if info else [],
         healthy=info.healthy if info else view is not None,
         reason=info.reason if info else "",
-        used_by=facts.users.get(name, agents_job),
+        used_by=facts.users.get(name, of_agent),
         downed_by_unicron=bool(known and known.downed),
         lost_at=known.lost_at or None if known else None,
         last_heard=view.last_heard if view else None,
@@ -78,7 +78,7 @@ def _node(core: Core, name: str, facts: _Facts, asker: Asker, brief: bool) -> sc
 
 
 def _users(elements: Iterable[ElementInfo]) -> dict[str, list[str]]:
-    """Node -> the elements that occupy it."""
+    """Return by node: the elements that occupy it."""
     users: dict[str, list[str]] = {}
     for e in elements:
         if e.node and e.state in OCCUPIES:
@@ -87,7 +87,7 @@ def _users(elements: Iterable[ElementInfo]) -> dict[str, list[str]]:
 
 
 def _waiting(core: Core) -> dict[str, dict[str, str]]:
-    """Node -> JOB_ELEMENT of the hot spares on it -> ready or starting."""
+    """Return by node: the hot spares on it, each as JOB_ELEMENT -> ready or starting."""
     found: dict[str, dict[str, str]] = {}
     for state in core.state.jobs.values():
         view = core.view.job(state)
@@ -105,7 +105,7 @@ def _last_event(known: NodeState | None) -> schema.NodeEvent | None:
 
 
 def _anomalies_of_nodes(core: Core) -> dict[str, list[schema.Anomaly]]:
-    """The present anomalies of all jobs, by node."""
+    """Return the present anomalies of all jobs, by node."""
     found: dict[str, list[schema.Anomaly]] = {}
     for job in core.runtimes:
         for item in anomalies(core, job):
@@ -115,7 +115,7 @@ def _anomalies_of_nodes(core: Core) -> dict[str, list[schema.Anomaly]]:
 
 
 def _metrics(core: Core, view: AgentView) -> dict[str, float]:
-    """Return what the agent measured last on its node."""
+    """Return the agent's last measurements of its node."""
     runtime = core.runtimes.get(view.job)
     sample = runtime.sensors.peers.samples.get(view.element) if runtime else None
     return sample.values if sample else {}

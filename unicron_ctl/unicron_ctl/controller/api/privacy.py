@@ -1,6 +1,4 @@
-"""Cuts answers for the asker: owners, readers and admins get all of a job; others what squeue shows them, or nothing if
-Slurm's PrivateData says so (slurm.conf(5)). The fields that are not for others are marked in `protocol.answer_schema`,
-and `protocol.audience` cuts an answer."""
+"""Cuts the controller's answers down to what the asker may see, by the rules of `protocol.audience`."""
 
 from __future__ import annotations
 
@@ -15,37 +13,32 @@ from unicron_ctl.shared.protocol.answer_schema import Job, Node, Sharing
 
 
 def hidden(view: View, job: JobState, asker: Asker) -> bool:
-    """The asker is not even told that there is such a job."""
+    """Whether the asker must not learn that the job exists."""
     return not asker.may_read(job) and audience.JOBS in view.slurm.private
 
 
 def visible(view: View, asker: Asker) -> list[JobState]:
-    """The jobs of which the asker may know, the ended ones last."""
+    """Return the jobs that the asker may know, the ended ones last."""
     listed = sorted(view.state.jobs.items(), key=lambda item: (bool(item[1].ended), item[0]))
     return [job for _, job in listed if not hidden(view, job, asker)]
 
 
 def of_job(view: View, job: JobState, answer: Job, asker: Asker) -> Job:
-    """A job as far as it is for the asker; for others with its name in Slurm."""
+    """Return the answer about a job as the asker may see it; others see its name in Slurm."""
     if asker.may_read(job):
         return answer
     return audience.job_for_others(answer, listed_name(view, job))
 
 
 def listed_name(view: View, job: JobState) -> str | None:
-    """The job's name in Slurm, where that shows it."""
+    """Return the job's name in Slurm, if Slurm shows the job."""
     listing = view.slurm.seen
     shown = next(iter(listing.of(job.job).values()), None) if listing else None
     return shown.name if shown is not None else None
 
 
-def own_jobs(view: View, asker: Asker) -> set[str]:
-    """The ids of the jobs of which the asker is told all."""
-    return {name for name, job in view.state.jobs.items() if asker.may_read(job)}
-
-
 def of_node(view: View, answer: Node, asker: Asker, mine: Collection[str]) -> Node:
-    """A node as far as it is for the asker, who has the jobs `mine`."""
+    """Return the answer about a node as the asker may see it. mine: the jobs that the asker may read."""
     if asker.reads_all:
         return answer
     return audience.node_for_users(answer, mine, view.slurm.private)
@@ -57,7 +50,7 @@ def sees_nodes(view: View, asker: Asker) -> bool:
 
 
 def sharing(view: View) -> Sharing:
-    """The rules by which others would be told less than admins are."""
+    """Return the rules by which others see less than admins do."""
     jobs = view.state.jobs.values()
     names = {job.job: listed_name(view, job) for job in jobs}
     return Sharing(

@@ -1,11 +1,10 @@
-"""Munge on the controller's side: it verifies who registers or asks, and makes the credential for the controller's own
-key. Threads call munge, and only so many at once."""
+"""Verifies the munge credentials of those who register or ask, and makes the one for the controller's own key. A few
+threads call munge."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import pwd
 import socket
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,23 +14,19 @@ from typing import Any, Literal
 from unicron_ctl.controller.model.asker import Asker, Roles
 from unicron_ctl.controller.server.worker import Worker
 from unicron_ctl.shared.protocol import claims, datagrams, wire
-from unicron_ctl.shared.protocol.munge import MungeError, make_credential, unmunge
+from unicron_ctl.shared.protocol.munge import MungeError, make_credential, unmunge, user_name
 from unicron_ctl.shared.system.addresses import is_loopback, origin
-from unicron_ctl.shared.system.time_limit import TimeLimit
 
 MOST_SPENT = 8192  # credentials that are remembered as used or invalid
 FRESH_SECONDS = 60.0  # for which the controller's own credential is used: munge lets it live for 300
 AGAIN_SECONDS = 1.0  # after munge could not make one
 WAITING = 1000  # peers that wait for it
-NAME_SECONDS, NAMES_HANGING = 1.0, 4  # for the name service to say a user's name; calls that hang at once
-_names = TimeLimit(NAME_SECONDS, NAMES_HANGING, "unicron-names")
-Where = tuple[socket.socket, Any]  # by which socket, and where to
+Where = tuple[socket.socket, Any]  # the socket to send from, and the address to send to
 
 
 @dataclass(frozen=True)
 class Unproven:
-    """Why a credential does not count, and what to do. verdict: on the credential itself; after an outage it may still
-    be good."""
+    """The reason why a credential does not count. verdict: on the credential itself; after an outage it may be good."""
 
     reason: str
     verdict: Literal["used", "invalid", "outage"] = "used"
@@ -41,10 +36,10 @@ USED = Unproven("this munge credential was used before")
 
 
 class Verifier:
-    """Verifies credentials in threads. roles: the users whom the configuration names, as it is now.
+    """Verifies credentials in threads. roles: the users that the configuration names at present.
 
     The threads serve machines, their addresses and their connections in turn, so a peer that sends many credentials
-    delays only itself. A credential that was used, or is invalid, is not shown to munge again.
+    delays only itself. Munge does not get a credential that was used or is invalid a second time.
     """
 
     def __init__(self, worker: Worker, roles: Callable[[], Roles]) -> None:
@@ -54,9 +49,9 @@ class Verifier:
     def verify(
         self, credential: str, claim: str, key: str, address: str, then: Callable[[Asker | Unproven], None]
     ) -> bool:
-        """Calls `then` in the main thread with who made the credential, if it holds this claim: before this returns
-        where no munge is needed to say that it is not good. False, and nothing is called, when too many are being
-        verified, of this connection's key, of its address, of its machine or of all."""
+        """Calls `then` in the main thread with the maker of the credential, if it holds this claim; at once for a
+        credential that was used before. Returns False, and calls nothing, if too many are being verified: of this
+        connection's key, its address, its machine or of all."""
         if (spent := self._spent.get(credential)) is not None:
             then(spent)
             return True
@@ -74,14 +69,14 @@ class Verifier:
 
 
 def path(key: str, address: str) -> tuple[str, str, str]:
-    """The queue path of a credential: machine, address, connection. All loopback addresses are one machine, and in IPv6
-    so is a network of 64 bits (see `origin`)."""
+    """Return a credential's path in the queue: machine, address, connection. All loopback addresses count as one
+    machine, and so does an IPv6 network of 64 bits (see `origin`)."""
     where = origin(address)
     return "loopback" if is_loopback(address) else where, where, key
 
 
 class SpentCredentials:
-    """The last credentials that are used or invalid, by their digests. One thread adds them, any may read."""
+    """The last credentials that were used or are invalid, by their digests. One thread adds them, any may read."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, Unproven] = OrderedDict()
@@ -90,8 +85,7 @@ class SpentCredentials:
         return self._known.get(_digest(credential))
 
     def note(self, credential: str, found: Asker | Unproven) -> None:
-        """Remembers munge's verdict. After an outage the credential may still be good; munge itself refuses one that
-        is used twice."""
+        """Remembers munge's verdict, unless it is an outage."""
         if isinstance(found, Asker) or found.verdict == "outage":
             return
         self._known[_digest(credential)] = found if found.verdict == "invalid" else USED
@@ -104,7 +98,7 @@ def _digest(credential: str) -> bytes:
 
 
 def asker_of(credential: str, claim: str, roles: Roles) -> Asker | Unproven:
-    """The user who made the credential, if it holds this claim and nobody has used it before."""
+    """Return the user who made the credential, if it holds this claim and nobody has used it before."""
     try:
         found = unmunge(credential)
     except MungeError as error:
@@ -114,17 +108,16 @@ def asker_of(credential: str, claim: str, roles: Roles) -> Asker | Unproven:
         return USED
     if found.payload != claim.encode():
         return Unproven("this munge credential is about something else, or of another connection")
-    try:
-        user = _names.run(lambda: pwd.getpwuid(found.uid).pw_name)
-    except (KeyError, TimeoutError):  # the name service may be away: who it is, the number says
-        user = ""
+    user = user_name(found.uid)
     admin = found.uid in (0, os.geteuid()) or user in roles.admins
     return Asker(found.uid, user, admin, user in roles.readers)
 
 
 class Introducer:
-    """Answers questions for the controller's public key, with one credential a minute however many ask. key: empty for
-    a controller that encrypts nothing."""
+    """Answers questions for the controller's public key, with one credential a minute however many peers ask.
+
+    key: empty for a controller that encrypts nothing.
+    """
 
     def __init__(self, worker: Worker, key: str, send: Callable[[bytes, Where], None]) -> None:
         self._worker, self._key, self._send = worker, key, send
@@ -133,7 +126,7 @@ class Introducer:
         self._waiting: list[Where] = []
 
     def on_hello(self, where: Where, now: float) -> None:
-        """Answers one question, or puts it off until the credential is made."""
+        """Answers one question, at once or when the credential is made."""
         if now < self._until:
             self._send(self._answer, where)
             return

@@ -1,6 +1,5 @@
-"""A line of unicrond's log for each event that somebody who runs the cluster wants to see: failures, actions, refusals,
-jobs that come and go, what the configuration became. What is left out (QUIET) is in `unicronctl events`.
-"""
+"""Writes a line of unicrond's log for each event that whoever runs the cluster wants to see: failures, actions,
+refusals, jobs that come and go, changes of the configuration. `unicronctl events` has the others, too."""
 
 from __future__ import annotations
 
@@ -17,16 +16,15 @@ LEVELS: dict[type[Record], int] = {
     **dict.fromkeys((records.LedgerViolation, records.NeedsAdmin, records.ConfigRefused), logging.ERROR),
     **dict.fromkeys((records.SlurmFailed, records.ActionFailed, records.Alone, records.MostSilent), logging.ERROR),
     **dict.fromkeys((records.IsolationWithheld, records.TakeWithheld), logging.ERROR),
-    # ---- failures, what is done about them, and what was refused
+    # ---- failures, actions against them, refusals
     **dict.fromkeys((records.FailureDetected, records.JobSetAside, records.Hang, records.Silence), logging.WARNING),
     **dict.fromkeys((records.NodeLost, records.NodeIsolated, records.NodeAvoided), logging.WARNING),
     **dict.fromkeys((records.NodeVerdict, records.NodeEventsDropped, records.ElementCutOff), logging.WARNING),
-    **dict.fromkeys(
-        (records.TakeDeferred, records.SlurmAction, records.HeldAgain, records.LogRestored), logging.WARNING
-    ),
-    **dict.fromkeys((records.NoCopies, records.CopiesRefused, records.BadMessage), logging.WARNING),
-    **dict.fromkeys((records.RegistrationRefused, records.InjectRefused, records.FaultInjected), logging.WARNING),
-    # ---- jobs that come, go and change; what became of actions
+    **dict.fromkeys((records.TakeDeferred, records.SlurmAction, records.HeldAgain), logging.WARNING),
+    **dict.fromkeys((records.LogRestored, records.NoCopies, records.CopiesRefused), logging.WARNING),
+    **dict.fromkeys((records.BadMessage, records.RegistrationRefused), logging.WARNING),
+    **dict.fromkeys((records.InjectRefused, records.FaultInjected), logging.WARNING),
+    # ---- jobs that come, go and change; outcomes of actions
     **dict.fromkeys((records.ControllerStarted, records.ConfigReloaded, records.AdmissionWaits), logging.INFO),
     **dict.fromkeys((records.JobRegistered, records.JobEnded, records.JobReallocated, records.EndNotice), logging.INFO),
     **dict.fromkeys((records.FailureVerdict, records.FailureAction, records.JobHealed), logging.INFO),
@@ -36,31 +34,7 @@ LEVELS: dict[type[Record], int] = {
     **dict.fromkeys((records.ActionObserved, records.ObservedWeek, records.ClusterReplanned), logging.INFO),
     **dict.fromkeys((records.ActionsPaused, records.ActionsResumed), logging.INFO),
 }
-QUIET = frozenset(
-    (
-        *(records.AgentRegistered, records.AgentConfirmed, records.AgentGone, records.AgentBack, records.JobConfirmed),
-        *(records.RanksReady, records.RankStart, records.StartedCold, records.ExitNoted, records.LeaveOut),
-        *(
-            records.Step,
-            records.WorldProved,
-            records.Timing,
-            records.GenerationEntered,
-            records.Offer,
-            records.OfferWithdrawn,
-        ),
-        *(records.NumberUsed, records.MembersReinstated, records.StateAwaited, records.LastCopy, records.NewcomersWait),
-        *(records.LayoutWanted, records.LayoutChosen, records.Spares, records.Stacks, records.Overdue),
-        *(records.JobDegraded, records.JobDegradedOver, records.Anomaly, records.AnomalyOver),
-        *(
-            records.SlurmdReached,
-            records.NodeHealth,
-            records.ElementUnpinned,
-            records.ElementsAllotted,
-            records.Unreadable,
-        ),
-        records.NoticesSent,
-    )
-)
+"""Records of other kinds have no line."""
 
 
 def log_event(event: Event, state: ClusterState) -> None:
@@ -70,18 +44,17 @@ def log_event(event: Event, state: ClusterState) -> None:
         return
     if getattr(event.record, "over", False):
         level = logging.INFO
-    said = event.record.reason or getattr(event.record, "text", "")
-    log.log(level, "%s%s", event.kind, f": {said}" if said else "", extra={"about": _about(event, state)})
+    text = event.record.reason or getattr(event.record, "text", "")
+    log.log(level, "%s%s", event.kind, f": {text}" if text else "", extra={"about": _about(event, state)})
 
 
 def _about(event: Event, state: ClusterState) -> dict[str, object]:
-    """The job, the nodes as a host list, and the event's number."""
+    """Return the job, the nodes as a host list, and the event's number."""
     record, job = event.record, event.job
     if isinstance(record, records.RegistrationRefused):
         job = record.peer.partition(" ")[0]
     names = nodes_of(record)
-    known = state.jobs.get(job)
-    if not names and known is not None and isinstance(element := getattr(record, "element", None), int):
-        agent = known.agents.get(element)
+    if not names and job in state.jobs and isinstance(element := getattr(record, "element", None), int):
+        agent = state.jobs[job].agents.get(element)
         names = [agent.node] if agent is not None else []
     return {"job": job, "node": fold(names), "event": event.id}

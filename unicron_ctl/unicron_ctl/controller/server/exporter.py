@@ -1,7 +1,6 @@
-"""Serves the controller's metrics (:mod:`.metrics`) to Prometheus, at a port of their own: `[controller] metrics`.
+"""Serves the controller's metrics (:mod:`.metrics`) to Prometheus at the address `[controller] metrics`.
 
-A thread answers each HTTP request: it waits for the loop, which reads the gauges, for :data:`SCRAPE_SECONDS` at most,
-and makes the text.
+The thread of an HTTP request waits up to :data:`SCRAPE_SECONDS` for the loop to read the gauges, and makes the text.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from unicron_ctl.shared.system.mailbox import Mailbox
 log = logging.getLogger("unicron.controller")
 LOOPBACK = "127.0.0.1"
 SCRAPE_SECONDS = 5.0  # for the loop to answer
-REQUEST_SECONDS = 10.0  # for a request to arrive, the wait for the loop, and the answer to be taken, in all
-FRESH_SECONDS = 0.5  # whoever asks sooner gets the same answer: the loop's time is not for those who ask often
+REQUEST_SECONDS = 10.0  # for a whole request: to arrive, to wait for the loop, and to take the answer
+FRESH_SECONDS = 0.5  # requests within this time get the same answer, so that they take little of the loop's time
 MOST_REQUESTS = 64  # at once
 WRONG_NAME = "ask by an address of this host, or by a name that stands in [controller] metrics or address\n"
 BEHIND = f"the controller's loop has not answered for {SCRAPE_SECONDS:g} s"
@@ -40,23 +39,20 @@ class _Handler(WSGIRequestHandler):
     timeout = REQUEST_SECONDS
 
     def get_environ(self) -> WSGIEnvironment:
-        """Return WSGI's description of the request, which has come whole."""
         self.server.note_asked(self.connection)
         return super().get_environ()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a request is no event."""
+        """Logs nothing: a request is no event."""
 
 
 class _Server(BoundedServer, WSGIServer):
-    """Serves within REQUEST_SECONDS, however slowly the client sends and takes."""
-
     most_open = MOST_REQUESTS
     whole_seconds = REQUEST_SECONDS
 
 
 class _Registry(CollectorRegistry):
-    """A registry without the series `..._created`, one for each of a counter: no query of ours needs them."""
+    """A registry without the series `..._created` of each counter, which no query of ours needs."""
 
     def collect(self) -> Iterator[Metric]:
         for metric in super().collect():
@@ -65,10 +61,9 @@ class _Registry(CollectorRegistry):
 
 
 class Exporter:
-    """Answers Prometheus at `place`, HOST:PORT, or :PORT for loopback. names: what clients may call this host beside
-    its addresses. asked: what the loop is to answer, from the thread of an HTTP request.
+    """Answers Prometheus at `place`, HOST:PORT, or :PORT for loopback. Raises UserError if nothing can listen there.
 
-    Raises UserError where nothing can listen there.
+    names: by which clients may know this host, besides its addresses. asked: requests that wait for the loop.
     """
 
     def __init__(self, place: str, names: Collection[str] = ()) -> None:
@@ -96,22 +91,22 @@ class Exporter:
             return pages
         except TimeoutError:
             log.warning("metrics: %s", BEHIND)
-        except Exception:  # a request must not end in the middle, nor its traceback stand outside the log's format
+        except Exception:  # the server would end the request in the middle, and print a traceback
             log.exception("metrics: could not answer")
         start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
         return [f"{BEHIND}, or could not: see its log\n".encode()]
 
     def _is_named(self, host: str) -> bool:
-        """Whether the client meant this host: a page of another site can lead its own name here (DNS rebinding)."""
+        """Whether the client meant this host: another site can direct its own name here (DNS rebinding)."""
         name = re.sub(r":[0-9]*$", "", host.strip().lower())
         return name in self._names or is_numeric(name)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry would ask the loop for it before the loop runs."""
+        """Return nothing: the registry would ask the loop before it runs."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the gauges, which the loop reads. The thread of a request calls this. Raises TimeoutError."""
+        """Return the gauges as the loop has read them. The thread of a request calls this. Raises TimeoutError."""
         if not self._turn.acquire(timeout=SCRAPE_SECONDS):
             raise TimeoutError(BEHIND)
         try:
@@ -126,7 +121,7 @@ class Exporter:
             self._turn.release()
 
     def answer(self, made: Callable[[], Iterable[Metric]]) -> None:
-        """Called by the loop. One answer is for all: after a long turn several have asked, and most have given up."""
+        """Answers all waiting requests at once. The loop calls this."""
         if not (waiting := self.asked.take_all()):
             return
         try:
@@ -139,7 +134,7 @@ class Exporter:
                 asked.set_result(found)
 
     def close(self) -> None:
-        """No more requests."""
+        """Takes no more requests."""
         self._server.stop()
         self._server.server_close()
         self._thread.join(SCRAPE_SECONDS)
@@ -157,11 +152,11 @@ def _serve(place: str, respond: Callable[..., Iterable[bytes]]) -> _Server:
 
 
 def metrics_place(place: str) -> tuple[str, int]:
-    """Host and port of `place`; see :class:`Exporter`."""
+    """Return the host and port of `place`; see :class:`Exporter`."""
     host, port = split(place, listens=True)
     return host or LOOPBACK, port
 
 
 def cannot_serve(place: str, error: OSError) -> UserError:
-    """Return the error that says that nothing can listen at `place`."""
+    """Make the error that nothing can listen at `place`."""
     return UserError(f"[controller] metrics = {place!r}: {error.strerror}: give another address")

@@ -1,5 +1,5 @@
-"""Bounded queues that serve their users by turns: at each level of a path (machine, address, connection), and the
-questions of those who ask. Pure."""
+"""Provides bounded queues that serve their users in turn: by a path of names (machine, address, connection), or by the
+asker of a question. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.system.addresses import origin
 
 Item = TypeVar("Item")
-KEPT, LITTLE = 1 / 4, 4  # of the room, for those that have fewer items than so many
+KEPT, LITTLE = 1 / 4, 4  # the share of the room that is kept for users with fewer items than this
 OF_ONE, OF_ALL = 20, 1000  # questions that wait
 
 
 @dataclass
 class _Branch(Generic[Item]):
-    """A node of the tree of queues.
-
-    count: items below it. The child whose turn is next comes first.
-    """
+    """A node of the tree of queues. count: items below it. children: the next one to be served comes first."""
 
     count: int = 0
     children: OrderedDict[str, _Branch[Item]] = field(default_factory=OrderedDict)
@@ -30,10 +27,10 @@ class _Branch(Generic[Item]):
 
 
 class FairQueue(Generic[Item]):
-    """Items of whoever a path names, the widest name first: at each level all have turns of the same length.
+    """Items with a path of names, the widest first. At each level the names are served in turn.
 
-    bounds: one for each level, and how many items all paths that share the names before it may have. Nobody may have
-    more than what is still free there, and a part of it is kept for those that have little.
+    bounds: for each level, how many items all paths that share the names before it may have. No name may have more than
+    is still free there, and a part is kept for names that have little.
     """
 
     def __init__(self, *bounds: int) -> None:
@@ -51,10 +48,10 @@ class FairQueue(Generic[Item]):
         return branch.count if branch is not None else 0
 
     def add(self, path: Sequence[str], item: Item) -> bool:
-        """False when there is no room for this path."""
+        """Add an item; return False if there is no room for this path."""
         branch: _Branch[Item] | None = self._root
         for name, bound in zip(path, self._bounds, strict=True):
-            if branch is None:  # nobody of that name is here yet
+            if branch is None:  # the name is new
                 break
             child = branch.children.get(name)
             free = bound - branch.count
@@ -70,7 +67,7 @@ class FairQueue(Generic[Item]):
         return True
 
     def next(self) -> Item:
-        """The next item. Whoever it was of comes after all others of the same level. Raises IndexError."""
+        """Take the next item; its names then come last at their levels. Raises IndexError."""
         return self._take_from(self._root)
 
     def _take_from(self, branch: _Branch[Item]) -> Item:
@@ -87,10 +84,7 @@ class FairQueue(Generic[Item]):
 
 @dataclass(frozen=True)
 class Question:
-    """A question that waits for its answer.
-
-    route: where the answer goes. address: where it was asked.
-    """
+    """A question that waits for its answer. route: where the answer goes. address: where the question came from."""
 
     route: tuple[bytes, ...]
     ask: wire.Ask
@@ -99,20 +93,20 @@ class Question:
 
     @property
     def whose(self) -> str:
-        """The asker whose turn it takes: a user, or an address where nobody is proven."""
+        """The asker in whose turn it is answered: a user, or the address of an unproven one."""
         return f"address {origin(self.address)}" if self.asker.uid is None else f"user {self.asker.uid}"
 
     @property
     def pays(self) -> str:
-        """The name of the quota that pays for the answer; empty where nobody is proven. An admin has one at each
-        address: root's checks run on all nodes at once."""
+        """The name of the quota that pays for the answer; empty for an unproven asker. An admin has one at each
+        address, because root's checks run on all nodes at once."""
         if self.asker.uid is None:
             return ""
         return f"{self.asker.uid} {origin(self.address)}" if self.asker.admin else f"{self.asker.uid}"
 
 
 class QuestionQueue:
-    """Questions that wait: askers are served in turn, and the questions of each in their order."""
+    """Waiting questions: askers are served in turn, the questions of each in their order."""
 
     def __init__(self) -> None:
         self._waiting: FairQueue[Question] = FairQueue(OF_ALL)
@@ -121,17 +115,17 @@ class QuestionQueue:
         return len(self._waiting)
 
     def add(self, question: Question) -> bool:
-        """False when too many wait, of this asker or of all."""
+        """Add a question; return False if too many wait, of this asker or of all."""
         return self._waiting.waiting(question.whose) < OF_ONE and self._waiting.add([question.whose], question)
 
     def next(self) -> Question:
-        """The next one; the asker's others come after those of everybody else."""
+        """Take the next question; the asker's others come after everybody else's."""
         return self._waiting.next()
 
 
 class AnswerCache:
-    """Answers that took long to make, for the same question with the same rights: `watch unicronctl status`
-    may run on each node of a job. A new event or an order empties it."""
+    """Keeps answers that took long to make for the same question with the same rights: `watch unicronctl status` may
+    run on each node of a job. A new event or an order empties it."""
 
     READ_ONLY = frozenset(("status", "jobs", "nodes", "explain", "scenario"))
     LONG_SECONDS, KEPT_TIMES, KEPT_SECONDS, MOST_BYTES = 0.005, 20.0, 0.5, 16 << 20
@@ -141,7 +135,7 @@ class AnswerCache:
         self._bytes, self._event = 0, 0
 
     def get(self, question: Question, now: float, event: int) -> bytes | None:
-        """An answer that is fresh enough. event: the last one in the log."""
+        """Return an answer that is fresh enough. event: the last one in the log."""
         if event != self._event:
             self._forget()
             self._event = event
@@ -149,7 +143,7 @@ class AnswerCache:
         return data if now < until else None
 
     def keep_answer(self, question: Question, data: bytes, seconds: float, now: float) -> None:
-        """Keeps an answer that took `seconds` to make, if that was long."""
+        """Keep an answer if it took long to make."""
         if question.ask.what not in self.READ_ONLY:
             self._forget()
         elif seconds >= self.LONG_SECONDS and len(data) <= self.MOST_BYTES:

@@ -1,8 +1,8 @@
-"""Messages of unicrond on standard error, by the standard `logging`.
+"""Sets up unicrond's log on standard error, by the standard `logging`.
 
-Lines have the format of all logs (:mod:`unicron_detector.processes.log_format`). Under systemd the priority is before
-it, as sd-daemon(3) has it, so that `journalctl -p warning` works. One message is one line without control characters,
-for it may quote a job; a traceback follows in lines of its own.
+Lines have the format of all logs (:mod:`unicron_detector.processes.log_format`). Under systemd they begin with their
+priority (sd-daemon(3)), so that `journalctl -p warning` works. A message may quote a job, so it becomes one line
+without control characters; a traceback follows in further lines.
 """
 
 from __future__ import annotations
@@ -22,17 +22,11 @@ from unicron_detector.processes.log_format import log_line
 
 ROOT = "unicron"  # the loggers are called unicron.controller and so on
 LEVELS = ("debug", "info", "warning", "error")
-_PRIORITIES = (  # syslog(3)
-    (logging.CRITICAL, 2),
-    (logging.ERROR, 3),
-    (logging.WARNING, 4),
-    (logging.INFO, 6),
-)
-_DEBUG = 7
+_PRIORITIES = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6}  # syslog(3)
 
 
 class Formatter(logging.Formatter):
-    """See the head of this file."""
+    """Writes a record as text, in the format that the module's docstring describes."""
 
     def __init__(self, program: str, journal: bool) -> None:
         super().__init__()
@@ -48,10 +42,11 @@ class Formatter(logging.Formatter):
 
 
 class JsonFormatter(Formatter):
-    """An object a line: time (ISO 8601), level, program, job, node and event where there is one, text, traceback."""
+    """Writes a record as a JSON object: time (ISO 8601), level, program, text, and job, node, event and traceback if it
+    has them."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told = {
+        fields = {
             "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "program": self._program,
@@ -59,23 +54,23 @@ class JsonFormatter(Formatter):
             "text": one_line(record.getMessage()),
         }
         if record.exc_info:
-            told["traceback"] = self.formatException(record.exc_info)
-        return (mark(record.levelno) if self._journal else "") + json.dumps(told)
+            fields["traceback"] = self.formatException(record.exc_info)
+        return (mark(record.levelno) if self._journal else "") + json.dumps(fields)
 
 
 FORMATS: dict[str, type[Formatter]] = {"text": Formatter, "json": JsonFormatter}
 
 
 class Handler(logging.StreamHandler[TextIO]):
-    """A standard error that cannot be written must not end the controller, nor be complained about there."""
+    """Ignores a standard error that cannot be written."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 
 def start(program: str, level: str = "info", stream: TextIO | None = None, form: str = "text") -> None:
-    """From now on the loggers below "unicron" write to `stream`, by default standard error, from `level` on. form: one
-    of FORMATS."""
+    """Make the loggers below "unicron" write to `stream`, by default standard error, from `level` on. form: one of
+    FORMATS."""
     target = sys.stderr if stream is None else stream
     handler = Handler(target)
     handler.setFormatter(FORMATS[form](program, is_journal(target)))
@@ -86,7 +81,7 @@ def start(program: str, level: str = "info", stream: TextIO | None = None, form:
 
 
 def tell_error(program: str, text: str) -> None:
-    """Writes why the program ends, in the format of `start`."""
+    """Write the reason why the program ends, in the format of `start`."""
     if _is_json():
         logging.getLogger(ROOT).error("%s", text)
     else:
@@ -94,7 +89,7 @@ def tell_error(program: str, text: str) -> None:
 
 
 def announce(program: str, text: str) -> None:
-    """Writes what whoever started the program waits for: on standard output, or as an object with the others."""
+    """Write the line for which the caller of the program waits: on standard output, or as JSON in the log."""
     if _is_json():
         logging.getLogger(ROOT).info("%s", text)
     else:
@@ -106,8 +101,8 @@ def _is_json() -> bool:
 
 
 def is_journal(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the stream goes to the journal: JOURNAL_STREAM names the device and inode of what systemd connected, and
-    is inherited by programs whose standard error was redirected since."""
+    """Whether the stream goes to the journal. JOURNAL_STREAM names the device and inode that systemd connected;
+    programs inherit it even if their standard error is redirected."""
     device, _, inode = environment.get("JOURNAL_STREAM", "").partition(":")
     try:
         status = os.fstat(stream.fileno())
@@ -118,4 +113,4 @@ def is_journal(stream: TextIO, environment: Mapping[str, str] = os.environ) -> b
 
 def mark(level: int) -> str:
     """Return the mark with which a line of this level begins in the journal."""
-    return f"<{next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG)}>"
+    return f"<{next((priority for least, priority in _PRIORITIES.items() if level >= least), 7)}>"

@@ -1,4 +1,4 @@
-"""Keeps the event log short and a start quick: thins, forgets, and saves states."""
+"""Keeps the event log short and a start quick: thins the log, deletes old records, saves states."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from unicron_ctl.controller.core.state_snapshot import freeze
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.shared.log.store import Store
 
-THIN_EVERY = 5000  # events: takes some 20 ms then
+THIN_EVERY = 5000  # events: then it takes some 20 ms
 FORGET_FIRST_SECONDS = 300.0  # after a start, which has more urgent things to do
-FORGET_SECONDS, FORGET_AGAIN_SECONDS = 1.0, 21600.0  # between two pieces of what is old; between two looks for it
+FORGET_SECONDS, FORGET_AGAIN_SECONDS = 1.0, 21600.0  # between two pieces of one clean-up; between two clean-ups
 SAVE_SECONDS = 600.0  # between two saves of the state, and none in the middle of a recovery
 
 
@@ -31,23 +31,19 @@ class LogUpkeep:
             self._thinned = last
 
     def work(self, state: ClusterState) -> None:
-        """Saves the state or forgets a piece, where it is time. For moments in which nothing is urgent."""
+        """Saves the state and deletes a piece of what is old, if it is time. For moments when nothing is urgent."""
         now = self._now()
         if now - self._saved_at >= SAVE_SECONDS:
             self.save_state(state)
         if now >= self._forget_at:
-            self._forget(state, now)
+            if self._forgetting is None:
+                summed = state.observed_after if state.observed_since > 0 else state.last_event
+                self._forgetting = self._store.forget(now, summed)
+            if next(self._forgetting, None) is None:
+                self._forgetting = None
+            self._forget_at = self._now() + (FORGET_SECONDS if self._forgetting else FORGET_AGAIN_SECONDS)
 
     def save_state(self, state: ClusterState) -> None:
-        """Saves the state: a start after this replays only what comes later."""
+        """Saves the state: the next start replays only later events."""
         self._saved_at = self._now()
         self._store.save_state(state.last_event, freeze(state))
-
-    def _forget(self, state: ClusterState, now: float) -> None:
-        """Forgets one piece of what the log can do without."""
-        if self._forgetting is None:
-            observed = state.observed_since > 0
-            self._forgetting = self._store.forget(now, state.observed_after if observed else state.last_event)
-        if next(self._forgetting, None) is None:
-            self._forgetting = None
-        self._forget_at = self._now() + (FORGET_SECONDS if self._forgetting else FORGET_AGAIN_SECONDS)

@@ -1,9 +1,9 @@
-"""All metrics, by the whole names that Prometheus shows (docs/metrics.md); :mod:`.exporter` answers its requests.
+"""Defines all metrics, by the names that Prometheus shows (docs/metrics.md).
 
-:class:`Counts` counts events as they happen; :func:`gauges` reads the present from the controller's state when somebody
-asks. Labels are bounded: words of this program, partitions, causes up to :data:`MOST_CAUSES`, and living jobs up to
-:data:`MOST_JOBS`. A counter whose labels are known begins at 0, because Prometheus sees no increase in a series that
-begins at 1. Names follow https://prometheus.io/docs/practices/naming/.
+:class:`Counts` counts events as they happen; :func:`gauges` reads the controller's present state for a request. Labels
+are bounded: words of this program, partitions, causes up to :data:`MOST_CAUSES`, living jobs up to :data:`MOST_JOBS`. A
+counter with known labels begins at 0, because Prometheus sees no increase in a series that begins at 1. Names follow
+https://prometheus.io/docs/practices/naming/.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from unicron_ctl.controller.core.core import Core
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.requests import OF_ELEMENTS, ON_NODES
 from unicron_ctl.controller.nodes import bounds, isolation
-from unicron_ctl.controller.plan.inputs import weight
 from unicron_ctl.controller.server import event_lines
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
@@ -28,10 +27,10 @@ from unicron_detector.failures.severity import Severity, default_table
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 LATE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
-MOST_CAUSES = 200  # an admin's [severity] names further ones; what is beyond counts as "other"
-MOST_JUDGED = 1000  # failures of which more may be known later
-MOST_JOBS = 1000  # with metrics of their own, the youngest; `unicron_jobs` and `unicron_waf_flops` count all
-ISOLATE, PLAN = "isolate", "plan"  # a node's leave or take-out, and a plan, as a whole
+MOST_CAUSES = 200  # including those of an admin's [severity]; further ones count as "other"
+MOST_JUDGED = 1000  # failures that may still be judged anew
+MOST_JOBS = 1000  # the youngest, with metrics of their own; `unicron_jobs` and `unicron_waf_flops` count all
+ISOLATE, PLAN = "isolate", "plan"  # labels for taking a node out of service, and for a plan as a whole
 OUTCOMES: dict[type[records.Record], str] = {
     records.SlurmAction: "asked",
     records.SlurmDone: "done",
@@ -87,8 +86,8 @@ class Counts:
         """Failures of each living job."""
         self._causes: set[str] = set()
         self._judged: dict[int, tuple[str, int]] = {}  # failure -> cause and severity
-        self._hit: dict[str, tuple[float, int]] = {}  # job -> when it failed first, the ranks that it had
-        self._waiting: set[str] = set()  # jobs without an iteration since
+        self._hit: dict[str, tuple[float, int]] = {}  # job -> time of its first failure, its ranks before
+        self._waiting: set[str] = set()  # jobs without an iteration since their failure
         self._ranks: dict[str, int] = {}
         self._begin_at_zero()
 
@@ -103,24 +102,23 @@ class Counts:
         self._actions.labels(PLAN, "observed")
 
     def expect(self, causes: Iterable[str]) -> None:
-        """Failures of these causes are counted from 0 on, with each severity: an escalation or an admin's rule may give
+        """Begin to count failures of these causes at 0, with each severity: an escalation or an admin's rule may set
         any."""
         for cause in map(self._cause, causes):
             for severity in Severity:
                 self._failures.labels(cause, str(int(severity)))
                 self._verdicts.labels(cause, str(int(severity)))
 
-    # ------------------------------------------------------------ called by the loop and by threads
     def slurm_took(self, call: str, seconds: float) -> None:
-        """A listing ("list") or a change took so long; any thread may say so."""
+        """Note how long a listing ("list") or a change took. Any thread may call this."""
         self._slurm.labels(call).observe(seconds)
 
     def loop_late(self, seconds: float) -> None:
-        """A turn of the loop came later than due."""
+        """Note how much later than due a turn of the loop came."""
         self._late.observe(max(0.0, seconds))
 
     def note(self, event: Event) -> None:
-        """Counts one record."""
+        """Count one record."""
         record, job = event.record, event.job
         self._events.labels(event.kind).inc()
         if isinstance(record, records.FailureDetected):
@@ -135,7 +133,7 @@ class Counts:
             self._waiting.discard(job)
         elif (outcome := OUTCOMES.get(type(record))) is not None:
             action = getattr(record, "action", ISOLATE)
-            if action:  # without one it is a listing that failed
+            if action:  # else a listing has failed
                 self._actions.labels(action, outcome).inc()
 
     def _note_failure(self, event: Event, record: records.FailureDetected) -> None:
@@ -179,12 +177,11 @@ class Counts:
 
 
 def gauges(core: Core, failed: Mapping[str, int], dropped: Mapping[str, int], log_bytes: int) -> Iterable[Metric]:
-    """Reads the present state. failed: failures of each living job. dropped: messages, by why. log_bytes: size of the
-    event log's files."""
+    """Read the present state. failed: failures of each living job. dropped: messages by reason. log_bytes: the size of
+    the event log's files."""
     view = core.view
-    yield InfoMetricFamily(  # unicron_build_info
-        "unicron_build", "The release of this controller.", value={"version": VERSION}
-    )
+    text = "The release of this controller."
+    yield InfoMetricFamily("unicron_build", text, value={"version": VERSION})  # unicron_build_info
     suspects = view.suspicions.alone_since is not None or view.suspicions.most_since is not None
     yield _gauge("unicron_start_time_seconds", "When this controller started, since the epoch.", view.started_at)
     yield _gauge("unicron_log_bytes", "Size of the event log.", log_bytes)
@@ -234,7 +231,7 @@ def _of_jobs(core: Core, failed: Mapping[str, int]) -> Iterable[Metric]:
     states.update(job.phase.value for job in living)
     states[SET_ASIDE] = sum(bool(job.set_aside) and job.ended is None for job in core.state.jobs.values())
     yield _by("unicron_jobs", "Jobs, by their state.", "state", states)
-    waf_of = {job.job: waf(job, weight(core.view, job)) for job in living}
+    waf_of = {job.job: waf(core, job) for job in living}
     yield _gauge("unicron_waf_flops", "Weighted achieved FLOP/s of all jobs.", sum(waf_of.values()))
     if (report := core.state.plan_report) is not None:
         yield _gauge("unicron_planned_waf_flops", "The same as the last plan expects it.", report.waf)

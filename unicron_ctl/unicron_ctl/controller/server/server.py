@@ -1,4 +1,4 @@
-"""The loop: sockets in, core, event log, sockets out. What was decided is stored before anyone hears of it."""
+"""Runs the controller's loop: sockets in, core, event log, sockets out. Decisions are stored before they are sent."""
 
 from __future__ import annotations
 
@@ -49,22 +49,24 @@ from unicron_detector.failures.classify import Classifier
 from unicron_detector.words import plural
 
 log = logging.getLogger("unicron.controller")
-TICK_SECONDS, PAUSE_SECONDS = 0.05, 0.2  # between two ticks: from begin to begin at least, from end to begin at most
+TICK_SECONDS, PAUSE_SECONDS = 0.05, 0.2  # between two ticks: from start to start at least, from end to start at most
 RECEIVE_SECONDS, RESULTS_SECONDS, ANSWERS_SECONDS = 0.03, 0.02, 0.02  # of one turn of the loop at most
 GATHER_SECONDS = 0.002  # from one turn that heard something to the next
 BUSY = wire.Answer(ok=False, error=ASKED_TOO_MUCH)
 HINTS_PER_TURN = 1000
 MAX_SOCKETS = 16384
 HINT_BYTES = 2048
-COMPLAINTS, COMPLAINTS_KEPT = (1 / 60, 100.0), 1000  # a second and at once, of all peers; peers that are remembered
-COLLECT = 50_000, 50, 100  # thresholds of the garbage collector: state is long-lived, messages have no circles
+COMPLAINTS, COMPLAINTS_KEPT = (1 / 60, 100.0), 1000  # a second and at once, about all peers; peers remembered
+COLLECT = 50_000, 50, 100  # thresholds of the garbage collector: state lives long, messages have no cycles
 Route = tuple[bytes, ...]
 
 
 class Server:
-    """One controller at `ports`; `address` is where it can be reached, `key` its public key, empty when it encrypts
-    nothing. connections: as many at once. progress: called every now and then while the log is read. tenure: the
-    right to act; by default it has that as long as it lives. Raises UserError when it can't start."""
+    """One controller at `ports`. Raises UserError if it cannot start.
+
+    address: where others reach it. key: its public key, empty if it encrypts nothing. connections: the most at once.
+    progress: called now and then while the log is read. tenure: the right to act; by default for the process's life.
+    """
 
     def __init__(
         self,
@@ -79,22 +81,22 @@ class Server:
     ) -> None:
         self.config, self.store = config, store
         self._tenure = tenure or Tenure()
-        self.heard_agents = float("-inf")  # when it has heard one last
-        self._offset = store.time(time.time()) - time.monotonic()  # one clock that never goes backwards
+        self.heard_agents = float("-inf")  # time of the last agent's message
+        self._offset = store.time(time.time()) - time.monotonic()  # of a clock that never goes backwards
         saved = store.states()
-        store.thin(saved[0][0] if saved else 0, progress)  # what is older was thinned before the state was saved
+        store.thin(saved[0][0] if saved else 0, progress)  # older events were thinned before the state was saved
         state = read_state(store, progress)
         self._upkeep = LogUpkeep(store, state, lambda: self.now())
         self.core = Core(config.controller, state, self.now(), classifier, has_slurm=client is not None)
         self._weekly = answers.WeeklySum(self.core, store)
         self.worker = Worker(client, config.controller.probe_timeout, self._tenure)
-        self.watchdog: Callable[[float], object] = lambda now: None  # told at every turn; set by main
+        self.watchdog: Callable[[float], object] = lambda now: None  # called in each turn; set by main
         self.turned: Callable[[float], object] = lambda now: None  # the same; raises StoreError to end the loop
         self.dropped: Counter[str] = Counter()
         self._complaints, self._complained = Throttle(*COMPLAINTS), set[str]()
         self._quotas = Quotas()
         self._asked, self._answered = QuestionQueue(), AnswerCache()
-        self._received_at, self._settled_in = float("-inf"), 0.0  # the last turn's
+        self._received_at, self._settled_in = float("-inf"), 0.0  # in the last turn
         self._answer_at = 0.0  # questions wait until then
         self._verifier = Verifier(self.worker, self._roles)
         self._began_with, self._munge = config.controller, config.controller.auth == "munge"
@@ -122,12 +124,11 @@ class Server:
     def now(self) -> float:
         return self._offset + time.monotonic()
 
-    # ------------------------------------------------------------ life
     def run(self) -> None:
-        """Serves until `stop`. Raises StoreError when the log can no longer be written: nothing is done that it does
-        not hold."""
+        """Serves until `stop`. Raises StoreError if the log can no longer be written, because every action must be in
+        it."""
         gc.collect()
-        gc.freeze()  # what is there now stays: a collection in the midst of a recovery need not look at it
+        gc.freeze()  # these objects stay: a collection during a recovery need not look at them
         gc.set_threshold(*COLLECT)
         next_tick = self.now()
         self.core.last_tick = next_tick
@@ -163,7 +164,7 @@ class Server:
                 if self._weekly.is_due(now):
                     self.flush()
                     self._weekly.record_sum(now)
-                ended = self.now()  # after a tick that took long there is as much time for what has come meanwhile
+                ended = self.now()  # after a long tick there is as much time for the messages that have come meanwhile
                 next_tick = max(now + TICK_SECONDS, ended + min(ended - now, PAUSE_SECONDS))
             self.telling.work(now)
             self.watchdog(now)
@@ -190,8 +191,8 @@ class Server:
         os.write(self._stop_write, bytes([signal.SIGTERM]))
 
     def close(self) -> None:
-        """Ends sockets and threads; what was decided last is stored."""
-        with contextlib.suppress(StoreError):  # whose term is over, writes and says nothing
+        """Stores the last decisions, and ends sockets and threads."""
+        with contextlib.suppress(StoreError):  # a controller whose term is over writes and sends nothing
             self.flush()
             self._upkeep.save_state(self.core.state)
         if self.exporter is not None:
@@ -206,7 +207,7 @@ class Server:
         self.store.close()
 
     def catch_signals(self) -> None:
-        """SIGTERM and SIGINT end the loop, SIGHUP reloads."""
+        """Makes SIGTERM and SIGINT end the loop, and SIGHUP reload the configuration."""
         signal.set_wakeup_fd(self._stop_write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
@@ -217,7 +218,7 @@ class Server:
         return signal.SIGTERM not in numbers and signal.SIGINT not in numbers
 
     def apply_config(self, config: Config, classifier: Classifier) -> None:
-        """Applies a new configuration; what is in UNTIL_RESTART stays as it is, and the event says so."""
+        """Applies a new configuration, except for settings in UNTIL_RESTART, which the event names."""
         self.config = config
         self.core.configure(config.controller, classifier)
         if self.exporter is not None:
@@ -236,15 +237,15 @@ class Server:
 
     # ------------------------------------------------------------ in
     def _receive(self) -> None:
-        """Receives for a short time: many messages must not keep others waiting. The time is longer where what follows
-        takes long, for that is done once for all messages."""
+        """Receives messages for a short time, so that other work does not wait. If the work that follows takes long,
+        the time is longer, because that work is done once for all messages."""
         seconds = max(RECEIVE_SECONDS, min(self._settled_in, PAUSE_SECONDS))
         self.listener.receive(self._on_connection_data, time.monotonic() + seconds)
         self._received_at = self.now()
 
     def _wait_for_more(self) -> None:
-        """Waits a moment after messages: those of thousands of agents come one by one, and a turn for several of them
-        costs little more than a turn for one."""
+        """Waits a moment after messages: those of thousands of agents come one by one, and a turn for several costs
+        little more than a turn for one."""
         early = self._received_at + GATHER_SECONDS - self.now()
         if early > 0.0 and not self.core.pending and not self.listener.behind:
             time.sleep(early)
@@ -257,14 +258,14 @@ class Server:
         self._on_message((connection.route,), data, key, connection.address)
 
     def _on_refused(self, connection: Connection, reason: str) -> None:
-        """Complains of a connection that was closed for what it sent."""
+        """Records that a connection was closed for what it sent."""
         self.dropped["message"] += 1
-        peer = connection.session.key if connection.known else connection.origin  # keys are free
+        peer = connection.session.key if connection.known else connection.origin  # strangers can make keys at will
         self._complain(records.BadMessage(peer=peer, reason=f"closed a connection of {peer}: {reason}"))
 
     def _on_message(self, route: Route, data: bytes, key: str, address: str) -> None:
-        """One message of the connection with this key."""
-        address = canonical(address)  # where both families are listened to, IPv4 is said in IPv6
+        """Handles one message of the connection with this key."""
+        address = canonical(address)  # a socket for both families shows IPv4 addresses as IPv6
         if not self._within_quota(key, address, len(data)):
             self.dropped["rate"] += 1
             reason = f"dropped messages of {origin(address)}: too many"
@@ -277,7 +278,7 @@ class Server:
         if message is None:
             self.dropped["stranger"] += 1
             return
-        if isinstance(message, wire.Register):  # its door is where it is, whatever it says; without keys that is here
+        if isinstance(message, wire.Register):  # its door is at the connection's address, whatever the message claims
             message.door = door_at(address or "127.0.0.1", message.door)
         if isinstance(message, wire.Ask):
             self._on_ask(route, message, key, address)
@@ -287,18 +288,16 @@ class Server:
             self.core.receive(route, message, self.now(), key)
 
     def _within_quota(self, key: str, address: str, size: int) -> bool:
-        """Whether the peer has not sent too much."""
-        if not self._munge:
-            return True  # there is one user
-        return self._quotas.allows(key, address, self._is_agent(key), self.now(), cost(size))
+        # Without munge there is one user, who needs no quota.
+        return not self._munge or self._quotas.allows(key, address, self._is_agent(key), self.now(), cost(size))
 
     def _is_agent(self, key: str) -> bool:
-        """Whether a registered agent has this key; where there is one user, every peer may be one."""
+        """Whether a registered agent has this key; without munge every peer may be one."""
         return not self._munge or key in self.core.view.live.keys
 
     def _decode_stranger(self, data: bytes) -> wire.Message | None:
-        """A registration, a question, or the head of a status, whose agent is told to register first; None for all else
-        that only agents say, which is not decoded: that would take the loop's time. Raises BadMessage."""
+        """Decodes a registration, a question, or the head of a status, so that its agent can be told to register first.
+        Returns None for other messages of agents, whose decoding would waste the loop's time. Raises BadMessage."""
         if len(data) > wire.STRANGER_BYTES:
             raise wire.BadMessage(f"register first: {len(data)} bytes are over the {wire.STRANGER_BYTES} before that")
         kind = wire.decode(data, wire.Envelope).kind
@@ -315,15 +314,15 @@ class Server:
         self._complain(records.BadMessage(peer=peer, reason=f"dropped a bad message of peer {peer[:16]}: {reason}"))
         if not route:
             return
-        # Only a kind can tell who is there: unicronctl waits for an Answer, everyone else understands Refused.
+        # unicronctl waits for an Answer, everyone else understands a Refusal.
         answer: msgspec.Struct = (
             wire.Answer(ok=False, error=reason) if b"\xa3ask" in data[:200] else wire.Refusal(reason=reason)
         )
         self._send(route, answer)
 
     def _complain(self, record: records.BadMessage | records.RegistrationRefused) -> None:
-        """Records it, which logs it: once for each peer and kind, and few of all. Neither a broken peer nor one that
-        invents peers may fill the log."""
+        """Records a complaint, and so logs it: once for each peer and kind, and not too many in all, so that neither a
+        broken peer nor one that invents peers fills the log."""
         name, now = f"{record.kind} {record.peer}", self.now()
         if name in self._complained or not self._complaints.allows("", now):
             return
@@ -337,7 +336,7 @@ class Server:
         return Roles(self.config.controller.admins, self.config.controller.readers)
 
     def _verify_registration(self, route: Route, message: wire.Register, key: str, address: str) -> None:
-        """Verifies who the agent's user is before the core gets the registration."""
+        """Verifies the agent's user before the core gets the registration."""
         known = key, message.agent
         if known in self._verifying:
             return
@@ -351,8 +350,8 @@ class Server:
                 self.core.receive(route, message, self.now(), key, found)
                 return
             reason = f"job {message.job}: {found.reason}"  # never final: munge may be away, on either side
-            peer, said = f"{message.job} {message.element}", f"{message.node}: {reason}"
-            self._complain(records.RegistrationRefused(peer=peer, node=message.node, reason=said))
+            peer, node = f"{message.job} {message.element}", message.node
+            self._complain(records.RegistrationRefused(peer=peer, node=node, reason=f"{node}: {reason}"))
             self._send(route, wire.Refusal(reason=reason))
 
         self._verifying.add(known)
@@ -376,8 +375,8 @@ class Server:
                 self.dropped["hint"] += 1
                 if isinstance(error, wire.OtherRelease):
                     who = "the agent or unicronctl" if is_hello else "the plugin"
-                    said = f"dropped a message of {who} at {where[0]}: {error}"
-                    self._complain(records.BadMessage(peer=f"datagram {where[0]}", reason=said))
+                    reason = f"dropped a message of {who} at {where[0]}: {error}"
+                    self._complain(records.BadMessage(peer=f"datagram {where[0]}", reason=reason))
                 if is_hello:
                     self._answer_hello(wire.encode(datagrams.Introduction(error=str(error)[:200])), (hints, where))
 
@@ -387,7 +386,7 @@ class Server:
                 where[0].sendto(data, where[1])
 
     def _on_results(self, mailbox: Mailbox[Result]) -> None:
-        """Takes what threads have found, for a part of the time until the next tick; the rest waits for the next
+        """Takes the results of threads, for a part of the time until the next tick; the rest waits for the next
         turn."""
         until = self.now() + RESULTS_SECONDS
         for result in mailbox.each(lambda: self.now() >= until):
@@ -414,8 +413,8 @@ class Server:
             self._send(question.route, BUSY)
 
     def _answer_some(self) -> None:
-        """Answers askers in turn, for a part of the time until the next tick: no question may delay a Break. The next
-        ones wait as long as these take."""
+        """Answers askers in turn, for a part of the time until the next tick, because no question may delay a Break.
+        The next questions wait as long as these take."""
         began = self.now()
         until = began + ANSWERS_SECONDS
         while self._asked and self.now() < until:
@@ -428,7 +427,7 @@ class Server:
         self._answer_at = ended + (ended - began)
 
     def _answer(self, question: Question) -> None:
-        """Sends the answer and charges the asker for it, so that nobody fills the memory or takes others' time."""
+        """Sends the answer, and charges the asker for the memory and time that it took."""
         began = self.now()
         data = self._answered.get(question, began, self.core.state.last_event)
         if data is None:
@@ -442,7 +441,7 @@ class Server:
     def _make_answer(self, question: Question) -> bytes:
         self.core.now = self.now()
         self.core.advance_jobs()
-        self.flush()  # the log must hold what the answer says
+        self.flush()  # the log must hold everything that the answer shows
         ask = question.ask
         try:
             data = answers.answer(self.core, self.store, ask.what, ask.args, question.asker)
@@ -456,7 +455,7 @@ class Server:
         return wire.encode(reply)
 
     def flush(self) -> None:
-        """Stores what was decided, then sends it."""
+        """Stores the decisions, then sends them."""
         core = self.core
         events, core.events = core.events, []
         if events:
@@ -467,7 +466,7 @@ class Server:
         requests, core.requests = core.requests, []
         for request in requests:
             self.worker.submit(request, core)
-        for event in events:  # lines take longer than messages, and standard error may be slow: no agent waits for it
+        for event in events:  # after the messages: standard error may be slow, and no agent waits for it
             event_lines.log_event(event, core.state)
             self.telling.note(event)
             if self.exporter is not None:
@@ -479,22 +478,22 @@ class Server:
         outbox, self.core.outbox = self.core.outbox, []
         last: tuple[wire.Message | None, bytes] = None, b""
         for route, sends in groupby(outbox, lambda send: send.route):
-            told: list[bytes] = []
+            encoded: list[bytes] = []
             for send in sends:
-                if send.message is not last[0]:  # what goes to many is encoded once
+                if send.message is not last[0]:  # a message to many agents is encoded once
                     last = send.message, self._encode(send.message)
-                told.append(last[1])
-            self._send_bytes(route, *told)
+                encoded.append(last[1])
+            self._send_bytes(route, *encoded)
 
     def _send(self, route: Route, message: msgspec.Struct) -> None:
         self._send_bytes(route, self._encode(message))
 
     def _encode(self, message: msgspec.Struct) -> bytes:
-        """The message with the number of this controller's term, by which agents know an older one's."""
+        """Encodes the message with this controller's term, by which agents know messages of an older controller."""
         if isinstance(message, wire.Message):
             message.term = self.store.term
         return wire.encode(message)
 
     def _send_bytes(self, route: Route, *messages: bytes) -> None:
         if not self.listener.send(route[0], *messages):
-            self.dropped["send"] += 1  # the peer is gone or does not read; whatever matters is repeated
+            self.dropped["send"] += 1  # the peer is gone or does not read; important messages are repeated

@@ -1,5 +1,5 @@
-"""The controller's sockets: TCP for messages, and UDP at the same port for the plugin's hints and for questions about
-the public key. The port for metrics is bound with them."""
+"""Opens the controller's sockets: TCP for messages, UDP at the same port for the plugin's hints and for questions about
+the public key, and the port for metrics."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from unicron_ctl.shared.protocol.listener import QUEUE, listening
 from unicron_ctl.shared.system.addresses import canonical, endpoint, join, reason_of, split
 from unicron_ctl.shared.system.errors import UserError
 
-TRIES = 5  # to find a port that is free for TCP and for UDP
+TRIES = 5  # to find a port that is free for TCP and UDP
 
 
 class CannotListen(UserError):
-    """A port of the controller's cannot be had; the text says which, and why."""
+    """A port of the controller cannot be bound; the text names it and the reason."""
 
 
 @dataclass
 class Ports:
-    """The ports of a controller: sockets for connections, sockets for datagrams at the same port, the address at
-    which they can be reached, and the port for metrics where there is one."""
+    """The ports of a controller. hints: sockets for datagrams, at the same port as those for connections. address:
+    where others reach them. exporter: the port for metrics, if there is one."""
 
     connections: list[socket.socket]
     hints: list[socket.socket]
@@ -30,7 +30,7 @@ class Ports:
     exporter: Exporter | None = None
 
     def close(self) -> None:
-        """Closes all of them, where no controller has taken them."""
+        """Closes all of them, if no controller has taken them."""
         for one in (*self.connections, *self.hints):
             one.close()
         if self.exporter is not None:
@@ -38,8 +38,8 @@ class Ports:
 
 
 def bind(listen: str, metrics: str = "", known_as: Sequence[str] = ()) -> Ports:
-    """Listens at the addresses `listen` and `metrics`, as the configuration has them. known_as: where others reach the
-    controller. Raises CannotListen."""
+    """Listen at the configuration's addresses `listen` and `metrics`. known_as: where others reach the controller.
+    Raises CannotListen."""
     ports = _bind_sockets(listen, QUEUE)
     try:
         ports.exporter = Exporter(metrics, [endpoint(one)[0] for one in known_as]) if metrics else None
@@ -50,7 +50,7 @@ def bind(listen: str, metrics: str = "", known_as: Sequence[str] = ()) -> Ports:
 
 
 def why_not(listen: str, metrics: str = "") -> str:
-    """Why nothing can listen there now, in words, or nothing. Nobody can connect meanwhile."""
+    """Return the reason why nothing can listen there now, or "". Nobody can connect during the test."""
     try:
         _bind_sockets(listen, 0).close()
         for one in listening(*metrics_place(metrics), 0) if metrics else ():
@@ -63,7 +63,6 @@ def why_not(listen: str, metrics: str = "") -> str:
 
 
 def _bind_sockets(listen: str, queue: int) -> Ports:
-    """Sockets at this address. queue: see :func:`listening`. Raises CannotListen."""
     host, port = split(listen.removeprefix("tcp://"), listens=True)
     tries = 1 if port else TRIES
     while True:
@@ -91,7 +90,7 @@ def _bind_sockets(listen: str, queue: int) -> Ports:
 
 
 def _datagrams(sockets: Sequence[socket.socket]) -> list[socket.socket]:
-    """Sockets for datagrams at the addresses of these. Raises OSError."""
+    """Open sockets for datagrams at the addresses of these sockets. Raises OSError."""
     opened: list[socket.socket] = []
     try:
         for one in sockets:

@@ -1,5 +1,5 @@
-"""Messages to systemd: ready, reloading, stopping, and the watchdog's (sd_notify(3), Type=notify). Nothing here raises
-or waits: a service manager that does not listen must not stop the controller."""
+"""Notifies systemd: ready, reloading, stopping, and the watchdog (sd_notify(3), Type=notify). Nothing here raises or
+waits, because a service manager that does not listen must not stop the controller."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import time
 from collections.abc import Mapping
 
 log = logging.getLogger("unicron.systemd")
-
-
-STARTING_SECONDS = 1.0  # between two of its words while it starts
-EXTENDED_SECONDS = 30  # for which each of them has systemd wait on
+STARTING_SECONDS = 1.0  # between two messages during the start
+EXTENDED_SECONDS = 30  # by which each of them extends systemd's time-out
 
 
 class SystemdNotifier:
-    """Does nothing where there is no systemd. `watchdog_seconds` is 0 where no watchdog waits for this process."""
+    """Sends messages to systemd, if there is one. `watchdog_seconds` is 0 without a watchdog for this process."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         address = environment.get("NOTIFY_SOCKET", "")
@@ -30,7 +28,7 @@ class SystemdNotifier:
         self._waits = ""
 
     def ready(self) -> None:
-        """Says that the start, or a reload, is over."""
+        """Tells systemd that the start, or a reload, is over."""
         self._notify("READY=1\nSTATUS=" if self._waits else "READY=1")
 
     def starting(self, now: float) -> None:
@@ -40,8 +38,7 @@ class SystemdNotifier:
             self._notify(f"EXTEND_TIMEOUT_USEC={EXTENDED_SECONDS * 1_000_000}\nWATCHDOG=1")
 
     def waiting(self, what: str) -> None:
-        """Says that a standby is up, and what it waits for; called every now and then. `ready` follows when it has
-        taken over."""
+        """Tells systemd that a standby is up, and what it waits for. `ready` follows when it takes over."""
         now = time.monotonic()
         if what != self._waits:
             self._waits = what
@@ -49,7 +46,7 @@ class SystemdNotifier:
         self.watchdog(now)
 
     def reloading(self) -> None:
-        """Says that the configuration is being read again; `ready` follows."""
+        """Tells systemd that the configuration is being read again; `ready` follows."""
         self._notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
@@ -67,9 +64,7 @@ class SystemdNotifier:
         if not self._address:
             return False
         try:
-            with socket.socket(
-                socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-            ) as channel:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel:
                 channel.sendto(state.encode(), self._address)
         except OSError as error:
             if not self._failed:  # once: a watchdog would repeat it at each turn
@@ -81,7 +76,7 @@ class SystemdNotifier:
 
 
 def _watchdog_seconds(environment: Mapping[str, str]) -> float:
-    """After how long a silence systemd ends this process (sd_watchdog_enabled(3))."""
+    """Return the silence after which systemd ends this process (sd_watchdog_enabled(3))."""
     microseconds, process = environment.get("WATCHDOG_USEC", ""), environment.get("WATCHDOG_PID", "")
     if not microseconds.isdecimal() or (process and process != str(os.getpid())):
         return 0.0

@@ -1,8 +1,8 @@
-"""Tells the targets of [notify] what `log.notices` makes of the records: the effect, and nothing decides by it.
+"""Sends the notices of `shared.notices` to the targets of [notify]. No decision depends on it.
 
-Each target has a cursor in the state: the event of which it need hear no more. So nothing is told twice or left out by
-a restart; if the controller dies while it tells, the same message may come again, with the same ids. A target that
-hangs keeps one thread of its own and nobody else.
+The state keeps a cursor for each target: the last event that it has heard of. So a restart neither repeats nor loses a
+notice; only if the controller dies while it sends, the same message may come again, with the same ids. A target that
+hangs blocks only a thread of its own.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from unicron_ctl.shared.system.mailbox import Mailbox
 log = logging.getLogger("unicron.controller.telling")
 HOUR, DAY = 3600.0, 86400.0
 FIRST_RETRY, LONGEST_RETRY = 30.0, 3600.0  # seconds; twice as long each time
-GIVE_UP = 6.0  # times the section's time limit: a message that takes longer is told again
-MOST_LOST = 8  # messages of one target that were given up and whose threads still hang
-MOST_WAITING = 1000  # notices of one target; the oldest go first, and are counted
+GIVE_UP = 6.0  # times the section's time limit: a message that takes longer is sent again
+MOST_LOST = 8  # messages to one target that were given up and whose threads still hang
+MOST_WAITING = 1000  # notices for one target; of more, the oldest are dropped and counted
 
 
 class Sending(NamedTuple):
-    """A message on its way. upto: its last notice; notices: how many it has; left_out: how many it says are missing."""
+    """A message on its way. upto: its last notice. notices: how many it has. left_out: how many it counts as
+    missing."""
 
     message: Message
     upto: int
@@ -43,9 +44,12 @@ class Sending(NamedTuple):
 
 @dataclass
 class Target:
-    """One target. upto: the last event of which it has heard. left_out: notices that it will not get. sending: what is
-    on its way. lost: messages that were given up while their threads still hang. sent: when messages went out in the
-    last hour, and whether with something that needs an admin."""
+    """One target.
+
+    upto: the last event that it has heard of. left_out: notices that it will not get. sending: the message on its way.
+    lost: messages that were given up and whose threads still hang. sent: the messages of the last hour, as (time,
+    whether one of its notices needs an admin).
+    """
 
     name: str
     deliver: Deliver
@@ -60,15 +64,15 @@ class Target:
     sent: list[tuple[float, bool]] = field(default_factory=list)
 
     def add(self, notice: Notice) -> None:
-        """Queues a notice. Of too many the oldest goes that needs no admin, else the oldest."""
+        """Queues a notice. Of too many, the oldest that needs no admin is dropped, or else the oldest."""
         self.waiting.append(notice)
         while len(self.waiting) > MOST_WAITING:
             del self.waiting[next((i for i, one in enumerate(self.waiting) if one.kind != ADMIN), 0)]
             self.left_out += 1
 
     def is_due(self, now: float, config: NotifyConfig) -> bool:
-        """Whether a message should go out now. What needs an admin has a number of messages of its own, so that it
-        waits behind no others. A time that is not over yet is of a clock that has stepped back, and counts as over."""
+        """Whether a message should go out now. Messages with something for an admin have a limit of their own, so that
+        they wait behind no others. A time in the future shows a clock that was set back, and counts as over."""
         self.sent = [(at, urgent) for at, urgent in self.sent if 0 <= now - at < HOUR]
         if self.sending or not self.waiting or 0 <= now - self.retry_from < self.retry_after:
             return False
@@ -83,16 +87,15 @@ class Target:
         return any(notice.kind == ADMIN for notice in self.waiting)
 
     def forget_old(self, now: float) -> None:
-        """Drops what is too old to be of use."""
+        """Drops notices that are too old to be of use."""
         while self.waiting and now - self.waiting[0].time >= DAY:
             self.waiting.popleft()
             self.left_out += 1
 
 
 class Telling:
-    """All targets. results: where the loop takes what threads have done. record: appends to the log.
-
-    where: the controller's address, for people who have several."""
+    """All targets. results: calls from threads to the loop. record: appends to the log. where: the controller's
+    address, for people who have several."""
 
     def __init__(
         self, results: Mailbox[Callable[[], None]], record: Callable[[Record], object], where: str = ""
@@ -101,43 +104,42 @@ class Telling:
         self._hooks = Hooks()
         self._notices = Notices()
         self._config = NotifyConfig()
-        self._unread: Callable[[], None] | None = None  # looks in a thread whether the secrets can be read by now
+        self._unread: Callable[[], None] | None = None  # tries in a thread to read the secrets
         self._look_at, self._looking = 0.0, threading.Thread()
         self._past: deque[Notice] = deque(maxlen=MOST_WAITING)
         self.targets: dict[str, Target] = {}
 
     def replay(self, events: Iterable[Event]) -> None:
-        """Takes in the records of the last day, at the start."""
+        """Takes in the records of the last day at the start."""
         for event in events:
             self.note(event)
 
-    def configure(self, config: NotifyConfig, told: dict[str, int], last: int) -> None:
-        """Takes the section. told: by target, of which event each need hear no more. last: the newest event; a new
-        target hears of what comes after it."""
+    def configure(self, config: NotifyConfig, cursors: dict[str, int], last: int) -> None:
+        """Takes the section. cursors: by target, the last event that it has heard of. last: the newest event, after
+        which a new target begins."""
         given, (config, secrets, read) = config, usable(config)
         if self._unread is not None and read:
             log.info("[notify] %s can be read now", config.secrets)
-        # They may be on a file system that is not mounted yet. What is wrong was said when the section was checked.
-        self._unread = None if read else partial(self._read_secrets, given, told, last)
+        # Their file system may not be mounted yet. The check of the section has already reported what is wrong.
+        self._unread = None if read else partial(self._read_secrets, given, cursors, last)
         self._config, before = config, self.targets
         self.targets = {}
         for name, deliver in targets(config, secrets, self._hooks).items():
-            known = before.get(name)
-            if known is not None:
-                known.deliver = deliver
-                self.targets[name] = known
+            if name in before:
+                before[name].deliver = deliver
+                self.targets[name] = before[name]
                 continue
-            if name not in told:
+            if name not in cursors:
                 self._record(records.NoticesSent(target=name, upto=last, reason=f"{name} is told from now on"))
-            target = self.targets[name] = Target(name, deliver, told.get(name, last))
+            target = self.targets[name] = Target(name, deliver, cursors.get(name, last))
             for notice in self._past:
                 self._add(target, notice)
 
-    def _read_secrets(self, config: NotifyConfig, told: dict[str, int], last: int) -> None:
-        """Takes the section again when its secrets can be read. Has a thread of its own: the file may not answer."""
-        look = self._unread
+    def _read_secrets(self, config: NotifyConfig, cursors: dict[str, int], last: int) -> None:
+        """Takes the section again once its secrets can be read. It runs in a thread, because reading may hang."""
+        attempt = self._unread
         if usable(config)[2]:
-            self._results.put(lambda: self.configure(config, told, last) if self._unread is look else None)
+            self._results.put(lambda: self.configure(config, cursors, last) if self._unread is attempt else None)
 
     def note(self, event: Event) -> None:
         """Takes in one record."""
@@ -148,7 +150,7 @@ class Telling:
                 self._add(target, notice)
 
     def close(self) -> None:
-        """Ends the hooks that run: who was not told is told after the next start."""
+        """Ends the hooks that run. Their targets are told after the next start."""
         self._hooks.close()
 
     def _add(self, target: Target, notice: Notice) -> None:
@@ -156,7 +158,7 @@ class Telling:
             target.add(notice)
 
     def work(self, now: float) -> None:
-        """Begins to tell whoever is due; returns at once."""
+        """Starts the messages that are due; returns at once."""
         if self._unread is not None and now >= self._look_at and not self._looking.is_alive():
             self._look_at = now + FIRST_RETRY
             self._looking = threading.Thread(target=self._unread, name="unicron-secrets", daemon=True)
@@ -178,7 +180,6 @@ class Telling:
         ).start()
 
     def _deliver(self, target: Target, sending: Sending) -> None:
-        """Runs in a thread of its own."""
         error = ""
         try:
             target.deliver(sending.message)
@@ -187,15 +188,15 @@ class Telling:
         self._results.put(lambda: self._on_delivery(target, sending, error))
 
     def _give_up(self, target: Target, now: float) -> None:
-        """Waits no longer for what ends by no limit of its own: a name or a file system that does not answer. Its
-        thread hangs on, and few may."""
+        """Stops waiting for a message that no time limit ends, because a name or file system does not answer. Its
+        thread hangs on, so only a few may."""
         sending, limit = target.sending, GIVE_UP * self._config.timeout
         if sending is not None and not 0 <= now - sending.began < limit and target.lost < MOST_LOST:
             self._on_delivery(target, sending, f"it did not end within {limit:g} s")
             target.lost += 1
 
     def _on_delivery(self, target: Target, sending: Sending, error: str) -> None:
-        if target.sending is not sending:  # it was given up
+        if target.sending is not sending:  # given up before
             target.lost -= 1
             return
         target.sending = None

@@ -1,7 +1,7 @@
-"""The controller's slow work in threads: Slurm's programs in two lanes, probes and credentials in other threads.
+"""Does the controller's slow work in threads: Slurm's programs in two lanes, probes and credentials in other threads.
 Results are calls of the core, made in the main thread.
 
-One lane is for urgent requests, so they never wait behind a slow listing or a long list of actions. Changes of the
+One lane is for urgent requests, so that they never wait behind a slow listing or a long list of actions. Changes of the
 same element or node keep their order across both lanes (`Order`).
 """
 
@@ -45,22 +45,22 @@ from unicron_ctl.shared.system.mailbox import Mailbox
 Result = Callable[[], None]
 Target = tuple[str, int]
 log = logging.getLogger("unicron.controller")
-WORKERS, VERIFIERS = 64, 4  # a probe waits most of its time, and a whole rack may fall silent at once
+WORKERS, VERIFIERS = 64, 4  # probes mostly wait, and a whole rack may fall silent at once
 AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS = 4096, 1024, 512  # credentials that may wait to be verified
-OURSELVES = "controller", "", ""  # the turn in which the controller's own credentials are verified
+OURSELVES = "controller", "", ""  # the queue path of the controller's own credential
 SETTINGS_SECONDS = 60.0  # between two reads of Slurm's PrivateData and topology
 LEFT_OUT = "left out: an action before it failed"
 PUT_OFF = "put off: Slurm is slow, and what it shows by now comes first"
 TAKEN_OVER = "put off: calls of the controller before this one may still be under way"
 NOT_OURS = "put off: this controller could not renew its lease"
-QUEUE_SHARE = 1 / 30  # share of the time for reading the whole queue, if that is slow; six times that if need be
+QUEUE_SHARE = 1 / 30  # of the time, for reading the whole queue if that is slow; six times that if need be
 LONGEST_QUEUE = 120.0  # seconds between two reads of it, at most
-RUN_SECONDS = 10.0  # for the actions of one request; then Slurm is listed again, and what is left is decided anew
+RUN_SECONDS = 10.0  # for the actions of one request; then Slurm is listed again, and the rest is decided anew
 
 
 class Order:
-    """Makes both lanes change each element or node in the order of submission. Each lane works in that order itself, so
-    the two never wait for each other."""
+    """Makes both lanes change each element or node in the order of submission. Each lane itself works in that order, so
+    the two never block each other."""
 
     def __init__(self) -> None:
         self._waiting: dict[Target, deque[int]] = {}
@@ -70,20 +70,19 @@ class Order:
     def book(self, run: Run) -> list[int]:
         """Returns a ticket for each action."""
         with self._changed:
-            tickets = []
-            for action in run.actions:
-                self._next += 1
-                self._waiting.setdefault(action.target, deque()).append(self._next)
-                tickets.append(self._next)
+            tickets = list(range(self._next, self._next + len(run.actions)))
+            self._next += len(tickets)
+            for action, ticket in zip(run.actions, tickets, strict=True):
+                self._waiting.setdefault(action.target, deque()).append(ticket)
             return tickets
 
     def wait_for_turn(self, target: Target, ticket: int) -> None:
-        """Waits until the actions before this one are done. Each is one call of Slurm, with its own time limit."""
+        """Waits until the earlier actions are done. Each is one call of Slurm with a time limit of its own."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting[target][0] == ticket)
 
     def through(self, target: Target) -> None:
-        """Notes that the action whose turn it was is done."""
+        """Notes that the target's current action is done."""
         with self._changed:
             waiting = self._waiting[target]
             waiting.popleft()
@@ -94,21 +93,21 @@ class Order:
 
 class Others:
     """Finds the elements of jobs that Unicron does not plan. The longer it takes to read the whole queue, the less
-    often that is done; in between, the nodes themselves show what runs on them."""
+    often it is read; in between, the nodes show what runs on them."""
 
     def __init__(self, client: SlurmClient) -> None:
         self._client = client
         self._seen = Queue()
         self._read_at, self._took = -LONGEST_QUEUE, 0.0
-        self._before: set[str] = set()  # nodes that had one of ours in the last listing
-        self._shared: set[str] = set()  # nodes that had ours and others' when the queue was last read
+        self._before: set[str] = set()  # nodes with an element of ours in the last listing
+        self._shared: set[str] = set()  # nodes with elements of ours and of others when the queue was last read
 
     def read(self, nodes: Sequence[NodeInfo], own: Sequence[ElementInfo], poll: Poll) -> list[ElementInfo]:
-        """Returns the elements of others that occupy nodes or wait for some. own: the elements of `poll.jobs`."""
+        """Returns the elements of other jobs that occupy nodes or wait. own: the elements of `poll.jobs`."""
         age, least = time.monotonic() - self._read_at, self._took / QUEUE_SHARE
         here = {name for e in own for name in nodes_of(e)}
         fresh = age >= min(LONGEST_QUEUE, least / 6 if poll.all else least)
-        # If one of ours has started on a node since, the others may have left it: no plan may take it away for them.
+        # If one of ours has started on a node since, the others may have left it, and no plan may take it for them.
         fresh = fresh or not self._shared.issuperset(here & self._nodes_of_others(poll))
         if fresh:
             began = time.monotonic()
@@ -123,15 +122,15 @@ class Others:
         return known
 
     def _nodes_of_others(self, poll: Poll) -> set[str]:
-        """Returns the nodes that others had when the queue was last read."""
+        """Returns the nodes that other jobs had when the queue was last read."""
         at_work = (e for e in self._seen.elements if e.job not in poll.jobs and e.state != "PENDING")
         return {name for e in at_work for name in nodes_of(e)}
 
     def _by_nodes(
         self, nodes: Sequence[NodeInfo], known: Sequence[ElementInfo], ours: Collection[str], fresh: bool
     ) -> list[ElementInfo]:
-        """Corrects the queue by the nodes' states: an idle node is free, and a busy node without a known job is in use
-        by somebody."""
+        """Corrects the queue by the nodes' states: an idle node is free; a busy node without a known job has an unknown
+        one."""
         idle = {node.name for node in nodes if not node.states & IN_USE} if not fresh else set()
         kept = [e for e in known if e.state == "PENDING" or not idle.issuperset(nodes_of(e))]
         there = {name for e in kept if e.state != "PENDING" for name in nodes_of(e)}
@@ -140,7 +139,7 @@ class Others:
 
 
 def somebody(node: str) -> ElementInfo:
-    """Return a stand-in for whoever uses the node, until the queue is read again."""
+    """Make a stand-in for the node's unknown job, until the queue is read again."""
     return ElementInfo(SOMEBODY, 0, "", "RUNNING", node, "", "", "", "", 0, brief=True)
 
 
@@ -155,10 +154,11 @@ class Task:
 
 class Worker:
     """Carries out requests. `results` are calls for the main thread; `verified` are those for credentials, of which
-    strangers can send many. tenure: the right to change anything in Slurm.
+    strangers can send many.
 
-    not_before: a time on `time.monotonic` before which nothing in Slurm is changed, because calls of the previous
-    controller may still be under way."""
+    tenure: the right to change anything in Slurm. not_before: a time of `time.monotonic` before which nothing in Slurm
+    is changed, because calls of the previous controller may still be under way.
+    """
 
     def __init__(self, client: SlurmClient | None, probe_timeout: float, tenure: Tenure | None = None) -> None:
         self._client, self._probe_timeout, self._tenure = client, probe_timeout, tenure or Tenure()
@@ -175,7 +175,7 @@ class Worker:
         self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
         self._credentials: FairQueue[Callable[[], None]] = FairQueue(AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS)
         self._turns = threading.Lock()
-        self._changed, self._changing = threading.Condition(), 0  # changes of Slurm that are under way
+        self._changed, self._changing = threading.Condition(), 0  # number of changes of Slurm under way
         for name, lane in zip(("unicron-slurm", "unicron-urgent"), self._lanes, strict=True):
             threading.Thread(target=self._serve_slurm, args=(lane,), name=name, daemon=True).start()
 
@@ -194,7 +194,7 @@ class Worker:
 
     def call(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Runs `work` in a thread, then `then(result)` in the main thread. The result of work that fails is None."""
-        self._pool.submit(_run, work, then, self.results)
+        self._pool.submit(_run_work, work, then, self.results)
 
     def verify(
         self, work: Callable[[], Any], then: Callable[[Any], None], whose: tuple[str, str, str] = OURSELVES
@@ -202,7 +202,7 @@ class Worker:
         """Runs `work` in the threads for munge: if munge hangs, probes still run. Machines, the addresses of each and
         the connections of each address are served in turn. Returns False if there is no room for more."""
         with self._turns:
-            if not self._credentials.add(whose, partial(_run, work, then, self.verified)):
+            if not self._credentials.add(whose, partial(_run_work, work, then, self.verified)):
                 return False
         self._verifiers.submit(self._verify_next)
         return True
@@ -213,7 +213,7 @@ class Worker:
         run()
 
     def close(self) -> None:
-        """Lets running calls end, and starts no others."""
+        """Lets running calls end, and starts no more."""
         for lane in self._lanes:
             lane.put(None)
         for pool in (self._pool, self._verifiers):
@@ -222,7 +222,7 @@ class Worker:
         self.verified.close()
 
     def let_changes_end(self, seconds: float) -> None:
-        """Starts no more changes of Slurm, and waits for the end of those under way."""
+        """Starts no more changes of Slurm, and waits for those under way."""
         self.not_before = float("inf")
         with self._changed:
             self._changed.wait_for(lambda: not self._changing, seconds)
@@ -245,25 +245,19 @@ class Worker:
                 private, domains, self._looked = self._client.private_data(), self._site.domains, time.monotonic()
                 with contextlib.suppress(SlurmError):  # not essential: the last answer still holds
                     domains = self._client.domains()
-                self._site = Site(
-                    private, domains, self._client.kill_wait(), self._client.grace(), self._client.shrinks()
-                )
-            site = self._site
+                kill_wait, grace, shrinks = self._client.kill_wait(), self._client.grace(), self._client.shrinks()
+                self._site = Site(private, domains, kill_wait, grace, shrinks)
+            self.results.put(partial(core.on_listing, nodes, elements, self._site, took))
         except SlurmError as error:
-            message = str(error)
-            self.results.put(lambda: core.on_slurm_error(message))
-        except (
-            Exception
-        ) as error:  # an answer that nobody foresaw must not end the thread: Slurm would never be asked again
+            self.results.put(partial(core.on_slurm_error, str(error)))
+        except Exception as error:  # it must not end the thread: Slurm would never be listed again
             text = shorten(f"could not read Slurm's answer: {type(error).__name__}: {error}", MOST_CHARACTERS)
-            self.results.put(lambda: core.on_slurm_error(text))
-        else:
-            self.results.put(lambda: core.on_listing(nodes, elements, site, took))
+            self.results.put(partial(core.on_slurm_error, text))
         finally:
             self.took("list", time.monotonic() - began)
 
     def _run(self, request: Run, tickets: list[int], core: Core) -> None:
-        """Carries out actions for RUN_SECONDS at most, and stops at the first call that Slurm does not answer."""
+        """Carries out actions, for RUN_SECONDS at most or until Slurm does not answer a call."""
         failed: set[Target] = set()
         until, over = time.monotonic() + RUN_SECONDS, False
         for action, ticket in zip(request.actions, tickets, strict=True):
@@ -284,7 +278,7 @@ class Worker:
         self.results.put(partial(core.on_actions_done, request.urgent))
 
     def _act(self, action: Action) -> tuple[str, bool]:
-        """Carries out one action. Returns why it failed, and whether Slurm gave no answer."""
+        """Carries out one action. Returns the reason of a failure, and whether Slurm gave no answer."""
         assert self._client is not None
         with self._changed:
             if time.monotonic() < self.not_before:
@@ -307,17 +301,17 @@ class Worker:
         return "", False
 
 
-def _run(work: Callable[[], Any], then: Callable[[Any], None], results: Mailbox[Result]) -> None:
+def _run_work(work: Callable[[], Any], then: Callable[[Any], None], results: Mailbox[Result]) -> None:
     try:
         result = work()
-    except Exception as error:  # `then` must hear of a failure, too
+    except Exception as error:  # `then` has to run after a failure, too
         log.warning("work in the background failed: %r", error)
         result = None
     results.put(lambda: then(result))
 
 
 def perform(client: SlurmClient, action: Action) -> None:
-    """Carries out one action by a call of the client. Raises SlurmError."""
+    """Carry out one action by a call of the client. Raises SlurmError."""
     match action.action:
         case "down":
             client.down(action.node, action.text)

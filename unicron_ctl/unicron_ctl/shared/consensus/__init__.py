@@ -1,4 +1,4 @@
-"""Single-decree Paxos for each generation of a job: while the controller is away, the agents choose the next plan.
+"""Lets a job's agents choose the next plan while the controller is away, by single-decree Paxos for each generation.
 
-The code is pure and has no sockets. Agents run it; the controller shares :mod:`survivors_plan`, which makes the plan.
+The code is pure. Agents run it; the controller shares :mod:`survivors_plan`, which makes the plan.
 """

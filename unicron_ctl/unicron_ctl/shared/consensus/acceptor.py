@@ -1,12 +1,12 @@
-"""The acceptor of single-decree Paxos: one agent's vote on the plan that follows one generation. A pure table.
+"""Plays the acceptor of single-decree Paxos: one agent's vote on the plan that follows one generation. Pure.
 
 IDLE -> CHECKING -> PROMISED    a proposer prepares a ballot, and the controller does not answer
 CHECKING, PROMISED -> IDLE      the controller speaks: the promise is withdrawn
 
-Invariant: `promised` and `prepared` only rise, and a proposal is accepted only in PROMISED and only of the ballot
-`promised`. So whoever has promised a ballot accepts no lower one, whatever comes late, and a ballot that a quorum has
-promised shows its proposer everything that a lower one may have chosen. `accepted` stays in every state, also when the
-promise is withdrawn: a quorum may have accepted it, and each later promise tells of it.
+Invariant: `promised` and `prepared` only rise, and a proposal is accepted only in PROMISED and only for the ballot
+`promised`. So an agent that has promised a ballot accepts no lower one, even if its messages come late, and a ballot
+that a quorum has promised shows its proposer everything that a lower one may have chosen. `accepted` stays in every
+state, even if the promise is withdrawn: a quorum may have accepted it, and each later promise reports it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class AcceptorState(enum.StrEnum):
     """A state of the acceptor."""
 
     IDLE = "idle"
-    CHECKING = "checking"  # whether the controller lives, before a promise
+    CHECKING = "checking"  # before a promise, whether the controller lives
     PROMISED = "promised"  # to the proposer of `promised`
 
 
 class AcceptorEvent(enum.StrEnum):
     """An event of the acceptor."""
 
-    PREPARE = "prepare"  # of a ballot above all that it knows
-    PREPARE_AGAIN = "prepare again"  # of the promised ballot
-    STALE = "stale"  # a message of a lower ballot, or an Accept of a ballot that was not promised
-    ACCEPT = "accept"  # of the promised ballot
+    PREPARE = "prepare"  # for a ballot above all known ones
+    PREPARE_AGAIN = "prepare again"  # for the promised ballot
+    STALE = "stale"  # a message for a lower ballot, or an Accept for a ballot that was not promised
+    ACCEPT = "accept"  # for the promised ballot
     CONTROLLER_SILENT = "controller silent"
     CONTROLLER_SPOKE = "controller spoke"
 
@@ -78,9 +78,8 @@ TABLE: dict[AcceptorState, dict[AcceptorEvent, tuple[AcceptorState, AcceptorActi
 class Acceptor:
     """An agent's promises and accepted proposals, for one generation.
 
-    promised: the highest ballot that was ever promised. prepared: the highest that a promise was asked for.
-
-    accepted: the latest proposal that was accepted. The agent follows no other plan of the same or a lower number.
+    promised: the highest ballot that was promised. prepared: the highest for which a promise was requested. accepted:
+    the latest accepted proposal; the agent follows no other plan of the same or a lower number.
     """
 
     def __init__(self) -> None:
@@ -89,7 +88,7 @@ class Acceptor:
         self.accepted: Proposal | None = None
 
     def on_prepare(self, ballot: Ballot) -> AcceptorAction:
-        """A proposer asks for a promise."""
+        """Handle a request for a promise."""
         if ballot > self.highest:
             self.prepared = ballot
             return self._step(AcceptorEvent.PREPARE)
@@ -98,21 +97,21 @@ class Acceptor:
         return self._step(AcceptorEvent.PREPARE_AGAIN if ballot == self.promised else AcceptorEvent.STALE)
 
     def on_accept(self, proposal: Proposal) -> AcceptorAction:
-        """A proposer asks to accept its proposal."""
+        """Handle a request to accept a proposal."""
         action = self._step(AcceptorEvent.ACCEPT if proposal.ballot == self.promised else AcceptorEvent.STALE)
         if action is AcceptorAction.ACCEPTED:
             self.accepted = proposal
         return action
 
     def on_controller_silent(self) -> AcceptorAction:
-        """The controller is away."""
+        """Give the promise that is being checked, because the controller is away."""
         action = self._step(AcceptorEvent.CONTROLLER_SILENT)
         if action is AcceptorAction.PROMISE:
             self.promised = self.prepared
         return action
 
     def on_controller_spoke(self) -> AcceptorAction:
-        """The controller has said something. The proposer of :attr:`highest` is to be told, if anybody is."""
+        """Withdraw the promise, because the controller lives. DECLINE: tell the proposer of :attr:`highest`."""
         return self._step(AcceptorEvent.CONTROLLER_SPOKE)
 
     @property

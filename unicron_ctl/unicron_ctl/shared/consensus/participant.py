@@ -1,12 +1,12 @@
-"""One agent's part in the consensus: acceptor, proposer and learner of each generation's plan.
+"""Plays one agent's part in the consensus: acceptor, proposer and learner of each generation's plan.
 
-The code is pure. Fed with messages and the time, it says what to send and what to tell the ranks
+The code is pure. It gets messages and the time, and returns messages for agents and orders for the ranks
 (docs/design/consensus.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
 from unicron_ctl.shared.consensus.acceptor import Acceptor, AcceptorAction, AcceptorState
 from unicron_ctl.shared.consensus.proposals import Membership, is_agents_prefix, is_whole, proposal_for
@@ -26,41 +26,41 @@ from unicron_ctl.shared.protocol.peer_messages import (
     Proposal,
 )
 
-REPEAT_SECONDS = 0.5  # between two requests for a plan; when no proposer has answered, the next one is asked
+REPEAT_SECONDS = 0.5  # between two requests for a plan; if a proposer has not answered, the next one is asked
 TICK_SECONDS = 0.02  # between two ticks while something is going on
-INSTANCES_KEPT = 2  # the present one, and the one before, whose last messages may still come
-ASK_SECONDS = 1.0  # between an answer of the controller and the next question while something needs it
-TELL_SECONDS = 0.25  # without an answer; then a proposer is told
-AWAY_SECONDS = 0.7  # without an answer; then the controller counts as away
+INSTANCES_KEPT = 2  # the present one and the one before, whose last messages may still come
+ASK_SECONDS = 1.0  # between the controller's answer and the next question
+TELL_SECONDS = 0.25  # without the controller's answer; then a proposer is asked for a plan
+AWAY_SECONDS = 0.7  # without the controller's answer; then it counts as away
 
 
 class ControllerSilence:
-    """The time for which one agent's question to the controller has had no answer, on a clock that does not jump."""
+    """Measures how long an agent's question to the controller has had no answer, on a clock that does not jump."""
 
     def __init__(self) -> None:
         self._asked_at: float | None = None
         self._answered_at = float("-inf")
 
     def on_question(self, now: float) -> None:
-        """The agent asks the controller for an answer."""
+        """Note that the agent asks the controller for an answer."""
         if self._asked_at is None:
             self._asked_at = now
 
     def on_answer(self, now: float) -> None:
-        """The controller has said something, whatever it is."""
+        """Note a message of the controller, whatever it is."""
         self._asked_at, self._answered_at = None, now
 
     @property
     def waiting(self) -> bool:
-        """True while a question has no answer."""
+        """Whether a question has no answer."""
         return self._asked_at is not None
 
     def may_ask(self, now: float) -> bool:
-        """True if no question is open and the last answer is old enough for another one."""
+        """Whether no question is open and the last answer is old enough for another one."""
         return self._asked_at is None and now - self._answered_at >= ASK_SECONDS
 
     def seconds(self, now: float) -> float:
-        """For how long the open question has had no answer; 0 without one."""
+        """Return for how long the open question has had no answer; 0 without one."""
         return 0.0 if self._asked_at is None else now - self._asked_at
 
 
@@ -79,69 +79,64 @@ class _Instance:
 
 
 class Participant:
-    """One agent's part in the consensus.
+    """One agent's part in the consensus. me: this agent. per_node: ranks of an agent.
 
-    me: this agent. per_node: ranks of an agent.
-
-    Whoever carries out :attr:`outbox` (to whom, what) and the ranks' :attr:`orders` empties them. :attr:`status_due`
-    asks for a status to the controller at once. :attr:`agreed` and :attr:`over` belong into that status; `over` is the
-    highest generation on whose successor this agent votes no more.
+    The caller carries out :attr:`outbox` (receiver, message) and the ranks' :attr:`orders`, and empties them.
+    :attr:`status_due` asks for a status to the controller at once, with :attr:`agreed` and :attr:`over`: the highest
+    generation on whose successor this agent votes no more.
     """
 
     def __init__(self, me: structs.Peer, per_node: int) -> None:
         self._me, self._per_node = me, per_node
         self._silence = ControllerSilence()
         self._instances: dict[int, _Instance] = {}
-        self._offers: dict[int, Membership] = {}  # plans for an iteration boundary that are not entered yet
+        self._offers: dict[int, Membership] = {}  # plans for an iteration boundary, not entered yet
         self._current = 0  # the generation that the ranks are in, or were last sent to
-        self._seen = 0  # the highest generation that was heard of
+        self._seen = 0  # the highest generation that this agent knows of
         self._obeyed = 0  # the highest that the controller has ended, or has sent the ranks to
         self._ranks: Mapping[int, structs.RankStatus] = {}
         self._store = ""
         self._next_proposer = 0
-        self._requested_at = self._answered_at = float("-inf")  # a plan, by the proposers
+        self._requested_at = self._answered_at = float("-inf")  # a plan was requested; a proposer answered
         self.agreed: wire.Agreement | None = None
         self.over = 0
         self.outbox: list[tuple[structs.Peer, AnyPeer]] = []
         self.orders: list[wire.Break | wire.Plan] = []
         self.status_due = False
         self.known: Mapping[str, structs.Peer] = {}
-        """The agents of the generations that matter, by public key; another object when it changes."""
+        """The agents of the present generations, by public key; a new object when it changes."""
 
     # ------------------------------------------------------------ the controller
     def on_controller(self, now: float) -> None:
-        """The controller has said something, whatever it is: it decides."""
+        """Take note of the controller, which decides while it is there. Any message of it counts."""
         self._silence.on_answer(now)
         instance = self._instances.get(self._current)
         if instance is not None and instance.acceptor.on_controller_spoke() is AcceptorAction.DECLINE:
             self._decline(instance, instance.acceptor.highest, now)
 
     def on_break(self, order: wire.Break) -> None:
-        """The controller's Break. Ranks that went on to a later generation pass over it by themselves."""
+        """Take note of the controller's Break. Ranks in a later generation ignore it by themselves."""
         self._seen, self._obeyed = max(self._seen, order.generation), max(self._obeyed, order.generation)
 
     def cede_votes(self, generation: int) -> None:
-        """The controller takes this agent's votes on what follows generations up to this one."""
+        """Cede this agent's votes on what follows generations up to this one to the controller."""
         self.over = max(self.over, generation)
 
     def on_plan(self, share: wire.PlanShare) -> wire.Plan | None:
-        """The controller's plan as the ranks are to see it; None when they agreed on another one before.
-
-        Raises BadMessage for a plan that is none.
-        """
+        """Return the controller's plan for the ranks; None if they have agreed on another one. Raises BadMessage."""
         plan = shared_plans.whole(share)
         instance = self._instances.get(plan.generation)
         if plan.generation < self._fence or (instance is not None and instance.membership.plan.prefix != plan.prefix):
             return None
         if self.agreed is not None and plan.generation == self._fence:
             if plan.prefix != self.agreed.plan.prefix and (self.agreed.chosen or not is_agents_prefix(plan.prefix)):
-                return None  # otherwise the others chose it: only one of two ballots can have won
+                return None  # else the others chose this one: only one of two ballots can have won
             if plan.generation == self._current:
-                self.agreed = None  # the controller has made it its own
+                self.agreed = None  # the controller has adopted it
                 return None
         self.agreed = None
         self._seen = max(self._seen, plan.generation)
-        membership = self._membership(plan, shared_plans.proposers(share), share.peers)
+        membership = self._membership(plan, share)
         if plan.boundary:
             self._offers = {number: one for number, one in self._offers.items() if number > self._current}
             self._offers[plan.generation] = membership
@@ -151,18 +146,19 @@ class Participant:
         return plan
 
     def should_ask(self, now: float) -> bool:
-        """True if a status should ask the controller for an answer at once."""
+        """Whether a status should ask the controller for an answer at once."""
         return self._needs_controller and self._silence.may_ask(now)
 
     def on_status(self, now: float) -> bool:
-        """A status is sent; True if it has to ask for an answer. A controller that has just spoken is not asked."""
+        """Note that a status is sent; return whether it has to ask for an answer, which is not needed just after
+        one."""
         if self.should_ask(now):
             self._silence.on_question(now)
         return self._silence.waiting
 
     # ------------------------------------------------------------ the ranks
     def on_ranks(self, ranks: Mapping[int, structs.RankStatus], store: str, now: float) -> None:
-        """The agent's ranks have changed."""
+        """Take in changes of the agent's ranks."""
         self._ranks, self._store = ranks, store
         inside = max((max(status.generation, status.entering) for status in ranks.values()), default=0)
         if inside > self._current and inside in self._offers:
@@ -174,7 +170,7 @@ class Participant:
 
     # ------------------------------------------------------------ the other agents
     def on_message(self, message: AnyPeer, now: float) -> None:
-        """Another agent of the generation says something; its element is authenticated."""
+        """Handle a message of another agent, whose element is authenticated."""
         instance = self._instances.get(message.generation)
         if instance is None:
             return
@@ -213,7 +209,7 @@ class Participant:
             instance.proposer.on_request(now)
 
     def _answer_late(self, instance: _Instance, message: PlanRequest | Prepare | Accept | Halt, now: float) -> None:
-        """Answer an agent that is still in a generation that is over here."""
+        """Answer an agent that is still in a generation which is over here."""
         to, learned, header = message.element, instance.learned, self._header(instance)
         match message:
             case _ if learned is not None and is_whole(learned):
@@ -225,13 +221,12 @@ class Participant:
                 self._send(instance, to, promise, now)
             case Accept() if learned is not None and _prefix(message.proposal) == _prefix(learned):
                 self._send(instance, to, Acceptance(**header, ballot=message.ballot), now)
-            case Accept() if learned is not None:  # a lower ballot's: another plan has followed
+            case Accept() if learned is not None:  # of a lower ballot: another plan has followed
                 self._send(instance, to, Nack(**header, ballot=max(instance.acceptor.highest, learned.ballot)), now)
             case Prepare() | Accept() | Halt() if learned is None:
                 self._decline(instance, message.ballot, now)
 
     def _answer(self, instance: _Instance, action: AcceptorAction, message: Prepare | Accept, now: float) -> None:
-        """Carry out what the acceptor says."""
         match action:
             case AcceptorAction.ASK_CONTROLLER:
                 self.status_due = self.status_due or not self._silence.waiting
@@ -263,14 +258,14 @@ class Participant:
             self._seen = max(self._seen, plan.generation)
             self.agreed, self.status_due = _agreement(proposal, True), True
             lost = [one.slot for one in proposal.lost]
-            over = wire.Break(generation=plan.generation - 1, lost=lost, reason=plan.reason)
-            self.orders += [over, plan]  # the ranks of an agent that was left out still run
-            self._enter_generation(self._membership(plan, shared_plans.proposers(proposal.share), proposal.share.peers))
+            # Ranks of an agent that was left out still run, and need the Break.
+            self.orders += [wire.Break(generation=plan.generation - 1, lost=lost, reason=plan.reason), plan]
+            self._enter_generation(self._membership(plan, proposal.share))
         self._send(instance, message.element, Acceptance(**self._header(instance), ballot=proposal.ballot), now)
 
     # ------------------------------------------------------------ time
     def seconds_to_tick(self, now: float) -> float:
-        """Seconds until :meth:`tick` is due; infinity while nothing is going on."""
+        """Return the seconds until :meth:`tick` is due; infinity while nothing is going on."""
         proposers = (instance.proposer for instance in self._instances.values())
         busy = any(proposer and proposer.state is not ProposerState.IDLE for proposer in proposers)
         if busy or (self._needs_controller and self._silence.waiting):
@@ -278,7 +273,7 @@ class Participant:
         return ASK_SECONDS if self._needs_controller else float("inf")
 
     def tick(self, now: float) -> None:
-        """Do what is due by time: the controller has been silent for too long, a message has to be repeated."""
+        """Act on time: on a controller that has been silent for too long, on messages that have to be repeated."""
         instance = self._instances.get(self._current)
         if instance is not None:
             silent = self._silence.seconds(now)
@@ -294,7 +289,7 @@ class Participant:
                     self._send(one, element, message, now)
 
     def _request_plan(self, instance: _Instance, now: float) -> None:
-        """Ask the proposer that answers for a plan, or else one after the other."""
+        """Ask the proposer that answers for a plan, or one after the other."""
         proposers = instance.membership.proposers
         if not proposers:
             return
@@ -307,16 +302,14 @@ class Participant:
     # ------------------------------------------------------------ helpers
     @property
     def _fence(self) -> int:
-        """The highest generation that was agreed on: the controller's word on lower ones is too late."""
+        """The highest generation that the agents agreed on: the controller's plans for lower ones come too late."""
         return self.agreed.generation if self.agreed is not None else 0
 
     @property
     def _needs_plan(self) -> bool:
-        """True if a member of the present generation has died here, or has stopped in it."""
+        """Whether a member of the present generation has died here, or has stopped in it."""
         instance = self._instances.get(self._current)
-        if instance is None:
-            return False
-        return any(
+        return instance is not None and any(
             slot in instance.membership.slots
             and status.state != "finished"
             and (status.end is not None or (status.state == "stopped" and status.broken >= instance.number))
@@ -328,14 +321,12 @@ class Participant:
         instance = self._instances.get(self._current)
         return instance is not None and (instance.acceptor.state is not AcceptorState.IDLE or self._needs_plan)
 
-    def _membership(
-        self, plan: wire.Plan, proposers: Sequence[structs.Peer], known: Collection[structs.Peer]
-    ) -> Membership:
-        peers = {peer.element: peer for peer in (*proposers, *known)}
+    def _membership(self, plan: wire.Plan, share: wire.PlanShare) -> Membership:
+        proposers = shared_plans.proposers(share)
+        peers = {peer.element: peer for peer in (*proposers, *share.peers)}
         return Membership(plan, peers, proposers, self._per_node)
 
     def _enter_generation(self, membership: Membership) -> None:
-        """The ranks are in this generation from now on."""
         number = membership.plan.generation
         if number <= self._current:
             return
@@ -348,7 +339,7 @@ class Participant:
         self.known = {peer.key: peer for peer in agents}
 
     def _send_promise(self, instance: _Instance, element: int, now: float) -> None:
-        """Promise the acceptor's ballot to a proposer, with the state of the ranks."""
+        """Promise the acceptor's ballot to a proposer, and report the ranks' state."""
         numbers = (max(status.generation, status.entering, status.broken) for status in self._ranks.values())
         promise = self._promise(instance, instance.acceptor.promised)
         promise.seen, promise.store = max([self._seen, self._current, *numbers]), self._store
@@ -356,7 +347,7 @@ class Participant:
         self._send(instance, element, promise, now)
 
     def _decline(self, instance: _Instance, ballot: Ballot, now: float) -> None:
-        """Tell the ballot's proposer that the controller lives: there is no promise, or none any more."""
+        """Tell the ballot's proposer that the controller lives, so that there is no promise (any more)."""
         promise = self._promise(instance, ballot)
         promise.controller_alive = True
         self._send(instance, ballot[1], promise, now)
@@ -375,7 +366,6 @@ class Participant:
 
 
 def _prefix(proposal: Proposal) -> str:
-    """The prefix by which the proposal's plan is known."""
     return shared_plans.whole(proposal.share).prefix
 
 

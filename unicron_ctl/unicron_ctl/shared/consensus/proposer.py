@@ -1,4 +1,4 @@
-"""The proposer of single-decree Paxos: an agent that stands in for the controller for one generation. A pure table.
+"""Plays the proposer of single-decree Paxos: an agent that stands in for the controller for one generation. Pure.
 
 IDLE -> PREPARING -> HALTING -> ACCEPTING -> TEACHING   a ballot that wins
 PREPARING -> ACCEPTING                                  an earlier ballot may have won: its plan is proposed again
@@ -34,12 +34,10 @@ from unicron_ctl.shared.protocol.peer_messages import (
 
 GATHER_SECONDS = 0.3  # for the other agents to promise, once a quorum has
 RESEND_SECONDS = 0.3  # between two messages to an agent that has not answered
-REST_SECONDS = 10.0  # for a rank to stop, or three of its iterations
-REST_ITERATIONS = 3.0
+REST_SECONDS, REST_ITERATIONS = 10.0, 3.0  # for a rank to stop: the larger of the two
 BALLOT_SECONDS = 15.0  # without progress; then a ballot is given up
 PAUSE_SECONDS = 2.0  # after a ballot that was given up
 TEACH_SECONDS = 10.0  # for which a chosen plan is sent to agents that do not answer
-
 IN_GENERATION = ("running", "entering", "stopped", "finished")  # states of a rank that is not lost
 
 
@@ -57,12 +55,12 @@ class ProposerEvent(enum.StrEnum):
     """An event of the proposer."""
 
     REQUESTED = "requested"  # ranks need a plan, and the controller does not answer
-    FREE = "free"  # a quorum has promised, and nobody in it has accepted anything
-    BOUND = "bound"  # a quorum has promised, and somebody in it has accepted a proposal
-    HALTED = "halted"  # everybody's ranks have stopped
+    FREE = "free"  # a quorum has promised, and none of it has accepted a proposal
+    BOUND = "bound"  # a quorum has promised, and an agent of it has accepted a proposal
+    HALTED = "halted"  # all ranks have stopped
     CHOSEN = "chosen"  # a quorum has accepted
-    GIVEN_UP = "given up"  # an agent hears the controller, another ballot is higher, or nothing comes of this one
-    LEARNED = "learned"  # everybody has learned the plan, or was told often enough
+    GIVEN_UP = "given up"  # an agent hears the controller, another ballot is higher, or this one makes no progress
+    LEARNED = "learned"  # all agents have learned the plan, or their time is over
 
 
 _S, _E = ProposerState, ProposerEvent
@@ -73,14 +71,12 @@ TABLE: dict[ProposerState, dict[ProposerEvent, ProposerState]] = {
     _S.ACCEPTING: {_E.CHOSEN: _S.TEACHING, _E.GIVEN_UP: _S.IDLE},
     _S.TEACHING: {_E.LEARNED: _S.IDLE},
 }
-"""An event that is not listed changes nothing."""
+"""Events that are not listed change nothing."""
 
 
 class Proposer:
-    """An agent's attempts to have a plan chosen, for one generation.
-
-    me: the agent. :attr:`outbox` has (element, message); whoever delivers them empties it.
-    """
+    """An agent's attempts to have a plan chosen, for one generation. The caller delivers and empties :attr:`outbox`,
+    which has (element, message)."""
 
     def __init__(self, me: structs.Peer, membership: Membership) -> None:
         self._me, self._membership = me, membership
@@ -88,26 +84,26 @@ class Proposer:
         self.outbox: list[tuple[int, AnyPeer]] = []
         self.chosen: Proposal | None = None
         self._ballot: Ballot = NO_BALLOT
-        self._highest = 0  # number of any ballot that was heard of
+        self._highest = 0  # the highest ballot number that any agent has named
         self._promises: dict[int, Promise] = {}
-        self._running: dict[int, float] = {}  # slot that has not stopped -> seconds for which it is waited for
+        self._running: dict[int, float] = {}  # slot that has not stopped -> seconds to wait for it
         self._accepted: set[int] = set()  # elements that have accepted, then those that have learned
         self._proposal: Proposal | None = None
         self._broken = 0  # the generation that is halted
-        self._lost: set[int] = set()  # members that are lost, as far as it is known
-        self._told = 0  # how many of them the others have been told of
-        self._closed = False  # whoever has not answered by now is lost
+        self._lost: set[int] = set()  # members that are known to be lost
+        self._reported = 0  # how many of them the others have heard of
+        self._closed = False  # agents that have not answered by now are lost
         self._since = self._sent_at = self._quorum_at = 0.0
         self._not_before = float("-inf")
 
     # ------------------------------------------------------------ messages
     def on_request(self, now: float) -> None:
-        """An agent needs a plan, and the controller does not answer."""
+        """Begin a ballot for an agent that needs a plan and gets no answer from the controller."""
         if now >= self._not_before and self.chosen is None:
             self._step(ProposerEvent.REQUESTED, now)
 
     def on_promise(self, message: Promise, now: float) -> None:
-        """An agent promises, or says that it hears the controller."""
+        """Take in an agent's promise, or its refusal because it hears the controller."""
         if message.ballot != self._ballot or self.state in (ProposerState.IDLE, ProposerState.TEACHING):
             return
         if message.controller_alive:
@@ -125,20 +121,20 @@ class Proposer:
         self.tick(now)
 
     def on_accepted(self, message: Acceptance, now: float) -> None:
-        """An agent has accepted the proposal, or has learned that it was chosen."""
+        """Note that an agent has accepted the proposal, or has learned that it was chosen."""
         if message.ballot == self._ballot and self.state in (ProposerState.ACCEPTING, ProposerState.TEACHING):
             self._accepted.add(message.element)
             self.tick(now)
 
     def on_nack(self, ballot: Ballot, now: float) -> None:
-        """An agent knows this ballot, which may be higher."""
+        """Take in a ballot that another agent knows and that may be higher."""
         self._highest = max(self._highest, ballot[0])
         if ballot > self._ballot:
             self._give_up(now)
 
     # ------------------------------------------------------------ time
     def tick(self, now: float) -> None:
-        """Take the next step if it is time, and send again what was not answered."""
+        """Take the next step if it is due, and repeat messages that were not answered."""
         match self.state:
             case ProposerState.PREPARING:
                 self._check_promises(now)
@@ -167,10 +163,10 @@ class Proposer:
         elif is_whole(bound):
             self._propose(bound, now, ProposerEvent.BOUND)
         else:
-            self._give_up(now)  # only the controller, or a proposer that is away, has the whole of it
+            self._give_up(now)  # only the controller, or a proposer that is away, has all of it
 
     def _latest_accepted(self) -> Proposal | None:
-        """The proposal of the highest ballot that an agent which promised has accepted; a whole one if there is one."""
+        """Return the accepted proposal of the highest ballot among the promises; a whole one if there is one."""
         found = [promise.accepted for promise in self._promises.values() if promise.accepted is not None]
         return max(found, key=lambda proposal: (proposal.ballot, is_whole(proposal)), default=None)
 
@@ -203,8 +199,8 @@ class Proposer:
                 self._running[slot] = max(REST_SECONDS, REST_ITERATIONS * status.iteration_seconds)
 
     def _report_lost(self, gathering: bool) -> None:
-        """Tell the ranks of hit replicas who is lost, so that they do not wait for it. Agents that have not answered
-        when the gathering ends are lost, too."""
+        """Tell the ranks of broken replicas which members are lost, so that they do not wait for them. Agents that have
+        not answered when the gathering ends count as lost."""
         if self._membership.plan.replica == 1:
             return
         if not gathering and not self._closed:
@@ -212,12 +208,12 @@ class Proposer:
             silent = set(self._membership.elements) - self._promises.keys()
             per_node = self._membership.per_node
             self._lost |= {slot for slot in self._membership.plan.members if slot // per_node in silent}
-        if len(self._lost) != self._told:
-            self._told = len(self._lost)
+        if len(self._lost) != self._reported:
+            self._reported = len(self._lost)
             self.outbox += [(element, self._halt()) for element in self._promises]
 
     def _next_generation(self) -> int:
-        """The number of the plan: above every number that anybody has heard of."""
+        """Return the number of the plan: above every number that any agent knows."""
         accepted = (promise.accepted for promise in self._promises.values())
         numbers = [shared_plans.whole(proposal.share).generation for proposal in accepted if proposal is not None]
         return max([self._broken, *numbers]) + 1
@@ -240,16 +236,16 @@ class Proposer:
             self._highest += 1
             self._ballot = (self._highest, self._me.element)
             self._promises, self._accepted, self._proposal = {}, set(), None
-            self._lost, self._told, self._closed = set(), 0, False
+            self._lost, self._reported, self._closed = set(), 0, False
         elif following is ProposerState.HALTING:
             self._halt_all()
         elif following is ProposerState.TEACHING:
-            self._accepted.clear()  # from now on: who has learned
+            self._accepted.clear()  # from now on those that have learned
         if following not in (ProposerState.IDLE, ProposerState.HALTING):
             self._send_all(now)
 
     def _halt_all(self) -> None:
-        """End every generation that anybody has heard of, for all who promised."""
+        """End every generation that any agent knows, at all agents that promised."""
         self._broken = max(promise.seen for promise in self._promises.values())
         self._running.clear()
         for promise in self._promises.values():
@@ -257,7 +253,7 @@ class Proposer:
         self.outbox += [(element, self._halt()) for element in self._promises]
 
     def _send_all(self, now: float) -> None:
-        """Send the present message to everybody who has not answered it."""
+        """Send the present message to all agents that have not answered it."""
         self._sent_at = now
         running = set(elements_of(self._running, self._membership.per_node))
         for element in self._membership.elements:

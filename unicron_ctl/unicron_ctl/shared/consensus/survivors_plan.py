@@ -1,11 +1,11 @@
-"""Decides how a job goes on after a Break: a pure function of where its survivors stopped (docs/design/paper.md,
-section 5; docs/design/micro-batch-reuse.md).
+"""Decides how a job goes on after a Break: a pure function of the points where its survivors stopped
+(docs/design/paper.md, section 5; docs/design/micro-batch-reuse.md).
 
-Only complete replicas go on: those of which nobody is lost, and those that living ranks of the others compose. Who
-completes none is a standby. The assignment is by the replicas' heads.
+Only complete replicas go on: healthy ones, which have lost no rank, and those that can be composed of the living ranks
+of the others. A rank that completes none is a standby. The assignment is by the replicas' heads.
 
-Invariant: the assignment of the iteration is an exact partition of its micro-batches, and what a healthy replica has in
-its gradient stays with it. Nobody steps unless the reduce is known to hold every micro-batch.
+Invariant: the assignment of the iteration is an exact partition of its micro-batches, and a healthy replica keeps the
+micro-batches in its gradient. No rank steps unless the reduce is known to hold every micro-batch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from unicron_transition.generations import layout
 class Decision:
     """The way on for a job after a Break.
 
-    members: who goes on, replica-major. unusable: survivors that cannot, by slot with the reason; they count as
-    lost. step: whoever is synced at this iteration steps. iteration: the one that is computed next, with its
-    assignment. reused: micro-batches kept in survivors' gradients. recomputed: finished, and computed again.
-    redistributed: all that was the lost ranks' to compute and now is others'. standbys: survivors that complete no
-    replica. state: (base, version) of a distributed optimizer's shards from which all go on.
+    members: the slots that go on, replica-major. unusable: survivors that cannot go on and count as lost, with the
+    reason. step: ranks that are synced at this iteration step. iteration: the next one to be computed, with its
+    assignment. reused: micro-batches kept in survivors' gradients. recomputed: finished ones that are computed again.
+    redistributed: those of lost ranks that others compute now. standbys: survivors that complete no replica. state:
+    (base, version) of the optimizer's shards from which all go on.
     """
 
     members: list[int]
@@ -44,8 +44,8 @@ class Decision:
 
 
 class _Way(NamedTuple):
-    """The step rule's word: who is synced at `step` steps, `iteration` is computed next, and what stays in whose
-    gradient, by head."""
+    """The result of the step rule: ranks synced at `step` step, `iteration` is computed next, and each head keeps these
+    micro-batches in its gradient."""
 
     step: int | None
     iteration: int
@@ -54,15 +54,16 @@ class _Way(NamedTuple):
 
 
 class _Position(NamedTuple):
-    """The position of a rank: "stepped at i" is "i + 1 with nothing done"."""
+    """The position of a rank; "stepped at i" counts as "i + 1 with nothing done"."""
 
     iteration: int
     synced: bool
-    done: list[int] = []  # nobody changes it
+    done: list[int] = []
 
 
 def deal(indices: Sequence[int], members: Sequence[int]) -> dict[int, list[int]]:
-    """The indices round-robin over the members in order: what every rank does by itself in an undisturbed iteration."""
+    """Deal the indices round-robin to the members in order, as every rank does by itself in an undisturbed
+    iteration."""
     return {slot: list(indices[place :: len(members)]) for place, slot in enumerate(members)}
 
 
@@ -76,12 +77,12 @@ def decide(
     size: int = 1,
     former: Sequence[int] = (),
 ) -> Decision | None:
-    """The way on for the survivors (each stopped), or None where nobody can: the job is formed anew.
+    """Return the way on for the survivors, which have stopped; None if the job has to be formed anew.
 
-    total: micro-batches per iteration. finished_at: the iteration count of a member that trained to the end.
-    lost_done: what lost ranks had finished, by slot, and lost_share what they were to compute, in lost_iteration;
-    both serve the report only. size: ranks of a replica. former: the broken generation's members, replica-major; the
-    home replicas where it is not known.
+    total: micro-batches per iteration. finished_at: the iteration count of a member that trained to the end. lost_done:
+    micro-batches that lost ranks had finished in lost_iteration, by slot; lost_share: those that they had to compute;
+    both are only for the report. size: ranks of a replica. former: the broken generation's members, replica-major;
+    the home replicas if they are not known.
     """
     again = {index for done in (lost_done or {}).values() for index in done}
     alike = _alike(survivors, total) if size == 1 else None
@@ -103,7 +104,7 @@ def decide(
     if doubled := _duplicates(way.kept, size):
         return Decision([], {**unusable, **doubled}, None, way.iteration, {}, 0, 0, 0, "")
     if size > 1:
-        again |= _in_no_gradient(usable.values(), way.iteration)
+        again |= _finished_micro_batches(usable.values(), way.iteration)
     return _decision(members, unusable, way, total, size, again, lost_share, lost_iteration, standbys)
 
 
@@ -118,14 +119,14 @@ def _decision(
     lost_iteration: int | None,
     standbys: Sequence[int] = (),
 ) -> Decision:
-    """again: what others have finished of the iteration, and is in no complete gradient unless a member has it, too."""
+    """Make the decision. again: micro-batches that other ranks have finished; only those that a member has, too, are in
+    a complete gradient."""
     have = {index for done in way.kept.values() for index in done}
     assignment = _deal_unfinished(layout.heads(members, size), way.kept, have, total)
     reused = sum(len(done) for done in way.kept.values())
     same = way.step is None and lost_iteration == way.iteration
     recomputed = len(again - have) if same else 0
-    if way.step is not None:
-        # The reduce of that iteration is kept whole, the lost ranks' part of it included.
+    if way.step is not None:  # that iteration's reduce is kept, with the lost ranks' part
         reused = max(reused, total)
     return Decision(
         members,
@@ -145,8 +146,8 @@ def _decision(
 def newest_state(
     reports: Mapping[int, RankStatus], slots: Iterable[int], size: int
 ) -> tuple[tuple[int, int] | None, set[int]]:
-    """((base, version), who holds shards of it): the newest state of a distributed optimizer of which these slots have
-    every shard at every place; (None, nobody) where there is none."""
+    """Find the newest state of a distributed optimizer of which these slots have every shard at every place. Returns
+    (base, version), None if there is none, and the slots that hold shards of it."""
     held: dict[tuple[int, int, int], dict[int, set[int]]] = {}
     holders: dict[tuple[int, int, int], set[int]] = {}
     for slot in slots:
@@ -165,7 +166,7 @@ def newest_state(
 def _replicas(
     usable: Collection[int], size: int, former: Sequence[int]
 ) -> tuple[list[list[int]], list[list[int]], list[int]]:
-    """(healthy replicas, those composed of other living ranks, who completes none)."""
+    """Return the healthy replicas, those composed of other living ranks, and the slots that complete none."""
     if size == 1:
         return [[slot] for slot in usable], [], []
     if former and len(former) % size == 0:
@@ -181,7 +182,7 @@ def _replicas(
 
 
 def _leave_behind(usable: dict[int, _Position], unusable: dict[int, str], top: int) -> None:
-    """Takes those out who stopped where nobody can have who obeys the commit rule."""
+    """Move ranks that stopped where the commit rule does not allow it from `usable` to `unusable`."""
     behind = [slot for slot, p in usable.items() if p.iteration < top and not (p.iteration == top - 1 and p.synced)]
     for slot in behind:
         unusable[slot] = (
@@ -190,8 +191,7 @@ def _leave_behind(usable: dict[int, _Position], unusable: dict[int, str], top: i
 
 
 def _sound(survivors: Mapping[int, RankStatus], total: int) -> tuple[dict[int, _Position], dict[int, str]]:
-    """Does what :func:`_usable` does, for ranks that are parts of replicas. All ranks of a replica have the same
-    micro-batches."""
+    """Do the same as :func:`_usable` for ranks of replicas, which share their micro-batches."""
     usable: dict[int, _Position] = {}
     unusable: dict[int, str] = {}
     for slot in sorted(survivors):
@@ -204,7 +204,7 @@ def _sound(survivors: Mapping[int, RankStatus], total: int) -> tuple[dict[int, _
 
 
 def _indices(done: Sequence[int], total: int) -> bool:
-    """A set of micro-batches."""
+    """Whether the list is a set of micro-batches."""
     return len(set(done)) == len(done) and (not done or 0 <= min(done) <= max(done) < total)
 
 
@@ -212,14 +212,14 @@ def _no_indices(done: Sequence[int], total: int) -> str:
     return f"reported micro-batches {done[:50]} of {total}: not a set of valid indices"
 
 
-def _in_no_gradient(positions: Iterable[_Position], iteration: int) -> set[int]:
-    """Return the micro-batches that ranks of broken replicas have finished: no complete gradient has them, unless a
-    healthy replica does."""
+def _finished_micro_batches(positions: Iterable[_Position], iteration: int) -> set[int]:
+    """Return the micro-batches of the iteration that these ranks have finished."""
     return {index for position in positions if position.iteration == iteration for index in position.done}
 
 
 def _duplicates(kept: Mapping[int, Sequence[int]], size: int) -> dict[int, str]:
-    """Heads of replicas that have what another one has, too: with single ranks that is found out before."""
+    """Find replicas with a micro-batch that another one has, too; return the reason by head. For single ranks
+    :func:`_usable` has found them before."""
     owner: dict[int, int] = {}
     found = {}
     for head in sorted(kept) if size > 1 else ():
@@ -232,8 +232,8 @@ def _duplicates(kept: Mapping[int, Sequence[int]], size: int) -> dict[int, str]:
 
 
 def _alike(survivors: Mapping[int, RankStatus], total: int) -> _Way | None:
-    """The way on where all stopped in one iteration before its reduce was complete, which is the usual case and found
-    in one pass over thousands of ranks; None in any other, and where a report cannot be worked with."""
+    """Return the way on in the usual case, in one pass over thousands of ranks: all have stopped in one iteration
+    before its reduce was complete. None in any other case, or if a report is unusable."""
     kept: dict[int, list[int]] = {}
     indices: list[int] = []
     at = next((status.iteration for status in survivors.values()), None)
@@ -249,7 +249,7 @@ def _alike(survivors: Mapping[int, RankStatus], total: int) -> _Way | None:
 
 
 def _usable(survivors: Mapping[int, RankStatus], total: int) -> tuple[dict[int, _Position], dict[int, str]]:
-    """Positions of those whose report can be worked with, and why the others' cannot."""
+    """Return the positions of ranks with a usable report, and why the others' reports are not."""
     if _all_sound(survivors, total):
         return {slot: _position(survivors[slot]) for slot in sorted(survivors)}, {}
     usable: dict[int, _Position] = {}
@@ -274,7 +274,7 @@ def _usable(survivors: Mapping[int, RankStatus], total: int) -> tuple[dict[int, 
 
 
 def _all_sound(survivors: Mapping[int, RankStatus], total: int) -> bool:
-    """Nobody has what another has too, or what does not exist: the usual case, found out for all at once."""
+    """Whether no micro-batch is invalid or reported twice, which is usual and quickly seen for all ranks at once."""
     done: dict[int, list[int]] = {}
     for status in survivors.values():
         if status.phase != "stepped":
@@ -291,8 +291,8 @@ def _position(status: RankStatus) -> _Position:
 def _step_rule(
     usable: Mapping[int, _Position], top: int, members: Sequence[int], healthy: Sequence[Sequence[int]]
 ) -> _Way:
-    """The commit rule. What a replica keeps is what all of its ranks have, of the iteration that goes on."""
-    if any(usable[slot].iteration < top for slot in members):  # synced there: others have stepped it, so must they
+    """Apply the commit rule. A replica keeps the micro-batches of the next iteration that all of its ranks have."""
+    if any(usable[slot].iteration < top for slot in members):  # these are synced, and must step as others have
         return _Way(top - 1, top, _common_micro_batches(usable, healthy, top))
     if all(usable[slot].synced for slot in members):
         return _Way(top, top + 1, {})
@@ -302,9 +302,9 @@ def _step_rule(
 def _newest(
     survivors: Mapping[int, RankStatus], members: Sequence[int], healthy: Sequence[Sequence[int]], size: int
 ) -> _Way | None:
-    """With a distributed optimizer: all go on from the newest state of which the members have all shards. A step of
-    which that is not known is done again. None where that is behind the iteration that one of them is in: the job is
-    formed anew, with those who may still bring the rest of a newer one."""
+    """Go on from the newest state of a distributed optimizer of which the members have all shards; later steps are done
+    again. None if a member is in a later iteration: the job is formed anew, and others may still bring the missing
+    shards of a newer state."""
     state, _ = newest_state(survivors, members, size)
     if state is None or any(survivors[slot].iteration > state[1] for slot in members):
         return None
@@ -319,7 +319,7 @@ def _newest(
 def _common_micro_batches(
     positions: Mapping[int, _Position], healthy: Iterable[Sequence[int]], iteration: int
 ) -> dict[int, list[int]]:
-    """By head: the micro-batches of the iteration that all ranks of a healthy replica have."""
+    """Return by head: the micro-batches of the iteration that all ranks of a healthy replica have."""
     found: dict[int, list[int]] = {}
     for replica in healthy:
         if len(replica) == 1:  # thousands of them in a large job
@@ -337,7 +337,7 @@ def _common_micro_batches(
 def _deal_unfinished(
     heads: Sequence[int], kept: Mapping[int, Sequence[int]], have: Collection[int], total: int
 ) -> dict[int, list[int]]:
-    """Everyone keeps what it has; the rest is dealt round-robin, so that the remaining work differs by one at most."""
+    """Deal the unfinished micro-batches round-robin, so that the heads' remaining work differs by one at most."""
     found = {slot: list(kept.get(slot, ())) for slot in heads}
     for place, index in enumerate(index for index in range(total) if index not in have):
         found[heads[place % len(heads)]].append(index)
@@ -354,14 +354,13 @@ def _why(
     standbys: Sequence[int],
 ) -> str:
     one = len(members) == size
-    who = f"{len(members) // size} {'rank' if size == 1 else 'replica'}{'' if one else 's'}"
-    who += f" of {size} ranks" if size > 1 else ""
+    subject = plural(len(members) // size, "rank" if size == 1 else "replica")
+    subject += f" of {size} ranks" if size > 1 else ""
     wait = f"; slots {list(standbys[:20])} complete none and wait with their state" if standbys else ""
     if way.step is not None:
         step = "keeps it, steps and goes" if one else "keep it, step and go"
-        return (
-            f"iteration {way.step} was reduced completely before the loss: {who} {step} on with {way.iteration}{wait}"
-        )
+        reduced = f"iteration {way.step} was reduced completely before the loss"
+        return f"{reduced}: {subject} {step} on with {way.iteration}{wait}"
     kept = f"{reused} of {total} micro-batches kept, {plural(recomputed, 'finished one')} computed again"
     since = f" from the state after {plural(way.state[1], 'step')}" if way.state is not None else ""
-    return f"{who} {'goes' if one else 'go'} on with iteration {way.iteration}{since}: {kept}{wait}"
+    return f"{subject} {'goes' if one else 'go'} on with iteration {way.iteration}{since}: {kept}{wait}"

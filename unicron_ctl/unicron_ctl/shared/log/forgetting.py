@@ -1,4 +1,4 @@
-"""Finds the records that `Store.forget` may delete. Reads the log in pages, so that nobody waits long for it."""
+"""Finds the records that `Store.forget` may delete. It reads the log in pages, so that nothing waits long for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORGET_RECORDS = 1000  # in one page
 def aged(
     db: sqlite3.Connection, kind: str, kept: Retention, upto: int, before: float
 ) -> Iterator[tuple[int, int] | None]:
-    """Yields (id, bytes) of each record of a kind that may be deleted, None for one that stays."""
+    """Yields (id, bytes) of each record of a kind that may be deleted, and None for one that stays."""
     if kept.last_of_node:
         yield from aged_but_last(db, kind, upto, before)
         return
@@ -26,7 +26,7 @@ def aged(
 
 
 def aged_but_last(db: sqlite3.Connection, kind: str, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
-    """Yields (id, bytes) of each record that may be deleted, None for one that stays: the last one of each node."""
+    """Does the same for a kind of which the last record of each node stays."""
     latest: dict[str, tuple[int, int] | None] = {}
     for number, time, payload in pages(db, "time, payload", "kind = ?", (kind,)):
         node = str(getattr(records.decode(kind, payload), "node", ""))
@@ -35,7 +35,7 @@ def aged_but_last(db: sqlite3.Connection, kind: str, upto: int, before: float) -
 
 
 def oldest(db: sqlite3.Connection, upto: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yields (id, bytes) of the oldest records, until they make `size` bytes together."""
+    """Yields (id, bytes) of the oldest records, up to `size` bytes in all."""
     for number, length in pages(db, "length(payload)", "id <= ?", (upto,)):
         if size <= 0:
             return
@@ -44,7 +44,7 @@ def oldest(db: sqlite3.Connection, upto: int, size: int) -> Iterator[tuple[int, 
 
 
 def used_bytes(db: sqlite3.Connection) -> int:
-    """Return the bytes that the log takes, without the free pages of its file."""
+    """Return the bytes of the log without the free pages of its file."""
     return _pragma(db, "page_count") * _pragma(db, "page_size") - free_bytes(db)
 
 
@@ -57,7 +57,7 @@ def _pragma(db: sqlite3.Connection, name: str) -> int:
 
 
 def pages(db: sqlite3.Connection, what: str, where: str, values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yields (id, columns) of the records, oldest first. The caller may delete them meanwhile."""
+    """Yields (id, *columns) of the records, oldest first. The caller may delete them meanwhile."""
     after = 0
     query = f"SELECT id, {what} FROM event WHERE {where} AND id > ? ORDER BY id LIMIT {FORGET_RECORDS}"
     while rows := db.execute(query, (*values, after)).fetchall():

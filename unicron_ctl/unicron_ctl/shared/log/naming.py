@@ -1,4 +1,4 @@
-"""Which nodes a record is about."""
+"""Finds the nodes that a record is about."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FIELDS = {"node": str, "nodes": list[str], "culprits": list[HangCulprit]}
 
 
 def nodes_of(record: Record) -> list[str]:
-    """Their names; [] where it names none."""
+    """Return the names of the record's nodes."""
     fields = _NAMING.get(record.kind, ())
     found = [record.node] if "node" in fields and record.node else []  # type: ignore[attr-defined]
     found += [name for name in record.nodes if name not in found] if "nodes" in fields else []  # type: ignore[attr-defined]
@@ -18,10 +18,6 @@ def nodes_of(record: Record) -> list[str]:
     return found
 
 
-def _fields_of(kind: type[Record]) -> list[str]:
-    hints = get_type_hints(kind)
-    return [name for name, what in _FIELDS.items() if hints.get(name) == what]
-
-
-_NAMING = {name: fields for name, kind in KINDS.items() if (fields := _fields_of(kind))}
+_HINTS = {name: get_type_hints(kind) for name, kind in KINDS.items()}
+_NAMING = {name: dict(found) for name, hints in _HINTS.items() if (found := _FIELDS.items() & hints.items())}
 KINDS_WITH_NODES = tuple(_NAMING)

@@ -1,7 +1,7 @@
-"""The savings that acting would have brought in partitions that are only observed: a pure function over the log.
+"""Sums up what acting would have saved in partitions that are only observed: a pure function over the log.
 
-While the plan would give a job more nodes than it trains on, the difference is what acting would have brought: nodes
-that idle because nobody starts its lost elements on them. Transitions are not taken off, so it is an upper bound.
+While a job trains on fewer nodes than the plan would give it, the difference counts: nodes that idle because nobody
+starts the job's lost elements on them. Transitions are not subtracted, so the sum is an upper bound.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
 
 WEEK_SECONDS = 7 * 86400.0
-KINDS = (records.ActionObserved, records.GenerationEntered, records.JobEnded)  # all that it needs of a log
+KINDS = (records.ActionObserved, records.GenerationEntered, records.JobEnded)  # the records that count
 PLAN = "plan"
 
 
@@ -24,8 +24,8 @@ def observed_week(
     ranks_per_node: Mapping[str, int],
     before: records.ObservedWeek | None = None,
 ) -> records.ObservedWeek:
-    """The sum of the events between two times (seconds since the epoch), which must be in order; those of other kinds
-    count for nothing. before: the sum of the time before it, which says how things stood."""
+    """Sum up the events between two times, in seconds since the epoch. The events must be in order; other kinds are
+    ignored. before: the sum of the time before, with the nodes at its end."""
     planned = dict(before.planned) if before else {}
     nodes = dict(before.nodes) if before else {}
     calls: Counter[str] = Counter()
@@ -46,11 +46,9 @@ def observed_week(
             else:
                 calls[record.action] += 1
     seconds += _short(planned, nodes) * max(0.0, until - at)
-    hours = seconds / 3600.0
-    counted = ", ".join(
-        f"{count} {call}" for call, count in sorted(calls.items(), key=lambda item: (-item[1], item[0]))
-    )
-    days = (until - since) / 86400.0
+    hours, days = seconds / 3600.0, (until - since) / 86400.0
+    ordered = sorted(calls.items(), key=lambda item: (-item[1], item[0]))
+    counted = ", ".join(f"{count} {call}" for call, count in ordered)
     reason = (
         f"in {days:.1f} days of observing, acting would have given jobs up to {hours:.1f} more node-hours "
         f"(calls of Slurm not made: {counted or 'none'})"
@@ -61,5 +59,5 @@ def observed_week(
 
 
 def _short(planned: Mapping[str, int], nodes: Mapping[str, int]) -> int:
-    """Nodes that jobs lack at present."""
+    """Count the nodes that jobs lack at present."""
     return sum(max(0, want - nodes[job]) for job, want in planned.items() if job in nodes)

@@ -1,8 +1,8 @@
-"""Copies of the state folder: one file with the log and the secret key (docs/head-node.md).
+"""Copies the state folder: one file with the log and the secret key (docs/head-node.md).
 
-A copy is made while unicrond runs, and read again before it counts. A restored log begins with a record that says so:
-what was asked of Slurm and not settled then is asked of nobody now, and nothing in Slurm is changed until an admin says
-`unicronctl resume`, for nodes and elements may have come and gone since.
+A copy is made while unicrond runs, and checked before it counts. The last record of a restored log marks it as such:
+open requests to Slurm are dropped, and nothing in Slurm is changed until `unicronctl resume`, because nodes and
+elements may have come and gone since.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from unicron_ctl.shared.system.whole_file import write_whole
 
 MOST_BYTES = 4 << 30  # of a file in a copy: a log has some 130 MB
 MOST_KEY_BYTES = 4096
-DAMAGED_LOGS, MOST_DAMAGED = "damaged", 5  # how the folders of damaged logs begin, and how many may be there
-KEPT, DRAFT = "before-restore", ".restore-"  # what was there, and what is to come
-BESIDE = 1_000_000  # ids that are left out where the log that is replaced cannot be read
+DAMAGED_LOGS, MOST_DAMAGED = "damaged", 5  # start of the names of folders with damaged logs, and their largest number
+KEPT, DRAFT = "before-restore", ".restore-"  # start of the names of folders with the old and the new files
+SKIPPED_IDS = 1_000_000  # if the replaced log cannot be read
 
 
 class _SavedState(msgspec.Struct):
-    """The part of a saved state that says which one it is. unicrond alone knows the rest."""
+    """The part of a saved state that identifies it. Only unicrond knows the rest."""
 
     last_event: int
 
@@ -49,7 +49,7 @@ _state_decoder = msgspec.msgpack.Decoder(_SavedState)
 
 @dataclass(frozen=True)
 class Copy:
-    """The content of a copy. events: how many; last: the last one's id, and `at` its time, seconds since 1970."""
+    """The content of a copy. events: their number. last: the last one's id. at: its time, seconds since the epoch."""
 
     events: int
     last: int
@@ -58,7 +58,7 @@ class Copy:
 
 
 def backup(folder: Path, target: Path) -> Copy:
-    """Writes a copy of the state folder to `target`, which must not exist. Raises UserError."""
+    """Write a copy of the state folder to `target`, which must not exist. Raises UserError."""
     source = folder / LOG_FILE
     if not source.is_file():
         raise UserError(f"{source}: no such file: name unicrond's state folder with --state-dir, on its own host")
@@ -69,11 +69,11 @@ def backup(folder: Path, target: Path) -> Copy:
         log = Path(place) / LOG_FILE
         os.close(os.open(log, os.O_CREAT | os.O_WRONLY, 0o600))
         with contextlib.closing(sqlite3.connect(":memory:")) as read, _open_log(log) as copy:
-            with as_owner(folder):  # SQLite removes what stands beside a log and was left by a crash
+            # As the folder's owner, because SQLite removes files that a crash has left beside a log; into memory,
+            # because a controller with a lease cannot write meanwhile.
+            with as_owner(folder):
                 key = _key(folder)
-                with _open_log(
-                    source
-                ) as live:  # a controller with a lease cannot write meanwhile: no disk is waited for
+                with _open_log(source) as live:
                     live.execute("PRAGMA busy_timeout=10000")
                     live.backup(read)
             read.backup(copy)
@@ -97,11 +97,11 @@ def backup(folder: Path, target: Path) -> Copy:
 
 
 def replace_damaged(folder: Path, why: str) -> Path:
-    """Puts a new log in the place of one that is damaged, which is kept; returns where.
+    """Put a new log in the place of a damaged one, and return the folder that keeps that.
 
-    The new one begins with a record that says so, and as after a restore nothing in Slurm is changed until an admin
-    says so: what was asked of it is not known any more. Raises UserError, with the folder as it was, while a unicrond
-    runs on it, and where so many logs have been damaged that something else is wrong.
+    The new log begins with a record that says so. As after a restore, nothing in Slurm is changed until an admin allows
+    it. Raises UserError, and leaves the folder as it is, while a unicrond runs on it, or if so many logs have been
+    damaged that something else must be wrong.
     """
     log = folder / LOG_FILE
     if len(list(folder.glob(f"{DAMAGED_LOGS}-*"))) >= MOST_DAMAGED:
@@ -119,7 +119,7 @@ def replace_damaged(folder: Path, why: str) -> Path:
                 f"the log was damaged ({why}) and is kept in {kept.name}; this is a new one, and jobs are adopted. "
                 "Nothing in Slurm is changed until `unicronctl resume`"
             )
-            # Above all that others have seen, where that cannot be read: there is less than an event a second.
+            # The time is above all ids that others have seen: there is less than an event a second.
             _mark(Path(place) / LOG_FILE, 0, int(time.time()), log, term, 0.0, reason)
             os.replace(Path(place) / LOG_FILE, log)
         _sync(folder)
@@ -127,7 +127,7 @@ def replace_damaged(folder: Path, why: str) -> Path:
 
 
 def _key(folder: Path) -> bytes | None:
-    """The secret key of a state folder; None for auth = "none", which has no key. Raises OSError."""
+    """Read the secret key of a state folder; None for auth = "none", which has no key. Raises OSError."""
     try:
         descriptor = os.open(folder / SECRET_FILE, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -137,10 +137,10 @@ def _key(folder: Path) -> bytes | None:
 
 
 def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
-    """Puts the copy into the state folder. Returns it, and where what was there is kept, None if nothing was.
+    """Put the copy into the state folder. Returns it, and the folder that keeps the old files, None if there were none.
 
-    Where it ends while files are exchanged, no unicrond starts on half of them, and a second call puts that right.
-    Raises UserError, with the folder as it was, while a unicrond runs on it, or for a copy that is damaged.
+    If it is interrupted while it exchanges files, no unicrond starts on them, and a second call finishes the work.
+    Raises UserError, and leaves the folder as it is, while a unicrond runs on it, or for a damaged copy.
     """
     with _in_one_line(folder), contextlib.ExitStack() as stack:
         with _in_one_line(file):
@@ -148,7 +148,7 @@ def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         stack.enter_context(as_owner(folder))
         term = stack.enter_context(_alone(folder))
-        for left in folder.glob(f"{DRAFT}*"):  # of one that was killed
+        for left in folder.glob(f"{DRAFT}*"):  # of a restore that was killed
             shutil.rmtree(left, ignore_errors=True)
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix=DRAFT, dir=folder))
         fresh = Path(place)
@@ -158,7 +158,7 @@ def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
             f"the log was restored from a backup of {taken}; what came later is not in it. Nothing in Slurm is changed "
             "until `unicronctl resume`"
         )
-        _mark(fresh / LOG_FILE, found.last, found.last + BESIDE, folder / LOG_FILE, term, found.at, reason)
+        _mark(fresh / LOG_FILE, found.last, found.last + SKIPPED_IDS, folder / LOG_FILE, term, found.at, reason)
         mark = folder / RESTORING
         write_whole(mark, str(file.absolute()))
         _sync(folder)
@@ -173,7 +173,7 @@ def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
 
 @contextlib.contextmanager
 def _in_one_line(path: Path) -> Iterator[None]:
-    """Errors of the system as UserError."""
+    """Turn OSError into UserError."""
     try:
         yield
     except OSError as error:
@@ -191,7 +191,7 @@ def _open_log(path: Path) -> Iterator[sqlite3.Connection]:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[int]:
-    """Keeps every unicrond from starting on the folder meanwhile; gives the number of a term above all before."""
+    """Keep every unicrond from starting on the folder; give the number of a term above all before."""
     if held_terms(folder):
         raise UserError(f"{folder}: a unicrond runs on this state folder, here or on another host: stop it first")
     term = max([*terms(folder), int(time.time())]) + 1
@@ -206,7 +206,7 @@ def _alone(folder: Path) -> Iterator[int]:
 
 
 def _unpack(file: Path, opened: BinaryIO, place: Path) -> Copy:
-    """Unpacks a copy and looks whether all of it is sound. file: its name. Raises UserError."""
+    """Unpack a copy and check all of it. file: its name. Raises UserError."""
     try:
         with tarfile.open(fileobj=opened, mode="r:") as bundle:
             members = {member.name: member for member in bundle.getmembers()}
@@ -232,12 +232,12 @@ def _unpack(file: Path, opened: BinaryIO, place: Path) -> Copy:
 
 
 def _examine(file: Path, log: Path, key: bool) -> Copy:
-    """Reads all of a log. Raises UserError."""
+    """Check a log by reading all of it. Raises UserError."""
     with _open_log(log) as db:
         verdict = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if verdict != "ok":
             raise UserError(f"{file}: the log in it is damaged ({verdict})")
-    store = Store(log, shared=True)  # no file beside it stays
+    store = Store(log, shared=True)  # leaves no other file behind
     try:
         last, at, count = 0, 0.0, 0
         for event in store.replay():
@@ -257,8 +257,8 @@ def _examine(file: Path, log: Path, key: bool) -> Copy:
 
 
 def _mark(log: Path, mine: int, unseen: int, replaced: Path, term: int, taken: float, reason: str) -> None:
-    """Appends what the log has to say of itself. Ids and terms go on above those that others have seen. mine: its last
-    id; unseen: the one to go on from where the log that it replaces cannot be read."""
+    """Append the record that marks the log, with an id and a term above those that others have seen. mine: the log's
+    last id. unseen: the id to go on from if the replaced log cannot be read."""
     before, last = Holder(), unseen
     if replaced.is_file():
         with contextlib.suppress(UserError, sqlite3.Error), _open_log(replaced) as db:
@@ -278,7 +278,7 @@ def _mark(log: Path, mine: int, unseen: int, replaced: Path, term: int, taken: f
 
 
 def _set_aside(folder: Path, fresh: Path) -> Path | None:
-    """Moves what is in the folder into one below it; locks stay."""
+    """Move the folder's files, except locks, into a new folder in it."""
     old = [
         path
         for path in folder.iterdir()
@@ -294,9 +294,8 @@ def _set_aside(folder: Path, fresh: Path) -> Path | None:
 
 
 def _fresh_folder(folder: Path, prefix: str) -> Path:
-    """A new folder for what was there."""
     name = f"{prefix}-{time.strftime('%Y%m%dT%H%M%S')}"
-    if same := len(list(folder.glob(f"{name}*"))):  # one in the same second
+    if same := len(list(folder.glob(f"{name}*"))):  # made in the same second
         name += f".{same}"
     kept = folder / name
     kept.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""The event log in SQLite: what was decided, in order (docs/design/event-log.md)."""
+"""Keeps the event log in SQLite: all decisions in order (docs/design/event-log.md)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from unicron_detector.formats import LOG
 
 BUSY_SECONDS = 2.0
 PEEK_SECONDS = 0.2
-BRIDGED_SECONDS = 3600.0
-FORGET_BYTES = 8 << 20  # that go at once; with FORGET_RECORDS some 30 ms
-LARGEST_BYTES = 128 << 20  # of the log: what is older than both states goes beyond it, whatever its kind
-FREE_BYTES = 32 << 20  # that the file has room for and nobody needs: beyond it, it shrinks
-STATES = 2  # that are kept; the log can be folded on from each
-TAIL_BYTES = 2 << 20  # of records in one answer: as MessagePack with its defaults it is a message still
-SINCE_RECORDS, SINCE_BYTES = 5000, 8 << 20  # of one look back by time: some 100 ms
-TAIL_ROWS = 20_000  # that are looked at for one answer: some 80 ms
-READ_COUNTS = 4  # a row of which the record is read counts as so many
+BRIDGED_SECONDS = 3600.0  # by which a clock that was set back is corrected
+FORGET_BYTES = 8 << 20  # deleted at once; with FORGET_RECORDS it takes some 30 ms
+LARGEST_BYTES = 128 << 20  # of the log: above it, records older than both states go, whatever their kind
+FREE_BYTES = 32 << 20  # unused in the file: above it, the file shrinks
+STATES = 2  # saved states; the log can be folded on from each
+TAIL_BYTES = 2 << 20  # of records in one answer, which fits into a message as MessagePack with all defaults
+SINCE_RECORDS, SINCE_BYTES = 5000, 8 << 20  # in one answer of `since`: some 100 ms
+TAIL_ROWS = 20_000  # examined for one answer: some 80 ms
+READ_COUNTS = 4  # a row whose record is read counts as so many
 
 LASTING = (
     records.JobRegistered,
@@ -66,26 +66,26 @@ CREATE TABLE IF NOT EXISTS term (
 _HOLDER = "SELECT number, holder, lease, beat FROM term"
 
 
-_TEXTS = re.compile(rb'"([^"\\]{1,255})"')  # in JSON: also each node's name, which has nothing to escape
+_TEXTS = re.compile(rb'"([^"\\]{1,255})"')  # strings in JSON; node names need no escapes
 Progress = Callable[[], object]
-TOLD_EVERY = 500  # records
+PROGRESS_EVERY = 500  # records
 T = TypeVar("T")
 
 
 def nothing() -> None:
-    """Tells nobody how far it is."""
+    """Reports no progress."""
 
 
 def with_progress(found: Iterable[T], progress: Progress) -> Iterator[T]:
-    """Passes everything on, and calls `progress` every now and then."""
+    """Passes everything on, and calls `progress` now and then."""
     for count, one in enumerate(found):
-        if not count % TOLD_EVERY:
+        if not count % PROGRESS_EVERY:
             progress()
         yield one
 
 
 class StoreError(UserError):
-    """The log cannot be read or written; one line that says what to do."""
+    """The log cannot be read or written; the text is one line and says what to do."""
 
 
 class LogLocked(StoreError):
@@ -93,7 +93,7 @@ class LogLocked(StoreError):
 
 
 class LogDamaged(StoreError):
-    """The file is not as SQLite wrote it. why: in SQLite's words."""
+    """The file is not as SQLite wrote it. why: SQLite's message."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path}: damaged ({why}): move it away and start again")
@@ -101,17 +101,17 @@ class LogDamaged(StoreError):
 
 
 class NoRoom(StoreError):
-    """The disk is full; that may pass."""
+    """The disk is full, which may pass."""
 
 
 class LogTakenOver(StoreError):
-    """Another controller has taken the log over: this one must not decide or say anything more."""
+    """Another controller has taken the log over: this one must not decide or send anything more."""
 
 
 class Holder(NamedTuple):
-    """Names whose log this is. number: of the controller's term; a later controller has a higher one. name: its host
-    and process. lease: it renews its right every now and then, and does nothing once it could not for so many seconds;
-    0 where it only ends with its process. beat: counts what it has renewed."""
+    """The controller that has the log. number: of its term; a later controller has a higher one. name: its host and
+    process. lease: the seconds after a renewal for which it may act; 0 if its term only ends with its process. beat:
+    counts its renewals."""
 
     number: int = 0
     name: str = ""
@@ -120,7 +120,8 @@ class Holder(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """A piece of the log. cut: there is more than one answer takes; id and time of the event up to which it is read."""
+    """A piece of the log. cut: if one answer could not take all, id and time of the event up to which the log was
+    read."""
 
     events: list[Event]
     cut: tuple[int, float] | None
@@ -128,11 +129,11 @@ class Tail(NamedTuple):
 
 @dataclass(frozen=True)
 class EventFilter:
-    """Which events are asked for.
+    """Selects events.
 
-    jobs: of these ("" for what is of no job). kinds: of these, if any is named. without: of none of these. nodes: that
-    name one of them; nodes_of_no_job: in its place for events of no job. since: not older, in seconds since the epoch.
-    before: with a smaller id; 0 for all.
+    jobs: of these jobs ("" for events of no job). kinds: of these kinds, if there are any. without: of none of these
+    kinds. nodes: events that name one of these nodes; nodes_of_no_job: the same for events of no job. since: seconds
+    since the epoch. before: events with a smaller id; 0 for all.
     """
 
     jobs: Collection[str] | None = None
@@ -144,11 +145,11 @@ class EventFilter:
     before: int = 0
 
     def has_kind(self, kind: str) -> bool:
-        """Whether events of this kind count."""
+        """Whether the filter selects events of this kind."""
         return kind not in self.without and (not self.kinds or kind in self.kinds)
 
     def names(self, job: str) -> Collection[str] | None:
-        """The nodes of which an event of the job has to name one; None for any."""
+        """Return the nodes of which an event of the job has to name one; None for any."""
         return self.nodes if job or self.nodes_of_no_job is None else self.nodes_of_no_job
 
 
@@ -156,19 +157,19 @@ ALL = EventFilter()
 
 
 class Store:
-    """One writer (the controller); readers may open the same file beside it. Raises StoreError.
+    """The log, with one writer, the controller; others may read the same file. Raises StoreError.
 
-    shared: the file may be on a file system that several hosts have mounted. Its journal is then one that needs no
-    memory which they would have to share (not WAL), and each transaction is on the disk when it ends.
+    shared: several hosts may have mounted the file. Its journal then needs no shared memory (so not WAL), and each
+    transaction is on the disk when it ends.
     """
 
     def __init__(self, path: str | Path, shared: bool = False) -> None:
         self.path, self._shared = Path(path), shared
-        self.term = 0  # in which this controller writes
+        self.term = 0  # of this controller
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._db = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
-            self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file: it has effect before all else only
+            self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # has an effect only in a new file
             self._set_journal("persist" if shared else "wal")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version and LOG.refusal(version):
@@ -186,13 +187,13 @@ class Store:
             raise _store_error(self.path, error) from None
 
     def _set_journal(self, mode: str) -> None:
-        """Raises StoreError where the file stays in another mode: somebody else has it open."""
+        """Set the journal mode. Raises StoreError if another program has the file open in another mode."""
         found = self._db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0]
         if found != mode:
             raise StoreError(f"{self.path}: its journal stays {found!r}: does another program have it open?")
 
     def holder(self) -> Holder:
-        """Returns whose log it is; Holder() before anybody's."""
+        """Return the log's holder; Holder() if it had none yet."""
         try:
             row = self._db.execute(_HOLDER).fetchone()
         except sqlite3.Error as error:
@@ -200,7 +201,7 @@ class Store:
         return Holder(*row) if row else Holder()
 
     def begin_term(self, fresh: Holder, last: Holder) -> None:
-        """Makes the log `fresh`'s, if it is `last`'s still. Whoever had it can write no more. Raises LogTakenOver."""
+        """Give the log to `fresh` if `last` still has it; the last holder can write no more. Raises LogTakenOver."""
         with self._transaction(lasting=True, checked=False):
             if self.holder() != last:
                 raise LogTakenOver(f"{self.path}: another unicrond has just taken it over")
@@ -208,15 +209,15 @@ class Store:
         self.term = fresh.number
 
     def renew(self) -> None:
-        """Counts one renewal of the lease. Raises LogTakenOver when the log is another's by now."""
+        """Count one renewal of the lease. Raises LogTakenOver if another controller has the log by now."""
         with self._transaction():
             self._db.execute("UPDATE term SET beat = beat + 1")
 
     def append(self, events: Sequence[Event]) -> None:
-        """Stores the events in one transaction: all of them or none.
+        """Store the events in one transaction: all of them or none.
 
-        A crash of this process loses nothing. One of the machine loses at most the last moments, and never the file;
-        nothing of what agents or Slurm were told (LASTING): that is on the disk before it is sent.
+        A crash of the process loses nothing. A crash of the machine loses at most the last moments, but no LASTING
+        event, which is on the disk before agents or Slurm hear of it.
         """
         rows = [(e.id, e.time, e.job, e.generation, e.kind, e.payload) for e in events]
         if not rows:
@@ -226,9 +227,8 @@ class Store:
             self._db.executemany("INSERT INTO event VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def thin(self, after: int = 0, progress: Progress = nothing) -> int:
-        """Deletes the steps above the id `after` that no restart needs; returns how many. The file does not shrink,
-        but grows into the room.
-        """
+        """Delete the steps above the id `after` that no restart needs, and return how many. The file keeps its size and
+        reuses the room."""
         rows = self._db.execute("SELECT id, job, kind FROM event WHERE id > ? ORDER BY id", (after,))
         try:
             doomed = redundant(with_progress(rows, progress))
@@ -240,14 +240,14 @@ class Store:
         return len(doomed)
 
     def forget(self, now: float, summed: int) -> Generator[int, None, None]:
-        """Deletes what has been in the log for as long as its kind stays (`thinning.POLICIES`), and what is beyond
-        LARGEST_BYTES, oldest first: nothing that came after the older saved state. Then gives the disk what is free.
+        """Delete records whose retention (`thinning.POLICIES`) is over, and the oldest ones above LARGEST_BYTES, but
+        none after the older saved state. Then return free pages to the disk.
 
-        now: seconds since the epoch. summed: id of the last event of which the sum of what is observed was made. Each
-        step deletes as much as keeps nobody waiting, and yields how many records went.
+        now: seconds since the epoch. summed: id of the last event in the weekly sum. Each step deletes a piece that
+        takes little time, and yields the number of records in it.
         """
         states = self._db.execute("SELECT event FROM state ORDER BY event DESC").fetchall()
-        if len(states) < STATES:  # one alone may be damaged
+        if len(states) < STATES:  # a single one may be damaged
             return
         upto = states[-1][0]
         try:
@@ -265,7 +265,7 @@ class Store:
             raise _store_error(self.path, error) from None
 
     def _in_pieces(self, found: Iterator[tuple[int, int] | None]) -> Generator[int, None, None]:
-        """Deletes what is found, so much at a time. found: (id, bytes), None for a record that stays."""
+        """Delete records in pieces. found: (id, bytes), or None for a record that stays."""
         doomed, size, looked = list[tuple[int]](), 0, 0
         for one in found:
             looked += 1
@@ -286,11 +286,11 @@ class Store:
                 self._db.executemany("DELETE FROM event WHERE id = ?", doomed)
 
     def replay(self, after: int = 0) -> Iterator[Event]:
-        """All events with an id above `after`, oldest first."""
+        """Return all events with an id above `after`, oldest first."""
         return self._select("SELECT * FROM event WHERE id > ? ORDER BY id", (after,))
 
     def of_kinds(self, kinds: Iterable[type[Record]], after: int = 0) -> Iterator[Event]:
-        """The events of these kinds with an id above `after`, oldest first."""
+        """Return the events of these kinds with an id above `after`, oldest first."""
         names = tuple(_tag(kind) for kind in kinds)
         marks = ", ".join("?" * len(names))
         return self._select(f"SELECT * FROM event WHERE id > ? AND kind IN ({marks}) ORDER BY id", (after, *names))
@@ -298,8 +298,8 @@ class Store:
     def since(
         self, kinds: Iterable[type[Record]], time: float, jobs: Set[str] | None = None, limit: int = SINCE_RECORDS
     ) -> Tail:
-        """The events of these kinds, of these jobs or all, from `time` (seconds since the epoch) on, oldest first: the
-        newest `limit` and SINCE_BYTES of them, among the newest TAIL_ROWS."""
+        """Return the events of these kinds, of these jobs or all, since `time` (seconds since the epoch), oldest first:
+        at most the newest `limit` and SINCE_BYTES of them, among the newest TAIL_ROWS."""
         query = "SELECT id, time, job, length(payload) FROM event WHERE kind = ? ORDER BY id DESC"
         cursors = [self._db.execute(query, (_tag(kind),)) for kind in kinds]
         chosen, size = list[tuple[int, int]](), 0
@@ -323,15 +323,15 @@ class Store:
         return Tail([self._event(number, length) for number, length in reversed(chosen)], cut)
 
     def save_state(self, event: int, state: bytes) -> None:
-        """Keeps the state after that event, and the one saved before it. A start replays only what came later, and the
-        log before the older one is not needed any more."""
+        """Save the state after that event, and keep the state saved before it. A start replays only later events, and
+        no start needs the log before the older state."""
         with self._transaction(lasting=True):
             self._db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (event, state))
             newest = f"SELECT event FROM state ORDER BY event DESC LIMIT {STATES}"
             self._db.execute(f"DELETE FROM state WHERE event NOT IN ({newest})")
 
     def states(self) -> list[tuple[int, bytes]]:
-        """(event, state) of those that are kept, the newest first."""
+        """Return (event, state) of the saved states, the newest first."""
         try:
             found = self._db.execute("SELECT event, state FROM state ORDER BY event DESC").fetchall()
         except sqlite3.Error as error:
@@ -339,7 +339,7 @@ class Store:
         return [(int(event), bytes(state)) for event, state in found]
 
     def open_to_others(self) -> str:
-        """Why somebody else may have written what is here, and what to do; empty where nobody else can."""
+        """Return why others may have written the log, and what to do; empty if nobody else can."""
         for path in (self.path.parent, self.path):
             try:
                 status = path.stat()
@@ -352,11 +352,10 @@ class Store:
         return ""
 
     def tail(self, after: int = 0, limit: int = 1000, wanted: EventFilter = ALL) -> Tail:
-        """The events with an id above `after`, oldest first, that are wanted; with more than `limit` of them, or more
-        than TAIL_BYTES, and after = 0 the newest ones. No more than TAIL_ROWS are looked at: where it is cut there may
-        be none of those that are asked for.
+        """Return the wanted events with an id above `after`, oldest first, or with after = 0 the newest ones: at most
+        `limit`, TAIL_BYTES, and those among TAIL_ROWS, so that a cut answer may hold none.
 
-        A record that is larger than that is not read: :class:`records.Unreadable` stands for it.
+        :class:`records.Unreadable` stands for a record of more than TAIL_BYTES.
         """
         chosen, size, looked = list[Event](), 0, 0
         read, cut = (after, 0.0), False
@@ -378,9 +377,8 @@ class Store:
         return Tail(chosen if after else chosen[::-1], read if cut else None)
 
     def _rows(self, after: int, wanted: EventFilter) -> Generator[tuple[int, float, str, str, int, bytes], None, None]:
-        """(id, time, job, kind, bytes, record) of the events of the wanted jobs, or else kinds: oldest first, or newest
-        first with after = 0; as many as are asked for. The record is empty where it need not be read, or is larger
-        than TAIL_BYTES."""
+        """Yields (id, time, job, kind, bytes, record) of the events of the wanted jobs, or else kinds: oldest first, or
+        newest first with after = 0. The record is empty if it need not be read, or has more than TAIL_BYTES."""
         of_nodes = wanted.nodes is not None or wanted.nodes_of_no_job is not None
         record = f"CASE WHEN length(payload) <= {TAIL_BYTES} THEN payload ELSE x'' END" if of_nodes else "x''"
         what = f"SELECT id, time, job, kind, length(payload), {record} FROM event WHERE id > ? AND id < ?"
@@ -400,16 +398,15 @@ class Store:
                 cursor.close()
 
     def _first_since(self, since: float) -> int:
-        """The id with which the events begin that are not older; found by halving, for ids and times rise together, as
-        long as nobody puts the clock back by more than an hour."""
+        """Return the id of the first event that is not older, found by bisection: ids and times rise together, unless
+        the clock is set back by more than an hour."""
         if not since:
             return 0
         low, high = 0, self._db.execute("SELECT COALESCE(MAX(id), -1) + 1 FROM event").fetchone()[0]
         while low < high:
             middle = (low + high) // 2
-            number, time = self._db.execute(
-                "SELECT id, time FROM event WHERE id >= ? ORDER BY id", (middle,)
-            ).fetchone()
+            query = "SELECT id, time FROM event WHERE id >= ? ORDER BY id"
+            number, time = self._db.execute(query, (middle,)).fetchone()
             low, high = (low, middle) if time >= since else (number + 1, high)
         return int(low)
 
@@ -422,8 +419,8 @@ class Store:
         return Event(number, time, job, generation, records.Unreadable(of=kind, reason=reason))
 
     def time(self, now: float) -> float:
-        """`now`, seconds since 1970, or the last event's time where the machine's clock was put back since, by an hour
-        at most: what was to happen later does not wait for the clock again."""
+        """Return `now`, in seconds since the epoch, or the last event's time if the clock was set back since then by up
+        to an hour, so that delayed actions do not wait for the clock again."""
         last = max((event.time for event in self.tail(limit=1).events), default=now)
         return last if now < last <= now + BRIDGED_SECONDS else now
 
@@ -438,8 +435,8 @@ class Store:
 
     @contextlib.contextmanager
     def _transaction(self, lasting: bool = False, checked: bool = True) -> Iterator[None]:
-        """All that is written within it, or nothing. lasting: it is on the disk when this returns. checked: Raises
-        LogTakenOver, and writes nothing, where the log is another controller's."""
+        """Write all statements within it, or none. lasting: they are on the disk when it ends. checked: raise
+        LogTakenOver if another controller has the log."""
         try:
             self._db.execute(f"PRAGMA synchronous={'FULL' if lasting or self._shared else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
@@ -451,7 +448,7 @@ class Store:
             raise _store_error(self.path, error) from None
         finally:
             if self._db.in_transaction:
-                with contextlib.suppress(sqlite3.Error):  # what went wrong before is what counts
+                with contextlib.suppress(sqlite3.Error):  # the first error counts
                     self._db.execute("ROLLBACK")
 
     def _select(self, query: str, values: tuple[Any, ...]) -> Iterator[Event]:
@@ -463,15 +460,15 @@ class Store:
 
 
 def _names_one(kind: str, payload: bytes, names: Collection[str]) -> bool:
-    """Whether the record is about one of these nodes. Most say nothing of them, and need not be decoded."""
+    """Whether the record names one of these nodes. Most records have no such text, and need not be decoded."""
     if not any(word.decode(errors="replace") in names for word in _TEXTS.findall(payload)):
         return False
     return any(name in names for name in nodes_of(records.decode(kind, payload)))
 
 
 def peek(path: Path) -> Holder | None:
-    """Says whose log it is, for a host that has not opened it; None where it cannot be told now: there is none, it is
-    being written, or its journal is WAL, which is for one host alone."""
+    """Return the holder of a log that this host has not opened; None if there is no log, it is being written, or its
+    journal is WAL, which serves only one host."""
     try:
         with path.open("rb") as file:
             if file.read(20)[18:] != b"\x01\x01":  # the versions of its format: 2 is WAL
@@ -484,7 +481,6 @@ def peek(path: Path) -> Holder | None:
 
 
 def _tag(kind: type[Record]) -> str:
-    """The name of its kind in the log."""
     return str(kind.__struct_config__.tag)
 
 

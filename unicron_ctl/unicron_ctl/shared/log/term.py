@@ -1,13 +1,12 @@
-"""Which controller may write the log, decide and act: one at a time (docs/design/standby.md).
+"""Lets only one controller at a time write the log, decide and act (docs/design/standby.md).
 
-A controller begins a *term*, whose number is higher than any before. It holds the lock of a file `lock.NUMBER` in the
-state folder as long as its process lives, and the log names its term. Each transaction on the log looks whether it
-still does. So a lock that is free shows that its controller has ended, and a controller whose term is over can write
-nothing.
+A controller begins a *term* with a number above any before. While its process lives, it holds the lock of a file
+`lock.NUMBER` in the state folder; the log names its term, and each transaction on the log checks that. So a free lock
+shows that its controller has ended, and a controller whose term is over cannot write.
 
-With a standby there is also a *lease*: a host may vanish, and nobody frees its locks. The controller counts renewals in
-the log, and does nothing once it could not renew for LEASE_SECONDS. Where the count stands still for a fifth longer, a
-standby begins the next term. Both measure with their own clock, which counts the time of a suspended host.
+With a standby there is also a *lease*, because a host may vanish without freeing its locks. The controller counts
+renewals in the log, and does nothing if it could not renew for LEASE_SECONDS. If the count stands still for a fifth
+longer, a standby begins the next term. Both use their own clock, which also counts the time of a suspended host.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from unicron_ctl.shared.log.store import Holder, LogTakenOver, NoRoom, Store, St
 from unicron_ctl.shared.system.errors import UserError
 
 LOG_FILE = "events.sqlite"
-RESTORING = "restoring"  # there while a restore exchanges the files; has the name of the copy
+RESTORING = "restoring"  # a file that exists while a restore exchanges the others; it has the name of the copy
 LEASE_SECONDS = 2.5
 RENEW_SECONDS = 0.5
 STANDS_STILL = 1.2  # leases without a renewal, after which the term counts as over
-LOST_SECONDS = 10.0  # for which a controller that cannot renew waits, doing nothing; then it ends
+LOST_SECONDS = 10.0  # for which a controller that cannot renew waits and does nothing; then it ends
 log = logging.getLogger("unicron.controller")
 
 
 class FolderHeld(UserError):
-    """Another controller has the state folder; the text says which."""
+    """Another controller has the state folder; the text names it."""
 
 
 def clock() -> float:
-    """Seconds that go on while the host is suspended."""
+    """Return seconds on a clock that goes on while the host is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Watch:
-    """Sees whether the holder of a log still renews its lease."""
+    """Watches whether the holder of a log still renews its lease."""
 
     def __init__(self, now: Callable[[], float] = clock) -> None:
         self._now = now
@@ -54,7 +53,7 @@ class Watch:
         self._since = 0.0
 
     def stands_still(self, holder: Holder) -> bool:
-        """Notes what the log says, and returns whether its holder's lease is over for certain."""
+        """Note the log's holder, and return whether its lease is certainly over."""
         now = self._now()
         if (holder.number, holder.beat) != self._seen:
             self._seen, self._since = (holder.number, holder.beat), now
@@ -63,8 +62,8 @@ class Watch:
 
 @dataclass
 class Claim:
-    """A term that was begun. lock: the descriptor of its lock. stolen: the controller before may be alive still; its
-    lease is over. lease: seconds; 0: the term ends with the process."""
+    """A term that was begun. lock: the descriptor of its lock. stolen: the previous controller's lease is over, but it
+    may be alive. lease: seconds; 0 if the term ends with the process."""
 
     store: Store
     lock: int
@@ -73,13 +72,13 @@ class Claim:
     _renewed: float = 0.0
 
     def renew(self) -> None:
-        """Renews the lease while the log is read, which may take longer; called every now and then."""
+        """Renew the lease if it is due. It is called while the log is read, which may take longer than the lease."""
         if self.lease and clock() - self._renewed >= RENEW_SECONDS:
             self._renewed = clock()
             self.store.renew()
 
     def close(self) -> None:
-        """Closes the log and frees the lock."""
+        """Close the log and free the lock."""
         self.store.close()
         os.close(self.lock)
 
@@ -87,10 +86,10 @@ class Claim:
 def claim(
     folder: Path, leased: bool, watch: Watch | None = None, prepare: Callable[[], object] = lambda: None
 ) -> Claim:
-    """Begins a term on the log in `folder`, with a lease or for as long as the process lives.
+    """Begin a term on the log in `folder`, with a lease or for the life of the process.
 
-    watch: what was seen of the lease in earlier tries. prepare: called once the term could begin; no term begins where
-    it raises. Raises FolderHeld when another controller may be at work, StoreError and UserError.
+    watch: has seen the lease in earlier tries. prepare: called once the term could begin; if it raises, no term begins.
+    Raises FolderHeld if another controller may be at work, StoreError and UserError.
     """
     watch = watch or Watch()
     try:
@@ -101,11 +100,11 @@ def claim(
         again = f"unicronctl restore {shlex.quote(left.read_text(errors='replace') or 'FILE')}"
         raise UserError(f"{folder}: a restore was cut off while it exchanged the files; nothing is lost: run `{again}`")
     path = folder / LOG_FILE
-    if held := held_terms(folder):  # whoever writes to the log is not to be disturbed by opening it
+    if held := held_terms(folder):  # opening the log would disturb a controller that writes to it
         _begin_after(folder, peek(path), held, watch)
     store = Store(path, shared=leased)
     try:
-        last = store.holder()  # before the locks are looked at: whoever comes in between changes it
+        last = store.holder()  # read before the locks: a controller that comes in between changes it
         stolen = _begin_after(folder, last, held_terms(folder), watch)
         prepare()
         return _begin_term(folder, store, last, leased, stolen)
@@ -115,7 +114,7 @@ def claim(
 
 
 def _begin_after(folder: Path, last: Holder | None, held: set[int], watch: Watch) -> bool:
-    """Whether the last holder may live and its lease is over. last: None where that is not known. Raises FolderHeld."""
+    """Whether the last holder may live although its lease is over. last: None if unknown. Raises FolderHeld."""
     if not held:
         return False
     if last is None or max(held) > last.number:
@@ -135,27 +134,25 @@ def _folder_held(folder: Path, name: str = "") -> FolderHeld:
 
 
 def _begin_term(folder: Path, store: Store, last: Holder, leased: bool, stolen: bool) -> Claim:
-    # Above what agents have seen, even from the log of a backup.
+    # Above what agents have seen, even if this is the log of a backup.
     number = max(last.number + 1, *(each + 1 for each in terms(folder)), int(time.time()))
     lock = lock_of(folder, number)
     if lock is None:
         raise FolderHeld(f"{folder}: another unicrond starts on this state folder")
+    name, lease = f"{socket.gethostname()} process {os.getpid()}", LEASE_SECONDS if leased else 0.0
     try:
-        name = f"{socket.gethostname()} process {os.getpid()}"
-        lease = LEASE_SECONDS if leased else 0.0
         store.begin_term(Holder(number, name, lease), last)
-    except LogTakenOver as error:
+    except BaseException as error:
         os.close(lock)
-        raise FolderHeld(str(error)) from None
-    except BaseException:
-        os.close(lock)
+        if isinstance(error, LogTakenOver):
+            raise FolderHeld(str(error)) from None
         raise
     _sweep(folder, number)
     return Claim(store, lock, stolen, lease)
 
 
 def held_terms(folder: Path) -> set[int]:
-    """The terms whose locks are held: their controllers' processes live. Raises UserError."""
+    """Return the terms whose locks are held, so whose controllers live. Raises UserError."""
     found = set()
     for number, path in _locks(folder):
         lock = _lock(path, fcntl.LOCK_SH, make=0)
@@ -167,12 +164,12 @@ def held_terms(folder: Path) -> set[int]:
 
 
 def terms(folder: Path) -> list[int]:
-    """The terms that have a file, whether somebody holds it or not."""
+    """Return the terms that have a file, whether its lock is held or not."""
     return [number for number, _ in _locks(folder)]
 
 
 def lock_of(folder: Path, term: int) -> int | None:
-    """A descriptor that holds the lock of a term, None while another process does. Raises UserError."""
+    """Return a descriptor that holds the lock of a term, None while another process does. Raises UserError."""
     return _lock(folder / f"lock.{term}")
 
 
@@ -182,7 +179,8 @@ def _locks(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _lock(path: Path, kind: int = fcntl.LOCK_EX, make: int = os.O_CREAT) -> int | None:
-    """A descriptor that holds the lock, None while another process holds it, -1 without the file. Raises UserError."""
+    """Return a descriptor that holds the lock, None while another process holds it, -1 without the file. Raises
+    UserError."""
     try:
         descriptor = os.open(path, os.O_RDWR | make | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
@@ -203,7 +201,7 @@ def _lock(path: Path, kind: int = fcntl.LOCK_EX, make: int = os.O_CREAT) -> int 
 
 
 def _sweep(folder: Path, number: int) -> None:
-    """Removes the free locks of earlier terms."""
+    """Remove the free locks of earlier terms."""
     for earlier, path in _locks(folder):
         if earlier < number and (lock := _lock(path, make=0)) is not None:
             path.unlink(missing_ok=True)
@@ -212,28 +210,29 @@ def _sweep(folder: Path, number: int) -> None:
 
 
 class Tenure:
-    """The right of a controller to decide and to act. lease: seconds; 0: as long as the process lives."""
+    """A controller's right to decide and act. lease: seconds; 0 for the life of the process."""
 
     def __init__(self, lease: float = 0.0, now: Callable[[], float] = clock) -> None:
         self.lease, self._now = lease, now
-        self._until = float("-inf")  # of the lease; a thread moves it on
-        self._lost = ""  # why it is over for good
+        self._until = float("-inf")  # end of the lease, moved on by a thread
+        self._lost = ""  # the reason why it is over for good
 
     @property
     def valid(self) -> bool:
-        """Whether it may act at this moment."""
+        """Whether the controller may act at this moment."""
         return not self._lost and (not self.lease or self._now() < self._until)
 
     def note_renewal(self, at: float) -> None:
-        """A renewal that began `at` has been written."""
+        """Note that a renewal which began `at` has been written."""
         self._until = at + self.lease
 
     def end(self, reason: str) -> None:
-        """Ends the right for good."""
+        """End the right for good."""
         self._lost = self._lost or reason
 
     def assure(self) -> None:
-        """Returns once it may act: at once, unless a renewal is late. Raises LogTakenOver when it is over."""
+        """Return at once if the controller may act, or wait for a late renewal. Raises LogTakenOver if the right is
+        over."""
         until = self._now() + LOST_SECONDS
         while not self.valid:
             if self._lost or self._now() >= until:
@@ -244,7 +243,7 @@ class Tenure:
 
 
 class Renewal:
-    """Renews the lease of a term in a thread, with a connection to the log of its own. each: called at each renewal."""
+    """Renews the lease of a term in a thread with its own connection to the log. each: called after each renewal."""
 
     def __init__(self, store: Store, tenure: Tenure, each: Callable[[], object]) -> None:
         self._path, self._term, self._tenure, self._each = store.path, store.term, tenure, each

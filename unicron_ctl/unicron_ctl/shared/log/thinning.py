@@ -1,11 +1,11 @@
-"""The time for which each kind of record stays in the log, so that what lives bounds the log, and not time.
+"""Sets how long each kind of record stays in the log, so that the log's size depends on the cluster, not on its age.
 
-The controller's state is saved from time to time (`Store.save_state`): no start needs a record that is older than both
-states that are kept. So what is here says only how long people can read a record, and what a start has to fold again.
+The controller saves its state from time to time (`Store.save_state`). No start needs a record that is older than both
+saved states, so a retention only decides how long people can read a record.
 
-Steps are nearly all of a quiet log. Of an uninterrupted run of one job's steps the state keeps only what the first
-ones and the last ones say: that the job works again, where it stands, and how fast it was (`model.fold`). The others
-go at once; the log without them folds to the same state.
+Nearly all records of a quiet log are steps. Of a run of one job's steps the fold uses only the first and the last ones:
+the job works again, where it stands, how fast it was (`model.fold`). The others are deleted at once; the log folds to
+the same state without them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _STEP = str(Step.__struct_config__.tag)
 
 
 class Retention(NamedTuple):
-    """For how many seconds records of a kind stay. last_of_node: the last one of each node stays beyond. summed: also
-    while the sum of what is only observed has not been made of it."""
+    """The seconds for which records of a kind stay. last_of_node: the last one of each node stays for good. summed:
+    records also stay until the weekly sum of observed actions includes them."""
 
     seconds: float
     last_of_node: bool = False
@@ -33,65 +33,39 @@ class Retention(NamedTuple):
 
 
 SHORT = Retention(DAY)
-"""Large records, which name every rank of a job, and those that come all the time."""
 LONG = Retention(14 * DAY)
+"""Records that people ask for later: jobs, failures, nodes, actions in Slurm. Every kind that is not listed below."""
 POLICIES: dict[type[Record], Retention] = {
+    **dict.fromkeys(records.KINDS.values(), LONG),
     # ---- plans and what belongs to them: up to a megabyte each for a large job
-    **dict.fromkeys(
-        (records.PlanMade, records.Offer, records.GenerationAdopted, records.Break, records.MembersReinstated), SHORT
-    ),
-    **dict.fromkeys((records.ElementCutOff, records.ElementReconnected, records.StateAwaited, records.LastCopy), SHORT),
-    **dict.fromkeys(
-        (records.ElementsAllotted, records.Spares, records.NewcomersWait, records.Stacks, records.Hang), SHORT
-    ),
+    **dict.fromkeys((records.PlanMade, records.Offer, records.GenerationAdopted, records.Break), SHORT),
+    **dict.fromkeys((records.MembersReinstated, records.StateAwaited, records.LastCopy, records.Hang), SHORT),
+    **dict.fromkeys((records.ElementCutOff, records.ElementReconnected, records.ElementsAllotted), SHORT),
+    **dict.fromkeys((records.Spares, records.NewcomersWait, records.Stacks), SHORT),
     records.GenerationEntered: SHORT._replace(summed=True),
-    # ---- what comes all the time
+    # ---- frequent records
     **dict.fromkeys((Step, records.WorldProved, records.Timing, records.RanksReady, records.RankStart), SHORT),
     **dict.fromkeys((records.ExitNoted, records.StartedCold, records.LedgerViolation, records.BadMessage), SHORT),
     **dict.fromkeys((records.RegistrationRefused, records.AdmissionWaits, records.NodeEventsDropped), SHORT),
     **dict.fromkeys((records.Silence, records.TakeDeferred, records.TakeWithheld, records.InjectRefused), SHORT),
     records.NoticesSent: SHORT,
     records.NodeHealth: SHORT._replace(last_of_node=True),
-    # ---- what people ask for later: jobs, failures, nodes, what was asked of Slurm
-    **dict.fromkeys((records.JobRegistered, records.JobConfirmed, records.JobReallocated, records.JobSetAside), LONG),
-    **dict.fromkeys((records.AgentRegistered, records.AgentConfirmed, records.AgentGone, records.AgentBack), LONG),
-    records.EndNotice: LONG,
-    **dict.fromkeys((records.FailureDetected, records.FailureVerdict, records.FailureAction), LONG),
-    **dict.fromkeys((records.JobHealed, records.NeedsAdmin), LONG),
-    **dict.fromkeys((records.LeaveOut, records.ActionFailed, records.NumberUsed, records.OfferWithdrawn), LONG),
-    **dict.fromkeys((records.Reform, records.LayoutWanted, records.LayoutChosen), LONG),
-    **dict.fromkeys((records.NoCopies, records.CopiesRefused, records.FaultInjected), LONG),
-    **dict.fromkeys((records.JobDegraded, records.JobDegradedOver, records.Overdue), LONG),
-    **dict.fromkeys((records.Anomaly, records.AnomalyOver), LONG),
-    **dict.fromkeys((records.SlurmAction, records.SlurmDone, records.SlurmFailed, records.SlurmBack), LONG),
-    **dict.fromkeys((records.HeldAgain, records.ElementUnpinned, records.ClusterReplanned), LONG),
-    **dict.fromkeys((records.Alone, records.HeardAgain, records.MostSilent, records.MostHeard), LONG),
-    **dict.fromkeys((records.NodeLost, records.NodeResumed, records.NodeIsolated, records.IsolationWithheld), LONG),
-    **dict.fromkeys((records.NodeAvoided, records.NodeEvent, records.NodeVerdict, records.SlurmdReached), LONG),
-    **dict.fromkeys(
-        (records.ControllerStarted, records.LogRestored, records.ConfigReloaded, records.ConfigRefused), LONG
-    ),
-    records.ObservedWeek: LONG,
-    **dict.fromkeys((records.ActionsPaused, records.ActionsResumed), LONG),  # what is paused is in the state, too
+    # ---- the weekly sum counts these
     **dict.fromkeys((records.JobEnded, records.ActionObserved), LONG._replace(summed=True)),
 }
-"""Of every kind that can be written; `savings.KINDS` are summed."""
 assert {kind for kind, kept in POLICIES.items() if kept.summed} == set(savings.KINDS)
 
 
 def redundant(events: Iterable[tuple[int, str, str]]) -> list[int]:
-    """The ids of the steps that may go. events: (id, job, kind) in order."""
-    runs: dict[str, list[int]] = {}
-    found: list[int] = []
+    """Return the ids of the steps that may go. events: (id, job, kind) in order."""
+    current: dict[str, list[int]] = {}  # the run of steps of each job
+    runs: list[list[int]] = []
     for number, job, kind in events:
-        if kind == _STEP:
-            runs.setdefault(job, []).append(number)
-        elif job in runs:
-            found += _middle(runs.pop(job))
-    for run in runs.values():
-        found += _middle(run)
-    return sorted(found)
-
-
-def _middle(run: list[int]) -> list[int]:
-    return run[KEPT_FIRST:-KEPT_LAST]
+        if kind != _STEP:
+            current.pop(job, None)
+        elif job in current:
+            current[job].append(number)
+        else:
+            current[job] = [number]
+            runs.append(current[job])
+    return sorted(number for run in runs for number in run[KEPT_FIRST:-KEPT_LAST])

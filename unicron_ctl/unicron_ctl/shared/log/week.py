@@ -1,4 +1,4 @@
-"""The report on a stretch of time: failures, their cost, and what healing saved. A pure function over the log."""
+"""Reports on a span of time: failures, their cost, and what healing saved. A pure function over the log."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ KINDS = (
     records.NeedsAdmin,
     records.JobEnded,
 )
-"""All kinds of records that it looks at."""
-MOST_NODES = 100  # of a report: those with the most failures
+"""The kinds of records that count."""
+MOST_NODES = 100  # in a report: those with the most failures
 
 
 class _Sums:
-    """The counts while the log is read. spared: seconds that a failure would cost without healing."""
+    """Counts events. spared: seconds that a failure would cost without healing."""
 
     def __init__(self, spared: float) -> None:
         self.spared = spared
@@ -34,7 +34,6 @@ class _Sums:
         self.needed_admin = 0
 
     def add(self, event: Event) -> None:
-        """Counts one event."""
         record = event.record
         match record:
             case records.FailureDetected():
@@ -69,8 +68,8 @@ class _Sums:
 
 
 def week(events: Iterable[Event], since: float, until: float, spared: float) -> Report:
-    """The sums of the events from `since` to `until` (seconds since the epoch), which must be in order. spared: seconds
-    of all its nodes that a job would lose by a failure if it were requeued and began from its last checkpoint."""
+    """Sum up the events from `since` to `until`, in seconds since the epoch; they must be in order. spared: seconds
+    that a job would lose on all its nodes if it were requeued after a failure and began from its last checkpoint."""
     sums = _Sums(spared)
     for event in events:
         if since <= event.time <= until:

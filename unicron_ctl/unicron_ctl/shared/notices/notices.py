@@ -1,8 +1,7 @@
-"""Makes notices for people outside, as a pure function over the log. Sending them is `controller.server.telling`'s.
+"""Makes notices for mailboxes and chats from the log's records; `controller.server.telling` sends them. Pure.
 
-A notice is made of a record, and its number is the event's: so the same log gives the same notices, also after a
-restart. It has no words of jobs, of their programs or their output: it may go to mailboxes and chats. `unicronctl
-explain JOB` has those, for whom they are meant.
+A notice has the number of its event, so the same log gives the same notices, even after a restart. It never quotes
+jobs, their programs or their output, which `unicronctl explain JOB` shows to those who may see them.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from unicron_ctl.shared.log.records import Event, Record
 from unicron_ctl.shared.system.errors import shorten
 
 ADMIN, HEALED, LEFT = "admin", "healed", "left"  # kinds of notices
-QUIET = {ADMIN: 3600.0, HEALED: 0.0, LEFT: 600.0}  # seconds in which the same is not told again
-TEXT = 600  # characters of one
-MOST_LISTED = 50  # notices of one message; the others are counted
+QUIET = {ADMIN: 3600.0, HEALED: 0.0, LEFT: 600.0}  # seconds before the same notice may come again
+TEXT = 600  # characters of a notice
+MOST_LISTED = 50  # notices in one message; further ones are counted
 TITLES = {ADMIN: "needs an admin", HEALED: "job healed", LEFT: "node left"}
 
 
 @dataclass(frozen=True)
 class Notice:
-    """One thing to tell. id: of its event. time: seconds since the epoch. key: what makes two of them the same."""
+    """A notice. id: of its event. time: seconds since the epoch. key: equal for notices of the same thing."""
 
     id: int
     time: float
@@ -36,20 +35,20 @@ class Notice:
     key: str
 
     def as_dict(self) -> dict[str, object]:
-        """For a hook or a webhook."""
+        """Return the notice as a hook or a webhook gets it."""
         at = datetime.fromtimestamp(self.time, UTC).isoformat(timespec="seconds")
         return {"id": self.id, "time": at, "kind": self.kind, "job": self.job, "node": self.node, "text": self.text}
 
 
 @dataclass(frozen=True)
 class Message:
-    """Several notices as one: a subject, lines for people, and the same as plain data."""
+    """Several notices as one message: a subject, a text for people, and the same as plain data."""
 
     subject: str
     text: str
     data: dict[str, object]
     html: str = ""
-    """The same as a page, for mail."""
+    """The same as a page, for the mail of the weekly report."""
 
 
 _NEEDS = {
@@ -59,7 +58,7 @@ _NEEDS = {
     "take": "a limit keeps Unicron from what it would ask of Slurm",
     "slurm": "Slurm does not answer, and nothing is planned",
 }
-"""What needs an admin, by the first word of its key. Its reason may quote a job's output, so it stays in the log."""
+"""Texts by the first word of a record's key. Its reason stays in the log, because it may quote a job's output."""
 
 
 def _needs_admin(event: Event, record: records.NeedsAdmin) -> Notice | None:
@@ -70,7 +69,7 @@ def _needs_admin(event: Event, record: records.NeedsAdmin) -> Notice | None:
 
 
 def _set_aside(event: Event, record: records.JobSetAside) -> Notice | None:
-    if not record.where:  # a mistake of its user
+    if not record.where:  # a mistake of the job's user
         return None
     text = f"the controller cannot handle job {event.job}, which trains on without protection: see unicrond's log"
     return _notice(event, ADMIN, text, f"aside {event.job}")
@@ -117,17 +116,17 @@ _OF: dict[type[Record], Callable[[Event, Any], Notice | None]] = {
     records.NodeAvoided: _node_avoided,
 }
 KINDS = tuple(_OF)
-"""All kinds of records of which there are notices."""
+"""All kinds of records that have notices."""
 
 
 class Notices:
-    """Makes notices of events in order, each once: the same again within QUIET is left out."""
+    """Makes notices from events in order, and leaves out a notice that repeats another within QUIET."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
 
     def of(self, event: Event) -> Notice | None:
-        """The event's notice, if somebody is to hear of it."""
+        """Return the event's notice, if it has one."""
         make = _OF.get(type(event.record))
         notice = make(event, event.record) if make is not None else None
         if notice is None:
@@ -142,7 +141,7 @@ class Notices:
 
 
 def compose(notices: Sequence[Notice], left_out: int, where: str) -> Message:
-    """One message of these. left_out: how many more there were. where: the controller's address."""
+    """Make one message of the notices. left_out: how many more there were. where: the controller's address."""
     ordered = sorted(notices, key=lambda notice: (list(QUIET).index(notice.kind), notice.id))
     first, more = ordered[0], len(ordered[MOST_LISTED:]) + left_out
     listed = sorted(ordered[:MOST_LISTED], key=lambda notice: notice.id)

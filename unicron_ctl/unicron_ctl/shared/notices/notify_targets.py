@@ -1,7 +1,7 @@
-"""Sends a message to a target of [notify]: a hook program, mail, Slack, a webhook. Slow: for a thread of its own.
+"""Sends a message to a target of [notify]: a hook program, mail, Slack, a webhook. It may take long.
 
-Each is told by a program that can be killed, whatever it waits for: the hook, or this module for mail, Slack and the
-webhook (``python -m unicron_ctl.shared.notices.notify_targets``, with an :class:`Order` on its standard input).
+A separate program sends it, which can be killed whatever it waits for: the hook, or for the others this module
+(``python -m unicron_ctl.shared.notices.notify_targets``, with an :class:`Order` on its standard input).
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from unicron_ctl.shared.system.errors import one_line, shorten
 from unicron_ctl.shared.system.printable import print_text
 from unicron_ctl.shared.system.redaction import without_values
 
-SUBMISSION = 587  # the port of mail that is submitted, always encrypted
-MOST_CHARACTERS = 300  # characters of what a target said
-WHOLE = 5.0  # times the section's time limit: what all answers of a server may take together
+SUBMISSION = 587  # the port for mail submission, always encrypted
+MOST_CHARACTERS = 300  # of an error
+WHOLE = 5.0  # times the section's time limit: for all answers of a server together
 PROGRAM = (sys.executable, "-P", "-m", "unicron_ctl.shared.notices.notify_targets")
 Deliver = Callable[[Message], None]
 
 
 class NotTold(Exception):
-    """A target was not told; the text says why, and holds no secret."""
+    """A target did not get the message; the text says why, without secrets."""
 
 
 def targets(config: NotifyConfig, secrets: Secrets, hooks: Hooks) -> dict[str, Deliver]:
-    """Name -> what tells it. Each raises NotTold, and ends within :data:`WHOLE` times the section's time limit."""
+    """Return by target: a function that sends to it within :data:`WHOLE` times the section's time limit, or raises
+    NotTold."""
     found: dict[str, Deliver] = {}
     if config.hook:
         found["hook"] = partial(hooks.run, config.hook, config.timeout)
@@ -59,8 +60,11 @@ def _without_secrets(deliver: Deliver, words: list[str], message: Message) -> No
     try:
         deliver(message)
     except Exception as error:
-        text = one_line(f"{error}" if isinstance(error, NotTold) else f"{type(error).__name__}: {error}")
-        raise NotTold(shorten(without_values(text, words, 1), MOST_CHARACTERS)) from None
+        raise NotTold(shorten(without_values(_reason(error), words, 1), MOST_CHARACTERS)) from None
+
+
+def _reason(error: Exception) -> str:
+    return one_line(f"{error}" if isinstance(error, NotTold) else f"{type(error).__name__}: {error}")
 
 
 class Order(msgspec.Struct, kw_only=True):
@@ -73,7 +77,7 @@ class Order(msgspec.Struct, kw_only=True):
 
 
 class Hooks:
-    """The programs that run. None of them outlives the controller's end."""
+    """Runs the programs. None of them outlives the controller."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,8 +85,8 @@ class Hooks:
         self._closed = False
 
     def run(self, path: str, seconds: float, message: Message) -> None:
-        """Run the hook, without a shell, with the message as JSON on its standard input and little else. Raises
-        NotTold."""
+        """Run the hook without a shell, with the message as JSON on its standard input and a minimal environment.
+        Raises NotTold."""
         if why := unfit(path):
             raise NotTold(why)
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin", "LC_ALL": "C.UTF-8"}
@@ -95,8 +99,8 @@ class Hooks:
             raise NotTold(f"the hook ended with status {status}")
 
     def send(self, name: str, config: NotifyConfig, secrets: Secrets, message: Message) -> None:
-        """Send the message to a server. Each byte begins the time limit of a socket anew, so the program has one for
-        the whole. Raises NotTold."""
+        """Send the message to a server. Each byte restarts the time limit of a socket, so the program has a limit of
+        its own. Raises NotTold."""
         data = msgspec.json.encode(Order(target=name, message=message, config=config, secrets=secrets))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         limit = WHOLE * config.timeout
@@ -115,8 +119,8 @@ class Hooks:
         seconds: float,
         errors: int = subprocess.DEVNULL,
     ) -> tuple[int, str]:
-        """Run a program and return its status, and its errors where they are piped. All that it has started is killed
-        when it takes too long. Raises TimeoutExpired."""
+        """Run a program; return its status, and its errors if they are piped. If it takes too long, it is killed with
+        all its children. Raises TimeoutExpired."""
         with self._lock:
             if self._closed:
                 raise NotTold("unicrond ends")
@@ -142,7 +146,7 @@ class Hooks:
         return process.returncode, (text or b"").decode(errors="replace")
 
     def close(self) -> None:
-        """Kills those that run, with all that they have started; none is started any more."""
+        """Kill the running programs with all their children, and start no more."""
         with self._lock:
             self._closed = True
             for process in self._running:
@@ -150,14 +154,14 @@ class Hooks:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process with its session, unless it has ended."""
+    """Kill a process with its session, unless it has ended."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
-    """Sends the message as plain text. Raises NotTold, OSError and SMTPException."""
+    """Send the message as plain text. Raises NotTold, OSError and SMTPException."""
     host, port = split(config.smtp)
     mail = EmailMessage()
     mail["Subject"] = one_line(message.subject)
@@ -180,14 +184,14 @@ def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
-    """A redirection is refused: what is told is for the server that the admin has named."""
+    """Refuses redirections: the message is for the server that the admin has named."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def post(url: str, data: dict[str, object], seconds: float, token: str = "") -> None:
-    """Posts JSON. Raises NotTold."""
+    """Post JSON. Raises NotTold."""
     headers = {"Content-Type": "application/json", "User-Agent": "unicrond"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url, json.dumps(data).encode(), headers, method="POST")
@@ -203,7 +207,7 @@ def post(url: str, data: dict[str, object], seconds: float, token: str = "") -> 
 
 
 def main() -> int:
-    """Send one order, and say in one line why it was not sent."""
+    """Send one order, or print in one line why that failed."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     message, secrets, seconds = order.message, order.secrets, order.config.timeout
     try:
@@ -214,7 +218,7 @@ def main() -> int:
         else:
             post(secrets.webhook, message.data, seconds, secrets.webhook_token)
     except Exception as error:
-        print_text(one_line(f"{error}" if isinstance(error, NotTold) else f"{type(error).__name__}: {error}"), err=True)
+        print_text(_reason(error), err=True)
         return 1
     return 0
 

@@ -1,7 +1,7 @@
-"""The controller's answers: the structs behind the JSON of `unicronctl`, with each field's audience.
+"""Defines the controller's answers: the structs behind the JSON of `unicronctl`, with each field's audience.
 
-Times are seconds since the epoch, durations seconds, rates FLOP/s. A field that is annotated with OWNER or ADMIN is
-told to these only; others get its default. Keys may be added; none is renamed or removed.
+Times are seconds since the epoch, durations seconds, rates FLOP/s. A field with OWNER or ADMIN is for these only;
+others get its default. Keys may be added, but none is renamed or removed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 OWNER = Meta(extra_json_schema={"audience": "the job's owner, readers and admins"})
-CUT = "cut"  # the kind of an item that stands for events that were too much for one answer
-READ = "read"  # the kind of an item with the id up to which the log was read, for one who follows it
+CUT = "cut"  # the kind of an item that stands for events that did not fit into an answer
+READ = "read"  # the kind of an item with the id up to which the log was read, for a reader that follows it
 ASKED_TOO_MUCH = "the controller is asked too much at once: try again"
 ADMIN = Meta(extra_json_schema={"audience": "readers and admins"})
 
 
 class Ending(msgspec.Struct, kw_only=True):
-    """The end of a job. disowned: Slurm knows no such job, or another's."""
+    """The end of a job. disowned: Slurm knows no such job, or another user's."""
 
     code: int
     reason: Annotated[str, OWNER] = ""
@@ -28,7 +28,7 @@ class Ending(msgspec.Struct, kw_only=True):
 
 
 class Failure(msgspec.Struct, kw_only=True):
-    """One failure with its story; times are null for what has not happened."""
+    """One failure with its story; times of steps that have not happened are null."""
 
     id: int
     kind: str
@@ -57,7 +57,7 @@ class Failure(msgspec.Struct, kw_only=True):
 
 
 class Slow(msgspec.Struct, kw_only=True):
-    """The present reason why a job is slow. slot: null when no rank differs from the others."""
+    """The present reason why a job is slow. slot: null if no rank differs from the others."""
 
     since: float
     iteration: int
@@ -81,7 +81,7 @@ class Anomaly(msgspec.Struct, kw_only=True):
 
 
 class Waiting(msgspec.Struct, kw_only=True):
-    """Pending elements for which Slurm gives the same reason. starts: they can start once there are nodes; else `words`
+    """Pending elements with the same reason in Slurm. starts: they can start once there are nodes; otherwise `words`
     names what has to happen first."""
 
     elements: list[int]
@@ -91,7 +91,7 @@ class Waiting(msgspec.Struct, kw_only=True):
 
 
 class Spare(msgspec.Struct, kw_only=True):
-    """An element that waits to take a lost one's place; state is ready or starting."""
+    """An element that waits to take a lost one's place. state: ready or starting."""
 
     element: int
     node: str
@@ -113,7 +113,7 @@ class Rank(msgspec.Struct, kw_only=True):
 
 
 class Element(msgspec.Struct, kw_only=True):
-    """One agent with its ranks. gone: why, or "". copies_failed: snapshots that came to nothing on their way."""
+    """One agent with its ranks. gone: why, or "". copies_failed: snapshots whose transfer failed."""
 
     element: int
     node: str
@@ -127,12 +127,12 @@ class Element(msgspec.Struct, kw_only=True):
 class JobBase(msgspec.Struct, kw_only=True):
     """The common part of the list of jobs and of the explanation of one.
 
-    layout: how the ranks of a replica share its model; replica: how many they are. replicas: those that train.
-    standbys: slots of living ranks that complete none and have kept their state. spares_wanted: spares that were asked
-    for; spares_ready: those that could come in now. lost_seconds: between the last step before a Break (before any
-    step: the first failure) and the first after it, and of iterations that were made again; trained_seconds: all others
-    to the last step; goodput: their share. blocks: the elements that have several nodes each, with these.
-    checkpoints: the folder into which the job saves, where one of its ranks says so.
+    layout: how the ranks of a replica share the model. replica: their number. replicas: those that train. standbys:
+    slots of living ranks that complete no replica and keep their state. spares_wanted: the requested spares.
+    spares_ready: those that could take part now. lost_seconds: from the last step before a Break (before any step: from
+    the first failure) to the next step, and in repeated iterations. trained_seconds: all other time to the last step.
+    goodput: its share. blocks: elements of several nodes, with these. checkpoints: the folder into which the job saves,
+    if a rank has reported it.
     """
 
     job: str
@@ -162,9 +162,9 @@ class JobBase(msgspec.Struct, kw_only=True):
 
 
 class Job(JobBase, kw_only=True):
-    """One job of `unicronctl jobs`. partitions: as Slurm shows them; of one that has ended, for its owner and admins,
-    those of its nodes. nodes: those that train. silent: elements that the controller does not hear and does not take
-    for lost. left_out: elements that others do not reach."""
+    """One job of `unicronctl jobs`. partitions: as Slurm shows them; for an ended job those of its nodes, for its owner
+    and admins. nodes: those that train. silent: elements that the controller does not hear but does not count as lost.
+    left_out: elements that others do not reach."""
 
     user: str
     partitions: list[str] = []
@@ -202,7 +202,7 @@ class Decision(msgspec.Struct, kw_only=True):
 
 
 class Ahead(msgspec.Struct, kw_only=True):
-    """The plan after an event: words such as "lose job NAME"."""
+    """The plan after an event, such as "lose job NAME"."""
 
     event: list[str]
     assignment: dict[str, int]
@@ -223,8 +223,8 @@ class Assignment(msgspec.Struct, kw_only=True):
 
 
 class Alternative(msgspec.Struct, kw_only=True):
-    """Why a job gets what it gets, and the second-best plan. margin: by how much that one lost, in FLOP over `seconds`,
-    the expected time to the next failure."""
+    """The reason for a job's share of the plan, and the second-best plan. margin: how much worse that one is, in FLOP
+    over `seconds`, the expected time to the next failure."""
 
     job: str
     nodes: int
@@ -238,9 +238,9 @@ class Alternative(msgspec.Struct, kw_only=True):
 class Explanation(JobBase, kw_only=True):
     """The answer of `unicronctl explain`, for owner and admins only.
 
-    log_dir: with a file for each rank's output, or empty. cold, forgets: reason -> slots. bounds: what limits the job's
-    part of the plan. waiting: pending elements. alternative: the planner's choice of this moment, which `unicronctl`
-    adds; null where there is nothing to choose.
+    log_dir: the folder with a file for each rank's output, or empty. cold, forgets: reason -> slots. bounds: the limits
+    of the job's share of the plan. waiting: pending elements. alternative: the planner's present choice, which
+    `unicronctl` adds; null if there is no choice.
     """
 
     mode_reason: str
@@ -280,8 +280,8 @@ class NodeEvent(msgspec.Struct, kw_only=True):
 
 
 class NodeChecks(msgspec.Struct, kw_only=True):
-    """The results of a node's checks. unverified: back without passed checks. suspect: why it should be tested.
-    admission: why it is not given back yet."""
+    """The results of a node's checks. unverified: back in service without passed checks. suspect: why it should be
+    tested. admission: why it is not back in service yet."""
 
     health: Annotated[HealthReport | None, ADMIN] = None
     pair_test: Annotated[HealthReport | None, ADMIN] = None
@@ -291,8 +291,8 @@ class NodeChecks(msgspec.Struct, kw_only=True):
 
 
 class Node(NodeChecks, kw_only=True):
-    """One node of `unicronctl nodes`. asked_since: since when other agents are asked who reaches it. spare_of: hot
-    spares on it -> ready or starting."""
+    """One node of `unicronctl nodes`. asked_since: when the controller began to ask other agents whether they reach it.
+    spare_of: hot spares on it -> ready or starting."""
 
     node: str
     partitions: list[str] = []
@@ -311,7 +311,7 @@ class Node(NodeChecks, kw_only=True):
 
 
 class SlurmStatus(msgspec.Struct, kw_only=True):
-    """Whether Slurm answers. last_answer: when it was asked for what it said last."""
+    """Whether Slurm answers. last_answer: the time of the question for the last answer."""
 
     used: bool
     last_answer: float | None
@@ -319,9 +319,9 @@ class SlurmStatus(msgspec.Struct, kw_only=True):
 
 
 class Controller(msgspec.Struct, kw_only=True):
-    """The controller itself. modes: by partition, as they are now. paused: by partition ("" for all), until when an
-    admin has nothing changed in Slurm; 0 until somebody ends it. events: the id of the last one. alone_since: since
-    when it hears no agent; most_silent_since: since when most are silent."""
+    """The controller itself. modes: by partition, at present. paused: by partition ("" for all), the end of an admin's
+    pause, or 0 for no end. events: the id of the last one. alone_since: since when it hears no agent.
+    most_silent_since: since when most agents are silent."""
 
     pid: int
     since: float
@@ -344,7 +344,7 @@ class Attention(msgspec.Struct, kw_only=True):
 
 
 class PlanReport(msgspec.Struct, kw_only=True):
-    """The planner's last word; empty before there is one."""
+    """The last plan; empty before there is one."""
 
     time: float | UnsetType = UNSET
     reasons: dict[str, str] | UnsetType = UNSET
@@ -354,11 +354,11 @@ class PlanReport(msgspec.Struct, kw_only=True):
 
 
 class Sharing(msgspec.Struct, kw_only=True):
-    """By what rules others are told less than admins, for `unicronctl web`, which asks once for all who look.
+    """The rules by which others see less than admins, for `unicronctl web`, which asks once for all its viewers.
 
-    auth: how users prove who they are. uid: the controller's own user, an admin as root is. admins: further ones, by
-    name; readers: users who are told as much. private: Slurm's PrivateData, kinds of things that users see of their own
-    only. owners: job -> uid, null where only a name is known. names: job -> its name in Slurm, where that shows it.
+    auth: how users prove who they are. uid: the controller's own user, an admin like root. admins: further ones, by
+    name. readers: users who see as much. private: Slurm's PrivateData, the kinds of things that users see only of their
+    own. owners: job -> uid, null if only a name is known. names: job -> its name in Slurm, if Slurm shows it.
     """
 
     auth: str
@@ -385,7 +385,7 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 class CauseSum(msgspec.Struct, kw_only=True):
-    """Failures of one cause and severity in a report: how many, of how many jobs, on how many nodes."""
+    """Failures of one cause and severity in a report, and the number of their jobs and nodes."""
 
     cause: str
     severity: int
@@ -406,7 +406,7 @@ class JobSum(msgspec.Struct, kw_only=True):
 
 
 class NodeSum(msgspec.Struct, kw_only=True):
-    """A node with failures in a report. lost, out_of_service: how often it was."""
+    """A node with failures in a report. lost, out_of_service: how often the node was that."""
 
     node: str
     failures: int
@@ -415,11 +415,12 @@ class NodeSum(msgspec.Struct, kw_only=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """The answer of `unicronctl report week`: of the asker's own jobs, to admins of all.
+    """The answer of `unicronctl report week`: on the asker's own jobs, for admins on all.
 
-    healed: recoveries. lost_node_hours: of the jobs' time. saved_node_hours: against a requeue and a start from the
-    last checkpoint, which is taken to cost `spared_seconds` of all nodes of a job. observed: what acting would have
-    saved. cut_at: since when the report counts, where there were too many events; else null."""
+    healed: recoveries. lost_node_hours: of the jobs' time. saved_node_hours: compared with a requeue and a start from
+    the last checkpoint, assumed to cost `spared_seconds` on all nodes of a job. observed: what acting would have saved.
+    cut_at: the time from which the report counts, if there were too many events; otherwise null.
+    """
 
     since: float
     until: float
@@ -436,7 +437,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 class Event(msgspec.Struct, kw_only=True):
-    """One event of the log; its kind adds further keys."""
+    """One event of the log. Its kind adds further keys."""
 
     id: int
     time: float
@@ -447,8 +448,7 @@ class Event(msgspec.Struct, kw_only=True):
 
 
 class Pong(msgspec.Struct, kw_only=True):
-    """The answer of a controller that is asked for a sign of life. time: its clock, in seconds since the epoch. uid:
-    whose process it is."""
+    """The controller's sign of life. time: its clock, in seconds since the epoch. uid: the user of its process."""
 
     release: str
     time: float
@@ -456,8 +456,8 @@ class Pong(msgspec.Struct, kw_only=True):
 
 
 class PauseState(msgspec.Struct, kw_only=True):
-    """The answer of `unicronctl pause` and `resume`. until: by partition ("" for all); 0 until somebody ends it.
-    modes: by partition, as they are now."""
+    """The answer of `unicronctl pause` and `resume`. until: by partition ("" for all); 0 for no end. modes: by
+    partition, at present."""
 
     time: float
     until: dict[str, float]
@@ -465,7 +465,8 @@ class PauseState(msgspec.Struct, kw_only=True):
 
 
 class Injection(msgspec.Struct, kw_only=True):
-    """A fault that was injected on purpose, or would be. event: the id of its record; none in a dry run."""
+    """A fault that was injected on purpose, or would be in a dry run. event: the id of its record; none in a dry
+    run."""
 
     fault: str
     job: str
@@ -486,7 +487,7 @@ class ScenarioCluster(msgspec.Struct, kw_only=True):
 
 
 class ScenarioJob(msgspec.Struct, kw_only=True):
-    """A [[job]] of a scenario: see unicron_planner/problem/scenario.py."""
+    """A [[job]] of a scenario (unicron_planner/problem/scenario.py)."""
 
     name: str
     weight: float
@@ -506,7 +507,7 @@ class ScenarioJob(msgspec.Struct, kw_only=True):
 
 
 class Scenario(msgspec.Struct, kw_only=True):
-    """The planner's input of this moment, in the structure of a scenario file."""
+    """The planner's present input, in the structure of a scenario file."""
 
     cluster: ScenarioCluster
     job: list[ScenarioJob]

@@ -1,6 +1,6 @@
-"""Rules of who reads what: owners, readers and admins all of a job; others what squeue would show them, or nothing if
-Slurm's PrivateData says so (slurm.conf(5)). The controller cuts its answers by these rules, and so does the page, which
-asks once for all who look at it (docs/design/trust.md)."""
+"""Cuts answers down to what a user may read: owners, readers and admins read all of a job, others what squeue would
+show them, or nothing if Slurm's PrivateData says so (slurm.conf(5)). The controller uses these rules, and so does the
+page, which asks once for all its viewers (docs/design/trust.md)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,15 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from unicron_ctl.shared.protocol.answer_schema import (
-    ADMIN,
-    OWNER,
-    Job,
-    Node,
-    PlanReport,
-    Scenario,
-    Sharing,
-    Status,
-)
+from unicron_ctl.shared.protocol.answer_schema import ADMIN, OWNER, Job, Node, PlanReport, Scenario, Sharing, Status
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
-LAST_FAILURES = 100  # that an answer tells
-JOBS, NODES = "jobs", "nodes"  # of PrivateData
+LAST_FAILURES = 100  # in an answer
+JOBS, NODES = "jobs", "nodes"  # values of PrivateData
 
 
 def without_fields(answer: Answer, *audiences: Meta) -> Answer:
-    """The answer with the defaults in all fields that are for one of these audiences only."""
+    """Return the answer with defaults in all fields that are only for one of these audiences."""
     return replace(answer, **_defaults(type(answer), audiences))
 
 
@@ -45,19 +36,17 @@ def _defaults(kind: type[msgspec.Struct], audiences: tuple[Meta, ...]) -> dict[s
 
 def is_owner(uid: int | None, user: str, job_uid: int | None, job_user: str) -> bool:
     """Whether the job is this user's. Of a job that began without a credential only the name is known."""
-    if job_uid is not None:
-        return uid == job_uid
-    return bool(user) and user == job_user
+    return uid == job_uid if job_uid is not None else bool(user) and user == job_user
 
 
 def job_for_others(job: Job, listed: str | None) -> Job:
-    """A job as users see it who do not own it. listed: its name in Slurm."""
+    """Return the answer about a job for users who do not own it. listed: its name in Slurm."""
     ended = without_fields(job.ended, OWNER) if job.ended else None
     return replace(without_fields(job, OWNER), ended=ended, name=job.name if listed is None else listed)
 
 
 def node_for_users(node: Node, mine: Collection[str], private: Collection[str]) -> Node:
-    """A node as a user sees it who owns the jobs `mine`. private: Slurm's PrivateData."""
+    """Return the answer about a node for a user who owns the jobs `mine`. private: Slurm's PrivateData."""
     waiting = {user: how for user, how in node.spare_of.items() if user.partition("_")[0] in mine}
     users = node.used_by
     if JOBS in private:
@@ -67,16 +56,16 @@ def node_for_users(node: Node, mine: Collection[str], private: Collection[str]) 
 
 @dataclass(frozen=True)
 class Viewer:
-    """A user whom munge has proven. user: the name, empty where the name service does not know it."""
+    """A user proven by munge. user: the name, empty if the name service does not know it."""
 
     uid: int
     user: str
 
 
 class Sight:
-    """Cuts the answers that an admin was given down to what the controller would tell a viewer.
+    """Cuts an admin's answers down to what the controller would tell a viewer.
 
-    status: with its `sharing`, and each user's last failures. viewer: None where there is one user (auth = "none").
+    status: with its `sharing`, and each user's last failures. viewer: None for a single user (auth = "none").
     """
 
     def __init__(self, status: Status, sharing: Sharing, viewer: Viewer | None) -> None:
@@ -91,7 +80,7 @@ class Sight:
         return who is not None and is_owner(who.uid, who.user, self._sharing.owners.get(job.job), job.user)
 
     def status(self) -> Status:
-        """The answer of `unicronctl status` to this viewer."""
+        """Return the answer of `unicronctl status` for this viewer."""
         whole, sharing = self._whole, self._sharing
         if self.reads_all:
             return replace(whole, failures=whole.failures[-LAST_FAILURES:])
@@ -114,7 +103,7 @@ class Sight:
         )
 
     def scenario(self, whole: Scenario) -> Scenario:
-        """The planner's input as this viewer is told it."""
+        """Return the planner's input as this viewer may see it."""
         if self.reads_all:
             return whole
         shown = [job for job in whole.job if job.name in self.mine or JOBS not in self._sharing.private]

@@ -1,5 +1,5 @@
-"""The payloads of munge credentials. Each names its purpose, and a CURVE public key or a page's address, so that it
-is worth nothing for another purpose, over another connection, or at another page."""
+"""Makes the payloads of munge credentials. Each names its purpose, and a CURVE public key or a page's address, so that
+it is worthless for another purpose, over another connection, or at another page."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ CONTROLLER = "controller"
 
 
 def of_controller(key: str) -> str:
-    """The user who makes the credential says that this public key is the controller's."""
+    """Claim that this public key is the controller's."""
     return _claim(CONTROLLER, key)
 
 
 def of_agent(message: Register, key: str) -> str:
-    """The connection with this key speaks for the agent of this message."""
+    """Claim that the connection with this key belongs to the agent of this message."""
     return _claim("agent", message.job, message.element, message.node, message.agent, key)
 
 
 def of_asker(key: str) -> str:
-    """The user who asks by the connection with this key."""
+    """Claim that the connection with this key belongs to the asking user."""
     return _claim("asker", key)
 
 
 def of_viewer(origin: str) -> str:
-    """The user opens the page of `unicronctl web` that browsers know by this origin: scheme://host:port."""
+    """Claim a view of the page of `unicronctl web` that browsers know by this origin: scheme://host:port."""
     return _claim("viewer", origin)
 
 
 def controller_key(payload: bytes) -> str:
-    """The key in :func:`of_controller`; "" when it is something else."""
+    """Return the key in :func:`of_controller`; "" for another payload."""
     try:
         found = json.loads(payload)
     except ValueError:

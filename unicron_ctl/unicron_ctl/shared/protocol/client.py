@@ -1,4 +1,4 @@
-"""Questions to the controller, as `unicronctl` and the demo ask them."""
+"""Puts the questions of `unicronctl` and the demo to the controller."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 
 
 def ask_controller(question: Mapping[str, Any], address: str | None = None, timeout: float = 3.0) -> Any:
-    """The controller's answer to {"kind": ..., **arguments} as plain data: see `protocol.answer_schema`.
+    """Return the controller's answer to {"kind": ..., **arguments} as plain data (`protocol.answer_schema`).
 
-    `address`: by default $UNICRON_CONTROLLER, the running controller's state folder, the configuration. Raises
-    UserError, one line.
+    address: by default as in `places.controller_address`. Raises UserError, one line.
     """
     return ask_and_see(question, address, timeout)[0]
 
 
 def ask_and_see(question: Mapping[str, Any], address: str | None = None, timeout: float = 3.0) -> tuple[Any, Target]:
-    """Returns the same answer, and which of the controller's addresses gave it."""
+    """Return the same answer, and the address of the controller that gave it."""
     import zmq
 
     from unicron_ctl.shared.protocol.controller_discovery import Hello
@@ -47,7 +46,7 @@ def ask_and_see(question: Mapping[str, Any], address: str | None = None, timeout
     try:
         if key is None:
             key, hint = hello.wait_for_key(timeout), f" ({hello.problem})" if hello.problem else ""
-        elif key != PLAIN and hello.several:  # a frozen host accepts connections; the controller alone says its key
+        elif key != PLAIN and hello.several:  # a frozen host accepts connections, but only the controller sends its key
             key = key if hello.wait_for_key(timeout / 2) in (None, key) else None
         elif key == PLAIN:
             hint = ""
@@ -85,7 +84,7 @@ Answer = TypeVar("Answer")
 
 
 def as_struct(data: object, kind: type[Answer]) -> Answer:
-    """An answer as the struct that this release knows. Raises UserError, one line, when the controller's differs."""
+    """Convert an answer to this release's struct. Raises UserError, one line, if the controller's differs."""
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -95,7 +94,7 @@ def as_struct(data: object, kind: type[Answer]) -> Answer:
 
 
 def _target(hello: Hello, key: str, deadline: float) -> Target | None:
-    """The controller's address that accepts connections; the first where none does: it may within the time."""
+    """Return the controller's address that accepts connections, or else the first one, which may still do so."""
     hello.open()
     candidates = hello.candidates(key, hello.reached)
     return first_open(candidates, (deadline - time.monotonic()) / 2) or next(iter(candidates), None)
@@ -112,11 +111,9 @@ def _nobody(where: str, address: str | None, hint: str) -> UserError:
 
 
 def _credential(key: str) -> str:
-    """A credential of the asker, bound to the connection with this key. Without munge it is empty, and only what
-    everybody may know is answered."""
-    if not key:
-        return ""
+    """Make a credential of the asker, bound to the connection with this key. Without munge it is empty, and the answer
+    only has what everybody may know."""
     try:
-        return make_credential(claims.of_asker(key))
+        return make_credential(claims.of_asker(key)) if key else ""
     except MungeError:
         return ""

@@ -1,18 +1,18 @@
-"""Which connections stay when there are too many: those of registered agents stay, whatever others do."""
+"""Decides which connections are closed if there are too many: never those of registered agents."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
 SHARE = 0.5  # of all connections, for strangers of one address
-KNOWN_SECONDS = 600.0  # without a word of its agent; then a connection is a stranger's again
+KNOWN_SECONDS = 600.0  # without a message of its agent; then a connection counts as a stranger's again
 
 
 class ConnectionLimits:
-    """The connections, by their descriptors. Pure: it names the one to close.
+    """The connections, by their descriptors. Pure: it only names the one to close.
 
-    most: connections at once; strangers of one address may have `SHARE` of them. When there are too many, the oldest
-    stranger of the address with the most goes. A known connection, one for each key of a registered agent, is never
+    most: connections at once; strangers of one address may have `SHARE` of them. If there are too many, the oldest
+    stranger of the address with the most is closed. A known connection, one for each registered agent's key, is never
     closed for others. Times are seconds on any clock that does not go backwards.
     """
 
@@ -22,11 +22,11 @@ class ConnectionLimits:
         self.strangers: dict[str, OrderedDict[int, None]] = {}
         """address -> connections, the oldest first."""
         self.agents: OrderedDict[int, tuple[str, float]] = OrderedDict()
-        """connection -> its agent's key, and when that spoke last. Who spoke last is at the end."""
+        """connection -> its agent's key, and the time of its last message. The latest is at the end."""
         self.by_key: dict[str, int] = {}
 
     def add(self, descriptor: int, address: str, now: float) -> int | None:
-        """Adds a connection. Returns the descriptor of the one that has to go for it."""
+        """Add a connection; return the descriptor of one that has to be closed for it."""
         self.remove(descriptor)
         self.addresses[descriptor] = address
         full = len(self.addresses) > self.most
@@ -41,7 +41,7 @@ class ConnectionLimits:
         return next(iter(most))
 
     def mark_known(self, descriptor: int, key: str, now: float) -> None:
-        """Notes that the agent with this key has spoken on this connection. A key has one known connection."""
+        """Note a message of the agent with this key. A key has one known connection."""
         if descriptor not in self.addresses:
             return
         before = self.by_key.get(key)
@@ -52,7 +52,7 @@ class ConnectionLimits:
         self.by_key[key] = descriptor
 
     def remove(self, descriptor: int) -> None:
-        """Forgets a connection that is closed."""
+        """Forget a closed connection."""
         if descriptor in self.addresses:
             self._forget(descriptor)
             del self.addresses[descriptor]
@@ -62,7 +62,6 @@ class ConnectionLimits:
         self.strangers.setdefault(self.addresses[descriptor], OrderedDict())[descriptor] = None
 
     def _forget(self, descriptor: int) -> None:
-        """Forgets whose connection it is."""
         if (agent := self.agents.pop(descriptor, None)) is not None:
             del self.by_key[agent[0]]
         address = self.addresses[descriptor]

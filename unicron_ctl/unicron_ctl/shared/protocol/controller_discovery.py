@@ -1,9 +1,9 @@
-"""Tells agents and commands the controller's public key without an admin's work.
+"""Gets the controller's public key for agents and commands without an admin's work.
 
-They ask by datagram, on the port where the controller listens. The answer is a munge credential that holds the key. It
-is believed if its maker could have replaced the controller anyway: root, SlurmUser, a user that the configuration
-names, or the asking user. So no sender has to be believed for what it sends, and a forged or repeated answer changes
-nothing (docs/design/trust.md).
+They ask by datagram, on the port where the controller listens. The answer is a munge credential with the key. It is
+trusted if its maker could have replaced the controller anyway: root, SlurmUser, a user that the configuration names, or
+the asking user. So the sender need not be trusted, and a forged or repeated answer has no effect
+(docs/design/trust.md).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from unicron_ctl.shared.protocol.munge import MungeError, unmunge
 from unicron_ctl.shared.system.addresses import Target, canonical, endpoints, is_loopback, reason_of, resolve_all
 from unicron_detector.health.program_output import TooMuchOutput, run_program
 
-HELLO_BYTES = 1024  # of a question at least: no shorter than its answer
+HELLO_BYTES = 1024  # of a question at least, so that it is no shorter than its answer
 HELLO_SECONDS = 0.3  # between two questions
-SLURM_SECONDS = 5.0  # for scontrol to say who SlurmUser is
+SLURM_SECONDS = 5.0  # for scontrol to show SlurmUser
 ASK_SLURM_AGAIN = 60.0  # seconds after it gave no answer
 READ_BYTES = 8192
-READS = 8  # answers in one turn: others can send some, too
+READS = 8  # answers in one turn: anybody can send some
 _SLURM_USER = re.compile(r"^SlurmUser\s*=\s*\S*\((\d+)\)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A message, and the address of the controller that sent it; None when it is none of those that were asked."""
+    """A message, and the address that sent it; None if that was not asked."""
 
     introduction: datagrams.Introduction
     reached: Target | None
@@ -45,19 +45,18 @@ class Answer:
 
 @dataclass(frozen=True)
 class ControllerKey:
-    """The controller's key, :data:`PLAIN` where it encrypts nothing, and the address that has told it."""
+    """The controller's key, :data:`PLAIN` without encryption, and the address that has sent it."""
 
     key: str
     reached: Target | None
 
 
 class Hello:
-    """Asks all of the controller's addresses at once; `address` may name several hosts, of which one has the
-    controller and the others a standby, which does not answer.
+    """Asks all of the controller's addresses at once. `address` may name several hosts, of which one has the controller
+    and the others have standbys, which do not answer. Raises UserError for an address that makes no sense.
 
-    believed: names of users whose controllers are believed, beside root, SlurmUser and our own user. targets: the
-    addresses, once it is open. reached: the address at which `wait_for_key` has found the key. Raises UserError for an
-    address that makes no sense.
+    believed: names of users whose controllers are trusted, besides root, SlurmUser and our own user. targets: the
+    addresses, once it is open. reached: the address at which `wait_for_key` has found the key.
     """
 
     def __init__(self, address: str, believed: Sequence[str] = ()) -> None:
@@ -72,14 +71,14 @@ class Hello:
 
     @property
     def problem(self) -> str:
-        """Why the last answer was not believed, or could not be had; empty before a question was sent."""
+        """Why the last answer was not trusted, or did not come; empty before the first question."""
         if self._problem or self._answered or not self._asked:
             return self._problem
-        ports = dict.fromkeys(target.port for target in self.targets)
-        said = (
-            f"{port} of {', '.join(target.host for target in self.targets if target.port == port)}" for port in ports
-        )
-        return f"no answer from UDP port {', or '.join(said)}"
+        hosts: dict[int, list[str]] = {}
+        for target in self.targets:
+            hosts.setdefault(target.port, []).append(target.host)
+        silent = ", or ".join(f"{port} of {', '.join(names)}" for port, names in hosts.items())
+        return f"no answer from UDP port {silent}"
 
     @property
     def several(self) -> bool:
@@ -87,8 +86,8 @@ class Hello:
         return len(self._hosts) > 1
 
     def open(self) -> bool:
-        """Finds the controller's addresses; False, with the problem, while the name service does not know it. The name
-        service may take its time."""
+        """Look up the controller's addresses, which may take long. Returns False, and sets the problem, while the name
+        service does not know them."""
         if self._socket is not None:
             return True
         try:
@@ -101,8 +100,8 @@ class Hello:
         return True
 
     def resolve_again(self) -> bool:
-        """Looks the name up again: the controller may have moved. The known addresses stay while the name service is
-        away."""
+        """Look the name up again, because the controller may have moved. The known addresses stay while the name
+        service is away."""
         if self.open():
             with contextlib.suppress(OSError):
                 self.targets = resolve_all(self._hosts)
@@ -123,12 +122,12 @@ class Hello:
         return bool(self.targets) and all(is_loopback(target.host) for target in self.targets)
 
     def candidates(self, key: str, reached: Target | None = None) -> list[Target]:
-        """The addresses to connect to with this key, the best first: the one that sent it, `reached`."""
+        """Return the addresses to connect to with this key, first the one that sent it, `reached`."""
         found = self.targets if reached is None else list(dict.fromkeys([reached, *self.targets]))
         return [target for target in found if key != PLAIN or is_loopback(target.host)]
 
     def send_questions(self) -> None:
-        """Sends the question to all addresses; the answers come by `read`."""
+        """Send the question to all addresses; `read` gets the answers."""
         if not self.open():
             return
         assert self._socket is not None
@@ -146,7 +145,7 @@ class Hello:
             self._problem = "; ".join(problems)
 
     def read(self) -> list[Answer]:
-        """The answers that have come; does not wait."""
+        """Return the answers that have come, without waiting."""
         found: list[Answer] = []
         for _ in range(READS if self._socket is not None else 0):
             assert self._socket is not None
@@ -164,7 +163,7 @@ class Hello:
         return found
 
     def first_believed(self, answers: Sequence[Answer]) -> ControllerKey | None:
-        """The first answer that is believed, or None. This asks munge, the name service and Slurm, so it may take
+        """Return the first trusted answer, or None. This asks munge, the name service and Slurm, so it may take
         `munge.TIME_LIMIT` and SLURM_SECONDS."""
         for answer in answers:
             key = self._understand(answer.introduction, answer.reached)
@@ -202,7 +201,7 @@ class Hello:
         return None
 
     def wait_for_key(self, seconds: float) -> str | None:
-        """Asks until the key is known or so many seconds have passed."""
+        """Ask until the key is known or so many seconds have passed."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self.send_questions()
@@ -217,7 +216,7 @@ class Hello:
 
 
 def _for_all(targets: list[Target]) -> tuple[socket.socket, list[Target]]:
-    """One socket that sends to all of them, or to those of IPv4 where this machine has no other family. Raises
+    """Open one socket that sends to all targets, or to those of IPv4 if this machine has no other family. Raises
     OSError."""
     problem: OSError | None = None
     for family in dict.fromkeys((max(target.family for target in targets), socket.AF_INET)):
@@ -238,13 +237,13 @@ def _for_all(targets: list[Target]) -> tuple[socket.socket, list[Target]]:
 
 
 def _as_taken(source: socket.socket, target: Target) -> tuple[Any, ...]:
-    """The target's address for this socket, which may be of both families."""
+    """Return the target's address for this socket, which may be of both families."""
     mapped = source.family == socket.AF_INET6 and target.family == socket.AF_INET
     return (f"::ffff:{target.host}", target.port) if mapped else target.address
 
 
 def trusted(uid: int, believed: Sequence[str] = ()) -> bool:
-    """Whether this user may be the controller's."""
+    """Whether this user may run the controller."""
     return uid in (0, os.geteuid()) or uid in _uids(believed) or uid == _slurm_user.uid()
 
 
@@ -257,10 +256,8 @@ def _readable(source: socket.socket, seconds: float) -> bool:
 def _uids(names: Sequence[str]) -> set[int]:
     found = set()
     for name in names:
-        try:
+        with contextlib.suppress(KeyError):
             found.add(pwd.getpwnam(name).pw_uid)
-        except KeyError:
-            continue
     return found
 
 
@@ -272,7 +269,7 @@ def _name(uid: int) -> str:
 
 
 class _SlurmUser:
-    """SlurmUser's number, as `scontrol` says it; asked for at most once a minute until it answers."""
+    """Asks `scontrol` for SlurmUser's number, at most once a minute until it answers."""
 
     def __init__(self) -> None:
         self._uid: int | None = None

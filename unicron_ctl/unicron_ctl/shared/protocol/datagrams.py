@@ -1,4 +1,4 @@
-"""UDP messages, on the port where the controller listens: they come from anybody and are never trusted alone."""
+"""Defines the UDP messages on the controller's port. Anybody can send them, so none of them is proof of anything."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Hint(msgspec.Struct, kw_only=True):
 
 
 class Hello(wire.Message, tag="hello"):
-    """A question for the controller's public key. It is as long as its answer may be, so that nobody can direct a flood
-    at somebody else."""
+    """A question for the controller's public key, as long as its answer may be, so that it cannot direct a flood at
+    another host."""
 
     padding: ranges.Text = ""
 
 
 class Introduction(wire.Message, tag="introduction"):
-    """The answer. credential: a munge credential of the controller that holds its public key. plain: the controller
-    encrypts nothing and serves one user at a loopback address. error: why it cannot answer now."""
+    """The answer. credential: the controller's munge credential with its public key. plain: the controller encrypts
+    nothing and serves one user at a loopback address. error: why it cannot answer now."""
 
     credential: ranges.Credential = ""
     plain: bool = False
@@ -36,6 +36,6 @@ class Introduction(wire.Message, tag="introduction"):
 
 
 def hint(data: bytes) -> Hint:
-    """The hint in `data`. Raises :class:`wire.BadMessage`."""
+    """Decode a hint. Raises :class:`wire.BadMessage`."""
     found: Hint = wire.decode(data, Hint, HINT)
     return found

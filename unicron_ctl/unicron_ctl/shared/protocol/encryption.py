@@ -1,8 +1,8 @@
-"""CURVE on the controller's socket: peers know whom they talk to, nobody else reads the messages, and each message is
-known by the key of its connection (docs/design/trust.md).
+"""Encrypts the controller's connections with CURVE: peers know the controller, nobody else reads the messages, and the
+key of its connection identifies the sender of a message (docs/design/trust.md).
 
-The controller's secret lies in its state folder and is made at its first start. Its public key is in the configuration,
-or peers ask for it (`controller_discovery`). Peers make a key pair of their own; a munge credential says whose it is.
+The controller's secret is in its state folder and is made at its first start. Its public key is in the configuration,
+or peers ask for it (`controller_discovery`). Peers make key pairs of their own; a munge credential proves their user.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 SECRET_FILE = "curve.secret"
 VARIABLE = "UNICRON_PUBLIC_KEY"  # for programs without a configuration file
 PLAIN = ""  # the key of a controller that encrypts nothing
-NONE = "none"  # how a person writes that
+NONE = "none"  # the same in a configuration
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 (ZeroMQ RFC 32)
 
 
@@ -32,8 +32,8 @@ def is_key(text: str) -> bool:
 
 
 def public_key(environment: Mapping[str, str] = os.environ, config: Config | None = None) -> str | None:
-    """The controller's public key from UNICRON_PUBLIC_KEY or the configuration: :data:`PLAIN` for "none", None where
-    neither names one. Raises UserError."""
+    """Return the controller's public key from UNICRON_PUBLIC_KEY or the configuration: :data:`PLAIN` for "none", None
+    if neither has one. Raises UserError."""
     key = environment.get(VARIABLE) or (config or load(environment=environment)).controller.public_key
     if not key:
         return None
@@ -47,15 +47,14 @@ def public_key(environment: Mapping[str, str] = os.environ, config: Config | Non
 
 
 def new_pair() -> tuple[str, str]:
-    """A key pair: public, secret."""
+    """Make a key pair: public, secret."""
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
 
 
 def secure_client(socket: zmq.Socket[bytes], key: str, pair: tuple[str, str] | None = None) -> str:
-    """Encrypts a socket before it connects: only the holder of the secret of `key` can answer, and this side has the
-    given key pair or a fresh one. Returns this side's public key, or :data:`PLAIN` for a controller that encrypts
-    nothing."""
+    """Encrypt a socket before it connects, so that only the holder of the secret of `key` can answer. pair: this
+    side's, or a new one. Returns this side's public key, or :data:`PLAIN` for a controller that encrypts nothing."""
     if key == PLAIN:
         return PLAIN
     public, secret = pair or new_pair()
@@ -65,7 +64,7 @@ def secure_client(socket: zmq.Socket[bytes], key: str, pair: tuple[str, str] | N
 
 
 def server_keys(config: ControllerConfig, folder: Path) -> tuple[Keys | None, str]:
-    """Return the controller's keys, None where it encrypts nothing, and the public one as peers are told it. Raises
+    """Return the controller's keys, None if it encrypts nothing, and the public one as peers get it. Raises
     UserError."""
     if config.auth == "none" and config.public_key in ("", NONE):
         return None, PLAIN
@@ -74,8 +73,8 @@ def server_keys(config: ControllerConfig, folder: Path) -> tuple[Keys | None, st
 
 
 def secret_of_server(folder: Path, configured: str) -> tuple[str, str]:
-    """The public key and the secret in `folder`, which is made unless the configuration has a public key already.
-    Raises UserError."""
+    """Return the public key and the secret in `folder`; make them unless the configuration has a public key. Raises
+    UserError."""
     path = folder / SECRET_FILE
     make = f"make one with `unicrond --make-key --state-dir {folder}` and put its public key into every unicron.toml"
     if not configured:
@@ -95,15 +94,15 @@ def secret_of_server(folder: Path, configured: str) -> tuple[str, str]:
 
 
 def make_key(folder: Path) -> str:
-    """A new secret in `folder`, unless there is one; returns its public key. Raises UserError."""
+    """Make a secret in `folder`, unless there is one; return its public key. Raises UserError."""
     path = folder / SECRET_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
-            _, secret = zmq.curve_keypair()
+            _, secret = new_pair()
             draft = path.with_suffix(".new")  # a power cut must not leave half a key
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(secret + b"\n")
+                file.write(f"{secret}\n".encode())
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)

@@ -1,5 +1,5 @@
-"""The sockets to which peers connect, for a loop that polls one descriptor. Whatever peers send, their memory in all
-and the time of one call are bounded.
+"""Serves the connections of peers, for a loop that polls one descriptor. Whatever peers send, the total memory and the
+time of one call are bounded.
 
 Messages of known connections are delivered first. Strangers get half of the time, or an extra tenth if known ones need
 all of it. A connection is read again only after its last data was delivered, so TCP slows down a peer that sends faster
@@ -25,20 +25,20 @@ from unicron_ctl.shared.system.throttle import Throttle
 
 log = logging.getLogger("unicron.listener")
 QUEUE = 20000  # connections that wait to be accepted at once
-READ_BYTES, READ_MOST_BYTES = 4096, 65536  # in one turn of a connection; at most, for a long message
-KERNEL_BYTES = 131072  # of a connection in the kernel, which doubles this; the rest waits at the peer
-MESSAGES_AT_ONCE = 4  # of one connection; then it is another's turn, however far the program is behind
+READ_BYTES, READ_MOST_BYTES = 4096, 65536  # in one turn of a connection; the most for a long message
+KERNEL_BYTES = 131072  # of a connection in the kernel, which doubles this; further bytes wait at the peer
+MESSAGES_AT_ONCE = 4  # of one connection, before it is another's turn
 LEFT_TO_STRANGERS = 0.1  # extra share of the time if known ones have used all: a client with a question is a stranger
 ACCEPTED_AT_ONCE = 64
 COMMANDS, COMMANDS_AT_ONCE = 20.0, 200.0  # a second from one connection; heartbeats are seconds apart
 # Bytes of messages that are incomplete or not sent yet. Without encryption all peers are strangers and share the last.
 HELD_OF_STRANGERS, HELD_OF_KNOWN, HELD_OF_ALL = 32 << 20, 128 << 20, 64 << 20
 UNSENT = 1000  # messages to one peer that does not read; important ones are sent again later
-UNREAD_SECONDS = 30.0  # for a peer to read what was sent, or to send the rest of a message; then it is disconnected
+UNREAD_SECONDS = 30.0  # for a peer to read its messages, or to send the rest of one; then it is disconnected
 HANDSHAKE_SECONDS = 10.0
 SWEEP_SECONDS = 1.0  # between two searches for peers to disconnect
-TELL_AGAIN_SECONDS = 60.0  # between two lines in the log
-SAY_AGAIN_SECONDS = 10.0  # between two updates of the limits for a connection on which an agent speaks
+WARN_AGAIN_SECONDS = 60.0  # between two lines in the log
+MARK_AGAIN_SECONDS = 10.0  # between two updates of the limits for an agent's connection
 LINGER_SECONDS = 0.2  # for the last messages to go out
 _SHORT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -46,23 +46,6 @@ _SHORT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 class Connection:
     """One peer's connection. origin: the name of its quota, a network for IPv6. route: the program's name for the
     connection, which is never reused."""
-
-    __slots__ = (
-        "address",
-        "came",
-        "counted",
-        "descriptor",
-        "known",
-        "name",
-        "origin",
-        "out",
-        "queued",
-        "route",
-        "said",
-        "session",
-        "since",
-        "socket",
-    )
 
     def __init__(self, opened: socket.socket, address: str, route: bytes, session: Session, now: float) -> None:
         self.socket, self.descriptor = opened, opened.fileno()
@@ -73,7 +56,7 @@ class Connection:
         self.counted = 0  # its bytes in the listener's sum
         self.came = now
         self.since = now  # when it began to wait for the rest of a message, or to be read
-        self.said = float("-inf")
+        self.marked_at = float("-inf")  # as known
 
     @property
     def open(self) -> bool:
@@ -83,9 +66,8 @@ class Connection:
 class Listener:
     """Serves connections to the listening `sockets`, which it closes at the end.
 
-    keys: None if nothing is encrypted. connections: how many at once. most: bytes of a message. admits(key): whether
-    this key may connect. refused: called with the reason when a connection is closed for what it sent. warn: logs one
-    line for people.
+    keys: None if nothing is encrypted. connections: the most at once. most: bytes of a message. admits: whether a key
+    may connect. refused: called with the reason when a connection is closed for what it sent. warn: logs a line.
     """
 
     def __init__(
@@ -100,7 +82,7 @@ class Listener:
     ) -> None:
         self._keys, self._most, self._admits, self._refused, self._warn = keys, most, admits, refused, warn
         self._limits = ConnectionLimits(connections)
-        # A command costs the loop as much time as a short message, and no quota of the program counts it.
+        # A command costs the loop as much time as a short message, but no quota of the program counts it.
         self._commands = Throttle(COMMANDS, COMMANDS_AT_ONCE, names=2 * connections)
         self._epoll = select.epoll()
         self._sockets = {one.fileno(): one for one in sockets}
@@ -112,7 +94,7 @@ class Listener:
         self._bounds = HELD_OF_ALL if keys is None else HELD_OF_STRANGERS, HELD_OF_KNOWN
         self._queues: tuple[deque[Connection], deque[Connection]] = deque(), deque()  # of strangers, of known ones
         self._next_route = 0
-        self._sweep_at = self._told = float("-inf")
+        self._sweep_at = self._warned = float("-inf")
         self._again = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable while messages wait here
         self._epoll.register(self._again, select.EPOLLIN)
         for one in sockets:
@@ -121,7 +103,7 @@ class Listener:
 
     # ------------------------------------------------------------ for the loop
     def fileno(self) -> int:
-        """Returns the descriptor to poll: it is readable if there is something to do."""
+        """Return the descriptor to poll: it is readable if there is something to do."""
         return self._epoll.fileno()
 
     @property
@@ -138,7 +120,7 @@ class Listener:
         self._limits.most = most
 
     def receive(self, take: Callable[[Connection, bytes], object], until: float) -> None:
-        """Delivers received messages to `take` and does all else that is due, until `until` on the monotonic clock.
+        """Deliver received messages to `take` and do all else that is due, until `until` on the monotonic clock.
         Strangers get a little more time."""
         now = time.monotonic()
         if now >= self._sweep_at:
@@ -167,11 +149,11 @@ class Listener:
 
     @property
     def behind(self) -> bool:
-        """Whether there was no time to deliver everything."""
+        """Whether some messages could not be delivered yet."""
         return bool(self._queues[0] or self._queues[1])
 
     def send(self, route: bytes, *messages: bytes) -> bool:
-        """Queues messages. False when the connection is gone or its peer does not read."""
+        """Queue messages; return False if the connection is gone or its peer does not read."""
         connection = self._by_route.get(route)
         if connection is None or len(connection.out) >= UNSENT:
             return False
@@ -184,16 +166,16 @@ class Listener:
         return connection is not None and connection.queued
 
     def is_known(self, connection: Connection) -> None:
-        """Protects a connection on which a registered agent speaks. The program calls this for each of its messages."""
+        """Protect a connection of a registered agent. The program calls this for each of its messages."""
         now = time.monotonic()
-        if now - connection.said < SAY_AGAIN_SECONDS:
+        if now - connection.marked_at < MARK_AGAIN_SECONDS:
             return
-        connection.said = now
+        connection.marked_at = now
         self._limits.mark_known(connection.descriptor, connection.session.key, now)
         self._set_known(connection, True)
 
     def close(self) -> None:
-        """Closes all connections. The last messages have LINGER_SECONDS to go out."""
+        """Close all connections. The last messages have LINGER_SECONDS to go out."""
         until = time.monotonic() + LINGER_SECONDS
         while any(one.out for one in self._connections.values()) and time.monotonic() < until:
             for connection in [one for one in self._connections.values() if one.out]:
@@ -208,7 +190,7 @@ class Listener:
 
     # ------------------------------------------------------------ in
     def _serve(self, queue: deque[Connection], take: Callable[[Connection, bytes], object], until: float) -> None:
-        """Reads the connections that are in the queue now, in turn."""
+        """Read the queued connections in turn."""
         for _ in range(len(queue)):
             if time.monotonic() >= until:
                 return
@@ -227,7 +209,7 @@ class Listener:
                 connection.queued = False
 
     def _read(self, connection: Connection, take: Callable[[Connection, bytes], object], until: float) -> bool:
-        """Reads from one connection. Returns whether undelivered messages are left. Raises ProtocolError."""
+        """Read from one connection; return whether undelivered messages are left. Raises ProtocolError."""
         session, fresh, done = connection.session, False, False
         for _ in range(MESSAGES_AT_ONCE):
             message = session.read()
@@ -266,8 +248,7 @@ class Listener:
         return message is not None
 
     def _after_command(self, connection: Connection) -> None:
-        """Continues after a step of the handshake, or a command. A peer that does not read gets no answer to a
-        PING."""
+        """Continue after a step of the handshake, or a command. A peer that does not read gets no answer to a PING."""
         session, shaking = connection.session, connection.descriptor in self._shaking
         if session.ready and shaking:
             if not self._admits(session.key):
@@ -320,7 +301,7 @@ class Listener:
 
     # ------------------------------------------------------------ bounds
     def _account(self, connection: Connection, done: bool) -> None:
-        """Counts the bytes that a connection holds. done: it has made progress."""
+        """Count the bytes that a connection holds. done: it has made progress."""
         held = connection.session.held + sum(map(len, connection.out)) if connection.out else connection.session.held
         if done or not connection.counted:
             connection.since = time.monotonic()
@@ -336,7 +317,7 @@ class Listener:
             self._shed(connection.known)
 
     def _shed(self, known: bool) -> None:
-        """Closes the connections that hold the most bytes, until the rest hold half of what is allowed."""
+        """Close the connections that hold the most bytes, until the others hold half of the limit."""
         for connection in sorted(self._holding.values(), key=lambda one: one.counted, reverse=True):
             if self._held[known] <= self._bounds[known] // 2:
                 return
@@ -351,7 +332,7 @@ class Listener:
             self._held[known] += connection.counted
 
     def _sweep(self, now: float) -> None:
-        """Closes connections that take too long."""
+        """Close connections that take too long."""
         self._sweep_at = now + SWEEP_SECONDS
         while self._shaking and now - (first := next(iter(self._shaking.values()))).came > HANDSHAKE_SECONDS:
             self._close(first)
@@ -412,16 +393,15 @@ class Listener:
 
     def _warn_rarely(self, text: str) -> None:
         now = time.monotonic()
-        if now - self._told >= TELL_AGAIN_SECONDS:
-            self._told = now
+        if now - self._warned >= WARN_AGAIN_SECONDS:
+            self._warned = now
             self._warn(text)
 
 
 def listening(host: str, port: int, queue: int = QUEUE) -> list[socket.socket]:
-    """Opens sockets that listen at all addresses of the host; "" and "*" mean all of this machine, IPv4 and IPv6.
+    """Open sockets that listen at all addresses of the host; "" and "*" mean all of this machine, IPv4 and IPv6.
 
-    queue: connections that may wait to be accepted. With 0 the sockets only reserve the port: nobody can connect.
-    Raises OSError.
+    queue: connections that may wait to be accepted; with 0 the sockets only reserve the port. Raises OSError.
     """
     host = host.strip("[]")
     if host in ("", "*") and socket.has_dualstack_ipv6():
@@ -446,7 +426,7 @@ def listening(host: str, port: int, queue: int = QUEUE) -> list[socket.socket]:
 
 
 def _listening(family: int, where: tuple[object, ...], queue: int, dual: bool) -> socket.socket:
-    """Opens one listening socket. Connections inherit its options."""
+    """Open one listening socket, whose options its connections inherit."""
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
         for level, option, value in (

@@ -1,11 +1,12 @@
-"""Munge credentials: who made one, and what it holds (docs/design/trust.md). This calls libmunge, for a process for
-each of a thousand agents that come back together would take too long."""
+"""Makes munge credentials, and reads their makers and payloads (docs/design/trust.md). It calls libmunge, because one
+process for each of a thousand agents that come back together would take too long."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
+import pwd
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from typing import TypeVar
 
 from unicron_ctl.shared.system.time_limit import TimeLimit
 
-TIME_LIMIT = 3.0  # seconds for one call: a munged that was stopped keeps libmunge waiting for longer
+TIME_LIMIT = 3.0  # seconds for one call: libmunge itself waits longer for a munged that was stopped
 HANGING = 8  # calls that hang at once
+NAME_SECONDS, NAMES_HANGING = 1.0, 4  # for the name service to tell a user's name; its calls that hang at once
 LIBRARY = "libmunge.so.2"
 MOST_BYTES = 4096  # of a credential: one of ours has some 300
 # munge.h: munge_err_t, munge_opt_t
@@ -25,12 +27,12 @@ _OPTION_SOCKET = 8
 _AUTH_INFO = re.compile(r"^[ \t]*AuthInfo=(?:[^#\n]*,)?socket=([^,\s]+)", re.IGNORECASE | re.MULTILINE)
 T = TypeVar("T")
 _calls = TimeLimit(TIME_LIMIT, HANGING, "unicron-munge")
+_names = TimeLimit(NAME_SECONDS, NAMES_HANGING, "unicron-names")
 
 
 @dataclass(frozen=True)
 class Credential:
-    """A valid credential: the numeric user id of its maker, and its payload. replayed: somebody on this host has read
-    it before."""
+    """A valid credential: its maker's user id, and its payload. replayed: it was read before on this host."""
 
     uid: int
     payload: bytes
@@ -38,7 +40,7 @@ class Credential:
 
 
 class MungeError(Exception):
-    """There is no valid credential; the text says why. outage: munge could not say, so another try may succeed."""
+    """There is no valid credential; the text says why. outage: munge gave no verdict, so another try may succeed."""
 
     def __init__(self, reason: str, outage: bool) -> None:
         super().__init__(reason)
@@ -46,13 +48,12 @@ class MungeError(Exception):
 
 
 def make_credential(payload: str) -> str:
-    """A credential of this process's user that holds `payload`. Raises MungeError."""
+    """Make a credential of this process's user with this payload. Raises MungeError."""
     return _within(lambda: _encode(payload.encode()))
 
 
 def unmunge(credential: str) -> Credential:
-    """The content of a credential. One that was read before on this host is `replayed`, which is no error. Raises
-    MungeError."""
+    """Read a credential; that it was read before on this host is no error. Raises MungeError."""
     if not credential:
         raise MungeError("there is no munge credential", outage=False)
     if len(credential) > MOST_BYTES:
@@ -60,8 +61,15 @@ def unmunge(credential: str) -> Credential:
     return _within(lambda: _decode(credential.encode()))
 
 
+def user_name(uid: int) -> str:
+    """Return the user's name; "" if the name service is away or does not know it."""
+    try:
+        return _names.run(lambda: pwd.getpwuid(uid).pw_name)
+    except (KeyError, TimeoutError):
+        return ""
+
+
 def _within(work: Callable[[], T]) -> T:
-    """The result of `work`. Raises what it raises, and MungeError."""
     try:
         return _calls.run(work)
     except TimeoutError:
@@ -80,8 +88,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _socket() -> str:
-    """The path of munged's socket, where it is not munge's default: from the environment, else as Slurm's own programs
-    find it (slurm.conf(5), AuthInfo)."""
+    """Return the path of munged's socket from the environment or slurm.conf(5) (AuthInfo); "" for munge's default."""
     if path := os.environ.get("MUNGE_SOCKET", ""):
         return path
     try:
@@ -93,9 +100,8 @@ def _socket() -> str:
 
 
 def _context(library: ctypes.CDLL) -> ctypes.c_void_p | None:
-    """A munge context for another socket than the default; None for the default."""
-    path = _socket()
-    if not path:
+    """Make a munge context for a socket other than the default; None for the default."""
+    if not (path := _socket()):
         return None
     context = ctypes.c_void_p(library.munge_ctx_create())
     library.munge_ctx_set(context, ctypes.c_int(_OPTION_SOCKET), ctypes.c_char_p(path.encode()))

@@ -1,8 +1,8 @@
-"""Messages of the consensus among a job's agents, who stand in for a controller that is away: single-decree Paxos for
+"""Defines the messages by which a job's agents agree on a plan while the controller is away: single-decree Paxos for
 each generation (docs/design/consensus.md).
 
-A proposer sends Prepare to all, goes on with a quorum's Promise, and what a quorum has accepted is the plan. Every
-message may be lost, doubled or late.
+A proposer sends Prepare to all, goes on with a quorum's Promise, and the proposal that a quorum has accepted is the
+plan. Every message may be lost, doubled or late.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from unicron_ctl.shared.protocol import ranges, wire
 from unicron_ctl.shared.protocol.structs import LostRank, RankStatus
 from unicron_ctl.shared.protocol.wire import Message, PlanShare
 
-# A number, and the element of the proposer: no two proposers ever have the same ballot.
+# A number, and the proposer's element, so that no two proposers have the same ballot.
 Ballot = tuple[ranges.Count, Annotated[int, Meta(ge=-1, lt=ranges.MOST_ELEMENTS)]]
 NO_BALLOT: Ballot = (0, -1)
 
 
 class Proposal(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A plan that is to follow generation `since`. No two proposals have the same prefix in `share`.
+    """A plan to follow generation `since`. No two proposals have the same prefix in `share`.
 
-    share: as from the controller; for proposers with everybody's micro-batches. by: the agent that made it.
+    share: as from the controller; for proposers with all micro-batches. by: the agent that made it.
     """
 
     since: ranges.Count
@@ -35,10 +35,7 @@ class Proposal(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PeerMessage(Message):
-    """A message between two agents of a job.
-
-    generation: the one that broke. element: that of the sender.
-    """
+    """A message between two agents of a job. generation: the one that broke. element: the sender's."""
 
     generation: ranges.Count
     element: ranges.Element
@@ -55,10 +52,10 @@ class Prepare(PeerMessage, tag="prepare"):
 
 
 class Promise(PeerMessage, tag="promise"):
-    """To the proposer, at once and again whenever one of the agent's ranks changes.
+    """To the proposer, at once and after each change of the agent's ranks.
 
-    controller_alive: there is no promise, because the controller has spoken. seen: the highest generation that the
-    agent knows of. accepted: the latest proposal that it has accepted.
+    controller_alive: there is no promise, because the controller lives. seen: the highest generation that the agent
+    knows. accepted: the latest proposal that it has accepted.
     """
 
     ballot: Ballot
@@ -107,6 +104,6 @@ AnyPeer = PlanRequest | Prepare | Promise | Halt | Accept | Acceptance | Nack | 
 
 
 def decode(data: bytes) -> AnyPeer:
-    """The message in `data`. Raises :class:`wire.BadMessage` with the reason."""
+    """Decode a message. Raises :class:`wire.BadMessage` with the reason."""
     message: AnyPeer = wire.decode(data, AnyPeer)
     return message

@@ -1,4 +1,4 @@
-"""The arguments of the questions that `unicronctl` and the health checks put to the controller."""
+"""Defines the arguments of the questions that `unicronctl` and the health checks put to the controller."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ Kinds = Annotated[str, Meta(max_length=2000, pattern=r"^\s*(\S+(\s+\S+){0,19}\s*
 
 
 class Filters(msgspec.Struct, kw_only=True):
-    """Which part is wanted of what the asker may see; empty for all. nodes: a host list. since: seconds since the
-    epoch."""
+    """The wanted part of what the asker may see; empty for all. nodes: a host list. since: seconds since the epoch."""
 
     user: Name = ""
     partition: Name = ""
@@ -27,16 +26,16 @@ class Filters(msgspec.Struct, kw_only=True):
 
 
 class StatusQuestion(Filters, kw_only=True):
-    """Everything at a glance. brief: without what each rank says, and what nodes have measured. each: the last failures
-    of each user and not of all together, for a page that cuts the answer for those who look at it."""
+    """Everything at a glance. brief: without ranks and metrics. each: the last failures of each user, not of all
+    together, for a page that cuts the answer for its viewers."""
 
     brief: bool = False
     each: bool = False
 
 
 class EventsQuestion(Filters, kw_only=True):
-    """The log after an id, or with 0 the newest of it before an id (0: the end). kinds: those that count, without:
-    those that do not, with spaces between them. mark: the answer says how far the log was read."""
+    """The log after an id, or with 0 its newest part before an id (0: the end). kinds, without: wanted and unwanted
+    kinds, with spaces between them. mark: the answer has the id up to which the log was read."""
 
     after: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     before: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -48,7 +47,7 @@ class EventsQuestion(Filters, kw_only=True):
 
 
 class ExplainQuestion(msgspec.Struct, kw_only=True):
-    """Why a job, by id or name, is treated as it is."""
+    """The reasons for the treatment of a job, by id or name."""
 
     job: str
 
@@ -60,7 +59,7 @@ class ReportQuestion(msgspec.Struct, kw_only=True):
 
 
 class PauseOrder(msgspec.Struct, kw_only=True):
-    """Change nothing in Slurm for a while. partition: "" for all; seconds: 0 until somebody ends it."""
+    """Change nothing in Slurm for a while. partition: "" for all. seconds: 0 for no end."""
 
     partition: str = ""
     seconds: Annotated[float, Meta(ge=0, le=31536000)] = 0.0

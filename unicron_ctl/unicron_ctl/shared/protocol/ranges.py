@@ -1,7 +1,7 @@
-"""Types of the fields of messages, with a range, a length or a pattern that is checked when a message is decoded.
+"""Defines the types of message fields, each with a range, a length or a pattern that decoding checks.
 
-A range is far beyond what any job needs and far below what would cost memory, overflow a column of SQLite, or make a
-sum infinite. NaN and the infinities fit no range; only a loss may be one, as the loss of a training that diverges is.
+A range is far beyond any job's needs, and far below values that would cost memory, overflow a column of SQLite, or make
+a sum infinite. NaN and the infinities fit no range; only a loss may be one, because a training may diverge.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MOST_SLOTS = 1 << 20  # of a plan
 MOST_REPLICA = 1 << 16  # ranks of a replica
 MOST_IMAGES = 8 * MOST_RANKS  # of training state in the memory of one node
 MOST_COPIES = 64  # of a state in other nodes; states of which a rank holds shards at a time
-MOST_TAKERS = MOST_COPIES * MOST_RANKS  # to whom one agent gives what its ranks keep: other nodes for each, at the most
+MOST_TAKERS = MOST_COPIES * MOST_RANKS  # nodes to which one agent gives its ranks' state
 MOST_MICRO_BATCHES = 1 << 20  # of an iteration
-MOST_STEP_REPORTS = 64  # iterations that one message of an agent tells of
+MOST_STEP_REPORTS = 64  # iterations in one message of an agent
 LAUNCHES = 256  # trainings that the shell script of one step may run, one after the other
-MOST_COUNT = 1 << 48  # what rises by one: generations, iterations, numbers of messages
+MOST_COUNT = 1 << 48  # of counters: generations, iterations, numbers of messages
 MOST_INCARNATIONS = 1 << 31
 MOST_SECONDS = 1e9  # thirty years
 MOST_TIME = 1e11  # seconds since the epoch
@@ -34,15 +34,15 @@ LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
 LEAST_BEAT, MOST_BEAT = HEARTBEATS.low, HEARTBEATS.high  # seconds between two heartbeats
 LEAST_PROGRESS = 0.05  # seconds between two statuses that tell of progress
 NAME, TEXT = 255, 20_000  # characters
-REASON = 100_000  # characters: of what the controller says
+REASON = 100_000  # characters, of the controller's reasons
 CREDENTIAL = 65_536
-MOST_PROPOSERS = 16  # agents that may act for the controller
-MOST_DOORS = 64  # that an agent of a plain world tries; in larger worlds they are some of each agent's own
+MOST_PROPOSERS = 16  # agents that may stand in for the controller
+MOST_DOORS = 64  # that an agent of a plain world tries; in larger worlds each agent has a selection
 MOST_LAYOUTS = 64  # in which a job can run
 KINDS = 256  # names in a map or a list
 MOST_TARGETS = 64  # addresses that one agent is asked to reach at once
-MOST_FAILING = 64  # addresses from which one agent could not get an image of late, and to which it could give none
-MOST_PASSED_OVER = 8  # nodes that took no image from one agent: where they are so many none of them is passed over
+MOST_FAILING = 64  # addresses of recent failed transfers of images, in one message of an agent
+MOST_PASSED_OVER = 8  # nodes that took no image from one agent; if there are so many, none of them is passed over
 
 # ---------------------------------------------------------------- numbers
 Version = Annotated[int, Meta(ge=0, le=1 << 16)]
@@ -55,7 +55,7 @@ Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 Iteration = Annotated[int, Meta(ge=-1, le=MOST_COUNT)]  # -1: before the first
 Incarnation = Annotated[int, Meta(ge=-1, le=MOST_INCARNATIONS)]  # -1: never started
 Replica = Annotated[int, Meta(ge=1, le=MOST_REPLICA)]
-Ways = Annotated[int, Meta(ge=1, le=MOST_SLOTS)]  # that a state is sharded
+Ways = Annotated[int, Meta(ge=1, le=MOST_SLOTS)]  # shards of a state
 Copies = Annotated[int, Meta(ge=0, le=MOST_COPIES)]
 Shard = Annotated[int, Meta(ge=0, lt=MOST_SLOTS)]
 MicroBatch = Annotated[int, Meta(ge=0, lt=MOST_MICRO_BATCHES)]
@@ -92,7 +92,7 @@ ProcessState = Annotated[str, Meta(max_length=1)]
 Kinds = Annotated[list[Kind], Meta(max_length=KINDS)]
 Argument = Text | Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | float | bool | Kinds | None
 
-# ---------------------------------------------------------------- many of them
+# ---------------------------------------------------------------- collections
 Slots = Annotated[list[Slot], Meta(max_length=MOST_SLOTS)]
 NodeSlots = Annotated[list[Slot], Meta(min_length=1, max_length=MOST_RANKS)]
 MicroBatches = Annotated[list[MicroBatch], Meta(max_length=MOST_MICRO_BATCHES)]

@@ -1,8 +1,8 @@
-"""Whether something answers at an address: what a witness can say of a silent node.
+"""Tests whether something answers at an address: the evidence of a witness about a silent node.
 
 A lost packet must not look like a dead node, so several connections are tried without waiting for the first. With 30 %
 loss, seven of them all fail once in a hundred times, and two witnesses are asked at two ports each. An error on this
-side says nothing about the other.
+side is no evidence about the other.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from unicron_ctl.shared.system.addresses import Target, listen_at, resolve, spli
 from unicron_detector.chaos import blackhole
 
 AGAIN_SECONDS = 0.1  # between two connections that are tried side by side
-NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN}  # nobody there, or no way there
+NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN}  # there is no host, or no way to it
 QUEUE = 256  # connections that wait to be accepted at a door
 
 
 class Reach(enum.StrEnum):
-    """The result of such a try."""
+    """The result of such a test."""
 
     REACHED = "reached"
-    REFUSED = "refused"  # the host lives, and nobody listens there: it said so itself
+    REFUSED = "refused"  # the host lives and answers that nothing listens there
     SILENT = "silent"  # no answer at all
-    UNKNOWN = "unknown"  # not tried, or something was wrong on this side: a name, descriptors, its own network
+    UNKNOWN = "unknown"  # not tried, or a fault on this side: a name, descriptors, its own network
 
 
 def reach(address: str, seconds: float) -> Reach:
-    """Tries to connect to "host:port", at all addresses that the host has, for at most `seconds` (resolving a name not
-    counted). Raises nothing."""
+    """Try to connect to "host:port", at all addresses of the host, for at most `seconds` after resolving the name.
+    Raises nothing."""
     try:
         return race(resolve(*split(address)), seconds)[0]
     except (OSError, ValueError):
@@ -42,12 +42,12 @@ def reach(address: str, seconds: float) -> Reach:
 
 
 def race(targets: Sequence[Target], seconds: float) -> tuple[Reach, Target | None]:
-    """Tries to connect to all of them side by side. Returns the result, and the first that accepts. Raises OSError for
-    an error on this side.
+    """Try to connect to all targets side by side. Returns the result, and the first target that accepts. Raises OSError
+    for an error on this side.
 
-    One that accepts decides, whatever the others do. A host refuses only once all its addresses have had the time to
-    accept: its daemon may listen in one family. An address that this side has no way to counts only when it is the only
-    one.
+    A target that accepts decides, whatever the others do. A refusal counts only once all addresses have had the time to
+    accept, because the host's daemon may listen in one family. An address that this side cannot reach counts only if it
+    is the only one.
     """
     opened: list[socket.socket] = []
     try:
@@ -61,7 +61,7 @@ def race(targets: Sequence[Target], seconds: float) -> tuple[Reach, Target | Non
 
 
 def first_open(targets: Sequence[Target], seconds: float) -> Target | None:
-    """The address to connect to: the first that accepts in time, or the only one. Raises nothing."""
+    """Return the address to connect to: the first that accepts in time, or the only one. Raises nothing."""
     if len(targets) == 1:
         return targets[0]
     try:
@@ -71,21 +71,21 @@ def first_open(targets: Sequence[Target], seconds: float) -> Target | None:
 
 
 class _Race:
-    """Connections to several addresses, and further ones to each that has not answered yet. A reset says that something
-    is there, but not what; the next connection may tell."""
+    """Connections to several addresses, and further ones to each that has not answered yet. A reset shows that
+    something is there, but not what; the next connection may show that."""
 
     def __init__(self, waiting: selectors.BaseSelector, opened: list[socket.socket], targets: Sequence[Target]) -> None:
         self._waiting, self._opened = waiting, opened
-        self._words: dict[Target, Reach | None] = dict.fromkeys(targets)  # None: it has not spoken
+        self._results: dict[Target, Reach | None] = dict.fromkeys(targets)  # None: no answer yet
         self._reset: set[Target] = set()
         self.winner: Target | None = None
 
     def run(self, seconds: float) -> Reach:
         end = time.monotonic() + seconds
-        while None in self._words.values() and (now := time.monotonic()) < end:
-            for target in [one for one, word in self._words.items() if word is None]:
+        while None in self._results.values() and (now := time.monotonic()) < end:
+            for target in [one for one, result in self._results.items() if result is None]:
                 self._connect(target)
-            for key, _ in self._waiting.select(min(AGAIN_SECONDS, end - now) if None in self._words.values() else 0):
+            for key, _ in self._waiting.select(min(AGAIN_SECONDS, end - now) if None in self._results.values() else 0):
                 ready = key.fileobj
                 assert isinstance(ready, socket.socket)
                 self._waiting.unregister(ready)
@@ -98,7 +98,7 @@ class _Race:
         except OSError as error:
             if error.errno != errno.EAFNOSUPPORT:
                 raise
-            self._words[target] = Reach.UNKNOWN
+            self._results[target] = Reach.UNKNOWN
             return
         self._opened.append(one)
         one.setblocking(False)
@@ -109,25 +109,25 @@ class _Race:
             self._note_answer(target, code)
 
     def _note_answer(self, target: Target, code: int) -> None:
-        word = _word(code)
+        result = _result_of(code)
         if code == errno.ECONNRESET:
             self._reset.add(target)
-        elif word is Reach.REACHED and self.winner is None:
+        elif result is Reach.REACHED and self.winner is None:
             self.winner = target
-            self._words = dict.fromkeys(self._words, Reach.REACHED)
-        elif word is not Reach.SILENT and self._words[target] is None:
-            self._words[target] = word
+            self._results = dict.fromkeys(self._results, Reach.REACHED)
+        elif result is not Reach.SILENT and self._results[target] is None:
+            self._results[target] = result
 
     def _verdict(self) -> Reach:
         if self.winner is not None:
             return Reach.REACHED
-        if any(word is None and target in self._reset for target, word in self._words.items()):
+        if any(result is None and target in self._reset for target, result in self._results.items()):
             return Reach.UNKNOWN
-        words = [word or Reach.SILENT for word in self._words.values()]
-        return next((word for word in (Reach.REFUSED, Reach.SILENT) if word in words), Reach.UNKNOWN)
+        results = [result or Reach.SILENT for result in self._results.values()]
+        return next((result for result in (Reach.REFUSED, Reach.SILENT) if result in results), Reach.UNKNOWN)
 
 
-def _word(code: int) -> Reach:
+def _result_of(code: int) -> Reach:
     if code == 0:
         return Reach.REACHED
     if code == errno.ECONNREFUSED:
@@ -136,14 +136,14 @@ def _word(code: int) -> Reach:
 
 
 def door_at(host: str, door: str) -> str:
-    """The door "host:port" at another host; empty when it has none."""
+    """Return the door's port at this host, as "host:port"; empty for no door."""
     port = door.rpartition(":")[2]
     return f"{host}:{port}" if port else ""
 
 
 class Door:
-    """A port that shows whether this process and its node live: the kernel accepts connections even while the process
-    is stopped for a while. Raises OSError when there is no port."""
+    """A port that shows that this process and its node live: the kernel accepts connections even while the process is
+    stopped for a while. Raises OSError if there is no free port."""
 
     def __init__(self, host: str = "") -> None:
         self._socket = listen_at(host, QUEUE)
@@ -154,18 +154,18 @@ class Door:
         return int(self._socket.getsockname()[1])
 
     def answer(self) -> None:
-        """Closes the connections that have come. The kernel has accepted them already, so now and then is enough."""
+        """Close the connections that have come. It is enough to do so now and then, because the kernel accepts them."""
         with contextlib.suppress(OSError):
-            for _ in range(QUEUE):  # who comes meanwhile is let go the next time: a flood must not keep this process
+            for _ in range(QUEUE):  # no more in one call: a flood must not occupy this process
                 self._socket.accept()[0].close()
 
     def stop_answering(self) -> None:
-        """Answers nobody from now on, as if the node had lost its network (for fault injection)."""
+        """Answer no peer from now on, as if the node had lost its network (for fault injection)."""
         blackhole.deafen(self._socket)
 
     def open(self) -> None:
-        """Answers again."""
-        with contextlib.suppress(OSError):  # it was not shut
+        """Answer again."""
+        with contextlib.suppress(OSError):  # it did answer
             blackhole.undeafen(self._socket)
 
     def close(self) -> None:

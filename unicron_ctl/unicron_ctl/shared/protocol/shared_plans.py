@@ -1,5 +1,4 @@
-"""A plan on its way to thousands of agents: the common part is encoded once, and each agent gets its own micro-
-batches."""
+"""Encodes the common part of a plan once for thousands of agents; each agent gets its own micro-batches."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from unicron_transition.generations import layout
 
 
 class PlanCommon(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The common part of a plan. members and joiners stand in their order, as runs [first, last]. proposers: the agents
-    of the first members' elements, who act for the controller while it is away. nodes: in restart mode the names of the
+    """The common part of a plan. members, joiners: in order, as runs [first, last]. proposers: the agents of the first
+    members' elements, which stand in for the controller while it is away. nodes: in restart mode the names of the
     members' nodes, in the order of their slots."""
 
     generation: ranges.Count
@@ -40,7 +39,7 @@ _ALIKE = [name for name in PlanCommon.__struct_fields__ if name not in ("members
 
 
 def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
-    """The slots, in their order, as runs (first, last): 16,384 members are one pair."""
+    """Return the slots, in order, as runs (first, last): 16,384 members are one pair."""
     found: list[tuple[int, int]] = []
     for slot in slots:
         if found and found[-1][1] == slot - 1:
@@ -51,7 +50,8 @@ def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def expand(found: Sequence[tuple[int, int]]) -> list[int]:
-    """The slots of such runs. Raises :class:`wire.BadMessage` for runs that are none."""
+    """Return the slots of such runs. Raises :class:`wire.BadMessage` for runs that are backwards, double or too
+    long."""
     backwards = any(last < first for first, last in found)
     twice = any(after[0] <= before[1] for before, after in pairwise(sorted(found)))
     if backwards or twice or sum(last - first + 1 for first, last in found) > ranges.MOST_SLOTS:
@@ -60,7 +60,7 @@ def expand(found: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def common(plan: wire.Plan, proposers: Sequence[structs.Peer] = (), nodes: Sequence[str] = ()) -> msgspec.Raw:
-    """The part of the plan that all agents get, encoded."""
+    """Encode the part of the plan that all agents get."""
     alike = {name: getattr(plan, name) for name in _ALIKE}
     members, joiners = runs(plan.members), runs(plan.joiners)
     part = PlanCommon(members=members, joiners=joiners, proposers=list(proposers), nodes=list(nodes), **alike)
@@ -75,19 +75,18 @@ def share(
     heads: Mapping[int, int] | None = None,
     doors: Sequence[str] = (),
 ) -> wire.PlanShare:
-    """Return the message for the agent with these slots; `encoded` is :func:`common` of the plan, and `heads` are
-    :func:`unicron_transition.generations.layout.heads_of` its members, for who tells many agents."""
+    """Return the message for the agent with these slots. encoded: :func:`common` of the plan. heads:
+    :func:`unicron_transition.generations.layout.heads_of` its members, if the caller already has them."""
     own = slots
     if plan.replica > 1:
-        known = heads if heads is not None else layout.heads_of(plan.members, plan.replica)
-        own = dict.fromkeys(known.get(slot, slot) for slot in slots)
+        heads = heads if heads is not None else layout.heads_of(plan.members, plan.replica)
+        own = dict.fromkeys(heads.get(slot, slot) for slot in slots)
     micro_batches = {slot: plan.assignment[slot] for slot in own if slot in plan.assignment}
     return wire.PlanShare(common=encoded, assignment=micro_batches, peers=list(peers), doors=list(doors))
 
 
 def whole(part: wire.PlanShare) -> wire.Plan:
-    """The plan as the agent's ranks see it: everything but other agents' micro-batches. Raises
-    :class:`wire.BadMessage`."""
+    """Return the plan for the agent's ranks: all but other agents' micro-batches. Raises :class:`wire.BadMessage`."""
     known = _decode_common(part)
     members = expand(known.members)
     if len(members) % known.replica:
@@ -97,17 +96,17 @@ def whole(part: wire.PlanShare) -> wire.Plan:
 
 
 def proposers(part: wire.PlanShare) -> list[structs.Peer]:
-    """The agents that act for the controller while it is away, in their order. Raises :class:`wire.BadMessage`."""
+    """Return the agents that stand in for the controller, in order. Raises :class:`wire.BadMessage`."""
     return _decode_common(part).proposers
 
 
 def nodes(part: wire.PlanShare) -> list[str]:
-    """The names of the members' nodes, in the order of their slots. Raises :class:`wire.BadMessage`."""
+    """Return the names of the members' nodes, in the order of their slots. Raises :class:`wire.BadMessage`."""
     return _decode_common(part).nodes
 
 
 def heads(part: wire.PlanShare, slots: Iterable[int]) -> list[int]:
-    """The heads of the replicas in which these slots are. Raises :class:`wire.BadMessage`."""
+    """Return the heads of the replicas that have these slots. Raises :class:`wire.BadMessage`."""
     if _decode_common(part).replica == 1:
         return list(slots)
     found = _heads_of(bytes(part.common))
@@ -122,7 +121,7 @@ def _heads_of(common: bytes) -> dict[int, int]:
 
 def _decode_common(part: wire.PlanShare) -> PlanCommon:
     try:
-        known: PlanCommon = wire.decoder(PlanCommon).decode(part.common)
+        common: PlanCommon = wire.decoder(PlanCommon).decode(part.common)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise wire.BadMessage(str(error)) from None
-    return known
+    return common

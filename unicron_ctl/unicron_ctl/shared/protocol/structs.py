@@ -1,4 +1,4 @@
-"""Parts of messages: a job's settings, a rank's status and steps, images of training state, other agents."""
+"""Defines parts of messages: a job's settings, a rank's status and steps, images of training state, other agents."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ SESSION, RESTART = "session", "restart"  # modes of healing
 
 
 class Settings(msgspec.Struct, kw_only=True):
-    """The submission's settings of a job. min_stated: the owner, or the launcher in the command, has said min_nodes.
-    mode: session (its ranks speak this protocol) or restart (their agent speaks it for them: plain programs, ended and
-    started again as a whole), with the agent's reason. layouts: ways to split the model, the preferred first ("TP2
-    PP2"), where there are several; model: its sizes, for the planner. copies: in how many other nodes' memory each part
-    of the training state is to be. spares: elements that are to wait, ready, for a member to be lost
-    (docs/design/hot-spares.md). allocation: its nodes are one allocation of Slurm's, and no array
-    (docs/design/allocations.md); no_kill: its srun goes on without a node. block: nodes of each of the array's elements
-    (docs/design/blocks.md). log_dir: the folder with a file for each rank's output, empty where there is none. command:
-    digests of what each rank of an array runs, with full stops between them; commands are the same where one is."""
+    """A job's settings from its submission.
+
+    min_stated: the owner, or the launcher in the command, has set min_nodes. mode: session (the ranks speak this
+    protocol) or restart (plain programs, for which the agent speaks it, and which end and start together). mode_reason:
+    the agent's. layouts: ways to split the model, the preferred first ("TP2 PP2"), if there are several. model: its
+    sizes, for the planner. copies: how many other nodes keep each part of the training state in memory. spares:
+    elements that wait, ready to replace a lost member (docs/design/hot-spares.md). allocation: the job is one
+    allocation of Slurm, not an array (docs/design/allocations.md). no_kill: its srun goes on without a node. block:
+    nodes of each element of the array (docs/design/blocks.md). log_dir: the folder with the ranks' output files, or
+    empty. command: digests of the commands of an array's ranks, joined by full stops; two commands are the same if one
+    digest is.
+    """
 
     name: ranges.Kind
     user: ranges.Name
@@ -43,26 +46,26 @@ class Settings(msgspec.Struct, kw_only=True):
     command: ranges.NoName = ""
 
     def runs_as(self, other: Settings) -> bool:
-        """Whether both are of the same command."""
+        """Whether both have the same command."""
         pairs = zip(self.command.split("."), other.command.split("."), strict=False)
         return any(mine == theirs for mine, theirs in pairs)
 
 
 # ---------------------------------------------------------------- ranks
 class Exit(msgspec.Struct, kw_only=True, gc=False):
-    """The end of a rank's process: `code` is the exit status, negative for a signal (as in subprocess)."""
+    """The end of a rank's process. code: the exit status, negative for a signal (as in subprocess)."""
 
     code: ranges.ExitCode
     at: ranges.Time
     lived: ranges.Seconds  # seconds since its start
     last_line: ranges.Text = ""
-    oom: bool = False  # its memory cgroup has counted an out-of-memory kill that this end explains
+    oom: bool = False  # its memory cgroup has counted an out-of-memory kill that explains this end
 
 
 class Fault(msgspec.Struct, kw_only=True, gc=False):
-    """An exception that a rank saw. fatal: nothing caught it, so the process ends; it had then `lived` so many
-    seconds. cause: the line that its traceback names as the reason (failures.root_cause). micro_batch: that it came in,
-    of `iteration`."""
+    """An exception in a rank. fatal: it was not caught, so the process ends, after it has `lived` for so many seconds.
+    cause: the line of the traceback that names the reason (failures.root_cause). micro_batch: in which it came, of
+    `iteration`."""
 
     type: ranges.Text
     text: ranges.Text
@@ -76,9 +79,9 @@ class Fault(msgspec.Struct, kw_only=True, gc=False):
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A rank's part of the optimizer's state after `version` steps, which is sharded `count` ways over the replicas
-    of a generation, that is named by `base` (:func:`sharding.state_base`): the shards `held` of its place, its
-    own and copies of others'."""
+    """The shards of the optimizer's state that a rank has. held: of its place, its own and copies of others. version:
+    the state's number of steps. count: the shards of the state. base: names the generation over whose replicas it is
+    sharded (:func:`sharding.state_base`)."""
 
     base: ranges.Count
     version: ranges.Count
@@ -86,40 +89,38 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
     held: ranges.Shards
 
 
-# Name of a process group -> (collectives that the rank has begun in it, that have ended there, the last one in words).
+# Name of a process group -> (collectives that the rank has begun in it, those that have ended, the last one as a text).
 Collectives = Annotated[dict[ranges.Kind, tuple[ranges.Count, ranges.Count, ranges.Kind]], Meta(max_length=64)]
 
 
 class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
-    """One rank as its agent knows it.
+    """One rank as its agent knows it. On the wire it is an array that ends with the last field that has no default, so
+    rare fields come last.
 
     state: starting (no session yet) | waiting (can enter a generation) | entering (the generation `entering`) | running
-    | stopped (at a known point, wants a plan; by itself when `broken` reaches its generation without a Break) | standby
-    (in no complete replica, its training state kept; can enter) | left (a plan went on without it) | finished (trained
+    | stopped (at a known point, wants a plan; by itself if `broken` reaches its generation without a Break) | standby
+    (in no complete replica, keeps its training state, can enter) | left (a plan went on without it) | finished (trained
     to the end) | exited.
-    replica: ranks of a replica; layout: its shape, for people. shards: of a distributed optimizer's state, said when
-    stopped or standby, and when waiting: what its node's memory has. saved: the iteration with which the newest
-    checkpoint of which the rank knows goes on; 0 before there is one, -1 where the script makes none.
-    kept: of a rank at rest, (iteration, mark) of the states with which it can go on, the newest first: what it has, or
-    what a newcomer could take from memory, from a checkpoint, or from the script. Marks are the same in states that
-    belong together. forgets: why its state is not kept in memory. sharded: its optimizer's state is. remembers: it has
-    one that is kept as a whole.
-    phase: computing | reducing | synced | stepped, of `iteration`; `done` are the micro-batches in its gradient.
     broken: all generations up to this one are over for the rank.
-    process: the state letter of proc(5) at the last look ("T": stopped by a signal), empty when unknown. idle: seconds
-    for which the process has neither computed nor read or written anything worth mentioning; 0 when unknown.
-    waits: it waits for an answer from somebody else: on a socket, a pipe, or for a child.
-    moved: changes as long as the transfer, or the collective, in which the rank is gets on: bytes, and for the first
-    seconds of a loss the network's tries to send them again; in restart mode, heartbeats of the script's own. 0 when
-    nothing is said of it.
-    collectives: in restart mode, of a rank that stands, where that is known.
-    outlives: SIGTERM does nothing to it, so that it trains on to the next boundary when its element is to end.
-    saves_in: the folder of the job's checkpoints, from the rank that writes them; empty where it is a longer name.
-    On the wire an array that ends with the last field that says something, so what is rare comes last.
+    phase: computing | reducing | synced | stepped, of `iteration`. done: the micro-batches in its gradient.
+    process: the state letter of proc(5) ("T": stopped by a signal), empty if unknown. idle: for how many seconds the
+    process has hardly computed, read or written; 0 if unknown.
+    moved: changes while the rank's transfer or collective makes progress: bytes, and in the first seconds of a loss the
+    network's retransmissions; in restart mode, the script's own heartbeats. 0 if unknown.
+    replica: ranks of a replica. layout: its shape, for people.
+    shards: of a distributed optimizer's state, from a stopped rank or a standby; from a waiting rank, those in its
+    node's memory. saved: the iteration with which the newest known checkpoint goes on; 0 before there is one, -1 if the
+    script makes none. kept: for a rank at rest, (iteration, mark) of the states with which it can go on, the newest
+    first: its own, or what a newcomer could take from memory, a checkpoint or the script. States that belong together
+    have equal marks. forgets: why its state is not kept in memory. sharded: its optimizer's state is sharded.
+    remembers: it has a state that is kept as a whole. waits: it waits on a socket, a pipe, or for a child. collectives:
+    in restart mode, of a rank that stands still. outlives: it ignores SIGTERM, and trains on to the next boundary when
+    its element has to end. saves_in: the folder of the job's checkpoints, from the rank that writes them; empty if the
+    name is too long.
     """
 
     state: ranges.RankState
-    changed: ranges.Time = 0.0  # the agent's clock when the state, phase or done list last changed
+    changed: ranges.Time = 0.0  # time of the last change of state, phase or done, by the agent's clock
     incarnation: ranges.Incarnation = 0
     generation: ranges.Count = 0
     entering: ranges.Count = 0
@@ -137,7 +138,7 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     loss: float | None = None
     exit: Exit | None = None
     fault: Fault | None = None
-    note: Fault | None = None  # what last went wrong and was put right without the controller
+    note: Fault | None = None  # the last fault that was corrected without the controller
     moved: ranges.Count = 0
     replica: ranges.Replica = 1
     layout: ranges.Kind = ""
@@ -154,7 +155,7 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
 
     @property
     def end(self) -> Exit | None:
-        """The end of the process, or the one to come: an exception that nothing catches takes a while to end it."""
+        """The end of the process, or the coming one: an exception that is not caught takes a while to end it."""
         if self.state == "exited":
             return self.exit
         if self.fault is not None and self.fault.fatal and self.state != "finished":
@@ -162,16 +163,16 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
         return None
 
 
-# What a rank does in an iteration, in this order; `reduce` includes the wait for the others, `outside` is the script's
-# own code before the iteration.
+# The phases of an iteration, in order; `reduce` includes the wait for the others, `outside` is the script's own code
+# before the iteration.
 PHASES = ("data", "forward", "backward", "reduce", "step", "outside")
 
 
 class RankStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """One optimizer step of one rank: the ledger's proof.
 
-    computed: an index once for every time it was computed; None when that is `micro_batches`. loss: None where it is
-    not known, as of a plain program. phases: seconds in the order of :data:`PHASES`, empty when not measured.
+    computed: each index as often as it was computed; None if that is `micro_batches`. loss: None if unknown, as for a
+    plain program. phases: seconds in the order of :data:`PHASES`, empty if not measured.
     """
 
     slot: ranges.Slot
@@ -182,12 +183,12 @@ class RankStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     phases: Annotated[list[ranges.Seconds], Meta(max_length=len(PHASES))] = []
 
 
-MERGE_SECONDS = 0.2  # that an agent holds such a report back, at most, for others that come soon
+MERGE_SECONDS = 0.2  # for which an agent holds such a report back at most, for others that come soon
 
 
 def with_status(period: float, progress: float) -> bool:
-    """Whether an agent that got these in its :class:`wire.Welcome` keeps step reports for its next status: what tells
-    of mere progress may wait for a whole period."""
+    """Whether an agent that got these values in its :class:`wire.Welcome` keeps step reports for its next status,
+    because mere progress may wait for a whole period."""
     return progress >= period
 
 
@@ -197,10 +198,8 @@ def hold_seconds(period: float, progress: float) -> float:
 
 
 class StepReport(msgspec.Struct, omit_defaults=True):
-    """One optimizer step of the ranks of one agent; `total` micro-batches are in the iteration.
-
-    number: how many of these the agent has made with this one; what is left out in the receiver's count was lost.
-    """
+    """One optimizer step of the ranks of one agent. total: micro-batches of the iteration. number: counts the agent's
+    reports, so that the receiver notices lost ones."""
 
     generation: ranges.Count
     iteration: ranges.Count
@@ -219,7 +218,7 @@ StepReports = Annotated[list[StepReport], Meta(max_length=ranges.MOST_STEP_REPOR
 
 # ---------------------------------------------------------------- other agents
 class LostRank(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A process that a plan goes on without."""
+    """A process without which a plan goes on."""
 
     slot: ranges.Slot
     agent: ranges.NoName
@@ -227,7 +226,7 @@ class LostRank(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Peer(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An agent as others of its job reach it: `address` is host:port, `key` its public key (CURVE, Z85)."""
+    """An agent as others of its job reach it. address: host:port. key: its public key (CURVE, Z85)."""
 
     element: ranges.Element
     agent: ranges.Name
@@ -237,9 +236,9 @@ class Peer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 # ---------------------------------------------------------------- images of training state
 class Image(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Training state in the memory of a node that outlives its ranks (:class:`image_format.Key`): a rank's
-    part of what `iteration` goes on from, at `place` of `size`, shard `shard` of `count`, made in generation `base`;
-    `bytes` of it in all."""
+    """Training state in a node's memory, which outlives its ranks (:class:`image_format.Key`): the part of a rank with
+    which `iteration` goes on, at `place` of `size`, shard `shard` of `count`, made in generation `base`. bytes: its
+    size."""
 
     kind: ranges.Kind
     slot: ranges.Slot
@@ -254,8 +253,7 @@ class Image(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Failing(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An agent from which images could not be got, or to which none could be given: how often, one after the other, and
-    why the last time."""
+    """An agent with which transfers of images failed: how often in a row, and why the last time."""
 
     times: ranges.Count
     why: ranges.Kind

@@ -1,11 +1,11 @@
-"""Messages between agents and the controller: MessagePack maps with a version and a kind, checked at the edge against
-these types and the ranges of their fields (`ranges`). `structs` has what they are made of.
+"""Defines the messages between agents and the controller: MessagePack maps with a version and a kind, checked on
+arrival against these types and the ranges of their fields (`ranges`). `structs` has their parts.
 
-The protocol is level-triggered. An agent's :class:`Status` always tells the whole state of its ranks, and is sent at
-every change and at every heartbeat; the controller repeats :class:`Break` and :class:`Plan` until the statuses show
-that they were obeyed. So any message may be lost or repeated, and either side may be restarted, without harm
-(docs/design/generations.md). All traffic of a node goes through its agent, which merges what its ranks say, so that
-the controller's work grows with nodes, not with ranks.
+The protocol is level-triggered. An agent's :class:`Status` always holds the whole state of its ranks, and is sent at
+every change and every heartbeat; the controller repeats :class:`Break` and :class:`Plan` until the statuses show that
+they were obeyed. So any message may be lost or repeated, and either side may restart, without harm
+(docs/design/generations.md). An agent merges the messages of its ranks, so that the controller's work grows with nodes,
+not with ranks.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from unicron_ctl.shared.protocol.structs import (
 from unicron_detector.formats import PROTOCOL, Format
 
 VERSION = PROTOCOL.number
-MAX_BYTES = 4 * 1024 * 1024  # a message over this size is hostile: 100,000 micro-batch indices fit in a tenth of it
-STRANGER_BYTES = 128 * 1024  # of a message of a key that is not registered: a Register of 1,024 ranks has some 10,000
+MAX_BYTES = 4 * 1024 * 1024  # a larger message is hostile: 100,000 micro-batch indices fit in a tenth of it
+STRANGER_BYTES = 128 * 1024  # of a message from an unregistered key: a Register of 1,024 ranks has some 10,000
 
 
 class BadMessage(Exception):
-    """A message that does not fit the schema; its text is the reason, sent back to the peer."""
+    """A message does not fit the schema; the text is the reason, which the peer gets."""
 
 
 class OtherRelease(BadMessage):
-    """A message of a release that is too far from this one."""
+    """A message comes from a release that is too far from this one."""
 
 
 class Message(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
-    """Base of all messages: `v` is the protocol version, `term` the number of the controller's term in what it says to
-    agents. What a message says as a whole is checked in its `__post_init__`."""
+    """Base of all messages. v: the protocol's version. term: the controller's, in its messages to agents. Rules between
+    fields are checked in `__post_init__`."""
 
     v: ranges.Version = VERSION
     term: ranges.Count = 0
@@ -64,12 +64,12 @@ class Register(Message, tag="register"):
     credential: ranges.Credential = ""
     step: ranges.Step = 0  # rises by ranges.LAUNCHES with each srun of the batch script, by 1 with each launch in it
     requeues: ranges.Count = 0  # how often Slurm has run the batch script of the whole job again
-    trains: bool = True  # its command may train; else it is the job only until a later step of the script comes
+    trains: bool = True  # its command may train; else it is the job only until a later step of the script begins
     door: ranges.NoName = ""  # host:port at which other agents can see that this one lives
-    peer: ranges.NoName = ""  # host:port on which other agents of the job reach this one, empty when they cannot
-    key: ranges.NoName = ""  # the agent's public key (CURVE, Z85): by it the others know it, and it the others
-    images: ranges.NoName = ""  # host:port at which it takes and gives images of training state; empty: it does not
-    token: ranges.NoName = ""  # who has it may do so
+    peer: ranges.NoName = ""  # host:port at which other agents of the job reach this one, or empty
+    key: ranges.NoName = ""  # the agent's public key (CURVE, Z85), by which other agents know it
+    images: ranges.NoName = ""  # host:port at which it takes and gives images of training state, or empty
+    token: ranges.NoName = ""  # that its peers need for images
 
     def __post_init__(self) -> None:
         count = self.settings.ranks_per_node
@@ -82,9 +82,9 @@ class Register(Message, tag="register"):
 class Agreement(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The plan on which the agents of generation `since` agreed without the controller (docs/design/consensus.md).
 
-    plan: generation, members, store and prefix are the same everywhere, the prefix is that of no other plan; the
-    assignment is that of the agent's own slots, in the first agents' word of all. by: the agent that made the plan.
-    chosen: the ranks follow it. Until then a majority may or may not have taken it: its number is used either way.
+    plan: generation, members, store and prefix are the same at all agents, and no other plan has this prefix; the
+    assignment is for the agent's own slots, or for all at the first agents. by: the agent that made the plan. chosen:
+    the ranks follow it; before that, a majority may or may not have accepted it, and its number is used either way.
     """
 
     generation: ranges.Count
@@ -103,41 +103,41 @@ class Status(Message, tag="status"):
     element: ranges.Element
     agent: ranges.Name
     sent: ranges.Time
-    number: ranges.Count = 0  # counts the agent's statuses: what comes late is known by it, whatever the clocks say
+    number: ranges.Count = 0  # counts the agent's statuses, to recognise a late one whatever the clocks show
     store: ranges.NoName = ""  # host:port of the rendezvous store that this agent keeps, empty until it answers
     leaving: ranges.Text = ""  # why the agent is about to end by itself: "finished", or "stopped by Slurm (SIGTERM)"
-    noticed: bool = False  # its element is to end: its ranks leave at the next boundary, and then it is let go
+    noticed: bool = False  # its element has to end: its ranks leave at the next boundary, and then it is released
     pinged: ranges.Count = 0  # the number of the last Ping that the agent has heard
-    answer: bool = False  # say that you live (Pong): the agent has something that needs the controller
-    agreed: Agreement | None = None  # until a plan of the controller's with a higher number
+    answer: bool = False  # asks for a Pong: the agent has something that needs the controller
+    agreed: Agreement | None = None  # until the controller's plan with a higher number
     over: ranges.Count = 0  # the agent votes no more on what follows generations up to this one
-    cut: ranges.Count = 0  # the number of the last Cut that the agent has heard of
-    moved: ranges.Count = 0  # bytes of images that it has sent and received; rises while one is on its way
-    unmoved: ranges.Count = 0  # images that came to nothing on their way; they are tried again
+    cut: ranges.Count = 0  # the number of the last Cut that the agent has heard
+    moved: ranges.Count = 0  # bytes of images that it has sent and received; rises during a transfer
+    unmoved: ranges.Count = 0  # images whose transfer failed; they are tried again
     rates: ranges.Rates = {}  # element -> bytes a second of the last image that went between it and this one
-    # address -> an agent from which images could not be got of late; they are tried again
+    # address -> an agent from which recent images could not be fetched; they are tried again
     failing: Annotated[dict[ranges.Name, Failing], Meta(max_length=ranges.MOST_FAILING)] = {}
-    # address -> an agent to which images could not be given of late
+    # address -> an agent that did not take recent images
     refusing: Annotated[dict[ranges.Name, Failing], Meta(max_length=ranges.MOST_FAILING)] = {}
-    # Those that stay: of cuts. While no rank trains, those of the last iterations too.
+    # Images that stay: those of cuts, and while no rank trains also those of the last iterations.
     images: Annotated[list[Image], Meta(max_length=ranges.MOST_IMAGES)] = []
     saved: Image | None = None  # the newest that a script without a session keeps in this node
-    fenced: bool = False  # restart mode: its processes end by themselves where it is cut off from their world
+    fenced: bool = False  # restart mode: its processes end by themselves if it is cut off from their world
     ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
-    # why they did not start warm
+    # slot -> why its rank did not start warm
     cold: Annotated[dict[ranges.Slot, ranges.Text], Meta(max_length=ranges.MOST_RANKS)] = {}
-    steps: StepReports = []  # what its ranks have stepped, oldest first; it comes before what `ranks` says
+    steps: StepReports = []  # the steps of its ranks, oldest first; they come before the state in `ranks`
 
 
 class Envelope(msgspec.Struct):
-    """Which kind of message this is. All else is passed over, which takes a tenth of the time of decoding it."""
+    """The kind of a message. Skipping all else takes a tenth of the time of decoding it."""
 
     kind: ranges.Kind
     v: ranges.Version = VERSION
 
 
 class StatusHead(Message, tag="status"):
-    """The sender of a :class:`Status`; what it says is passed over."""
+    """The sender of a :class:`Status`; all else is skipped."""
 
     job: ranges.JobId
     element: ranges.Element
@@ -145,12 +145,12 @@ class StatusHead(Message, tag="status"):
     sent: ranges.Time
 
     def status(self) -> Status:
-        """Without what it says."""
+        """Return a status without content."""
         return Status(job=self.job, element=self.element, agent=self.agent, sent=self.sent)
 
 
 class Steps(Message, tag="steps"):
-    """The steps of an agent's ranks, oldest first, where no :class:`Status` is about to take them along."""
+    """The steps of an agent's ranks, oldest first, when no :class:`Status` is about to carry them."""
 
     job: ranges.JobId
     element: ranges.Element
@@ -159,8 +159,8 @@ class Steps(Message, tag="steps"):
 
 
 class Timing(Message, tag="timing"):
-    """When the parts of one recovery ended in one rank: seconds since it began, and the rank's clock when it had
-    stepped, which was the last of them (`unicron_transition.session.session`)."""
+    """The times of one recovery in one rank. seconds: from its start to the end of each part. at: the rank's clock at
+    the step, which ends it (`unicron_transition.session.session`)."""
 
     job: ranges.JobId
     slot: ranges.Slot
@@ -170,7 +170,7 @@ class Timing(Message, tag="timing"):
 
 
 class ReachAnswer(Message, tag="reached"):
-    """The answer to :class:`Reach`: one word of :class:`reach.Reach` for each address, in their order."""
+    """The answer to :class:`Reach`: a value of :class:`reach.Reach` for each address, in order."""
 
     job: ranges.JobId
     element: ranges.Element
@@ -180,7 +180,7 @@ class ReachAnswer(Message, tag="reached"):
 
 
 class RecallAnswer(Message, tag="held"):
-    """The answer to :class:`Recall`: the plan as the agent was told it."""
+    """The answer to :class:`Recall`: the plan as the agent got it."""
 
     job: ranges.JobId
     element: ranges.Element
@@ -189,7 +189,7 @@ class RecallAnswer(Message, tag="held"):
 
 
 class InjectRefused(Message, tag="inject_refused"):
-    """A fault that was ordered and cannot be injected here."""
+    """The ordered fault cannot be injected here."""
 
     job: ranges.JobId
     slot: ranges.Slot
@@ -198,7 +198,7 @@ class InjectRefused(Message, tag="inject_refused"):
 
 
 class StackTrace(Message, tag="stack_trace"):
-    """The answer to :class:`Stacks`. how: py-spy | faulthandler | none; state: the process's, as in proc(5)."""
+    """The answer to :class:`Stacks`. how: py-spy | faulthandler | none. state: the process's, as in proc(5)."""
 
     job: ranges.JobId
     slot: ranges.Slot
@@ -211,8 +211,8 @@ class StackTrace(Message, tag="stack_trace"):
 class NodeEvent(Message, tag="node_event"):
     """An event of the node itself. source: kernel (a line of its log) | memory (kills counted by the cgroup) | link.
 
-    code: "xid 79", the link's name, or the id of the rule that the agent found. number: counts the agent's events, so
-    that one that comes twice is known. count: so many of the kind since the last one.
+    code: "xid 79", the link's name, or the id of the matching rule. number: counts the agent's events, to recognise a
+    repeated one. count: events of the kind since the last message.
     """
 
     job: ranges.JobId
@@ -229,8 +229,8 @@ class NodeEvent(Message, tag="node_event"):
 class Metrics(Message, tag="metrics"):
     """An agent's measurements of its node and its ranks' processes, for the comparison with peers.
 
-    host: the machine behind the node; nodes with the same one share their counters. node: metric -> value, rates per
-    second, as in :mod:`unicron_detector.iterations.peer_metrics`. ranks: slot -> metric -> value.
+    host: the machine behind the node; nodes on the same one share their counters. node: metric -> value, rates per
+    second (:mod:`unicron_detector.iterations.peer_metrics`). ranks: slot -> metric -> value.
     """
 
     job: ranges.JobId
@@ -245,11 +245,11 @@ class Metrics(Message, tag="metrics"):
 class Welcome(Message, tag="welcome"):
     """The controller takes an agent in.
 
-    metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: whose latency is measured, empty
-    for the agent's own folder. progress_seconds: a status that tells of nothing but progress waits so long for more.
-    layout: in which the ranks are to be started, where the job has stated several. run: a name for this training that
-    no other has, of whatever cluster; what is left of it in memory is known by that. notice_seconds: an agent whose
-    element is to end waits so long for the next boundary, and then ends all the same."""
+    metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: the folder whose latency is measured,
+    or empty for the agent's own. progress_seconds: how long a status with nothing but progress waits for more. layout:
+    for the ranks, if the job has stated several. run: a name that no other training on any cluster has, by which its
+    state in memory is known. notice_seconds: how long an agent whose element has to end waits for the next boundary.
+    """
 
     heartbeat_period: ranges.Beat
     controller: ranges.Kind
@@ -262,8 +262,8 @@ class Welcome(Message, tag="welcome"):
 
 
 class Ping(Message, tag="ping"):
-    """Say at once that you live: an agent answers with its status. A status whose `pinged` is `number` was made
-    later. over: vote no more on what follows generations up to this one."""
+    """Send your status at once. A status whose `pinged` is `number` was made later. over: vote no more on what follows
+    generations up to this one."""
 
     number: ranges.Count = 0
     over: ranges.Count = 0
@@ -276,23 +276,26 @@ class Pong(Message, tag="pong"):
 
 
 class Reach(Message, tag="reach"):
-    """Another node is silent: say whether these addresses ("host:port") answer you. Empty ones are not tried."""
+    """Report whether these addresses ("host:port") of silent nodes answer you. Empty ones are not tried."""
 
     number: ranges.Count
     targets: ranges.Addresses
 
 
 class Recall(Message, tag="recall"):
-    """The controller does not know the generation that your ranks are in: say what its plan was."""
+    """Send the plan of your ranks' generation, which the controller does not know."""
 
     generation: ranges.Count
 
 
 class Refusal(Message, tag="refused"):
-    """The controller does not accept the last message. final: asking again is useless, the job goes on unprotected.
-    replaced: another agent has taken its place, so it ends. alone: the command is to run in a world of its own node;
-    where that is not final, whoever was taken in before knows that its step is over.
-    apart: the job's other nodes train protected, so it ends: a plain world would wait for them in vain."""
+    """The controller does not accept the last message.
+
+    final: asking again is useless, and the job goes on unprotected. replaced: another agent has this one's place, so it
+    ends. alone: the command should run in a world of its own node; if that is not final, the step of an agent that was
+    taken in before is over. apart: the job's other nodes train protected, so this agent ends, because a plain world
+    would wait for them in vain.
+    """
 
     reason: ranges.Reason
     final: bool = False
@@ -302,8 +305,8 @@ class Refusal(Message, tag="refused"):
 
 
 class Break(Message, tag="break"):
-    """All generations up to `generation` are over: stop at a known point and report. killed: all that is lost was
-    killed from outside, so no rank has an error of its own to show."""
+    """All generations up to `generation` are over: stop at a known point and report. killed: all lost ranks were killed
+    from outside, so no rank has an error of its own."""
 
     generation: ranges.Count
     lost: ranges.Slots
@@ -312,19 +315,18 @@ class Break(Message, tag="break"):
 
 
 class Withdraw(Message, tag="withdraw"):
-    """The offer of this generation is not to be taken, and no newcomer waits for it; whoever trains goes on."""
+    """Do not take the offer of this generation. No newcomer waits for it, and ranks that train go on."""
 
     generation: ranges.Count
     reason: ranges.Reason
 
 
 class Plan(Message, tag="plan"):
-    """A generation. With `boundary` it is an offer, taken at the end of the iteration in which every member holds
-    it.
+    """A generation. With `boundary` it is an offer, taken at the end of the iteration in which every member has it.
 
     replica: ranks of a replica; the members are replica-major and the assignment is by the heads' slots
-    (:mod:`generations.layout`). joiners: they get the state of the source's replica, place by place. state: (base,
-    version) of the optimizer's shards from which all go on (:class:`structs.Shards`).
+    (:mod:`generations.layout`). joiners: slots that get the state of the source's replica, place by place. state:
+    (base, version) of the optimizer's shards from which all go on (:class:`structs.Shards`).
     """
 
     generation: ranges.Count
@@ -334,7 +336,7 @@ class Plan(Message, tag="plan"):
     boundary: bool = False
     joiners: ranges.Slots = []
     source: ranges.Slot | None = None
-    step: ranges.Count | None = None  # whoever is synced at this iteration steps
+    step: ranges.Count | None = None  # ranks that are synced at this iteration step
     iteration: ranges.Iteration | None = None
     assignment: ranges.Assignment = {}
     reason: ranges.Reason = ""
@@ -343,9 +345,9 @@ class Plan(Message, tag="plan"):
 
 
 class PlanShare(Message, tag="plan_share"):
-    """A :class:`Plan` on its way to one agent: the common part, which is encoded once for all of them, and the
-    micro-batches of the replicas in which it has a slot. peers: all agents of the generation, for its leaders only.
-    doors: in restart mode those of other agents of the generation, host:port."""
+    """A :class:`Plan` for one agent: the common part, encoded once for all, and the micro-batches of the replicas in
+    which it has a slot. peers: all agents of the generation, for its proposers only. doors: in restart mode, host:port
+    of other agents of the generation."""
 
     common: msgspec.Raw
     assignment: ranges.Assignment = {}
@@ -354,11 +356,13 @@ class PlanShare(Message, tag="plan_share"):
 
 
 class Cut(Message, tag="cut"):
-    """Keep the training state of `iteration` when it comes, and give it to `targets`, so many `parts` of it; of a
-    script without a session the first that it saves from then on. That of `good`, which is in enough nodes, stays until
-    then; older ones are not needed any more. -1: none. none: no copies are needed any more, so nothing is kept, and
-    what is there goes. number: the highest counts, for iterations may begin anew from an old file,
-    and targets change."""
+    """Keep the training state of `iteration` (-1: of none) when it comes, and give `parts` of it to `targets`; of a
+    script without a session, the first state that it saves from then on.
+
+    good: the iteration whose state is in enough nodes and stays until then; older states are not needed. none: no
+    copies are needed any more, so keep nothing and delete what is there. number: the highest one counts, because
+    iterations may begin anew from an old file, and targets change.
+    """
 
     iteration: ranges.Iteration
     number: ranges.Count = 0
@@ -369,14 +373,14 @@ class Cut(Message, tag="cut"):
 
 
 class Fetch(Message, tag="fetch"):
-    """Get an image into the memory of this node, and tell the ranks that it is there."""
+    """Fetch an image into the memory of this node, and tell the ranks."""
 
     image: Image
     holder: Holder
 
 
 class StartRank(Message, tag="start_rank"):
-    """Start the rank again in place, unless its incarnation is already at `incarnation` or later. layout: as in
+    """Start the rank again in place, unless it already is this incarnation or a later one. layout: as in
     :class:`Welcome`."""
 
     slot: ranges.Slot
@@ -386,8 +390,8 @@ class StartRank(Message, tag="start_rank"):
 
 
 class StopRank(Message, tag="stop_rank"):
-    """Kill the rank's process if it is still this incarnation. save: it is told to save its state and to end by itself;
-    the order is repeated without that when it has had its time."""
+    """Kill the rank's process if it is still this incarnation. save: ask it to save its state and end by itself; the
+    order is repeated without `save` when its time is over."""
 
     slot: ranges.Slot
     incarnation: ranges.Incarnation
@@ -396,14 +400,14 @@ class StopRank(Message, tag="stop_rank"):
 
 
 class Stacks(Message, tag="stacks"):
-    """Send the stack traces of the rank's threads, if it is still this incarnation; answered in about a second."""
+    """Send the stack traces of the rank's threads within about a second, if it is still this incarnation."""
 
     slot: ranges.Slot
     incarnation: ranges.Incarnation
 
 
 class Inject(Message, tag="inject"):
-    """Break something on purpose; `fault` as in :mod:`chaos.inject`. Sent only where the configuration allows it."""
+    """Break something on purpose; `fault` as in :mod:`chaos.inject`. Sent only if the configuration allows it."""
 
     fault: ranges.Kind
     slot: ranges.Slot
@@ -412,31 +416,31 @@ class Inject(Message, tag="inject"):
 
 
 class End(Message, tag="end"):
-    """End the agent: its ranks are stopped and it exits with `code`."""
+    """Stop the ranks, and exit with `code`."""
 
     code: ranges.ExitCode
     reason: ranges.Reason
 
 
 class Release(Message, tag="released"):
-    """An agent whose element is to end need not wait any more. out: its ranks have left the job, which goes on; else
-    nobody goes on without them, and it saves their state. stay: Slurm preempts the element, and starts it again only if
-    it has not ended by itself."""
+    """An agent whose element has to end need not wait any more. out: its ranks have left the job, which goes on;
+    otherwise the job cannot go on without them, and the agent saves their state. stay: Slurm preempts the element, and
+    starts it again only if it has not ended by itself."""
 
     out: bool
     stay: bool = False
 
 
 class Grace(Message, tag="grace"):
-    """Slurm preempts the agent's element, and sends SIGTERM again so many seconds after the first one: until then it
-    may wait for the boundary."""
+    """Slurm preempts the agent's element, and sends SIGTERM again so many seconds after the first one. Until then the
+    agent may wait for the boundary."""
 
     seconds: ranges.Seconds
 
 
 class Note(Message, tag="note"):
-    """A line for the job's log: now, or where the job ends while this agent is there (at_end). Of several for the end
-    the last counts; an empty one is none."""
+    """A line for the job's log. at_end: write it when the job ends; the last such line counts, and an empty one deletes
+    it."""
 
     text: ranges.Text
     at_end: bool = False
@@ -471,7 +475,7 @@ ToController = (
     | RecallAnswer
     | Ask
 )
-# What only a registered agent says, beside its Status.
+# Messages of registered agents only, besides Status.
 OF_AGENTS = frozenset(("steps", "timing", "stack_trace", "inject_refused", "metrics", "node_event", "reached", "held"))
 _Orders = (
     Break | Withdraw | PlanShare | StartRank | StopRank | Stacks | Inject | End | Release | Grace | Note | Cut | Fetch
@@ -481,19 +485,19 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """One message as MessagePack."""
+    """Encode one message as MessagePack."""
     return _encoder.encode(message)
 
 
 @cache
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """The decoder of one kind of message, or of several; made once."""
+    """Return the decoder of one or several kinds of messages; it is made once."""
     return msgspec.msgpack.Decoder(kind)
 
 
 def decode(data: bytes, kind: Any = ToController, form: Format = PROTOCOL) -> Any:
-    """The message in `data`, checked against `kind`. form: what its version is a number of. Raises
-    :class:`BadMessage` with the reason, :class:`OtherRelease` where it is that."""
+    """Decode a message and check it against `kind`. form: the format whose version it has. Raises :class:`BadMessage`
+    with the reason, or :class:`OtherRelease`."""
     if len(data) > MAX_BYTES:
         raise BadMessage(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
     try:
@@ -508,13 +512,13 @@ def decode(data: bytes, kind: Any = ToController, form: Format = PROTOCOL) -> An
 
 
 class _VersionOnly(msgspec.Struct):
-    """Any message; all but its version is passed over."""
+    """The version of any message."""
 
     v: ranges.Version
 
 
 def _number(data: bytes, form: Format) -> int:
-    """The version of a message that does not fit; this side's own where it has none."""
+    """Return the version of a message that does not fit; this side's own if it has none."""
     try:
         found: int = decoder(_VersionOnly).decode(data).v
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

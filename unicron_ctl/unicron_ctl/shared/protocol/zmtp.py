@@ -1,10 +1,9 @@
-"""ZeroMQ's wire protocol (ZMTP 3.1, RFC 37; CURVE, RFC 26): the listener's side of one connection, bytes in and bytes
-out.
+"""Speaks ZeroMQ's wire protocol (ZMTP 3.1, RFC 37; CURVE, RFC 26) as the listener's side of one connection, from bytes
+to bytes.
 
-libzmq does not listen where strangers can connect. It holds a message of endless frames in memory until the last one
-has come, and ends its process (assertion of `add_out_pipe`) when a peer takes the name that the next one would get
-(docs/design/trust.md). Peers connect with libzmq. Here a message is one frame, and only the frame that is coming in is
-kept.
+Peers use libzmq, but libzmq must not listen where strangers can connect: it holds a message of endless frames in memory
+until the last one has come, and ends its process (assertion of `add_out_pipe`) if a peer takes the name that the next
+one would get (docs/design/trust.md). Here a message is one frame, and only the frame that is coming in is kept.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ KEY_BYTES, MAC_BYTES = 32, 16
 MORE, LONG, COMMAND = 1, 2, 4  # flags of a frame
 _SEALED_COMMAND = 2  # the flag of a command within CURVE's message
 _GREETING_BYTES = 64
-_HANDSHAKE_BYTES = 1024  # of a frame before the handshake is done: the longest of libzmq's has some 600
+_HANDSHAKE_BYTES = 1024  # of a frame during the handshake: libzmq's longest has some 600
 _HELLO_BYTES, _INITIATE_BYTES, _COOKIE_BYTES, _VOUCH_BYTES = 200, 257, 96, 80
 _MESSAGE = b"\x07MESSAGE"
 _HEADER_BYTES = len(_MESSAGE) + 8
 OVERHEAD_BYTES = _HEADER_BYTES + MAC_BYTES + 1  # of CURVE, in each message
-_PART_BYTES = 65536  # that are put together as they come
-_CONTEXT_BYTES = 16  # of a PING, which its PONG repeats
+_PART_BYTES = 65536  # joined as they come
+_CONTEXT_BYTES = 16  # of a PING, repeated in its PONG
 _METADATA = b"\x0bSocket-Type\x00\x00\x00\x06ROUTER\x08Identity\x00\x00\x00\x00"
 _SIZE = struct.Struct(">Q")
 NOTHING = object()
-"""A command was read, which is no message."""
+"""A command was read, not a message."""
 
 
 class ProtocolError(Exception):
-    """The peer breaks the protocol, or wants what is not served: its connection is to be closed."""
+    """The peer breaks the protocol, or wants a part that is not served: close its connection."""
 
 
 class Keys:
@@ -53,34 +52,18 @@ class Keys:
 
 
 class Session:
-    """The protocol's state. keys: None when nothing is encrypted. most: bytes of a message. ready: the handshake is
-    done. key: the peer's public key then, in Z85; empty when nothing is encrypted. reply: bytes for the peer; the
-    sender empties it."""
+    """The protocol's state.
 
-    __slots__ = (
-        "_at",
-        "_box",
-        "_cookie",
-        "_data",
-        "_keys",
-        "_most",
-        "_nonce",
-        "_pair",
-        "_parts",
-        "_step",
-        "_theirs",
-        "_wanted",
-        "key",
-        "ready",
-        "reply",
-    )
+    keys: None without encryption. most: bytes of a message. ready: the handshake is done. key: the peer's public key,
+    in Z85, or "". reply: bytes for the peer; the sender empties it.
+    """
 
     def __init__(self, keys: Keys | None, most: int) -> None:
         self._keys, self._most = keys, most
         self._data, self._at = b"", 0
-        self._parts: list[bytearray] = []  # what belongs behind it; put together once it is worth it
-        self._wanted = 0  # bytes that have to be here before there is more to understand
-        self._step = Session._greeting  # of the class: no circle that only the collector would free
+        self._parts: list[bytearray] = []  # later bytes, joined once there are enough of them
+        self._wanted = 0  # bytes that are missing for the next frame
+        self._step = Session._greeting  # of the class: a bound method would make a reference cycle
         self._box: bytes | None = None  # the key that both sides share
         self._theirs, self._nonce = 0, 0  # the last number of each side
         self._pair, self._cookie = (b"", b""), b""
@@ -90,16 +73,16 @@ class Session:
 
     @property
     def held(self) -> int:
-        """Bytes that have come and were not read."""
+        """Bytes that have come but were not read."""
         return len(self._data) - self._at + sum(map(len, self._parts))
 
     @property
     def lacks(self) -> int:
-        """Bytes that the message under way still lacks."""
+        """Bytes that the incoming message still lacks."""
         return max(0, self._wanted)
 
     def feed(self, data: bytes) -> None:
-        """Takes bytes that have come."""
+        """Take in bytes from the peer."""
         if self._at == len(self._data):
             self._data, self._at = data, 0
             return
@@ -113,7 +96,7 @@ class Session:
             self._parts.clear()
 
     def read(self) -> bytes | object | None:
-        """The next message, NOTHING after something else that was understood, None when the rest has yet to come.
+        """Return the next message; NOTHING after a command or a step of the handshake; None if bytes are missing.
         Raises ProtocolError."""
         if not self.ready:
             return self._step(self)
@@ -138,7 +121,7 @@ class Session:
         return body
 
     def pack(self, data: bytes, command: bool = False) -> bytes:
-        """The message, or command, as it goes to the peer."""
+        """Return the bytes of a message, or a command, for the peer."""
         if self._box is None:
             return _frame_bytes(COMMAND if command else 0, data)
         self._nonce += 1
@@ -149,7 +132,7 @@ class Session:
 
     # ------------------------------------------------------------ frames
     def _frame(self, most: int) -> tuple[int, bytes] | None:
-        """Flags and content of the next one, if all of it is there. Raises ProtocolError."""
+        """Return flags and content of the next frame, if all of it is there. Raises ProtocolError."""
         data, at = self._data, self._at
         left = len(data) - at
         if left < 2 or self._wanted > 0:
@@ -171,7 +154,7 @@ class Session:
         return flags, data[at + head : at + end]
 
     def _command(self, body: bytes) -> object:
-        """Answers PING; all other commands are for sockets of other kinds."""
+        """Answer PING; all other commands are for sockets of other kinds."""
         if body[:5] == b"\x04PING" and len(body) >= 7:
             self.reply += self.pack(b"\x04PONG" + body[7 : 7 + _CONTEXT_BYTES], command=True)
         return NOTHING
@@ -195,7 +178,7 @@ class Session:
         return NOTHING
 
     def _handshake(self, name: bytes) -> bytes | None:
-        """The next command, which must be this one."""
+        """Return the next command, which must be this one. Raises ProtocolError."""
         frame = self._frame(_HANDSHAKE_BYTES)
         if frame is None:
             return None
@@ -239,8 +222,8 @@ class Session:
         box = self._box_of(theirs, self._pair[1])
         found = self._open(box, body[113:], b"CurveZMQINITIATE" + body[105:113])
         key, vouch = found[:32], found[48 : 48 + _VOUCH_BYTES]
-        told = self._open(self._box_of(key, self._pair[1]), vouch, b"VOUCH---" + found[32:48])
-        if told != theirs + self._keys.public:
+        vouched = self._open(self._box_of(key, self._pair[1]), vouch, b"VOUCH---" + found[32:48])
+        if vouched != theirs + self._keys.public:
             raise ProtocolError("its key is not proven")
         self._theirs, self._nonce = _SIZE.unpack_from(body, 105)[0], 1
         number = _SIZE.pack(self._nonce)

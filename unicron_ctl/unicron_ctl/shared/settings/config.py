@@ -1,7 +1,7 @@
-"""The settings of `unicron.toml` and their defaults: each field has its range beside it.
+"""Defines the settings of `unicron.toml`, with their defaults and ranges.
 
-How fields must relate to each other is in `settings.limits`. Only unicrond checks those rules: an agent that refuses
-its configuration would leave its job unprotected. `settings.config_file` reads the file.
+Rules between settings are in `settings.limits`. Only unicrond checks those, because an agent that refuses its
+configuration would leave its job unprotected. `settings.config_file` reads the file.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ from unicron_detector.health.programs import program_problem
 
 DEFAULT_PORT = 7451
 MOST_CONTROLLERS = 4  # the plugin's limit, too
-ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on that nobody can connect to
+ALL_ADDRESSES = ("0.0.0.0", "*", "[::]")  # hosts to listen on, but not to connect to
 WEB_URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?", re.ASCII)
 HOST = re.compile(r"[\w.-]*|\*", re.ASCII)  # a name or an address of IPv4
 OTHER_TABLES = ("partitions", "planner")  # fields of ControllerConfig that are no keys of [controller]
-# Settings of [controller] that count from the start of unicrond; a reload changes all others.
-UNTIL_RESTART = (
-    *("listen", "address", "state_dir", "auth", "public_key", "metrics"),
-    *("slurm", "slurm_timeout", "probe_timeout"),
-)
+# Settings of [controller] that a reload does not change.
+UNTIL_RESTART = "listen address state_dir auth public_key metrics slurm slurm_timeout probe_timeout".split()
 
 Seconds = Annotated[float, Range(0.001, DAY)]
 SecondsOrZero = Annotated[float, Range(0.0, DAY)]
@@ -183,12 +180,12 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """The section [planner]."""
 
     def rules(self, partition: str) -> Rules:
-        """Return what an admin allows in this Slurm partition."""
+        """Return the admin's rules for this Slurm partition."""
         return partitions.rules(self.partitions, partition)
 
     @property
     def addresses(self) -> list[str]:
-        """The controllers' addresses: none where nobody has named any, several with a standby."""
+        """The controllers' addresses: possibly none, several with a standby."""
         return split_addresses(self.address) if isinstance(self.address, str) else self.address
 
     @property
@@ -214,7 +211,7 @@ Section = ControllerConfig | AgentConfig | PlannerConfig | HealthConfig | Notify
 
 
 class Config(msgspec.Struct, kw_only=True):
-    """The whole file. `severity`: the admin's own rules, as the classifier reads them."""
+    """The whole file. severity: the admin's own rules, as the classifier reads them."""
 
     controller: ControllerConfig = msgspec.field(default_factory=ControllerConfig)
     agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
@@ -224,12 +221,12 @@ class Config(msgspec.Struct, kw_only=True):
     path: str = ""
 
     def classifier(self) -> Classifier:
-        """The shipped severity table with the admin's rules before it."""
+        """Return the shipped severity table with the admin's rules before it."""
         return default_classifier().load({"severity": self.severity}) if self.severity else default_classifier()
 
 
 def all_problems(config: Config, environment: Mapping[str, str] | None = None) -> list[str]:
-    """Return what is wrong with the sections, in one line each. environment: see :func:`problems`."""
+    """Return the problems of all sections, in one line each. environment: see :func:`problems`."""
     sections: dict[str, Section] = {
         "controller": config.controller,
         "planner": config.controller.planner,
@@ -241,9 +238,9 @@ def all_problems(config: Config, environment: Mapping[str, str] | None = None) -
 
 
 def problems(section: Section, environment: Mapping[str, str] | None = None) -> list[str]:
-    """Return what is out of range or contradicts something else, in one line each; empty when all is well.
+    """Return the values that are out of range or contradict each other, in one line each.
 
-    environment: unicrond's, to check against the limits of agents, ranks and plugin as well.
+    environment: unicrond's, to check the limits of agents, ranks and plugin as well.
     """
     wrong = {field.name: problem for field in fields_of(type(section)) if (problem := _field_problem(section, field))}
     found = list(wrong.values())
@@ -251,7 +248,7 @@ def problems(section: Section, environment: Mapping[str, str] | None = None) -> 
         found += wrong_targets(section).values()
     if isinstance(section, ControllerConfig):
         values, variables = rule_values(section, environment)
-        # A value out of range would break rules that say nothing new.
+        # Rules that a value out of range breaks would say nothing new.
         sound = {name: value for name, value in values.items() if name not in wrong}
         if {"heartbeat_period", "lease_periods"} & wrong.keys():
             sound.pop("lease")
@@ -261,8 +258,8 @@ def problems(section: Section, environment: Mapping[str, str] | None = None) -> 
 
 
 def _standby_problems(section: ControllerConfig) -> list[str]:
-    """With a standby both hosts have this file: the name of one of them cannot be listened at by the other, which
-    would fail when it takes over."""
+    """Refuse the name of one host in `metrics` if there is a standby, which has the same file and could not listen
+    there when it takes over."""
     host = split(section.metrics, listens=True)[0] if section.metrics else ""
     if len(section.addresses) < 2 or not host or host in ("0.0.0.0", "::", "*") or is_loopback(host):
         return []
@@ -270,8 +267,8 @@ def _standby_problems(section: ControllerConfig) -> list[str]:
 
 
 def port_notes(section: ControllerConfig) -> list[str]:
-    """Return what `address` and `listen` say of ports, where these differ: it is no mistake where something stands
-    between."""
+    """Return notes on ports that differ in `address` and `listen`, which is right if something forwards between
+    them."""
     at = section.listen.rpartition(":")[2]
     return [
         f'[controller] address = "{address}" and listen = "{section.listen}": agents connect to port '
@@ -283,7 +280,7 @@ def port_notes(section: ControllerConfig) -> list[str]:
 
 
 def rule_values(section: ControllerConfig, environment: Mapping[str, str] | None) -> tuple[dict[str, float], list[str]]:
-    """The values that the rules of `limits` are about, by name, and what is wrong with variables of the environment."""
+    """Return the values for the rules of `limits`, by name, and the problems of the environment's variables."""
     values, found = ({}, []) if environment is None else limits.fixed_values(environment)
     values["lease"] = section.lease
     for field in fields_of(type(section)):
@@ -293,7 +290,7 @@ def rule_values(section: ControllerConfig, environment: Mapping[str, str] | None
 
 
 def loopback_problems(section: ControllerConfig) -> list[str]:
-    """Return what is wrong with `auth`: without munge, everybody who reaches the port may do everything."""
+    """Return the problems of `auth`: without munge, everybody who reaches the port may do everything."""
     host = section.listen.removeprefix("tcp://").rpartition(":")[0]
     if section.auth != "none" and section.public_key == "none":
         return ['[controller] public_key = "none" with auth = "munge": nothing is unencrypted with munge, leave it out']
@@ -305,12 +302,12 @@ def loopback_problems(section: ControllerConfig) -> list[str]:
 
 @functools.cache
 def fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
-    """The fields of a section, read once: msgspec evaluates their annotations each time."""
+    """Return the fields of a section. They are cached because msgspec evaluates their annotations each time."""
     return msgspec.structs.fields(kind)
 
 
 def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) -> str:
-    """Return what is wrong with one field, or nothing."""
+    """Return the problem of one field, or ""."""
     value, allowed = getattr(section, field.name), field.type
     if get_origin(allowed) is Literal:
         choices = get_args(allowed)
@@ -335,13 +332,13 @@ def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) ->
 
 
 def skip_problem(value: tuple[str, ...], programs: Collection[str] = ()) -> str:
-    """Return what is wrong with names of health checks, or nothing. programs: names of others' checks."""
+    """Return the problem of names of health checks, or "". programs: names of the site's checks."""
     odd = next((name for name in value if name not in (*CHECKS, *programs, "all")), "")
     return f'skip = "{odd}": use some of {", ".join((*CHECKS, *programs))}, or all' if odd else ""
 
 
 def metrics_problem(value: str) -> str:
-    """Return what is wrong with an address for metrics, or nothing."""
+    """Return the problem of an address for metrics, or ""."""
     try:
         split(value or ":0", listens=True)
     except ValueError:
@@ -350,14 +347,13 @@ def metrics_problem(value: str) -> str:
 
 
 def web_url_problem(value: str) -> str:
-    """Return what is wrong with the address of a page, or nothing."""
-    return (
-        "" if not value or WEB_URL.fullmatch(value) else f'web_url = "{value}": write https://HOST or http://HOST:PORT'
-    )
+    """Return the problem of a page's address, or ""."""
+    good = not value or WEB_URL.fullmatch(value)
+    return "" if good else f'web_url = "{value}": write https://HOST or http://HOST:PORT'
 
 
 def listen_problem(value: str) -> str:
-    """Return what is wrong with an address to listen on, or nothing."""
+    """Return the problem of an address to listen on, or ""."""
     host, _, port = value.removeprefix("tcp://").rpartition(":")
     if not (value.startswith("tcp://") and port.isascii() and port.isdecimal() and int(port) <= 65535):
         return f'listen = "{value}": write tcp://ADDRESS:PORT'
@@ -371,7 +367,7 @@ def listen_problem(value: str) -> str:
 
 
 def address_problem(value: str | list[str]) -> str:
-    """Return what is wrong with the addresses at which others are to reach the controller, or nothing."""
+    """Return the problem of the controller's addresses for others, or ""."""
     found = split_addresses(value) if isinstance(value, str) else value
     if len(found) > MOST_CONTROLLERS:
         return f"address: {len(found)} of them: one and a standby are enough, {MOST_CONTROLLERS} are the most"

@@ -1,4 +1,4 @@
-"""Finds and reads `unicron.toml`: everything wrong with it is found at once."""
+"""Finds and reads `unicron.toml`, and reports all its problems at once."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from unicron_detector.failures.classify import default_classifier
 from unicron_detector.failures.severity import SeverityTableError
 from unicron_detector.health.checks import HealthConfig
 
-NOTIFY = "[notify] "  # with which each of its problems begins
+NOTIFY = "[notify] "  # the start of a problem of this section
 SECTIONS = ("controller", "agent", "planner", "partition", "health", "notify", "severity")
 
 
 def search_path(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return where the file is looked for when nobody names it; the first that exists counts."""
+    """Return the default paths of the file, of which the first existing one counts."""
     named = environment.get("UNICRON_CONFIG")
     home = Path(environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME", "/")) / ".config")
     return ([Path(named)] if named else []) + [home / "unicron" / "unicron.toml", Path("/etc/unicron/unicron.toml")]
 
 
 def load(path: str | Path | None = None, environment: Mapping[str, str] = os.environ) -> Config:
-    """The checked configuration from `path`, or from the search path, or all defaults. Raises UserError, one line.
+    """Return the checked configuration from `path`, the search path, or all defaults. Raises UserError, one line.
 
-    Nobody but unicrond reads [notify]: a mistake there keeps no agent from its job."""
+    Problems of [notify] do not count, because only unicrond reads it."""
     config, found = _read(path, environment)
     refuse(config.path, without_notify(found) or without_notify(all_problems(config)))
     return config
@@ -51,8 +51,8 @@ def load(path: str | Path | None = None, environment: Mapping[str, str] = os.env
 def load_valid_part(
     path: str | Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> tuple[Config, list[str]]:
-    """For a node's health checks: what of the file has a meaning, and what is wrong with it, in one line each: a
-    mistake in one line must not switch the others off. Raises UserError for a file that cannot be read at all."""
+    """Return the valid part of the file, and its problems in one line each. For a node's health checks: a mistake in
+    one line must not switch off the others. Raises UserError for a file that cannot be read at all."""
     config, found = _read(path, environment)
     return config, found + all_problems(config)
 
@@ -60,10 +60,8 @@ def load_valid_part(
 def examine(
     path: str | Path | None = None, environment: Mapping[str, str] = os.environ, listen: str | None = None
 ) -> tuple[Config, list[str]]:
-    """For unicrond: the configuration as far as it has a meaning, and all that is wrong with it, in one line each.
-
-    listen: replaces the file's. Raises UserError for a file that cannot be read at all.
-    """
+    """Return the valid part of the file, and all its problems in one line each, including those of unicrond's own
+    parts. listen: replaces the file's. Raises UserError for a file that cannot be read at all."""
     config, found = _read(path, environment)
     config.controller.listen = listen or config.controller.listen
     ours = loopback_problems(config.controller) + notify_problems(config.notify)
@@ -71,20 +69,20 @@ def examine(
 
 
 def without_notify(found: Sequence[str]) -> list[str]:
-    """The problems without those of [notify], which cost the targets that they are about, and nothing else."""
+    """Return the problems without those of [notify], which only disable its targets."""
     return [line for line in found if not line.startswith(NOTIFY)]
 
 
 def refuse(path: str, found: Sequence[str]) -> None:
-    """Raises UserError with the first of the problems, if there is one. That is wrong use, after which systemd starts
-    no program again; a file that cannot be read is none, for it may not be mounted yet."""
+    """Raise UserError with the first of the problems, if there is one, as wrong use, after which systemd does not
+    restart the program. A file that cannot be read is no wrong use, because it may not be mounted yet."""
     if found:
         more = f" (and {len(found) - 1} more: `unicrond --check` prints all)" if len(found) > 1 else ""
         raise UserError(f"{path or 'configuration'}: {found[0]}{more}", WRONG_USE)
 
 
 def parse(raw: Mapping[str, Any], path: str = "") -> Config:
-    """The checked configuration in a mapping that was read from TOML. Raises UserError."""
+    """Return the checked configuration in a mapping that was read from TOML. Raises UserError."""
     config, found = parse_sections(raw, path)
     refuse(path, found or all_problems(config))
     return config
@@ -95,7 +93,7 @@ def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Conf
         named = environment.get("UNICRON_CONFIG")
         if named and not Path(named).is_file():
             advice = "write it, mount it if this is a container, or unset the variable"
-            raise UserError(f"UNICRON_CONFIG={named}: no such file; {advice}")  # it may come
+            raise UserError(f"UNICRON_CONFIG={named}: no such file; {advice}")  # not wrong use: it may come
         path = next((candidate for candidate in search_path(environment) if candidate.is_file()), None)
         if path is None:
             return Config(), []
@@ -110,7 +108,8 @@ def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Conf
 
 
 def parse_sections(raw: Mapping[str, Any], path: str = "") -> tuple[Config, list[str]]:
-    """The configuration in a mapping that was read from TOML, and what in it has no meaning: that keeps its default."""
+    """Return the configuration in a mapping that was read from TOML, with defaults for invalid parts, and these parts'
+    problems."""
     found = [_unknown(section) for section in raw if section not in SECTIONS]
     controller = _section(ControllerConfig, "controller", raw, found)
     controller.partitions = _partitions(raw.get("partition", {}), found)
@@ -129,7 +128,7 @@ def _unknown(section: str) -> str:
 
 
 def _severity(given: object, found: list[str]) -> dict[str, Any]:
-    """The admin's own rules, if they can be used."""
+    """Return the admin's own rules, if they can be used."""
     try:
         if given != {}:  # the shipped table alone is sound
             default_classifier().load({"severity": given})
@@ -152,7 +151,6 @@ def _section(kind: type[Section], name: str, raw: Mapping[str, Any], found: list
 
 
 def _partitions(raw: object, found: list[str]) -> dict[str, PartitionConfig]:
-    """The tables below [partition]."""
     if not isinstance(raw, Mapping):
         found.append("[partition] must hold tables: write [partition.NAME]")
         return {}
@@ -167,7 +165,7 @@ def _partitions(raw: object, found: list[str]) -> dict[str, PartitionConfig]:
 
 
 def _table(kind: type[Section], title: str, given: Mapping[str, Any], found: list[str]) -> Section:
-    """The struct of one table. Each field is converted by itself, so that every error is found, not only the first."""
+    """Make the struct of one table. Each field is converted by itself, so that every error is found."""
     types = {field.name: field.type for field in fields_of(kind) if field.name not in OTHER_TABLES}
     values: dict[str, Any] = {}
     for key, value in given.items():
@@ -190,7 +188,7 @@ CHOICES: dict[str, Collection[str]] = {"mode": get_args(Mode), "actions": PERMIS
 
 
 def _reason(key: str, value: object, error: msgspec.ValidationError) -> str:
-    """Return what is wrong with a value, in words that name the choices where there are any."""
+    """Return the problem of a value, with the choices if there are any."""
     if key not in CHOICES:
         return str(error).replace(" | null", "")
     given = value if isinstance(value, list) else [value]

@@ -1,7 +1,7 @@
-"""Ranges of settings, and the rules that settings must keep among themselves and with fixed limits.
+"""Checks the ranges of settings, and the rules between settings and fixed limits.
 
-`unicrond --check` tests the rules of settings together, so that it can name every contradiction at once. Nobody can set
-what CONSTANT_RULES are about, in programs that do not import each other: a test asks those.
+`unicrond --check` tests the rules of settings together, so that it can name every contradiction at once. CONSTANT_RULES
+are about constants of programs that do not import each other; a test checks them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ORPHAN_SECONDS = 600.0
 
 
 class Range(NamedTuple):
-    """The values that a number may have, both ends included; `zero` allows 0 as well, which switches it off."""
+    """The range of a number, both ends included. zero: 0 is also allowed, and switches the setting off."""
 
     low: float
     high: float
@@ -38,8 +38,8 @@ class Range(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """`low` must be below `high`, or at most equal where `equal` says so. Each side is a sum of names: a field of
-    [controller], `lease`, or a key of FIXED_LIMITS or VARIABLES. `slurm`: only for a controller with Slurm."""
+    """A rule: `low` must be below `high`, or also equal to it if `equal` is set. Each side is a sum of names: a field
+    of [controller], `lease`, or a key of FIXED_LIMITS or VARIABLES. slurm: only for a controller with Slurm."""
 
     low: str
     high: str
@@ -103,7 +103,7 @@ OWNERS = {
     "health": "slurm_plugin/health/unicron-health",
     "service": "slurm_plugin/systemd/unicrond.service",
 }
-"""The package or file in which the constants of CONSTANT_RULES stand, each beside its use."""
+"""The package or file that has the constants of CONSTANT_RULES."""
 SLURM_DEFAULTS = {"slurm.KillWait": 30.0, "slurm.BatchStartTimeout": 10.0, "slurm.HealthCheckProgram": 60.0}
 """Seconds (slurm.conf(5))."""
 
@@ -147,12 +147,12 @@ CONSTANT_RULES: tuple[Rule, ...] = (
 
 
 def number(value: float) -> str:
-    """Write the number as people do: no exponent, no trailing zeros."""
+    """Format the number without exponent or trailing zeros."""
     return format(value, ".10g")
 
 
 def fixed_values(environment: Mapping[str, str]) -> tuple[dict[str, float], list[str]]:
-    """Return the values of FIXED_LIMITS and VARIABLES by name, and what is wrong with those the environment sets."""
+    """Return the values of FIXED_LIMITS and VARIABLES by name, and the problems of those that the environment sets."""
     values, found = {**FIXED_LIMITS, **VARIABLES}, []
     for name in VARIABLES:
         if text := environment.get(name):
@@ -172,7 +172,7 @@ def contradictions(values: Mapping[str, float], slurm: bool = True, rules: Itera
     for rule, low, high in _applicable(rules, values, slurm):
         if low < high or (rule.equal and low == high):
             continue
-        # The reader wants to know first what to change: a setting, and of two settings the larger.
+        # Name first what the reader can change: a setting, and of two settings the larger.
         if _settable(rule.high) or not _settable(rule.low):
             subject, words, other = (rule.high, high), "at least" if rule.equal else "above", (rule.low, low)
         else:
@@ -195,7 +195,7 @@ def names(side: str) -> list[str]:
 
 
 def label(side: str) -> str:
-    """Return one side of a rule as an admin knows it."""
+    """Return one side of a rule in an admin's words."""
     return "heartbeat_period x lease_periods" if side == "lease" else side
 
 

@@ -1,4 +1,4 @@
-"""The meaning of each setting: the docstring below it. Python drops those, so they are read from the source."""
+"""Reads the meaning of each setting from the docstring below it, which only the source has."""
 
 from __future__ import annotations
 
@@ -11,24 +11,20 @@ import msgspec
 
 
 def docstrings(body: Sequence[ast.stmt]) -> dict[str, str]:
-    """The docstring below each assignment, by the assigned name."""
+    """Return the docstring below each assignment, by the assigned name."""
     found = {}
     for line, below in pairwise(body):
-        target = (
-            line.target
-            if isinstance(line, ast.AnnAssign)
-            else line.targets[0]
-            if isinstance(line, ast.Assign)
-            else None
-        )
-        text = below.value if isinstance(below, ast.Expr) else None
-        if isinstance(target, ast.Name) and isinstance(text, ast.Constant) and isinstance(text.value, str):
-            found[target.id] = " ".join(text.value.split())
+        match line, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = " ".join(text.split())
     return found
 
 
 def meanings(section: type[msgspec.Struct]) -> dict[str, str]:
-    """The meaning of each field of a section. Raises OSError where the source is not installed."""
+    """Return the meaning of each field of a section. Raises OSError if the source is not installed."""
     (definition,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef)
     return docstrings(definition.body)

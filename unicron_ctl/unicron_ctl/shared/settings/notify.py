@@ -1,6 +1,6 @@
-"""`[notify]` of unicron.toml: whom unicrond tells of what needs an admin, of healed jobs and of nodes that are left.
+"""Defines `[notify]` of unicron.toml: the targets for notices about what needs an admin, healed jobs and left nodes.
 
-Only unicrond reads it. What is secret is in a file of its own, which nobody else can read.
+Only unicrond reads it. Secrets are in a file of their own that nobody else can read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NoticeKind = Literal["admin", "healed", "left"]
 
 
 class NotifyConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The section [notify]: whom unicrond tells what. By default nobody hears of anything."""
+    """The section [notify]: who gets which notices. By default there are none."""
 
     hook: str = ""
     """A program that is told by JSON on its standard input: an absolute path. Root or unicrond's user owns it, and
@@ -56,12 +56,12 @@ class Secrets(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def words(self) -> list[str]:
-        """All that must never be in a log."""
+        """All secrets, which must never be in a log."""
         return [word for word in msgspec.structs.astuple(self) if word]
 
 
 def wrong_targets(config: NotifyConfig) -> dict[str, str]:
-    """Return what is wrong with the section by itself: by the key of each target, in one line each."""
+    """Return the problems of the section itself: by the key of each target, in one line each."""
     found = {"mail": _mail_problem(config)}
     for key in ("hook", "secrets"):
         if (path := getattr(config, key)) and not os.path.isabs(path):
@@ -86,7 +86,7 @@ def _is_mail(text: str) -> bool:
 
 
 def notify_problems(config: NotifyConfig) -> list[str]:
-    """Return what is wrong with the hook and the secrets on this machine, in one line each; for unicrond."""
+    """Return the problems of the hook and the secrets on this machine, in one line each; for unicrond."""
     wrong = wrong_targets(config)
     found = [unfit(config.hook)] if config.hook and "hook" not in wrong else []
     try:
@@ -98,8 +98,8 @@ def notify_problems(config: NotifyConfig) -> list[str]:
 
 
 def usable(config: NotifyConfig) -> tuple[NotifyConfig, Secrets, bool]:
-    """The section without what is wrong in it, the secrets, and whether those could be read. Without them only the hook
-    is left: they may be what protects the mail on its way."""
+    """Return the section without its wrong parts, the secrets, and whether those could be read. Without them only the
+    hook is left, because they may protect the mail on its way."""
     wrong = wrong_targets(config)
     left_out: dict[str, object] = {"hook": ""} if "hook" in wrong else {}
     for field in msgspec.structs.fields(NotifyConfig):
@@ -117,12 +117,12 @@ def usable(config: NotifyConfig) -> tuple[NotifyConfig, Secrets, bool]:
 
 
 def unfit(hook: str) -> str:
-    """Why the hook must not be run; empty when it may be."""
+    """Return why the hook must not be run, or ""."""
     return f'hook = "{hook}": {why}' if (why := why_untrusted(hook)) else ""
 
 
 def load_secrets(config: NotifyConfig) -> Secrets:
-    """The secrets of the file that the section names; none without one. Raises UserError, one line without them."""
+    """Read the file of secrets that the section names, if any. Raises UserError, whose text has no secrets."""
     path = config.secrets
     if not path:
         return Secrets()
@@ -130,7 +130,7 @@ def load_secrets(config: NotifyConfig) -> Secrets:
         raise UserError(why)
     try:
         with open_plain(path) as file:
-            status = os.fstat(file.fileno())  # of what is read, whatever the path leads to by now
+            status = os.fstat(file.fileno())  # of this file, wherever the path leads by now
             if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
                 raise UserError(
                     f"{path}: others can read it, or own it: `chown` it to unicrond's user and `chmod 600 {path}`"
@@ -150,7 +150,7 @@ def load_secrets(config: NotifyConfig) -> Secrets:
 
 
 def _is_safe(url: str) -> bool:
-    """Whether nobody on the way reads what goes there."""
+    """Whether nobody on the way can read data sent to this URL."""
     try:
         parts = urllib.parse.urlsplit(url)
     except ValueError:  # its text may quote the URL

@@ -1,23 +1,24 @@
-"""`[partition.NAME]` of unicron.toml: what an admin lets the controller do to the jobs and nodes of a Slurm partition.
+"""Defines `[partition.NAME]` of unicron.toml: an admin's rules for the jobs and nodes of a Slurm partition.
 
-Two permissions are separate. A job's owner may have it healed within the nodes that it has, in every mode but "off".
-What touches Slurm takes the admin's permission: in "observe" it is only decided and recorded.
+A job is healed within its own nodes in every mode but "off". Changes in Slurm need the admin's permission: in "observe"
+they are only decided and recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
 OFF, OBSERVE, ACT = "off", "observe", "act"
-DEFAULT = "default"  # the table for all partitions that have none of their own
+DEFAULT = "default"  # the table for all partitions without one
 Mode = Literal["off", "observe", "act"]
 Permission = Literal["drain", "down", "requeue", "hold", "pin", "move", "cancel", "comment"]
 PERMISSIONS: tuple[str, ...] = get_args(Permission)
-# Calls of a SlurmClient and what allows them, any of it. Whoever may take a node may give it back, and so for holds.
+# Calls of a SlurmClient, and the permissions of which each needs one. Taking a node includes giving it back, and a hold
+# includes its release.
 PERMISSION_OF: dict[str, tuple[str, ...]] = {
     "drain": ("drain",),
     "down": ("down",),
@@ -76,7 +77,7 @@ class Rules:
     """An admin has nothing changed in Slurm for a while (`unicronctl pause`)."""
 
     def as_paused(self) -> Rules:
-        """Gives the rules while that is so."""
+        """Return the rules during a pause."""
         return replace(self, mode=OBSERVE, is_paused=True) if self.mode == ACT else self
 
     def may(self, call: str) -> bool:
@@ -84,7 +85,7 @@ class Rules:
         return self.mode == ACT and not self.actions.isdisjoint(PERMISSION_OF[call])
 
     def refusal(self, call: str) -> str:
-        """Why it is not, and what would change that; empty when it is."""
+        """Return why this call is not allowed, and what would allow it; empty if it is allowed."""
         if self.may(call):
             return ""
         if self.is_paused:
@@ -94,33 +95,31 @@ class Rules:
         return f"the actions of partition {self.partition} do not include {' or '.join(PERMISSION_OF[call])}"
 
     def most_weight(self, account: str, qos: str) -> float:
-        """The most that a job of this account and QOS may claim."""
+        """Return the largest weight that a job of this account and QOS may claim."""
         claims = [known[name] for known, name in ((self.accounts, account), (self.qos, qos)) if name in known]
         return max(claims, default=self.max_weight)
 
 
 def rules(partitions: Mapping[str, PartitionConfig], name: str) -> Rules:
-    """The rules of the partition `name` ("" for one that is not known)."""
+    """Return the rules of the partition `name` ("" if that is not known)."""
     usual, own = partitions.get(DEFAULT, PartitionConfig()), partitions.get(name, PartitionConfig())
-    mode = own.mode or usual.mode or OBSERVE
-    actions = next((found for found in (own.actions, usual.actions) if found is not None), PERMISSIONS)
-    weight = next((found for found in (own.max_weight, usual.max_weight) if found is not None), 1.0)
-    spare = next((found for found in (own.spare_nodes, usual.spare_nodes) if found is not None), 0)
-    accounts = {**usual.account, **own.account}
-    qos = {**usual.qos, **own.qos}
+
+    def value(field: str, default: object) -> Any:
+        return next((found for one in (own, usual) if (found := getattr(one, field)) is not None), default)
+
     return Rules(
         name or DEFAULT,
-        mode,
-        frozenset(actions),
-        weight,
-        spare,
-        {known: claim.max_weight for known, claim in accounts.items()},
-        {known: claim.max_weight for known, claim in qos.items()},
+        value("mode", OBSERVE),
+        frozenset(value("actions", PERMISSIONS)),
+        value("max_weight", 1.0),
+        value("spare_nodes", 0),
+        {account: claim.max_weight for account, claim in (usual.account | own.account).items()},
+        {qos: claim.max_weight for qos, claim in (usual.qos | own.qos).items()},
     )
 
 
 def strictest(found: Iterable[Rules]) -> Rules:
-    """The rules of a job that may be in any of several partitions: what all of them allow. `found` must not be
+    """Return the rules for a job that may run in several partitions: what all of them allow. `found` must not be
     empty."""
     listed = list(found)
     first = min(listed, key=lambda one: (_STRICTEST.index(one.mode), len(one.actions)))

@@ -1,4 +1,4 @@
-"""Finds the places of programs, of the controller's state and of its address."""
+"""Finds Unicron's programs, the controller's state folder and its address."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ PACKAGE_FOLDER = "/usr/lib/unicron"
 PACKAGED_PLUGIN = f"{PACKAGE_FOLDER}/unicron.so"
 PACKAGED_AGENT, PACKAGED_PYTHON = "/opt/unicron/bin/unicron-agent", "/opt/unicron/bin/python"
 PACKAGED_PROGRAMS = "/usr/bin"
-CHECKOUT = Path(unicron.__file__).resolve().parents[2]  # what lies there is looked for, since there may be none
-TEMPLATES = next(
-    (folder for folder in [Path(unicron.__file__).parent / "sbatch_templates"] if folder.is_dir()),
-    CHECKOUT / "sbatch_templates",
-)
+CHECKOUT = Path(unicron.__file__).resolve().parents[2]  # an installation may have none
+_INSTALLED_TEMPLATES = Path(unicron.__file__).parent / "sbatch_templates"
+TEMPLATES = _INSTALLED_TEMPLATES if _INSTALLED_TEMPLATES.is_dir() else CHECKOUT / "sbatch_templates"
 
 
 def state_dir(config: Config, environment: Mapping[str, str] = os.environ) -> Path:
-    """The controller's state folder: the configured one, else /var/lib/unicron for root, else below the user's home."""
+    """Return the controller's state folder: as configured, or /var/lib/unicron for root, or below the user's home."""
     if config.controller.state_dir:
         return Path(config.controller.state_dir).expanduser()
     if os.geteuid() == 0:
@@ -36,10 +34,9 @@ def state_dir(config: Config, environment: Mapping[str, str] = os.environ) -> Pa
 def controller_address(
     explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Return where clients reach the controller: the option, UNICRON_CONTROLLER, the configuration's `address`, what a
-    controller that runs here wrote, its `listen`; where that means all addresses, this host. Several addresses have
-    commas between them.
-    """
+    """Return the controller's address for clients: the option, UNICRON_CONTROLLER, the configuration's `address`, the
+    file of a controller that runs here, or the configuration's `listen`, with this host in place of all addresses.
+    Several addresses have commas between them."""
     if explicit:
         return explicit
     if environment.get("UNICRON_CONTROLLER"):
@@ -58,7 +55,7 @@ def controller_address(
 def is_guess(
     explicit: str | None = None, config: Config | None = None, environment: Mapping[str, str] = os.environ
 ) -> bool:
-    """Whether `controller_address` had nothing to go by but this host: right on the controller's own, else not."""
+    """Whether `controller_address` can only guess that the controller runs on this host."""
     config = config or load(environment=environment)
     return (
         not (explicit or environment.get("UNICRON_CONTROLLER") or config.controller.addresses)
@@ -68,15 +65,15 @@ def is_guess(
 
 
 def is_packaged() -> bool:
-    """Whether this is a program of the packages."""
+    """Whether this program comes from the packages."""
     return unicron.__file__.startswith(f"{PACKAGE_FOLDER}/")
 
 
 def nodes_python() -> str:
-    """The Python that has Unicron on all nodes: this one, but the agent's if this is the packages' program."""
+    """Return the Python that has Unicron on all nodes: this one, or the agent's for a program of the packages."""
     return PACKAGED_PYTHON if is_packaged() else sys.executable
 
 
 def program(name: str, module: str) -> list[str]:
-    """The command of another program of this installation: the packages' own, else this Python with its module."""
+    """Return the command of another program of this installation: from the packages, or this Python with its module."""
     return [f"{PACKAGED_PROGRAMS}/{name}"] if is_packaged() else [sys.executable, "-m", module]

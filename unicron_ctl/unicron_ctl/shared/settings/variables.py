@@ -1,6 +1,5 @@
-"""The environment variables that people set, as docs/reference.md lists them.
-
-tests/unit/unicron_ctl/shared/settings/test_variables.py compares the names with those that the sources read."""
+"""Lists the environment variables that people set, for docs/reference.md. A test compares the names with those that the
+sources read (tests/unit/unicron_ctl/shared/settings/test_variables.py)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from unicron_ctl.controller.model.fold import fold, replay
 from unicron_ctl.controller.model.state_machine import Action
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
-from unicron_ctl.shared.log.store import TOLD_EVERY, Store, StoreError
+from unicron_ctl.shared.log.store import PROGRESS_EVERY, Store, StoreError
 from unicron_ctl.shared.protocol import wire
 
 BROKEN = "this decider is broken"
@@ -196,7 +196,7 @@ def test_a_saved_state_and_a_whole_replay_give_the_same_state(tmp_path: Path) ->
 def test_while_the_log_is_read_somebody_is_told(tmp_path: Path) -> None:
     """systemd ends a start that says nothing for long."""
     world = disturbed()
-    world.log += [Event(len(world.log) + n, world.now, "", 0, records.Alone()) for n in range(1, 2 * TOLD_EVERY)]
+    world.log += [Event(len(world.log) + n, world.now, "", 0, records.Alone()) for n in range(1, 2 * PROGRESS_EVERY)]
     calls = list[int]()
     store = stored(tmp_path, world)
     store.thin(0, lambda: calls.append(1))

@@ -16,7 +16,7 @@ from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker, Roles
 from unicron_ctl.controller.server import credentials
 from unicron_ctl.controller.server.credentials import Introducer, Unproven, Verifier, asker_of
 from unicron_ctl.controller.server.worker import VERIFIERS, Worker
-from unicron_ctl.shared.protocol import datagrams, structs, wire
+from unicron_ctl.shared.protocol import datagrams, munge, structs, wire
 from unicron_ctl.shared.protocol.munge import Credential, MungeError
 from unicron_ctl.shared.system.time_limit import TimeLimit
 
@@ -72,7 +72,7 @@ def test_a_name_service_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.Monk
     """Defect: four threads look at credentials, and each could wait for a name for ever."""
     munged(monkeypatch, Credential(1000, b"claim"), {})
     go_on = threading.Event()
-    monkeypatch.setattr(credentials, "_names", TimeLimit(0.05, 2, "test-names"))
+    monkeypatch.setattr(munge, "_names", TimeLimit(0.05, 2, "test-names"))
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: go_on.wait(60.0))
     for _ in range(20):
         assert asker_of("c", "claim", Roles()) == Asker(1000, "", False)

@@ -12,9 +12,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -247,68 +247,65 @@ def answering(exporter: Exporter, world: World) -> Iterator[SimpleNamespace]:
         thread.join()
 
 
+Export = Callable[..., Exporter]
+
+
+@pytest.fixture
+def export() -> Iterator[Export]:
+    """Makes exporters that are closed after the test."""
+    with ExitStack() as stack:
+        yield lambda *how: stack.enter_context(closing(Exporter(*how)))
+
+
 def get(exporter: Exporter) -> str:
     return urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=10).read().decode()
 
 
-def test_prometheus_is_answered_by_the_loop_once_for_all_who_ask_at_once() -> None:
-    exporter = Exporter(":0")
-    try:
-        assert exporter.address == "127.0.0.1", "nobody else can reach it"
-        with answering(exporter, World()) as loop, ThreadPoolExecutor(8) as pool:
-            texts = list(pool.map(lambda _: get(exporter), range(8)))
-            assert all("unicron_log_bytes 1.0" in text and "process_open_fds" in text for text in texts)
-            assert "_created" not in texts[0], "a series for each of a counter, of which no query asks"
-            assert loop.made <= 2
-        with pytest.raises(UserError, match="give another address"):
-            Exporter(f"127.0.0.1:{exporter.port}")
-    finally:
-        exporter.close()
+def test_prometheus_is_answered_by_the_loop_once_for_all_who_ask_at_once(export: Export) -> None:
+    exporter = export(":0")
+    assert exporter.address == "127.0.0.1", "nobody else can reach it"
+    with answering(exporter, World()) as loop, ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda _: get(exporter), range(8)))
+        assert all("unicron_log_bytes 1.0" in text and "process_open_fds" in text for text in texts)
+        assert "_created" not in texts[0], "a series for each of a counter, of which no query asks"
+        assert loop.made <= 2
+    with pytest.raises(UserError, match="give another address"):
+        Exporter(f"127.0.0.1:{exporter.port}")
 
 
 def test_a_loop_that_does_not_answer_is_said_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], export: Export
 ) -> None:
-    exporter = Exporter("127.0.0.1:0")
+    exporter = export("127.0.0.1:0")
     monkeypatch.setattr(exporters, "SCRAPE_SECONDS", 0.1)
     monkeypatch.setattr(logging.getLogger("unicron"), "propagate", True)
-    try:
-        with pytest.raises(urllib.error.HTTPError) as raised:
-            get(exporter)
-        assert raised.value.code == 503 and b"has not answered" in raised.value.read()
-        assert "has not answered" in caplog.text and "Traceback" not in capfd.readouterr().err
-    finally:
-        exporter.close()
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        get(exporter)
+    assert raised.value.code == 503 and b"has not answered" in raised.value.read()
+    assert "has not answered" in caplog.text and "Traceback" not in capfd.readouterr().err
 
 
-def test_who_sends_a_byte_now_and_then_is_cut_off_like_who_sends_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_sends_a_byte_now_and_then_is_cut_off_like_who_sends_none(monkeypatch, export: Export) -> None:
     monkeypatch.setattr(exporters._Server, "whole_seconds", 0.5)
-    exporter = Exporter(":0")
-    try:
-        with socket.create_connection(("127.0.0.1", exporter.port)) as slow:
-            until = time.monotonic() + 30.0
-            with pytest.raises(OSError):
-                while time.monotonic() < until:
-                    slow.send(b"G")
-                    time.sleep(0.1)
-    finally:
-        exporter.close()
+    exporter = export(":0")
+    with socket.create_connection(("127.0.0.1", exporter.port)) as slow:
+        until = time.monotonic() + 30.0
+        with pytest.raises(OSError):
+            while time.monotonic() < until:
+                slow.send(b"G")
+                time.sleep(0.1)
 
 
-def test_idle_connections_are_few_and_give_way_to_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_are_few_and_give_way_to_who_asks(monkeypatch, export: Export) -> None:
     monkeypatch.setattr(exporters._Server, "most_open", 2)
-    exporter = Exporter(":0")
+    exporter = export(":0")
     before = threading.active_count()
-    idle = [socket.create_connection(("127.0.0.1", exporter.port)) for _ in range(6)]
-    try:
+    with ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", exporter.port))) for _ in range(6)]
         assert [one.recv(1) for one in idle[:4]] == [b""] * 4, "the oldest are closed"
         assert wait_for(lambda: threading.active_count() <= before + 2, "two threads at most")
         with answering(exporter, World()):
             assert "unicron_log_bytes" in get(exporter), "beside two that say nothing"
-    finally:
-        for one in idle:
-            one.close()
-        exporter.close()
 
 
 @pytest.mark.parametrize(
@@ -323,16 +320,13 @@ def test_idle_connections_are_few_and_give_way_to_who_asks(monkeypatch: pytest.M
         ("", 421),
     ],
 )
-def test_who_calls_this_host_by_another_name_is_told_nothing(host: str, status: int) -> None:
+def test_who_calls_this_host_by_another_name_is_told_nothing(host: str, status: int, export: Export) -> None:
     """A page of another site can lead its own name here, and read through a browser what it finds (DNS rebinding)."""
-    exporter = Exporter(":0", ["head.example.org"])
-    try:
-        with answering(exporter, World()), socket.create_connection(("127.0.0.1", exporter.port), 10) as client:
-            client.sendall(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
-            answer = client.makefile("rb").read()
-        assert answer.startswith(f"HTTP/1.0 {status}".encode()) and (b"unicron_log_bytes" in answer) is (status == 200)
-    finally:
-        exporter.close()
+    exporter = export(":0", ["head.example.org"])
+    with answering(exporter, World()), socket.create_connection(("127.0.0.1", exporter.port), 10) as client:
+        client.sendall(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        answer = client.makefile("rb").read()
+    assert answer.startswith(f"HTTP/1.0 {status}".encode()) and (b"unicron_log_bytes" in answer) is (status == 200)
 
 
 # ---------------------------------------------------------------- alert rules, dashboard, document

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_a_standby_whose_port_another_has_complains_and_takes_over_once_it_is_fr
     snapshot: SnapshotAssertion,
 ) -> None:
     """It claims nothing that it could not serve, and the controller does not count on it."""
-    monkeypatch.setattr(standby, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(standby, "MARK_SECONDS", 0.0)
     caplog.set_level(logging.INFO)
     first, told, here = claim(tmp_path, True), list[str](), anywhere()
     host, port = split(getattr(here, which).removeprefix("tcp://"))
@@ -112,7 +113,7 @@ def test_a_standby_stays_where_the_folder_is_full_and_takes_over_once_there_is_r
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     """Neither its mark nor the new term can be written: both may pass."""
-    monkeypatch.setattr(standby, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(standby, "MARK_SECONDS", 0.0)
     caplog.set_level(logging.INFO)
     first, told, here = claim(tmp_path, True), list[str](), anywhere()
     full, write_whole, begin_term = [True], standby.write_whole, Store.begin_term
@@ -203,7 +204,7 @@ def isolation(words: dict[Any, Reach], waits: bool = True, heard: float = 0.0) -
     """One whose probes are answered at once."""
 
     def call(work: Callable[[], object], then: Callable[[Reach], None]) -> None:
-        then(words[work.__defaults__[0]] if work.__defaults__ else work())  # type: ignore[attr-defined]
+        then(words[work.args[0]] if isinstance(work, partial) else work())
 
     return Isolation(Waiting(waits), call, lambda: heard, lambda: {"others": list(words)})  # type: ignore[arg-type]
 
@@ -249,7 +250,7 @@ def cut_off(*looks: dict[str, Any]) -> tuple[Isolation, list[float]]:
     heard, rest = [0.0], list(looks)
 
     def call(work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        then(Reach.SILENT if work.__defaults__ else rest.pop(0))  # type: ignore[attr-defined]
+        then(Reach.SILENT if isinstance(work, partial) else rest.pop(0))
 
     return Isolation(Waiting(), call, lambda: heard[0], lambda: {}), heard  # type: ignore[arg-type]
 

@@ -4,6 +4,7 @@ HTTP and the one of mail are real."""
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import smtplib
@@ -200,8 +201,9 @@ def test_a_server_that_drips_is_given_up_and_told_again(monkeypatch: pytest.Monk
             threading.Thread(target=drip, args=(connection, answer)).start()
 
     def drip(connection: socket.socket, answer: bytes) -> None:
-        with connection:
-            connection.recv(65536)
+        with connection, connection.makefile("rb") as request:
+            request.readline()
+            request.read(int(http.client.parse_headers(request)["Content-Length"]))
             connection.sendall(answer or b"HTTP/1.0 200 OK\r\nX: ")
             while not answer and not ended.wait(0.05):
                 connection.sendall(b"a")

@@ -107,7 +107,7 @@ def test_a_weekly_sum_that_fails_ends_nothing_and_is_tried_again_later(
     weekly.record_sum(then)
     assert not weekly.is_due(then + 1.0) and world.core.state.observed_since
     monkeypatch.undo()
-    assert weekly.is_due(then + answers.SUM_AGAIN)
-    weekly.record_sum(then + answers.SUM_AGAIN)
+    assert weekly.is_due(then + answers.RETRY_SUM_SECONDS)
+    weekly.record_sum(then + answers.RETRY_SUM_SECONDS)
     assert isinstance(world.core.events[-1].record, records.ObservedWeek) and not world.core.state.observed_since
     store.close()

@@ -22,7 +22,7 @@ from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.fold import fold, replay
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
-from unicron_ctl.shared.log.state_copies import BESIDE, MOST_DAMAGED, backup, replace_damaged, restore
+from unicron_ctl.shared.log.state_copies import MOST_DAMAGED, SKIPPED_IDS, backup, replace_damaged, restore
 from unicron_ctl.shared.log.store import Holder, LogDamaged, Store
 from unicron_ctl.shared.log.term import LOG_FILE, RESTORING, claim
 from unicron_ctl.shared.protocol.encryption import SECRET_FILE, make_key
@@ -162,7 +162,7 @@ def test_a_restore_into_an_empty_folder_and_over_a_damaged_log(folder: Path, tmp
     assert restore(tmp_path / "copy", folder)[1] is not None
     for place in (tmp_path / "new", folder):
         with opened(place) as store:
-            assert [e.id for e in store.replay()][-1] == 10 + BESIDE + 1
+            assert [e.id for e in store.replay()][-1] == 10 + SKIPPED_IDS + 1
             assert read_state(store).paused == {"": 0.0}
 
 
@@ -239,7 +239,7 @@ def test_a_state_that_was_saved_goes_with_the_log(tmp_path: Path) -> None:
     backup(tmp_path / "state", tmp_path / "copy")
     restore(tmp_path / "copy", tmp_path / "new")
     with opened(tmp_path / "new") as store:
-        assert [event for event, _ in store.states()] == [3] and read_state(store).last_event == 3 + BESIDE + 1
+        assert [event for event, _ in store.states()] == [3] and read_state(store).last_event == 3 + SKIPPED_IDS + 1
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import time
@@ -64,18 +65,24 @@ class Served:
         self.context.destroy(linger=0)
 
 
-@pytest.fixture(params=[True, False], ids=["encrypted", "plain"])
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    made = Served(request.param)
-    yield made
-    made.close()
+Serve = Callable[..., Served]
 
 
 @pytest.fixture
-def raw() -> Iterator[Served]:
-    made = Served(encrypted=False)
-    yield made
-    made.close()
+def serve() -> Iterator[Serve]:
+    """Makes listeners that are closed after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **how: stack.enter_context(contextlib.closing(Served(**how)))
+
+
+@pytest.fixture(params=[True, False], ids=["encrypted", "plain"])
+def served(request: pytest.FixtureRequest, serve: Serve) -> Served:
+    return serve(encrypted=request.param)
+
+
+@pytest.fixture
+def raw(serve: Serve) -> Served:
+    return serve(encrypted=False)
 
 
 def stranger(served: Served) -> Stranger:
@@ -132,21 +139,18 @@ def test_who_floods_with_commands_is_put_out_and_nobody_else(raw: Served, comman
     raw.until(lambda: len(raw.heard) == 2, "it is heard")
 
 
-def test_commands_are_counted_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_counted_by_time(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     """A connection that lives for long sends many heartbeats."""
     monkeypatch.setattr(module, "COMMANDS", 2000.0)
     monkeypatch.setattr(module, "COMMANDS_AT_ONCE", 50.0)
-    raw = Served(encrypted=False)
-    try:
-        one = stranger(raw)
-        for number in range(10):
-            one.socket.sendall(framed(COMMAND, b"\x04PING\0\0") * 20)
-            one.send(b"there")
-            raw.until(lambda count=number + 1: len(raw.heard) == count, "it is heard")  # type: ignore[misc]
-            time.sleep(0.02)
-        assert not raw.refused and raw.listener.count == 1
-    finally:
-        raw.close()
+    raw = serve(encrypted=False)
+    one = stranger(raw)
+    for number in range(10):
+        one.socket.sendall(framed(COMMAND, b"\x04PING\0\0") * 20)
+        one.send(b"there")
+        raw.until(lambda count=number + 1: len(raw.heard) == count, "it is heard")  # type: ignore[misc]
+        time.sleep(0.02)
+    assert not raw.refused and raw.listener.count == 1
 
 
 def test_more_than_one_frame_and_too_large_a_frame_end_the_connection_and_no_other(raw: Served, snapshot) -> None:
@@ -166,8 +170,8 @@ def test_a_frame_that_says_more_is_refused_before_it_has_come(raw: Served) -> No
     assert MORE and not raw.listener.count
 
 
-def test_who_may_not_come_in_is_put_out() -> None:
-    served = Served()
+def test_who_may_not_come_in_is_put_out(serve: Serve) -> None:
+    served = serve()
     served.admitted = False
     dealer = served.dealer()
     dealer.send(b"x")
@@ -178,7 +182,6 @@ def test_who_may_not_come_in_is_put_out() -> None:
     assert not served.heard
     served.admitted = True
     served.until(lambda: served.heard, "it tries again, and is let in")
-    served.close()
 
 
 def test_one_look_takes_no_longer_than_it_may_and_the_rest_comes_next(raw: Served) -> None:
@@ -202,27 +205,24 @@ def test_one_look_takes_no_longer_than_it_may_and_the_rest_comes_next(raw: Serve
     assert min(first.count(descriptor) for descriptor in set(took)) > 100, "by turns"
 
 
-def test_an_agent_is_heard_before_strangers() -> None:
-    served = Served()
-    try:
-        pair = new_pair()
-        agent, flood = served.dealer(pair=pair), [served.dealer() for _ in range(3)]
-        for one in (agent, *flood):
-            one.send(b"first")
-        served.until(lambda: len(served.heard) == 4, "all are here")
-        known = next(connection for connection, _ in served.heard if connection.session.key == pair[0])
-        served.listener.is_known(known)
-        for one in flood:
-            for _ in range(500):
-                one.send(b"flood")
-        time.sleep(0.3)
-        agent.send(b"break")
-        time.sleep(0.3)
-        served.heard.clear()
-        served.turn()
-        assert served.heard[0] == (known, b"break")
-    finally:
-        served.close()
+def test_an_agent_is_heard_before_strangers(serve: Serve) -> None:
+    served = serve()
+    pair = new_pair()
+    agent, flood = served.dealer(pair=pair), [served.dealer() for _ in range(3)]
+    for one in (agent, *flood):
+        one.send(b"first")
+    served.until(lambda: len(served.heard) == 4, "all are here")
+    known = next(connection for connection, _ in served.heard if connection.session.key == pair[0])
+    served.listener.is_known(known)
+    for one in flood:
+        for _ in range(500):
+            one.send(b"flood")
+    time.sleep(0.3)
+    agent.send(b"break")
+    time.sleep(0.3)
+    served.heard.clear()
+    served.turn()
+    assert served.heard[0] == (known, b"break")
 
 
 def test_what_is_not_read_is_held_up_to_a_bound_and_then_forgotten(
@@ -277,29 +277,23 @@ def test_of_incomplete_messages_the_largest_go_first(raw: Served, monkeypatch: p
     raw.until(lambda: raw.heard, "the small one is heard")
 
 
-def test_connections_beyond_the_bound_are_closed() -> None:
-    served = Served(encrypted=False, connections=10)
-    try:
-        made = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(30)]
-        wait_for(lambda: (served.turn(), served.listener.count)[1] == 5, "half of them, for one address")
-        for one in made:
-            one.close()
-        served.until(lambda: served.listener.count == 0, "all are gone")
-        assert not served.listener._by_route and not served.listener._shaking and not served.listener._limits.addresses
-    finally:
-        served.close()
+def test_connections_beyond_the_bound_are_closed(serve: Serve) -> None:
+    served = serve(encrypted=False, connections=10)
+    made = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(30)]
+    wait_for(lambda: (served.turn(), served.listener.count)[1] == 5, "half of them, for one address")
+    for one in made:
+        one.close()
+    served.until(lambda: served.listener.count == 0, "all are gone")
+    assert not served.listener._by_route and not served.listener._shaking and not served.listener._limits.addresses
 
 
-def test_both_families_are_served_at_one_port() -> None:
-    served = Served(host="*")
-    try:
-        dealers = {host: served.dealer(host) for host in ("127.0.0.1", "[::1]")}
-        for host, dealer in dealers.items():
-            dealer.send(host.encode())
-        served.until(lambda: len(served.heard) == 2, "both are heard")
-        assert {connection.address for connection, _ in served.heard} == {"127.0.0.1", "::1"}
-    finally:
-        served.close()
+def test_both_families_are_served_at_one_port(serve: Serve) -> None:
+    served = serve(host="*")
+    dealers = {host: served.dealer(host) for host in ("127.0.0.1", "[::1]")}
+    for host, dealer in dealers.items():
+        dealer.send(host.encode())
+    served.until(lambda: len(served.heard) == 2, "both are heard")
+    assert {connection.address for connection, _ in served.heard} == {"127.0.0.1", "::1"}
 
 
 def test_whose_an_address_is() -> None:
@@ -327,54 +321,50 @@ def test_a_peer_that_was_not_read_is_told_from_one_that_is_silent(raw: Served) -
     assert len(heard) == 2 and unread == heard and not any(map(raw.listener.unread, routes))
 
 
-def test_agents_that_take_all_the_time_leave_some_to_strangers() -> None:
+def test_agents_that_take_all_the_time_leave_some_to_strangers(serve: Serve) -> None:
     """Defect: while there was more to hear of agents than a turn had time for, a question was not even read."""
-    served = Served()
-    try:
-        pair = new_pair()
-        agent, asker = served.dealer(pair=pair), served.dealer()
-        for one in (agent, asker):
-            one.send(b"first")
-        served.until(lambda: len(served.heard) == 2, "both are here")
-        known = next(connection for connection, _ in served.heard if connection.session.key == pair[0])
-        served.listener.is_known(known)
-        for _ in range(500):
-            agent.send(b"step")
-        asker.send(b"question")
-        time.sleep(0.3)
-        served.heard.clear()
+    served = serve()
+    pair = new_pair()
+    agent, asker = served.dealer(pair=pair), served.dealer()
+    for one in (agent, asker):
+        one.send(b"first")
+    served.until(lambda: len(served.heard) == 2, "both are here")
+    known = next(connection for connection, _ in served.heard if connection.session.key == pair[0])
+    served.listener.is_known(known)
+    for _ in range(500):
+        agent.send(b"step")
+    asker.send(b"question")
+    time.sleep(0.3)
+    served.heard.clear()
 
-        def slow(connection: Connection, data: bytes) -> None:
-            served.heard.append((connection, data))
-            time.sleep(0.01)
+    def slow(connection: Connection, data: bytes) -> None:
+        served.heard.append((connection, data))
+        time.sleep(0.01)
 
-        for _ in range(3):
-            served.listener.receive(slow, time.monotonic() + 0.03)
-        said = [data for _, data in served.heard]
-        assert b"question" in said and said[0] == b"step" and said.count(b"step") > 3
-    finally:
-        served.close()
+    for _ in range(3):
+        served.listener.receive(slow, time.monotonic() + 0.03)
+    said = [data for _, data in served.heard]
+    assert b"question" in said and said[0] == b"step" and said.count(b"step") > 3
 
 
-def test_a_program_that_is_behind_puts_out_nobody_for_short_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_is_behind_puts_out_nobody_for_short_messages(
+    monkeypatch: pytest.MonkeyPatch, serve: Serve
+) -> None:
     """Defect: of each of 2,048 agents 64 KiB of short messages were read before they were heard, which is more than may
     be held, so some were put out."""
     monkeypatch.setattr(module, "HELD_OF_ALL", 1 << 20)
-    served = Served(encrypted=False)
-    try:
-        peers, each = [stranger(served) for _ in range(50)], 60
-        for one in peers:
-            one.socket.sendall(framed(0, bytes(1000)) * each)
+    served = serve(encrypted=False)
+    peers, each = [stranger(served) for _ in range(50)], 60
+    for one in peers:
+        one.socket.sendall(framed(0, bytes(1000)) * each)
 
-        def slow(connection: Connection, data: bytes) -> None:
-            served.heard.append((connection, data))
-            time.sleep(0.0005)
+    def slow(connection: Connection, data: bytes) -> None:
+        served.heard.append((connection, data))
+        time.sleep(0.0005)
 
-        def all_heard() -> bool:
-            served.listener.receive(slow, time.monotonic() + 0.03)
-            return bool(served.refused) or len(served.heard) == len(peers) * each
+    def all_heard() -> bool:
+        served.listener.receive(slow, time.monotonic() + 0.03)
+        return bool(served.refused) or len(served.heard) == len(peers) * each
 
-        wait_for(all_heard, "all are heard", 30.0)
-        assert not served.refused
-    finally:
-        served.close()
+    wait_for(all_heard, "all are heard", 30.0)
+    assert not served.refused

@@ -1,8 +1,7 @@
-"""The common part of all records: one struct per kind, so that a misspelt kind or field cannot be written.
+"""Defines the common part of all records: one struct per kind, so that a misspelt kind or field cannot be written.
 
-A record says what was decided or seen; when, of which job and in which generation is said by the :class:`Event` around
-it. `reason` is for people and is in every record that somebody may ask about. Sources: a finding's, see
-:mod:`unicron_ctl.controller.model.finding`.
+A record holds a decision or an observation; the :class:`Event` around it adds time, job and generation. `reason` is for
+people. `source` is as in a finding (:mod:`unicron_ctl.controller.model.finding`).
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from unicron_ctl.shared.system.errors import shorten
 
 REASON = 4000  # characters of a reason; other texts have TEXT, as in messages
 THIS_FAILURE = -1
-"""As a record's `failure`: the failure that the same outcome records before it; the core puts its id in."""
+"""In a record's `failure`: the failure before it in the same outcome; the core puts in its id."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_defaults=True):
-    """Base of all records. A field that has its default is not written."""
+    """Base of all records. Fields with their defaults are not written."""
 
     reason: str = ""
 
@@ -31,7 +30,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_d
 
 
 class Event(msgspec.Struct, frozen=True, dict=True):
-    """A record in the log. time: seconds since the epoch, the controller's clock. job: "" where none is concerned."""
+    """A record in the log. time: seconds since the epoch, by the controller's clock. job: "" for none."""
 
     id: int
     time: float
@@ -45,28 +44,27 @@ class Event(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def payload(self) -> bytes:
-        """The record as JSON; made once, for the bounds on a job's records and for the log."""
+        """The record as JSON, for the limits on a job's records and for the log."""
         return encode(self.record)
 
     def as_dict(self) -> dict[str, object]:
-        """For `unicronctl events`: the envelope's keys and the record's."""
+        """Return the event's and the record's keys as `unicronctl events` shows them."""
         where = {"id": self.id, "time": self.time, "job": self.job, "generation": self.generation}
         return where | {"kind": self.kind} | full(self.record)
 
 
 def full(record: Record) -> dict[str, object]:
-    """All fields of a record as plain data, those with their defaults included."""
+    """Return all fields of a record as plain data, including those with their defaults."""
     return {name: msgspec.to_builtins(getattr(record, name)) for name in record.__struct_fields__}
 
 
 def with_reason(record: Record, reason: str) -> Record:
-    """The record with another reason."""
+    """Return the record with another reason."""
     return msgspec.structs.replace(record, reason=reason)
 
 
 def with_short_texts(record: Record) -> Record:
-    """The record with its texts cut to REASON and TEXT characters: much in them was said by others, by jobs, Slurm and
-    libraries."""
+    """Return the record with its texts, which may quote jobs, Slurm or libraries, cut to REASON and TEXT characters."""
     texts = {name: getattr(record, name) for name in record.__struct_fields__}
     bounds = {name: REASON if name == "reason" else TEXT for name, text in texts.items() if isinstance(text, str)}
     changed = {name: shorten(texts[name], most) for name, most in bounds.items() if len(texts[name]) > most}
@@ -77,11 +75,11 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(record: Record) -> bytes:
-    """The record as JSON."""
+    """Return the record as JSON."""
     return _encoder.encode(record)
 
 
 class Unreadable(Record, frozen=True, tag="unreadable"):
-    """Stands in, when the log is read, for a record that this release cannot read. `of`: its kind."""
+    """Stands for a record of the log that this release cannot read. of: its kind."""
 
     of: str

@@ -1,4 +1,4 @@
-"""Records of failures and what was done about them."""
+"""Records of failures and of the actions against them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EscalationFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a process that a failure is about."""
+    """The end of a process that belongs to a failure."""
 
     slot: int
     agent: str
@@ -29,12 +29,12 @@ class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureDetected(Record, frozen=True, tag="failure_detected"):
-    """The judge's verdict on a finding; `id` of the event is the failure's number.
+    """The judge's verdict on a finding; the event's id is the failure's number.
 
-    kind_of_failure: rank | node | agent | network | hang | exception | transfer | action. source: who said it.
-    leave_out: slots that the job has to go on without. regroup: a new generation is needed although nobody is lost.
-    noted: the time of a note. micro_batch: the iteration and the index of the one
-    that the rank computed when it failed. detected_in: the highest generation at that time.
+    kind_of_failure: rank | node | agent | network | hang | exception | transfer | action. source: as in the finding.
+    leave_out: slots without which the job has to go on. regroup: why a new generation is needed although no rank is
+    lost. noted: the time of a note. micro_batch: (iteration, index) that the rank computed when it failed. detected_in:
+    the highest generation at that time.
     """
 
     kind_of_failure: str
@@ -64,7 +64,7 @@ class FailureDetected(Record, frozen=True, tag="failure_detected"):
 
 
 class FailureVerdict(Record, frozen=True, tag="failure_verdict"):
-    """More is known of a failure; None leaves a field as it was. slurm: the state that Slurm showed."""
+    """A failure was judged anew; None leaves a field as it was. slurm: the state that Slurm showed."""
 
     failure: int
     severity: int | None = None
@@ -74,24 +74,25 @@ class FailureVerdict(Record, frozen=True, tag="failure_verdict"):
 
 
 class FailureAction(Record, frozen=True, tag="failure_action"):
-    """Something was done about a failure, in words."""
+    """An action against a failure, as a text."""
 
     failure: int
     text: str
 
 
 class LeaveOut(Record, frozen=True, tag="leave_out"):
-    """Members that the job has to go on without, slot -> why; their failure was recorded before."""
+    """Members without which the job has to go on, slot -> reason; their failure was recorded before."""
 
     failure: int
     slots: dict[int, str]
 
 
 class JobHealed(Record, frozen=True, tag="healed"):
-    """A job trains again after failures. failures: their numbers. cause, node: the first one's.
+    """A job trains again after failures.
 
-    seconds: from the first failure to the first iteration after it. lost_seconds: of the job's time, iterations that
-    were made again included. nodes: that the job had."""
+    failures: their numbers. cause, node: of the first one. seconds: from the first failure to the next iteration.
+    lost_seconds: of the job's time, including repeated iterations. nodes: the job's number of nodes.
+    """
 
     failures: list[int]
     cause: str
@@ -102,7 +103,7 @@ class JobHealed(Record, frozen=True, tag="healed"):
 
 
 class ActionFailed(Record, frozen=True, tag="action_failed"):
-    """An action came to its time limit or was refused; slot -1: Slurm refused to take the node out of service."""
+    """An action reached its time limit or was refused. slot: -1 if Slurm refused to take the node out of service."""
 
     slot: int
     node: str

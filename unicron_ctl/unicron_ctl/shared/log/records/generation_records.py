@@ -9,7 +9,7 @@ from unicron_ctl.shared.protocol.wire import Plan
 
 
 class Crew(msgspec.Struct, frozen=True, array_like=True):
-    """The processes of one agent that belong to a plan: a slot's process is its agent's incarnation of it."""
+    """The processes of one agent that belong to a plan: an incarnation for each slot."""
 
     agent: str
     slots: list[int]
@@ -31,12 +31,12 @@ class Break(Record, frozen=True, tag="break"):
     lost: list[LostProcess]
     tries: int = 0
     planned: bool = False  # nothing failed: the membership of a job in restart mode changes
-    saved: int = -1  # restart mode: the newest iteration whose state the world is known to have saved
-    repeated: int = 0  # restart mode: iterations since the last checkpoint that it was seen to write
+    saved: int = -1  # restart mode: the newest iteration whose state was certainly saved
+    repeated: int = 0  # restart mode: iterations since the last checkpoint
 
 
 class PlanMade(Record, frozen=True, tag="plan"):
-    """The next generation, and what became of the micro-batches."""
+    """The next generation, and the fate of the micro-batches."""
 
     plan: Plan
     crews: list[Crew]
@@ -46,8 +46,7 @@ class PlanMade(Record, frozen=True, tag="plan"):
 
 
 class GenerationAdopted(Record, frozen=True, tag="adopted"):
-    """A generation that the log did not hold, as its agents show it. whole: all of its members are there, in it or on
-    their way."""
+    """A generation that agents show and the log did not have. whole: all of its members are in it or entering it."""
 
     plan: Plan
     crews: list[Crew]
@@ -55,23 +54,23 @@ class GenerationAdopted(Record, frozen=True, tag="adopted"):
 
 
 class NumberUsed(Record, frozen=True, tag="number_used"):
-    """The number of a generation that agents had begun to agree on, and did not: it is never used again."""
+    """The number of a generation on which agents began to agree, but did not: it is never used again."""
 
 
 class MembersReinstated(Record, frozen=True, tag="reinstated"):
-    """Members that were taken for lost and have come back in time."""
+    """Members that were thought lost have come back in time."""
 
     slots: list[int]
 
 
 class StateAwaited(Record, frozen=True, tag="state_awaited"):
-    """The job is not formed anew yet: these lost members may hold its training state."""
+    """The job is not formed anew yet, because these lost members may hold its training state."""
 
     slots: list[int]
 
 
 class ElementCutOff(Record, frozen=True, tag="parted"):
-    """An element that takes no part: it and others of the job do not reach each other."""
+    """The element takes no part, because it and others of the job do not reach each other."""
 
     element: int
 
@@ -92,14 +91,14 @@ class Offer(Record, frozen=True, tag="offer"):
 
 
 class OfferWithdrawn(Record, frozen=True, tag="offer_withdrawn"):
-    """The job trains on without what was offered. lost: newcomers that failed before they were in."""
+    """The job trains on without the offer. lost: newcomers that failed before they joined."""
 
     number: int
     lost: list[LostProcess] = []
 
 
 class LastCopy(Record, frozen=True, tag="last_copy"):
-    """Nobody but these is left that knows the training state: no time limit condemns them."""
+    """Only these slots still have the training state: no time limit counts them as lost."""
 
     slots: list[int]
 
@@ -110,26 +109,26 @@ class GenerationEntered(Record, frozen=True, tag="entered"):
 
 
 class Reform(Record, frozen=True, tag="reform"):
-    """Nobody is left who knows the training state."""
+    """The job is formed anew, because no rank has the training state any more."""
 
 
 class LayoutWanted(Record, frozen=True, tag="layout_wanted"):
-    """The plan has the job go on in this layout; the one that it is in: it stays."""
+    """The plan wants the job in this layout, which may be its present one."""
 
     layout: str
 
 
 class LayoutChosen(Record, frozen=True, tag="layout_chosen"):
-    """All ranks are started in this layout. save_seconds: those that live may save their state so long."""
+    """All ranks are started in this layout. save_seconds: the time for living ranks to save their state."""
 
     layout: str
     save_seconds: float = 0.0
 
 
 class Step(Record, frozen=True, tag="step"):
-    """One iteration of the whole job; loss: None when it is not finite (JSON has no such number). nan_since: the
-    first of the last iterations whose loss is not, or -1. flops: of the iteration. unreported: the first hundred
-    micro-batches that nobody reported. ago: seconds since it was made, where it was reported late."""
+    """One iteration of the whole job. loss: None if it is not finite, which JSON cannot express. nan_since: the first
+    of the latest iterations without a finite loss, or -1. flops: of the iteration. unreported: the first hundred
+    micro-batches that no rank reported. ago: seconds since the iteration, if it was reported late."""
 
     iteration: int
     loss: float | None
@@ -146,7 +145,7 @@ class Step(Record, frozen=True, tag="step"):
 
 
 class WorldProved(Record, frozen=True, tag="steady"):
-    """Restart mode: the world gets on."""
+    """Restart mode: the world makes progress."""
 
 
 class LedgerViolation(Record, frozen=True, tag="ledger_violation"):
@@ -155,10 +154,7 @@ class LedgerViolation(Record, frozen=True, tag="ledger_violation"):
 
 
 class JobEnded(Record, frozen=True, tag="job_ended"):
-    """A job is over.
-
-    disowned: it is not this job that Slurm knows by the id; its agents are let go, and their ranks go on.
-    """
+    """A job is over. disowned: Slurm knows another job by this id; the agents are released, and their ranks go on."""
 
     code: int
     disowned: bool = False

@@ -20,7 +20,7 @@ class JobDegradedOver(Record, frozen=True, tag="degraded_over"):
 
 
 class Overdue(Record, frozen=True, tag="overdue"):
-    """An iteration takes long and nothing is done about it yet."""
+    """An iteration takes long, and nothing is done about it yet."""
 
     iteration: int
 
@@ -72,15 +72,15 @@ class Spares(Record, frozen=True, tag="spares"):
 
 
 class NoCopies(Record, frozen=True, tag="no_copies"):
-    """The training state is to be copied to other nodes, and cannot be: these keep nothing in memory, and nobody else
-    trains these places, or some shards of them."""
+    """The training state cannot be copied to other nodes: these nodes keep nothing in memory, and no other node trains
+    these places, or some shards of them."""
 
     nodes: list[str]
     places: list[int]
 
 
 class CopiesRefused(Record, frozen=True, tag="copies_refused"):
-    """Copies of the training state did not get through: from which nodes, to which."""
+    """Copies of the training state did not get through. ways: (from node, to node)."""
 
     ways: list[tuple[str, str]]
 

@@ -9,10 +9,11 @@ from unicron_ctl.shared.protocol.structs import Settings
 class JobRegistered(Record, frozen=True, tag="job_registered"):
     """A job is managed from now on.
 
-    step: the number of the srun in its batch script. uid: its owner's, by the credential of the agent that began it;
-    None where nobody proves who he is, or an admin's agent began it. submitted: when, as Slurm shows it, in seconds
-    since the epoch; 0 while Slurm has not confirmed the job. trains: its command may train, as its agent says.
-    nodes: of one allocation, in Slurm's order; restarts: how often Slurm had requeued it then. runs: see `JobState`."""
+    step: the number of the srun in its batch script. uid: the owner's, by the credential of the first agent; None
+    without credentials, or if it was an admin's. submitted: as Slurm shows it, in seconds since the epoch; 0 while
+    Slurm has not confirmed the job. trains: the agent says that the command may train. nodes: of one allocation, in
+    Slurm's order. restarts: how often Slurm had requeued it. runs: see `JobState`.
+    """
 
     settings: Settings
     step: int = 0
@@ -25,14 +26,14 @@ class JobRegistered(Record, frozen=True, tag="job_registered"):
 
 
 class JobReallocated(Record, frozen=True, tag="reallocated"):
-    """Slurm has requeued a job that is one allocation, and has given it these nodes."""
+    """Slurm has requeued a job that is one allocation, and given it these nodes."""
 
     nodes: list[str]
     restarts: int
 
 
 class JobConfirmed(Record, frozen=True, tag="job_confirmed"):
-    """Slurm shows whose a job is that began while it did not answer. most: its elements."""
+    """Slurm shows the owner of a job that began while Slurm did not answer. most: its elements."""
 
     uid: int
     user: str
@@ -45,9 +46,10 @@ class JobConfirmed(Record, frozen=True, tag="job_confirmed"):
 class AgentRegistered(Record, frozen=True, tag="agent_registered"):
     """An agent was taken in.
 
-    key: the agent's CURVE public key, to which its credential was bound; empty where nothing is encrypted.
-    confirmed: Slurm shows the element at work on this node, or is not used. requeues: as it says. restarts: how often
-    Slurm had requeued the element, -1 where it has not said."""
+    key: the agent's CURVE public key, to which its credential was bound; empty without encryption. confirmed: Slurm
+    shows the element at work on this node, or is not used. requeues: the agent's count. restarts: how often Slurm had
+    requeued the element; -1 if unknown.
+    """
 
     element: int
     agent: str
@@ -71,7 +73,7 @@ class AgentConfirmed(Record, frozen=True, tag="agent_confirmed"):
 
 
 class EndNotice(Record, frozen=True, tag="noticed"):
-    """The element is to end, as its agent says: its ranks leave at the next boundary."""
+    """The agent reports that its element has to end: its ranks leave at the next boundary."""
 
     element: int
     agent: str
@@ -96,8 +98,8 @@ class RanksReady(Record, frozen=True, tag="ranks_ready"):
 
 
 class RankStart(Record, frozen=True, tag="rank_start"):
-    """A new process is wanted in the slot, not before `not_before` (seconds since the epoch). failure: whose remedy it
-    is, 0 for none's."""
+    """A new process should start in the slot, at `not_before` (seconds since the epoch) or later. failure: the one that
+    it remedies, or 0."""
 
     slot: int
     incarnation: int
@@ -106,13 +108,13 @@ class RankStart(Record, frozen=True, tag="rank_start"):
 
 
 class StartedCold(Record, frozen=True, tag="started_cold"):
-    """Ranks of the job were not forked from their node's zygote. Once for each reason."""
+    """Ranks of the job were not forked from their node's zygote. Recorded once for each reason."""
 
     element: int
 
 
 class ExitNoted(Record, frozen=True, tag="exit_noted"):
-    """An end that is no failure: it was wanted, or the script ended well."""
+    """A process ended without a failure: that was wanted, or the script ended well."""
 
     slot: int
     agent: str

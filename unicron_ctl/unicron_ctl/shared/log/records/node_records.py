@@ -1,4 +1,4 @@
-"""Records of nodes: silence, loss, health, and what takes them out of service and back."""
+"""Records of nodes: silence, loss, health, and their way out of service and back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from unicron_ctl.shared.log.records.base import Record
 
 
 class Silence(Record, frozen=True, tag="silence"):
-    """An agent is silent, and why its node is not taken for lost."""
+    """An agent is silent. reason: why its node does not count as lost."""
 
     element: int
     node: str
@@ -17,7 +17,7 @@ class Alone(Record, frozen=True, tag="alone"):
 
 
 class HeardAgain(Record, frozen=True, tag="heard_again"):
-    """Agents are heard again. seconds: how long it lasted."""
+    """Agents are heard again. seconds: how long none was heard."""
 
     seconds: float
 
@@ -30,14 +30,14 @@ class MostSilent(Record, frozen=True, tag="most_silent"):
 
 
 class MostHeard(Record, frozen=True, tag="most_heard"):
-    """Agents are heard again. seconds: how long it lasted."""
+    """Most agents are heard again. seconds: how long most were silent."""
 
     seconds: float
 
 
 class TakeDeferred(Record, frozen=True, tag="take_deferred"):
-    """A node that was lost is not taken out of service while the controller suspects itself. over: that has an end,
-    for this element's loss; failure and text are what it would have been taken for."""
+    """A lost node stays in service while the controller suspects itself. failure, text: for which it would have been
+    taken out. over: this has ended for the element."""
 
     node: str
     element: int
@@ -47,10 +47,7 @@ class TakeDeferred(Record, frozen=True, tag="take_deferred"):
 
 
 class NodeLost(Record, frozen=True, tag="node_lost"):
-    """A node is lost.
-
-    slurmd_start: when the slurmd that is lost with it began, as Slurm shows it; 0 where it does not.
-    """
+    """A node is lost. slurmd_start: the start of its slurmd, as Slurm shows it, or 0."""
 
     node: str
     element: int
@@ -58,17 +55,14 @@ class NodeLost(Record, frozen=True, tag="node_lost"):
 
 
 class SlurmdReached(Record, frozen=True, tag="slurmd_reached"):
-    """A node is asked about whose slurmd the controller has reached at this address ("host:port")."""
+    """The controller has reached the slurmd of a suspected node at this address ("host:port")."""
 
     node: str
     address: str
 
 
 class NodeResumed(Record, frozen=True, tag="node_resumed"):
-    """A node is back in service.
-
-    by_others: not this controller gave it back, but a person, or Slurm itself.
-    """
+    """A node is back in service. by_others: a person or Slurm brought it back, not this controller."""
 
     node: str
     verified: bool = True
@@ -90,7 +84,7 @@ class IsolationWithheld(Record, frozen=True, tag="isolation_withheld"):
 
 class NodeAvoided(Record, frozen=True, tag="avoided"):
     """The job leaves the node, and its elements do not start there again for a while. agent: the one that has to go.
-    suspect: what was said may be the node's fault, and a pair test should prove or clear it."""
+    suspect: the node may be at fault, which a pair test should prove or rule out."""
 
     element: int
     node: str
@@ -99,7 +93,7 @@ class NodeAvoided(Record, frozen=True, tag="avoided"):
 
 
 class TakeWithheld(Record, frozen=True, tag="take_withheld"):
-    """A limit keeps the controller from asking Slurm for this."""
+    """A limit keeps the controller from this action in Slurm."""
 
     action: str
     element: int
@@ -107,10 +101,8 @@ class TakeWithheld(Record, frozen=True, tag="take_withheld"):
 
 
 class NodeHealth(Record, frozen=True, tag="node_health"):
-    """A node was checked.
-
-    verdict: good | warning | unknown | bad. checked_at: the node's clock. drain: its admin wants a bad node
-    drained."""
+    """A node was checked. verdict: good | warning | unknown | bad. checked_at: by the node's clock. drain: its admin
+    wants a bad node drained."""
 
     node: str
     source: str
@@ -124,8 +116,8 @@ class AdmissionWaits(Record, frozen=True, tag="admission_waits"):
 
 
 class NodeEvent(Record, frozen=True, tag="node_event"):
-    """A node's event of its own, reported by an agent of `of_job`. mark: agent:number, so that it counts once.
-    at: the node's clock."""
+    """An event of the node itself, reported by an agent of `of_job`. mark: agent:number, so that it counts once. at: by
+    the node's clock."""
 
     node: str
     source: str
@@ -144,7 +136,7 @@ class NodeEvent(Record, frozen=True, tag="node_event"):
 
 
 class NodeVerdict(Record, frozen=True, tag="node_verdict"):
-    """The outcome of a node event (its id) that waited for others to say the same."""
+    """The outcome of a node event (its id) that waited for the same event from other nodes."""
 
     node: str
     event: int
@@ -153,7 +145,7 @@ class NodeVerdict(Record, frozen=True, tag="node_verdict"):
 
 
 class NodeEventsDropped(Record, frozen=True, tag="node_events_dropped"):
-    """Agents of `of_job` tell more of a node than is recorded."""
+    """Agents of `of_job` report more events of a node than are recorded."""
 
     node: str
     of_job: str = ""

@@ -1,4 +1,4 @@
-"""Records of the controller itself, of what is planned, and of what is asked of Slurm."""
+"""Records of the controller itself, of plans, and of actions in Slurm."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from unicron_ctl.shared.log.records.base import Record
 
 
 class ControllerStarted(Record, frozen=True, tag="started"):
-    """The controller started.
-
-    jobs: how many its log holds.
-    """
+    """The controller started. jobs: their number in its log."""
 
     pid: int
     address: str
@@ -17,8 +14,8 @@ class ControllerStarted(Record, frozen=True, tag="started"):
 
 
 class LogRestored(Record, frozen=True, tag="restored"):
-    """The log up to here is that of a backup; what came later is lost. taken: when its last event was, seconds since
-    1970."""
+    """The log up to here is that of a backup; later events are lost. taken: the time of its last event, in seconds
+    since the epoch."""
 
     taken: float
 
@@ -28,34 +25,27 @@ class ConfigReloaded(Record, frozen=True, tag="configured"):
 
 
 class ConfigRefused(Record, frozen=True, tag="config_refused"):
-    """The configuration was to be read again, and has a mistake: the old one stays."""
+    """The new configuration has a mistake: the old one stays."""
 
 
 class BadMessage(Record, frozen=True, tag="bad_message"):
-    """A message could not be read.
-
-    peer: its routing id in hexadecimal.
-    """
+    """A message could not be read. peer: its routing id in hexadecimal."""
 
     peer: str
 
 
 class RegistrationRefused(Record, frozen=True, tag="registration_refused"):
-    """An agent was not taken in.
-
-    peer: job and element. node: where the agent says that it is.
-    """
+    """An agent was not taken in. peer: job and element. node: the agent's, as it claims."""
 
     peer: str
     node: str = ""
 
 
 class JobSetAside(Record, frozen=True, tag="job_set_aside"):
-    """The controller leaves the job alone; its ranks train on. It cannot handle the job's input, or elements of the job
-    do not fit together.
+    """The controller leaves the job alone, because it cannot handle the job's input, or because the job's elements do
+    not fit together; its ranks train on.
 
-    input: what was being handled, for a report; where: the end of the traceback. sweep: its elements are runs of their
-    own.
+    input: for a report of the fault. where: the end of the traceback. sweep: its elements are runs of their own.
     """
 
     input: str
@@ -64,8 +54,8 @@ class JobSetAside(Record, frozen=True, tag="job_set_aside"):
 
 
 class ActionObserved(Record, frozen=True, tag="observed"):
-    """Decided and not done, for the admin does not allow it in this partition. action: the call of Slurm. nodes: what
-    the plan would give the job (action "plan")."""
+    """An action was decided but not done, because the admin does not allow it in this partition. action: the call of
+    Slurm, or "plan". nodes: what the plan would give the job."""
 
     would: str
     action: str = ""
@@ -75,8 +65,8 @@ class ActionObserved(Record, frozen=True, tag="observed"):
 
 
 class ObservedWeek(Record, frozen=True, tag="observed_week"):
-    """The savings that acting would have brought since `since` (seconds since the epoch). calls: of Slurm, not made, by
-    kind. planned, nodes: by job, how things stand at its end."""
+    """The savings that acting would have brought since `since` (seconds since the epoch). calls: the omitted calls of
+    Slurm, by kind. planned, nodes: by job, at the end of that time."""
 
     since: float
     node_hours: float
@@ -86,8 +76,8 @@ class ObservedWeek(Record, frozen=True, tag="observed_week"):
 
 
 class SlurmAction(Record, frozen=True, tag="slurm_action"):
-    """Asked of Slurm: the intent; `slurm_done` or `slurm_error` is the outcome. restarts: how often Slurm had requeued
-    the element before, -1 where that is not known."""
+    """The intent to do something in Slurm; `slurm_done` or `slurm_error` is the outcome. restarts: how often Slurm had
+    requeued the element before; -1 if unknown."""
 
     action: str
     element: int
@@ -115,20 +105,20 @@ class SlurmBack(Record, frozen=True, tag="slurm_back"):
 
 
 class ActionsPaused(Record, frozen=True, tag="paused"):
-    """An admin has Unicron change nothing in Slurm. partition: "" for all; until: epoch seconds, 0 for no end."""
+    """An admin has paused all changes in Slurm. partition: "" for all. until: seconds since the epoch; 0 for no end."""
 
     partition: str = ""
     until: float = 0.0
 
 
 class ActionsResumed(Record, frozen=True, tag="unpaused"):
-    """An admin has ended that. partition: "" for all that is paused."""
+    """An admin has ended a pause. partition: "" for all that are paused."""
 
     partition: str = ""
 
 
 class NeedsAdmin(Record, frozen=True, tag="needs_admin"):
-    """Something needs an admin, or no longer does (over). key: what tells it from all else."""
+    """Something needs an admin, or no longer does (over). key: identifies it."""
 
     key: str
     node: str = ""
@@ -136,7 +126,7 @@ class NeedsAdmin(Record, frozen=True, tag="needs_admin"):
 
 
 class NoticesSent(Record, frozen=True, tag="told"):
-    """A target of [notify] has heard of all events up to `upto` that are for it. notices: how many there were."""
+    """A target of [notify] has heard of all its events up to `upto`. notices: their number."""
 
     target: str
     upto: int
@@ -144,14 +134,14 @@ class NoticesSent(Record, frozen=True, tag="told"):
 
 
 class HeldAgain(Record, frozen=True, tag="held_again"):
-    """Slurm shows an element held by what was written here, and the log has it as released or at work since."""
+    """Slurm shows an element held for Unicron's reason, although the log has it as released or at work."""
 
     element: int
 
 
 class ElementUnpinned(Record, frozen=True, tag="unpinned"):
-    """An element need not start any more where it was told to. node: it has not started there, for what Slurm `said`,
-    and the pin is going to be taken back: until then, in seconds since the epoch, the job is not given that node."""
+    """An element is no longer pinned to a node. node: it did not start there, for the reason that Slurm `said`; the job
+    does not get this node before `until` (seconds since the epoch)."""
 
     element: int
     node: str = ""
