@@ -18,13 +18,13 @@ class Option(msgspec.Struct, frozen=True):
     """An option of a launcher."""
 
     flags: Names
-    """Its names, as they are written"""
+    """Its names, as users write them"""
     has_value: bool
     """A value follows"""
     fate: str
-    """What becomes of it: the field of :class:`Launcher` that lists it"""
+    """The field of :class:`Launcher` that lists it"""
     refusal: str = ""
-    """Why the launcher stays where the option is given"""
+    """Why the launcher stays if the option is given"""
 
     @property
     def name(self) -> str:
@@ -38,17 +38,17 @@ class Launcher(Row, frozen=True):
     programs: Names = ()
     """Names of its program"""
     modules: Names = ()
-    """Modules behind `python -m` that are the same"""
+    """Modules that do the same by `python -m`"""
     all_nodes: bool = False
-    """It starts the ranks of all nodes, so that srun must not stand in front of it"""
+    """It starts the ranks of all nodes, so srun must not start it"""
     command: str = ""
-    """The first word behind its name with which it starts ranks, where it has several commands"""
+    """Its command that starts ranks, if it has several commands"""
     abbreviates: bool = True
     """It takes `--rdzv-e` for `--rdzv-endpoint`"""
     anywhere: bool = False
-    """Its options may stand behind the program too, and those that it does not know are the program's"""
+    """Its options may follow the program too, and unknown ones are the program's"""
     like: str = ""
-    """The launcher whose options it has beside its own"""
+    """The launcher whose options it has, too"""
     ranks: str = ""
     """The option with the number of ranks on a node"""
     nodes: str = ""
@@ -56,11 +56,11 @@ class Launcher(Row, frozen=True):
     honoured: Names = ()
     """Options that the agent reads"""
     replaced: Names = ()
-    """Options of which Unicron has its own way"""
+    """Options for which Unicron has its own way"""
     ignored: Names = ()
-    """Options that nobody honours, as the job's log says"""
+    """Options that have no effect, as the job's log says"""
     refused: dict[str, str] = {}
-    """Options with which the launcher stays, and why"""
+    """Options that keep the launcher in place, and why"""
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
@@ -75,7 +75,7 @@ class Launcher(Row, frozen=True):
 
 
 class Words(Row, frozen=True):
-    """Programs, and modules of Python that are the same."""
+    """Programs, and Python modules that do the same."""
 
     programs: Names
     modules: Names = ()
@@ -110,12 +110,7 @@ class Programs(Row, frozen=True):
     shells: Shells
 
 
-def read_table(text: str) -> Programs:
-    """Return the table of this text. Raises msgspec.MsgspecError."""
-    return msgspec.convert(msgspec.toml.decode(text), Programs)
-
-
-PROGRAMS = read_table(Path(__file__).with_name("programs.toml").read_text(encoding="utf-8"))
+PROGRAMS = msgspec.toml.decode(Path(__file__).with_name("programs.toml").read_bytes(), type=Programs)
 LAUNCHERS = PROGRAMS.launchers
 KINDS = {word: kind for kind, each in LAUNCHERS.items() for word in (*each.programs, *each.modules)}
 NAMES = frozenset({*PROGRAMS.not_replaced.programs, *(name for each in LAUNCHERS.values() for name in each.programs)})

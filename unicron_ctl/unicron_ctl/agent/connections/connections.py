@@ -1,4 +1,4 @@
-"""An agent's connections, and the log into which it writes."""
+"""An agent's connections, and its lines in the job's log."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from unicron_ctl.shared.system.errors import one_line
 from unicron_detector.processes.job_output import standard_error
 from unicron_detector.processes.log_format import log_line
 
-COMPLAINTS = 5  # lines about bad messages from one side: a broken peer must not fill the job's log
+COMPLAINTS = 5  # lines about bad messages of one peer, so that a broken one does not fill the job's log
 
 
 class JobLog:
-    """Lines on the agent's standard error, which Slurm writes into the job's. None of its methods waits for the log."""
+    """Lines on the agent's standard error, which Slurm writes into the job's log. No method waits for the log."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -40,13 +40,13 @@ class JobLog:
         self._write("warning", text)
 
     def warn_once(self, text: str) -> None:
-        """Write it, unless that very line has been written before."""
+        """Write a warning, unless the same line has been written before."""
         if text not in self._once:
             self._once.add(text)
             self.warn(text)
 
     def drop(self, peer: str, why: str) -> None:
-        """A bad message was dropped: the first ones of a peer get a line each."""
+        """Note that a bad message was dropped; the first ones of each peer get a line."""
         self._complaints[peer] += 1
         if self._complaints[peer] <= COMPLAINTS:
             self.warn(f"dropped a bad message of {peer}: {why[:300]}")
@@ -59,21 +59,21 @@ class JobLog:
 class Outbox:
     """Sends messages to the controller.
 
-    muted: the network is lost, by an injected fault. closed: the controller will not have this agent.
+    muted: the network is lost, by an injected fault. closed: the controller does not take this agent.
     """
 
     def __init__(self, line: Line, log: JobLog) -> None:
         self._line, self._log = line, log
         self.muted = self.closed = False
-        self._lost_steps = False  # some, and it was said
+        self._lost_steps = False  # some were lost, and the log says so
 
     def send(self, message: wire.Message) -> None:
-        """Send one message; it is lost where nobody takes it."""
+        """Send one message; it is lost if nobody takes it."""
         if self.muted or self.closed or self._line.key is None:
             return
         try:
             self._line.socket.send(wire.encode(message), zmq.DONTWAIT)
-        except zmq.Again:  # the queue to a controller that is away is full; a status will tell again, a proof will not
+        except zmq.Again:  # the queue to a controller that is away is full. A status is repeated, a proof is not
             proof = isinstance(message, wire.Steps) or (isinstance(message, wire.Status) and message.steps)
             if proof and not self._lost_steps:
                 self._lost_steps = True
@@ -81,7 +81,7 @@ class Outbox:
 
 
 class Polling:
-    """Sockets and descriptors, each with what to do when it can be read. What fails there concerns nobody else."""
+    """Sockets and descriptors, each with a call for when it can be read. A call that fails stops no other."""
 
     def __init__(self, containment: Containment) -> None:
         self._containment = containment
@@ -97,16 +97,17 @@ class Polling:
         self._poller.register(source, zmq.POLLIN)
 
     def unwatch(self, source: Any) -> None:
-        """Stop watching; a source that is not watched does no harm."""
+        """Stop watching the source, if it is watched."""
         if self._calls.pop(source, None) is not None:
             self._poller.unregister(source)
 
     def serve(self, seconds: float) -> list[Any]:
-        """Wait up to `seconds` for something to happen, and deal with all that has; returns where."""
+        """Wait up to `seconds` for something to read, and serve it; return the sources that were ready."""
         found = [source for source, _ in self._poller.poll(max(0, math.ceil(seconds * 1000)))]
         for source in found:
-            if source in self._calls:  # one before it may have ended this one
+            if source in self._calls:  # an earlier call may have removed it
                 self._containment.attempt("take in what has come", self._calls[source])
+        return found
         return found
 
 
@@ -127,16 +128,14 @@ class Connections:
     log: JobLog
 
     def abandon(self) -> None:
-        """Leaves no socket behind where the agent could not begin."""
+        """Remove the sockets of an agent that cannot begin."""
         _abandon(self.context, self.ranks.folder)
         self.ranks.remove()
 
 
 def connect(place: Place, address: str, environment: Mapping[str, str]) -> Connections:
-    """The connections of an agent at this place, to the controller at `address`.
-
-    Raises zmq.ZMQError for an address that is none, OSError where there is no room for a socket.
-    """
+    """Return the connections of an agent at this place to the controller at `address`. Raises zmq.ZMQError for an
+    invalid address, OSError if there is no room for a socket."""
     context, folder = zmq.Context(), ""
     try:
         log, line = JobLog(place), Line(context, address)

@@ -1,8 +1,8 @@
 """The agent's line to the controller: one DEALER, encrypted with a key pair that lasts as long as the agent.
 
-The controller knows the agent by that key, so the connection may break and come back at any time. The controller's own
-key is asked for at the start, and again whenever the line is down: a controller that lost its state folder has a new
-one.
+The controller knows the agent by that key, so the connection may break and come back at any time. The agent asks for
+the controller's own key at the start and whenever the line is down: a controller that lost its state folder has a new
+key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unicron_ctl.shared.settings.config_file import load
 from unicron_ctl.shared.system.addresses import Target, endpoints, is_numeric
 from unicron_ctl.shared.system.mailbox import Mailbox
 
-OUTLIVED_SECONDS = 20.0  # after which a controller that was taken over has ended
+OUTLIVED_SECONDS = 20.0  # in which a controller that was taken over ends
 DOWN_SECONDS = 1.0  # between two questions for the controller's key while the line is down
 # A host that vanishes closes no connection, and TCP tries for a quarter of an hour: ZeroMQ asks every second, and
 # connects again when five seconds brought no answer, or two no connection.
@@ -40,25 +40,23 @@ TO_CONTROLLER = (
     (zmq.MAXMSGSIZE, wire.MAX_BYTES),
     (zmq.IPV6, 1),
 )
-# With a standby the controller may be at another host by now: a silence is noticed earlier.
+# With a standby, the controller may have moved to another host: notice a silence earlier.
 TO_ONE_OF_SEVERAL = ((zmq.HEARTBEAT_IVL, 500), (zmq.HEARTBEAT_TIMEOUT, 2000))
 DOWN_SECONDS_OF_SEVERAL = 0.5
-REDIAL_SECONDS = 2.0  # without a connection, before the controller's other addresses are tried, and its name again
+REDIAL_SECONDS = 2.0  # without a connection, before the controller's name is resolved and its addresses tried again
 RACE_SECONDS = 1.5  # for one of them to accept
 Result = TypeVar("Result")
 EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class Line:
-    """Keeps itself connected to the controller at `address`, or at one of several. `socket` is the DEALER; nothing may
-    be sent before `key` is known. Raises zmq.ZMQError and UserError for an address that is none or a wrong
-    configuration.
+    """Keeps itself connected to the controller at `address`, or at one of several. Raises zmq.ZMQError for an invalid
+    address, UserError for a wrong configuration.
 
-    pair: the agent's CURVE keys for life, public and secret. key: the public one where the line is encrypted,
-    :data:`PLAIN` with a controller that encrypts nothing, None before either is known.
-    up: the controller's side has answered, and has not closed since.
-    results: what to call in the loop. Munge, the name service and Slurm are asked in threads: each may take seconds, in
-    which the ranks must be heard.
+    socket: the DEALER; nothing may be sent while `key` is None. pair: the agent's CURVE keys, public and secret. key:
+    the agent's public key on an encrypted line, :data:`PLAIN` if the controller encrypts nothing, None at first. up:
+    the controller's side has answered, and has not closed since. results: calls to make in the agent's loop: munge, the
+    name service and Slurm are asked in threads, since each may take seconds.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
@@ -70,7 +68,7 @@ class Line:
         self._cut = False  # by an injected loss of the network
         self._dialed = 0.0
         self._theirs: str | None = None  # the controller's public key
-        self._dialed_key: str | None = None  # the one with which the socket was connected
+        self._dialed_key: str | None = None  # the key with which the socket was connected
         self._asked = 0.0
         self.key: str | None = None
         self.up = False
@@ -78,7 +76,7 @@ class Line:
         self.results: Mailbox[Callable[[], None]] = Mailbox()
         self._working: set[str] = set()
         self._term = 0  # the highest of a controller with this key
-        self._doubted = 0.0  # since when only earlier ones speak; 0.0: the last word was not one's
+        self._doubted = 0.0  # since when only controllers of earlier terms speak; 0.0 if the last message was current
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         for option, value in (*TO_CONTROLLER, *(TO_ONE_OF_SEVERAL if self._hello.several else ())):
             self.socket.setsockopt(option, value)
@@ -94,19 +92,19 @@ class Line:
 
     @property
     def problem(self) -> str:
-        """Why the controller is not believed, or cannot be asked for more."""
-        said = self._problem or self._hello.problem
-        if said or self.up or not self._endpoint:
-            return said
+        """Why the controller is not believed or cannot be reached; empty if all is well."""
+        problem = self._problem or self._hello.problem
+        if problem or self.up or not self._endpoint:
+            return problem
         return f"no connection to {self._endpoint}"
 
     @property
     def answers(self) -> int:
-        """The descriptor at which answers about the key arrive; -1 while there is none."""
+        """The descriptor at which answers about the key arrive; -1 if there is none."""
         return self._hello.fileno()
 
     def find_controller(self) -> None:
-        """Ask for the controller's key while it is not known, or the line is down."""
+        """Ask for the controller's key while it is unknown or the line is down."""
         if self.up:
             return
         now = time.monotonic()
@@ -114,7 +112,7 @@ class Line:
             self._dialed = now
             self._find(self._theirs)
         down = DOWN_SECONDS_OF_SEVERAL if self._hello.several else DOWN_SECONDS
-        asks = self._known is None or self._hello.several  # a standby does not answer: whoever does is the controller
+        asks = self._known is None or self._hello.several  # a standby does not answer, so the controller is who does
         if asks and now - self._asked >= (HELLO_SECONDS if self.key is None else down):
             self._asked = now
             if self._hello.fileno() >= 0:
@@ -123,7 +121,7 @@ class Line:
                 self._in_thread("name", self._hello.open, lambda found: self._hello.send_questions() if found else None)
 
     def learn(self, learned: Callable[[], None]) -> None:
-        """Reads what was answered; `learned` is called when the line leads to another key."""
+        """Read the answers; `learned` is called when the line leads to another key."""
         answers = self._hello.read()
 
         def then(found: ControllerKey | None) -> None:
@@ -143,8 +141,8 @@ class Line:
             self._in_thread("answers", lambda: self._hello.first_believed(answers), then)
 
     def register(self, message: wire.Register, send: Callable[[wire.Message], None]) -> None:
-        """Send the agent's first message, with a fresh credential that is bound to this line, as soon as that is made;
-        nothing before the line leads anywhere."""
+        """Send the agent's first message, once its fresh credential, which is bound to this line, has been made.
+        Nothing is sent while the line leads nowhere."""
         message.key = self.pair[0]
         key = self.key
         if key == PLAIN:
@@ -156,7 +154,7 @@ class Line:
         def make() -> str:
             try:
                 message.credential = make_credential(claims.of_agent(message, key))
-            except MungeError as error:  # with a key of the admin's, auth may be "none"
+            except MungeError as error:  # with a key that the admin gave, auth may be "none"
                 return str(error)
             return ""
 
@@ -168,7 +166,7 @@ class Line:
         self._in_thread("credential", make, then)
 
     def _in_thread(self, what: str, work: Callable[[], Result], then: Callable[[Result], None]) -> None:
-        """Runs `work` in a thread, then `then` in the loop; nothing while the same is under way."""
+        """Run `work` in a thread, then `then` in the loop, unless the same work is under way."""
         if what in self._working:
             return
         self._working.add(what)
@@ -177,7 +175,7 @@ class Line:
             found = []
             try:
                 found.append(work())
-            finally:  # whatever broke, the next try may do
+            finally:  # the next try may succeed
                 self.results.put(lambda: hand_on(found))
 
         def hand_on(found: list[Result]) -> None:
@@ -187,20 +185,20 @@ class Line:
 
         try:
             threading.Thread(target=run, name=f"unicron-{what}", daemon=True).start()
-        except RuntimeError:  # there is none to be had: the next try may find one
+        except RuntimeError:  # the system grants no more threads: the next try may get one
             self._working.discard(what)
 
     def notice(self) -> None:
-        """Takes in what happened to the connection."""
+        """Read what has happened to the connection."""
         while self.events.poll(0):
             event = parse_monitor_message(self.events.recv_multipart())["event"]
             self.up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def is_current(self, term: int) -> bool:
-        """Whether what a controller of this term says counts: no later one has spoken. Else another is looked for.
+        """Say whether a message of a controller of this term counts. If not, another controller is looked for.
 
-        One that has been taken over ends soon. One that still speaks after OUTLIVED_SECONDS, in which no later one did,
-        has its right: the clock was far ahead in another's time, and its log is from a backup of before.
+        A controller that was taken over ends soon. One that still speaks after OUTLIVED_SECONDS without a message of a
+        later term is right: the clock was far ahead in the other's time, and its log comes from an older backup.
         """
         now = time.monotonic()
         if term < self._term:
@@ -219,18 +217,18 @@ class Line:
         self.results.close()
 
     def hang_up(self) -> None:
-        """Ends the connection until `call_again`: an injected loss of the network."""
+        """End the connection until `call_again`: an injected loss of the network."""
         self._cut = True
         self._disconnect()
 
     def call_again(self) -> None:
-        """Undoes `hang_up`."""
+        """Connect again after `hang_up`."""
         self._cut = False
         if self._endpoint:
             self.socket.connect(self._endpoint)
 
     def _connect(self, theirs: str, reached: Target | None = None) -> None:
-        """Leads the line to the holder of this key. reached: the address that has told it."""
+        """Lead the line to the holder of this key. reached: the address that has told it."""
         self._theirs, self._dialed = theirs, time.monotonic()
         candidates = self._hello.candidates(theirs, reached)
         if reached is not None or len(candidates) == 1:
@@ -239,7 +237,7 @@ class Line:
             self._find(theirs)
 
     def _find(self, theirs: str) -> None:
-        """Asks in a thread which of the controller's addresses accepts a connection, and leads the line there."""
+        """Find in a thread which of the controller's addresses accepts a connection, and lead the line there."""
 
         def work() -> Target | None:
             if not self._hello.resolve_again():
@@ -247,15 +245,14 @@ class Line:
             return first_open(self._hello.candidates(theirs), RACE_SECONDS)
 
         def then(found: Target | None) -> None:
-            if self._theirs == theirs and not self.up and (target := found or self._first()) is not None:
-                self._dial(target)
+            if self._theirs != theirs or self.up:
+                return
+            if found is None and not self._endpoint:  # ZeroMQ tries the first address again and again
+                found = next(iter(self._hello.candidates(theirs)), None)
+            if found is not None:
+                self._dial(found)
 
         self._in_thread("addresses", work, then)
-
-    def _first(self) -> Target | None:
-        """The address to use while none accepts a connection: ZeroMQ tries it again and again."""
-        candidates = self._hello.candidates(self._theirs or PLAIN)
-        return candidates[0] if candidates and not self._endpoint else None
 
     def _dial(self, target: Target) -> None:
         if self.key is not None and target.endpoint == self._endpoint and self._dialed_key == self._theirs:
@@ -269,5 +266,5 @@ class Line:
             self.socket.connect(self._endpoint)
 
     def _disconnect(self) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # it is so already
+        with contextlib.suppress(zmq.ZMQError):  # it is disconnected already
             self.socket.disconnect(self._endpoint)

@@ -1,7 +1,7 @@
-"""Folders of a node that agents hold: by a lock, as long as they live.
+"""Folders of a node that agents hold by a lock for as long as they live.
 
-What nobody holds was left by an agent that was killed. It is removed when it has been forgotten for long enough, by the
-next agent of its user or by an epilog.
+A folder that nobody holds was left by an agent that was killed. After a while, the next agent of the same user or an
+epilog removes it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 
 FORGOTTEN_SECONDS = 900.0  # without an agent; slurm_plugin/epilog.d has the same
-BUSY_SECONDS = 0.05  # before what was held in the moment of its removal is looked at again
+BUSY_SECONDS = 0.05  # before another look at what was held at the moment of its removal
 TRIES = 5  # to open a folder that others remove at the same time
 
 
 def sweep(places: Iterable[Path], ours: Callable[[str], bool], now: float) -> list[Path]:
-    """Removes what agents of this user have left in these folders under names that are `ours`, and nobody has held for
-    FORGOTTEN_SECONDS. now: of the wall clock."""
+    """Remove folders with names that are `ours` which agents of this user have left in these places, and which nobody
+    has held for FORGOTTEN_SECONDS. now: of the wall clock."""
     found = [path for place in places for path in _leftovers(place, ours, now)]
     gone = [path for path in found if _remove(path, now)]
-    if len(gone) < len(
-        found
-    ):  # somebody may have looked just then whether they are held (unicron_transition.snapshot.shared_memory)
+    if len(gone) < len(found):  # unicron_transition.snapshot.shared_memory may have looked whether they are held
         time.sleep(BUSY_SECONDS)
         gone += [path for path in found if path not in gone and _remove(path, now)]
     return gone
@@ -35,11 +33,10 @@ def sweep(places: Iterable[Path], ours: Callable[[str], bool], now: float) -> li
 
 def _leftovers(place: Path, ours: Callable[[str], bool], now: float) -> Iterator[Path]:
     with suppress(OSError):
-        for path in place.iterdir():
-            if ours(path.name):
-                with suppress(OSError):
-                    if _is_forgotten(path.lstat(), now):
-                        yield path
+        for path in filter(lambda path: ours(path.name), place.iterdir()):
+            with suppress(OSError):
+                if _is_forgotten(path.lstat(), now):
+                    yield path
 
 
 def _is_forgotten(status: os.stat_result, now: float) -> bool:
@@ -58,8 +55,8 @@ def _remove(path: Path, now: float) -> bool:
 
 
 def remove_if_unheld(path: Path, descriptor: int, now: float | None = None) -> bool:
-    """Remove the folder unless somebody holds it; True where it is removed. descriptor: of the folder. now: of the wall
-    clock, for what is to go only if it is still forgotten: who has come back to it may be between two locks."""
+    """Remove the folder unless somebody holds it; True if it is removed. descriptor: of the folder. now: of the wall
+    clock, to remove it only if it is still forgotten: its user may be between two locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if now is not None and not _is_forgotten(os.fstat(descriptor), now):
@@ -71,7 +68,7 @@ def remove_if_unheld(path: Path, descriptor: int, now: float | None = None) -> b
 
 
 def hold(folder: Path) -> int:
-    """A descriptor of the folder, which is made if it has to be, with a shared lock on it. Raises OSError."""
+    """Return a descriptor of the folder, which is made if missing, with a shared lock on it. Raises OSError."""
     for _ in range(TRIES):
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -86,7 +83,7 @@ def hold(folder: Path) -> int:
 
 
 def try_hold(folder: Path) -> int:
-    """A descriptor as of :func:`hold`; -1 where no lock is to be had."""
+    """Return a descriptor as :func:`hold` does; -1 if no lock can be had."""
     try:
         return hold(folder)
     except OSError:
@@ -94,13 +91,13 @@ def try_hold(folder: Path) -> int:
 
 
 def let_go(descriptor: int) -> None:
-    """Hold a folder no more."""
+    """Release a folder that :func:`try_hold` may have locked."""
     if descriptor >= 0:
         os.close(descriptor)
 
 
 def share_lock(folder: Path, descriptor: int) -> bool:
-    """Take a shared lock on the folder. False where somebody is removing it; the descriptor is closed then. Raises
+    """Take a shared lock on the folder. False if somebody is removing it, and then the descriptor is closed. Raises
     OSError."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -116,8 +113,8 @@ def share_lock(folder: Path, descriptor: int) -> bool:
 
 
 def open_own(folder: Path) -> int:
-    """A descriptor of the folder. Raises PermissionError for one that is not this user's own: anybody may write where
-    it lies."""
+    """Return a descriptor of the folder. Raises PermissionError if the folder is not this user's alone: everybody may
+    write where it lies."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:

@@ -1,5 +1,4 @@
-"""The place of this agent: job, element, node, ranks and settings, read from the environment that Slurm and the plugin
-give it."""
+"""Reads the place of this agent (job, element, node, ranks, settings) from the variables of Slurm and the plugin."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 LOGS = "UNICRON_LOG_DIR"
 LAUNCH = "_UNICRON_LAUNCH"  # which launch of a shell script this agent is (agent/launchers/shells.py)
 ADDRESS_SECONDS = 1.5  # for one of the controller's addresses to accept, where it has several
-# From here on step numbers are Slurm's own (slurm.h); as signed ones they are -16 to -1. From 26.05 on it gives one to
-# batch and interactive scripts, for which older releases set no SLURM_STEP_ID.
+# From here on step numbers are Slurm's own (slurm.h), signed -16 to -1. Since 26.05 batch and interactive scripts have
+# one; older releases set no SLURM_STEP_ID for them.
 MOST_STEP = 0xFFFFFFF0
 LEAST_MEMORY_RATE = 0.1  # megabytes a second: the other side gives up what is slower (image_stream.LEAST_RATE)
 
@@ -44,11 +43,11 @@ class Place:
     step: int = 0
     """The number of the training among those of its batch script"""
     requeues: int = 0
-    """How often Slurm has run the whole job's batch script again; 0 for an element among others of an array"""
+    """Times that Slurm has run the whole job's batch script again; 0 for an element among others of an array"""
     trains: bool = True
     """The command may train"""
     tasks: tuple[StepTask, ...] = ()
-    """Slurm's tasks of this node in their order, where the step has several; the first is this process"""
+    """Slurm's tasks of this node in their order, if the step has several; the first is this process"""
 
     @property
     def slots(self) -> list[int]:
@@ -57,27 +56,28 @@ class Place:
         return [self.element * count + local for local in range(count)]
 
     def alone(self) -> Place:
-        """Return this place in a job that is as large as its element. One allocation is one element."""
+        """Return this place in a job that has only this element; an allocation is one element."""
         if self.settings.allocation:
             return self
         return replace(self, settings=msgspec.structs.replace(self.settings, max_nodes=self.settings.block))
 
     def in_mode(self, mode: str, reason: str, trains: bool = True, command: str = "") -> Place:
-        """Return this place in a job that is healed in this mode. trains: its command may train. command: its
-        digest."""
+        """Return this place in a job that is healed in this mode. command: its digest."""
         settings = msgspec.structs.replace(self.settings, mode=mode, mode_reason=reason[: ranges.TEXT], command=command)
         return replace(self, settings=settings, trains=trains)
 
     @property
     def warning(self) -> str:
-        """The job's log line on a minimum or a number of spares that does not fit, from its element 0; else empty. The
-        job runs all the same: with all of its nodes, or with as many spares as leave enough of them."""
+        """The job's log line, from its element 0, about a minimum or a number of spares that does not fit; else empty.
+        The job runs all the same: with all of its nodes, or with as many spares as leave enough of them."""
         settings = self.settings
-        if settings.min_nodes > settings.max_nodes and not self.element:
+        if self.element:
+            return ""
+        if settings.min_nodes > settings.max_nodes:
             least = f"UNICRON_MIN_NODES={settings.min_nodes} of {settings.max_nodes} nodes"
             return f"{least}: the job runs with all {settings.max_nodes}, and with no fewer"
-        most = max(0, settings.max_nodes - settings.min_nodes)
-        if self.element or settings.spares <= most:
+        most = settings.max_nodes - settings.min_nodes
+        if settings.spares <= most:
             return ""
         asked = f"UNICRON_SPARES={settings.spares} of {settings.max_nodes} nodes"
         kept = f"it keeps {most or 'none'}; ask for {most}, or for more nodes"
@@ -97,29 +97,32 @@ def number(
     least: float = 1,
     most: float = ranges.MOST_COUNT,
 ) -> float:
-    """Return a variable's value, `default` when it is not set. Raises UserError, one line, when it makes no sense."""
+    """Return a variable's value, `default` if it is not set. Raises UserError, one line, for a wrong value."""
     text = environment.get(name, default)
+    hint = f"unset it or give a value like {default}"
     try:
         value = kind(text)
     except ValueError:
-        raise UserError(
-            f"{name}={text!r} is no {'number' if kind is float else 'whole number'}: unset it or give a value "
-            f"like {default}",
-            WRONG_USE,
-        ) from None
+        what = "number" if kind is float else "whole number"
+        raise UserError(f"{name}={text!r} is no {what}: {hint}", WRONG_USE) from None
     if not least <= value <= most:
         limits = f"{least:g} to {most:g}" if most < ranges.MOST_COUNT else f"at least {least:g}"
-        raise UserError(f"{name}={text} must be {limits}: unset it or give a value like {default}", WRONG_USE)
+        raise UserError(f"{name}={text} must be {limits}: {hint}", WRONG_USE)
     return value
 
 
+def count(env: Mapping[str, str], name: str, default: int, least: int = 1, most: int = ranges.MOST_COUNT) -> int:
+    """Return the whole number in a variable, as :func:`number` does."""
+    return int(number(env, name, str(default), int, least, most))
+
+
 def memory_every(environment: Mapping[str, str]) -> int:
-    """Iterations between two states that are kept in memory; 0: none is. Raises UserError."""
-    return int(number(_set(environment), "UNICRON_MEMORY_EVERY", "1", least=0))
+    """Return the iterations between two states that are kept in memory; 0 for none. Raises UserError."""
+    return count(_set(environment), "UNICRON_MEMORY_EVERY", 1, least=0)
 
 
 def memory_rate(environment: Mapping[str, str]) -> float:
-    """Most bytes a second that go to copies in other nodes; 0: as many as can. Raises UserError."""
+    """Return the most bytes a second for copies to other nodes; 0 for no limit. Raises UserError."""
     rate = number(_set(environment), "UNICRON_MEMORY_RATE", "1000", float, least=0.0)
     if 0.0 < rate < LEAST_MEMORY_RATE:
         raise UserError(
@@ -131,13 +134,13 @@ def memory_rate(environment: Mapping[str, str]) -> float:
 
 
 def log_folder(environment: Mapping[str, str], job: str) -> Path | None:
-    """The folder with a file for each rank's output; None where nobody asked for them."""
-    said = environment.get(LOGS, "")
-    return Path(said).absolute() / job if said else None
+    """Return the folder with a file for each rank's output; None if nobody asked for them."""
+    folder = environment.get(LOGS, "")
+    return Path(folder).absolute() / job if folder else None
 
 
 def _set(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are not empty."""
+    """Return the variables that are not empty."""
     return {name: value for name, value in environment.items() if value}
 
 
@@ -147,8 +150,8 @@ def read_place(
     tasks: Sequence[StepTask] = (),
     by_gpus: bool = True,
 ) -> Place:
-    """The agent's place; `controller` is the address of its controller. tasks: see :class:`Place`. by_gpus: one task
-    stands for a rank for each GPU. Raises UserError for what makes no sense."""
+    """Return the agent's place. controller: its controller's address. tasks: as in :class:`Place`. by_gpus: one task
+    means a rank for each GPU. Raises UserError for wrong values."""
     job = environment.get("SLURM_ARRAY_JOB_ID") or environment.get("SLURM_JOB_ID")
     if not job:
         raise UserError(
@@ -164,25 +167,24 @@ def read_place(
     if tasks:
         ranks = str(len(tasks))
     node = environment.get("SLURMD_NODENAME") or socket.gethostname()
-    per_node = int(number({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", "1", most=ranges.MOST_RANKS))
-    nodes = int(number(environment, "SLURM_NNODES", "1"))
+    per_node = count({"UNICRON_RANKS_PER_NODE": ranks}, "UNICRON_RANKS_PER_NODE", 1, most=ranges.MOST_RANKS)
+    nodes = count(environment, "SLURM_NNODES", 1)
     allocation, block = not array and nodes > 1, nodes if array else 1
-    most = nodes * (int(number(environment, "SLURM_ARRAY_TASK_COUNT", "1")) if array else 1)
+    most = nodes * (count(environment, "SLURM_ARRAY_TASK_COUNT", 1) if array else 1)
     given = _set(environment)
-    least = int(number(given, "UNICRON_MIN_NODES", "1", most=ranges.MOST_ELEMENTS))
+    least = count(given, "UNICRON_MIN_NODES", 1, most=ranges.MOST_ELEMENTS)
     least = -(-least // block) * block  # a block comes whole
     model = read_model(environment)
-    memory_every(environment)  # a mistake is said before the job runs without
+    memory_every(environment)  # a wrong value is reported before the job runs without it
     memory_rate(environment)
     return Place(
         job=job,
-        element=int(number(environment, "SLURM_ARRAY_TASK_ID", "0", least=0)) * block
+        element=count(environment, "SLURM_ARRAY_TASK_ID", 0, least=0) * block
         + (_place_in_allocation(environment, node) if nodes > 1 else 0),
         node=node,
         address=environment.get("UNICRON_NODE_ADDRESS") or _address(controller),
-        step=_step(environment) * ranges.LAUNCHES
-        + int(number(environment, LAUNCH, "0", least=0, most=ranges.LAUNCHES - 1)),
-        requeues=0 if array and most > block else int(number(_set(environment), "SLURM_RESTART_COUNT", "0", least=0)),
+        step=_step(environment) * ranges.LAUNCHES + count(environment, LAUNCH, 0, 0, ranges.LAUNCHES - 1),
+        requeues=0 if array and most > block else count(given, "SLURM_RESTART_COUNT", 0, least=0),
         tasks=tuple(tasks),
         settings=Settings(
             name=environment.get("SLURM_JOB_NAME", job)[: ranges.NAME],
@@ -194,8 +196,8 @@ def read_place(
             ranks_per_node=per_node,
             layouts=read_layouts(environment, per_node, most, model),
             model=model,
-            copies=int(number(_set(environment), "UNICRON_STATE_COPIES", "1", least=0, most=ranges.MOST_COPIES)),
-            spares=int(number(environment, "UNICRON_SPARES", "0", least=0, most=ranges.MOST_ELEMENTS)),
+            copies=count(given, "UNICRON_STATE_COPIES", 1, 0, ranges.MOST_COPIES),
+            spares=count(environment, "UNICRON_SPARES", 0, 0, ranges.MOST_ELEMENTS),
             allocation=allocation,
             no_kill=allocation and bool(environment.get("SLURM_NO_KILL")),
             block=block,
@@ -205,14 +207,14 @@ def read_place(
 
 
 def _place_in_allocation(environment: Mapping[str, str], node: str) -> int:
-    """The place of the node in the allocation, as the controller counts (`model.allocation`). SLURM_NODEID may
-    tell another one: srun's --distribution orders the nodes of a step."""
+    """Return the node's number in the allocation, as the controller counts (`model.allocation`). SLURM_NODEID may
+    differ: srun's --distribution orders the nodes of a step."""
     names = hosts(environment.get("SLURM_JOB_NODELIST", ""))
-    return names.index(node) if node in names else int(number(environment, "SLURM_NODEID", "0", least=0))
+    return names.index(node) if node in names else count(environment, "SLURM_NODEID", 0, least=0)
 
 
 def _own_name() -> str:
-    """This process's user; a container need not know its name."""
+    """Return this process's user; a container need not know its name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -220,16 +222,16 @@ def _own_name() -> str:
 
 
 def _step(environment: Mapping[str, str]) -> int:
-    """The number of this training's Slurm step among those of its batch script; steps that the plugin only used up
-    (slurm_plugin/spank/batch.c) are not counted. A script that is no step of its own counts as the first one."""
-    first = int(number(environment, "UNICRON_FIRST_STEP", "0", least=0))
-    step = int(number(environment, "SLURM_STEP_ID", "0", least=-16))
+    """Return the number of this training's Slurm step among those of its batch script, without the steps that the
+    plugin only used up (slurm_plugin/spank/batch.c). A script that is no step of its own counts as the first one."""
+    first = count(environment, "UNICRON_FIRST_STEP", 0, least=0)
+    step = count(environment, "SLURM_STEP_ID", 0, least=-16)
     return max(0, step - first) if step < MOST_STEP else 0
 
 
 def _address(controller: str) -> str:
-    """The address by which other nodes reach this one: that of the interface which leads to the controller, by the
-    controller's address that accepts connections where it has several."""
+    """Return the address by which other nodes reach this one: that of the interface that leads to the controller. If
+    the controller has several addresses, the one that accepts connections counts."""
     try:
         targets = resolve_all(endpoints(controller))
     except (OSError, UserError):

@@ -1,6 +1,5 @@
-"""The agent's line to the other agents of its job: everybody listens on a socket of its own and dials those it has
-something to say to, both known to each other by their public keys (CURVE), which the controller's plans tell.
-"""
+"""The agent's line to the other agents of its job. Each agent listens on a socket of its own and dials those to which
+it sends; both sides know each other by the public keys (CURVE) in the controller's plans."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from unicron_ctl.shared.system.addresses import join
 from unicron_ctl.shared.system.descriptors import open_files, raise_limit
 
 MANY = 100  # connections, for which the open files of an ordinary process suffice
-SHARE = 0.25  # of the open files, for connections that others make: the ranks need theirs
-RECEIVE_SECONDS = 0.02  # that what others say may take of the agent's loop at once
+SHARE = 0.25  # of the open files, for connections of others: the ranks need theirs
+RECEIVE_SECONDS = 0.02  # of the agent's loop for messages of others at once
 _OPTIONS = (
     (zmq.LINGER, 0),
     (zmq.RECONNECT_IVL, 50),
@@ -38,8 +37,7 @@ class Peers:
     """The agent's connections to the other agents of its job.
 
     host: where others reach this node. keys: this agent's, public and secret. warn: writes a line of the log.
-
-    :attr:`address` is host:port, empty when it cannot be reached.
+    address: host:port of this agent, empty if it cannot be reached.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class Peers:
         return self._in.fileno(), self._out
 
     def allow_only(self, known: Iterable[structs.Peer]) -> None:
-        """Listen and speak to these agents only, from now on."""
+        """Listen and speak only to these agents from now on."""
         self._known = {peer.key.encode(): peer for peer in known if peer.key}
         if len(self._known) > self._in.most // 2:
             raise_limit()
@@ -100,14 +98,14 @@ class Peers:
         self._dialed[key] = endpoint
 
     def receive(self, take: Callable[[peer_messages.AnyPeer], None], drop: Callable[[str, str], None]) -> None:
-        """Hands on what has come. drop(who, why): of a message that makes no sense."""
+        """Pass on each message that has come. drop(peer, why): called for a message that does not fit."""
         while self._out.poll(0):
             self._out.recv_multipart()  # nobody answers here
 
         def on_bytes(connection: Connection, data: bytes) -> None:
             peer = self._known.get(connection.session.key.encode())
             if peer is None:
-                return  # known once, of an agent that is gone
+                return  # an agent that has left the job
             self._in.is_known(connection)
             try:
                 message = peer_messages.decode(data)
@@ -120,18 +118,18 @@ class Peers:
         self._in.receive(on_bytes, time.monotonic() + RECEIVE_SECONDS)
 
     def _admits(self, key: str) -> bool:
-        """Whether this key may connect. A stranger tries again: the plan that names it may be on its way."""
+        """Say whether this key may connect. A stranger tries again: the plan that names it may be on its way."""
         return key.encode() in self._known
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Close all connections."""
         self._in.close()
         self._out.close(0)
 
 
 def _listen(host: str) -> tuple[str, list[socket.socket]]:
-    """The address at which others reach this agent, empty when they cannot."""
-    for interface in (host, "*"):  # the name of a node need not be one of its interfaces'
+    """Return the address at which others reach this agent, empty if they cannot, and its sockets."""
+    for interface in (host, "*"):  # the name of a node may belong to none of its interfaces
         with contextlib.suppress(OSError):
             sockets = listening(interface, 0)
             return join(host, sockets[0].getsockname()[1]), sockets
@@ -139,5 +137,5 @@ def _listen(host: str) -> tuple[str, list[socket.socket]]:
 
 
 def _most() -> int:
-    """Connections that others may have to this agent."""
+    """Return the most connections that others may have to this agent."""
     return max(1, int(open_files() * SHARE))

@@ -27,8 +27,8 @@ MAX_ENDPOINT = 100  # characters of a Unix socket's path (unix(7) has 108 bytes)
 
 
 class RankLine:
-    """`socket` is to be polled; ranks connect to `endpoint`. A rank can be told something once :meth:`set_identity` was
-    called for it."""
+    """The ranks' line: ranks connect to `endpoint`, and the agent polls `socket`. :meth:`set_identity` must be called
+    for a slot before anything is sent to it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: str) -> None:
         self.folder, self.endpoint = folder, f"ipc://{folder}/ranks"
@@ -39,8 +39,8 @@ class RankLine:
         self._identities: dict[int, bytes] = {}
 
     def bind_again(self) -> bool:
-        """Make the socket again where something has removed it, as cleaners of /tmp do. True when that was needed.
-        ZeroMQ removes a name when it lets go of it, so the old one is kept and the new one bound beside it."""
+        """Make the socket again if something has removed it, as cleaners of /tmp do; True if so. ZeroMQ removes the
+        name when it closes a socket, so the old one is kept and the new one bound beside it."""
         path = self.endpoint.removeprefix("ipc://")
         if os.path.exists(path):
             return False
@@ -52,7 +52,7 @@ class RankLine:
         return True
 
     def remove(self) -> None:
-        """Leave nothing of it behind."""
+        """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
         let_go(self._held)
         self._held = -1
@@ -67,7 +67,7 @@ class RankLine:
             yield identity, frames[-1] if frames else b""
 
     def set_identity(self, slot: int, identity: bytes) -> None:
-        """Note the sender that is the slot's process."""
+        """Note the sender of the slot's process."""
         self._identities[slot] = identity
 
     def send(self, slots: Iterable[int], message: wire.Message | ToRank) -> None:
@@ -79,8 +79,8 @@ class RankLine:
 
 
 def for_rank(message: wire.Message | ToRank) -> bytes:
-    """Return the message as ranks understand it, the controller's or this agent's own: a map with the version of their
-    protocol (:mod:`unicron_detector.processes.rank_messages`)."""
+    """Return a message of the controller or of this agent as a map with the version of the ranks' protocol
+    (:mod:`unicron_detector.processes.rank_messages`)."""
     kind = {} if isinstance(message, wire.Message) else {"kind": message.kind}
     fields: dict[str, Any] = kind | msgspec.to_builtins(message, str_keys=False)
     data: bytes = msgpack.packb(fields | {"v": RANKS.number})
@@ -88,7 +88,7 @@ def for_rank(message: wire.Message | ToRank) -> bytes:
 
 
 class Head(msgspec.Struct):
-    """Which process of which slot has sent a message."""
+    """The process and the slot that have sent a message."""
 
     v: int
     kind: str
@@ -97,7 +97,7 @@ class Head(msgspec.Struct):
 
 
 def from_rank(data: bytes) -> tuple[Head, FromRank]:
-    """Return a rank's message. Raises msgspec.MsgspecError for what does not fit."""
+    """Return a rank's message. Raises msgspec.MsgspecError for one that does not fit."""
     fields = msgspec.msgpack.decode(data)
     head = msgspec.convert(fields, Head)
     if refusal := RANKS.refusal(head.v):
@@ -108,10 +108,9 @@ def from_rank(data: bytes) -> tuple[Head, FromRank]:
 
 
 def socket_folder(job: str, environment: Mapping[str, str]) -> str:
-    """A private folder whose sockets' paths are short enough, in the first place that takes one: TMPDIR may be full.
-    Its name begins with the element's own job id: that is all that the epilog, which removes what a killed agent
-    leaves, is told by Slurm. Raises OSError.
-    """
+    """Make a private folder in which sockets' paths are short enough, in the first place that has room: TMPDIR may be
+    full. Its name begins with the element's own job id, by which the epilog finds what a killed agent has left. Raises
+    OSError."""
     prefix = f"unicron-{environment.get('SLURM_JOB_ID', job)}-"
     first: OSError | None = None
     for parent in places(environment):
@@ -131,12 +130,12 @@ def socket_folder(job: str, environment: Mapping[str, str]) -> str:
 
 
 def places(environment: Mapping[str, str]) -> list[str]:
-    """Return the folders in which such a folder may be."""
+    """Return the places for such a folder."""
     return list(dict.fromkeys((environment.get("TMPDIR") or PLACES[0], *PLACES)))
 
 
 def _try_socket(path: str) -> None:
-    """Raises OSError where there is room for a folder and not for a socket in it."""
+    """Raise OSError if there is room for a folder but not for a socket in it."""
     with socket.socket(socket.AF_UNIX) as tried:
         tried.bind(path)
     os.unlink(path)

@@ -13,20 +13,17 @@ from pathlib import Path
 from unicron_detector.health.program_output import TooMuchOutput, run_program
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
-ENDING_SECONDS = 10.0  # for a script that saves something when it is told to end; Slurm's KillWait is 30 s
-SAVES = signal.SIGUSR2  # a checkpoint is wanted, and the training goes on; in restart mode it is the script's
-# What Slurm's --signal sends before a time limit is for the training script.
-FOR_THE_SCRIPT = (signal.SIGUSR1, signal.SIGUSR2)
-
-
+ENDING_SECONDS = 10.0  # for a script that saves something when it has to end; Slurm's KillWait is 30 s
+SAVES = signal.SIGUSR2  # asks session mode for a checkpoint; in restart mode it is the script's
+FOR_THE_SCRIPT = (signal.SIGUSR1, signal.SIGUSR2)  # what Slurm's --signal sends before a time limit
 CONFIG_SECONDS = 5.0  # for Slurm to show its configuration
-CONFIG_TRIES = 4  # it sends SIGTERM twice
+CONFIG_TRIES = 4  # Slurm sends SIGTERM twice
 
 
 @functools.cache
 def slurm_signals_all() -> bool:
     """Say whether a signal for this step has reached the ranks, too, so that passing it on would double it: with
-    proctrack/linuxproc Slurm signals all descendants of a task, with the others the task alone."""
+    proctrack/linuxproc Slurm signals all descendants of a task, else only the task."""
     pid, stepd = os.getppid(), False
     while pid > 1 and not stepd:
         try:
@@ -38,7 +35,7 @@ def slurm_signals_all() -> bool:
 
 
 def proctrack_type() -> str:
-    """Return Slurm's ProctrackType, or an empty text. Slurm's signals may end this call of scontrol: it is repeated."""
+    """Return Slurm's ProctrackType, or an empty text. Slurm's signals may end scontrol, so it is called again."""
     for _ in range(CONFIG_TRIES):
         try:
             shown = run_program(["scontrol", "show", "config"], CONFIG_SECONDS)
@@ -46,12 +43,12 @@ def proctrack_type() -> str:
             return ""
         if shown.returncode >= 0:
             break
-    said = re.search(r"^ProctrackType\s*=\s*(\S+)", shown.stdout.decode(errors="replace"), re.MULTILINE)
-    return said[1] if said else ""
+    found = re.search(r"^ProctrackType\s*=\s*(\S+)", shown.stdout.decode(errors="replace"), re.MULTILINE)
+    return found[1] if found else ""
 
 
 class SignalPipe:
-    """Catches the signals above in this process; :meth:`fileno` becomes readable when one has come. One per process."""
+    """Catches the signals above in this process; its descriptor becomes readable when one comes. One per process."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -64,21 +61,21 @@ class SignalPipe:
         return self._read
 
     def read(self) -> bytes:
-        """The numbers of the signals that have come, one byte each."""
+        """Return the numbers of the signals that have come, one byte each."""
         try:
             return os.read(self._read, 64)
         except BlockingIOError:
             return b""
 
     def read_within(self, seconds: float) -> bytes:
-        """The numbers of the signals that have come, or do so within `seconds`."""
+        """Return the numbers of the signals that have come, or come within `seconds`."""
         poll = select.poll()
         poll.register(self._read, select.POLLIN)
         poll.poll(seconds * 1000)
         return self.read()
 
     def close(self) -> None:
-        """Everything is as it was before."""
+        """Restore the signal handlers."""
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)

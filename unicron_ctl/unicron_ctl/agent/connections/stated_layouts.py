@@ -1,4 +1,4 @@
-"""The layouts that a job can run in, and the sizes of its model, as its submission states them."""
+"""Reads the layouts in which a job can run, and the sizes of its model, from the variables of its submission."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = (*REQUIRED_SIZES, "micro-batch", "recompute")  # sequences of a micro-ba
 
 
 def read_model(environment: Mapping[str, str]) -> dict[str, int]:
-    """The model's sizes, {} where none are given. Raises UserError, one line."""
+    """Return the model's sizes, {} without any. Raises UserError, one line."""
     text = environment.get(MODEL, "").strip()
     sizes: dict[str, int] = {}
     for word in text.split():
@@ -35,11 +35,9 @@ def read_model(environment: Mapping[str, str]) -> dict[str, int]:
 
 
 def read_layouts(environment: Mapping[str, str], per_node: int, nodes: int, model: Mapping[str, int]) -> list[str]:
-    """The layouts, the preferred first, in the words of :attr:`StatedLayout.text`; [] where none are given.
-
-    per_node: ranks of a node; nodes: the most that the job can have. Raises UserError, one line, for one that cannot be
-    run on any number of nodes.
-    """
+    """Return the layouts, the preferred first, as :attr:`StatedLayout.text` writes them; [] without any. per_node:
+    ranks of a node; nodes: the most that the job can have. Raises UserError, one line, for a layout that no number of
+    nodes can run."""
     text = environment.get(LAYOUTS, "").strip()
     if not text:
         return []
@@ -58,7 +56,7 @@ def read_layouts(environment: Mapping[str, str], per_node: int, nodes: int, mode
 
 
 def misfit(one: StatedLayout, per_node: int, nodes: int, model: Mapping[str, int]) -> str:
-    """Return why no number of nodes can run it; empty where one can."""
+    """Return why no number of nodes can run the layout; empty if one can."""
     size = one.layout.size
     if size > per_node * nodes:
         return f"needs {size} ranks, and the job has at most {per_node * nodes} ({plural(nodes, 'node')} of {per_node})"
@@ -74,13 +72,12 @@ def _read(text: str) -> StatedLayout:
     try:
         return parse_layout(text)
     except ValueError as error:
-        raise _wrong(
-            LAYOUTS, str(error), 'several are parted by commas, "auto TP8 PP4" tries all up to there'
-        ) from None
+        instead = 'several are parted by commas, "auto TP8 PP4" tries all up to there'
+        raise _wrong(LAYOUTS, str(error), instead) from None
 
 
 def _all(limits: list[str], per_node: int, nodes: int, model: Mapping[str, int]) -> list[StatedLayout]:
-    """The layouts that fit, those with the fewest ranks first; tensor parallelism stays within a node."""
+    """Return the layouts that fit, fewest ranks first; tensor parallelism stays within a node."""
     if not model:
         raise _wrong(LAYOUTS, f"{AUTO} needs the sizes of the model", f'give {MODEL}="{_SIZES}"')
     deepest = min(model["layers"], per_node * nodes, MOST_STAGES)
@@ -91,9 +88,8 @@ def _all(limits: list[str], per_node: int, nodes: int, model: Mapping[str, int])
     found = [_read(f"TP{tp} PP{pp}") for tp, pp in product(tensor, range(1, most.layout.pipeline + 1))]
     fit = [one for one in found if not misfit(one, per_node, nodes, model)]
     if not fit:
-        raise _wrong(
-            LAYOUTS, f"no layout up to {most.text} fits this model and {plural(nodes, 'node')}", "name the layouts"
-        )
+        unfit = f"no layout up to {most.text} fits this model and {plural(nodes, 'node')}"
+        raise _wrong(LAYOUTS, unfit, "name the layouts")
     return sorted(fit, key=lambda one: one.layout.size)
 
 

@@ -1,8 +1,8 @@
-"""The other tasks of this node, where a step has several: each waits for its rank and ends as it does.
+"""The other tasks of this node in a step of several tasks: each waits for its rank and ends as the rank does.
 
-The plugin joins this process with each of them by a socket pair (slurm_plugin/spank/tasks.h), and unicron-launch is at
-the other end (slurm_plugin/spank/wait.h has the messages). Nothing but the standard library is imported here, so that
-the tasks hear from this process whatever is broken.
+The plugin joins this process with each of them by a socket pair (slurm_plugin/spank/tasks.h), with unicron-launch at
+the other end (slurm_plugin/spank/wait.h has the messages). Only the standard library is imported here, so that the
+tasks get their messages whatever is broken.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
-CHANNELS = "_UNICRON_TASKS"  # their descriptors, those of the local tasks 1, 2, ... in this order
-FORMAT = "_UNICRON_LAUNCH"  # the number of what unicron-launch tells; absent where somebody runs the agent by hand
+CHANNELS = "_UNICRON_TASKS"  # the channels' descriptors, of the local tasks 1, 2, ... in this order
+FORMAT = "_UNICRON_LAUNCH"  # the version of unicron-launch's messages; absent if a user runs the agent by hand
 OF_THE_LAUNCHER = (FORMAT, CHANNELS, "_UNICRON_TASK", "UNICRON_LAUNCH_AGENT", "UNICRON_LAUNCH_COMMAND")
 MESSAGE_BYTES = 1 << 16
 TASKS_SECONDS = 300.0  # for all tasks of a node to begin: Slurm starts them together, each after its TaskProlog
@@ -23,7 +23,7 @@ TASKS_SECONDS = 300.0  # for all tasks of a node to begin: Slurm starts them tog
 
 @dataclass(frozen=True)
 class StepTask:
-    """A task of this node's, whose rank is to run as it would."""
+    """A task of this node, in whose place a rank runs."""
 
     environment: Mapping[str, str]
     cpus: frozenset[int]
@@ -35,14 +35,14 @@ class StepTask:
 
 
 class TasksMissing(Exception):
-    """Not all tasks of the node have begun; the text says which."""
+    """Not all tasks of the node have begun; the text says which are missing."""
 
 
 class StepTasks:
-    """The channels to the other tasks. Each hears at last that it is to run the command itself, or how its rank has
-    ended; one that hears nothing before this process has ended ends by SIGKILL.
+    """The channels to the other tasks. In the end each task is told to run the command itself, or how its rank has
+    ended. One that is told nothing before this process ends dies by SIGKILL.
 
-    launcher: the number of what unicron-launch tells; empty where it is not there."""
+    launcher: the version of unicron-launch's messages; empty without unicron-launch."""
 
     def __init__(self) -> None:
         self._channels: list[socket.socket] = []
@@ -64,7 +64,7 @@ class StepTasks:
         return len(self._channels) + 1
 
     def receive(self, seconds: float = TASKS_SECONDS) -> list[StepTask]:
-        """All tasks of this node in their order, this one being the first; none where it is the only one. Raises
+        """Return all tasks of this node in their order, this one first; none if it is the only one. Raises
         TasksMissing."""
         deadline = time.monotonic() + seconds
         for channel in self._channels:
@@ -95,8 +95,8 @@ class StepTasks:
         return StepTask(environment, frozenset(map(int, cpus)), tuple(devices), files[0], files[1])
 
     def run_themselves(self, environments: Sequence[Mapping[str, str]] = ()) -> None:
-        """They run the command, and this process is none of their business any more. environments: theirs, where they
-        are not what Slurm gave them."""
+        """Tell the tasks to run the command themselves, without this process. environments: for each of them, if not
+        Slurm's."""
         for number, channel in enumerate(self._channels):
             files = []
             if environments:
@@ -114,7 +114,7 @@ class StepTasks:
         self._codes = codes
 
     def end(self, code: int) -> None:
-        """They end as their ranks have; those of which nothing was told with the agent's exit code."""
+        """Tell the tasks to end as their ranks have; those without a code end with the agent's."""
         for local, channel in enumerate(self._channels, 1):
             with contextlib.suppress(OSError):
                 channel.send(f"E{self._codes.get(local, code) if code else 0}".encode())

@@ -1,8 +1,7 @@
 """Asks accelerate itself what `accelerate launch` would start.
 
 It turns its options and its configuration file into some hundred variables, which change with each release. So the
-job's own accelerate reads them, in a process that stops where the ranks would be started. That takes as long as the
-launcher takes without Unicron.
+job's own accelerate reads them, in a process that stops before it would start the ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SECONDS = 300.0  # for importing torch from a slow file system
 FILE = "_UNICRON_ACCELERATE_TOLD"  # the path of the answer
 OF_THE_AGENT = {"MASTER_ADDR", "MASTER_PORT", FILE}  # the rendezvous is the agent's
 
-# Runs in the job's Python, which need not have Unicron.
+# This runs in the job's Python, in which Unicron need not be installed.
 PROGRAM = """
 import json, os, sys, types
 from accelerate.commands import launch
@@ -49,7 +48,7 @@ torchrun.run = start_ranks
 launch.subprocess = types.SimpleNamespace(Popen=start_process, CalledProcessError=OSError)
 environments.is_port_in_use = lambda *_: False  # nobody uses the port
 args = launch.launch_command_parser().parse_args(sys.argv[1:])
-# The rendezvous is the agent's, so nobody need have said where the ranks would meet.
+# The agent forms the rendezvous, so the options need not say where the ranks would meet.
 for name, value in (("machine_rank", 0), ("main_process_ip", "127.0.0.1"), ("main_process_port", 29500)):
     if getattr(args, name) is None:
         setattr(args, name, value)
@@ -58,7 +57,7 @@ launch.launch_command(args)
 
 
 class Answer(msgspec.Struct):
-    """The answer of accelerate: what it would start."""
+    """Accelerate's answer: what it would start."""
 
     machines: int
     processes: int
@@ -66,7 +65,7 @@ class Answer(msgspec.Struct):
     environment: dict[str, str]
     """Variables that it changes"""
     command: list[str] = []
-    """The command of its only process; empty where it calls torchrun"""
+    """The command of its only process; empty if it calls torchrun"""
     torchrun: dict[str, str | list[str] | bool] = {}
     """torchrun's options by their long names"""
     program: str = ""
@@ -74,15 +73,14 @@ class Answer(msgspec.Struct):
 
 
 def ask_accelerate(python: Sequence[str], words: Sequence[str]) -> Answer:
-    """Return what it would start. python: the job's interpreter; words: behind `accelerate launch`. Raises
-    LauncherStays."""
+    """Return what accelerate would start. python: the job's interpreter; words: those after `accelerate launch`.
+    Raises LauncherStays."""
     with tempfile.TemporaryDirectory(prefix="unicron-accelerate-") as folder:
         file = Path(folder, "answer")
-        environment = os.environ | {FILE: str(file)}
         try:
             done = subprocess.run(
                 [*python, "-c", PROGRAM, *words],
-                env=environment,
+                env=os.environ | {FILE: str(file)},
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 timeout=SECONDS,
@@ -93,8 +91,8 @@ def ask_accelerate(python: Sequence[str], words: Sequence[str]) -> Answer:
         try:
             answer = msgspec.json.decode(file.read_bytes(), type=Answer)
         except (OSError, msgspec.DecodeError) as error:
-            said = done.stderr.decode(errors="replace").strip().splitlines()
-            raise _stays((said or [f"{type(error).__name__}: {error}"])[-1]) from None
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            raise _stays((lines or [f"{type(error).__name__}: {error}"])[-1]) from None
     answer.environment = {name: text for name, text in answer.environment.items() if name not in OF_THE_AGENT}
     return answer
 

@@ -46,16 +46,15 @@ class LauncherCommand:
 
 
 def find_launcher(command: Sequence[str]) -> LauncherCommand | None:
-    """Return the launcher that the command runs, directly or through wrappers.
-
-    Raises LauncherStays if one of the wrappers cannot run each rank."""
+    """Return the launcher that the command runs, directly or through wrappers. Raises LauncherStays if a wrapper cannot
+    run each rank."""
     words, environment = _without_env(list(command))
     at, elsewhere = 0, False
     while at < len(words):
         name = Path(words[at]).name
-        if (found := _launcher_at(words, at, elsewhere)) is not None:
-            launcher, rest, python = found
-            return LauncherCommand(launcher, words[:at], rest, python, environment)
+        if (launcher := _launcher_at(words, at, elsewhere)) is not None:
+            name, rest, python = launcher
+            return LauncherCommand(name, words[:at], rest, python, environment)
         if name in SHELLS and (inner := only_command(words[at:])) is not None:
             inner, variables = _without_env(inner) if at == 0 else (inner, {})
             words[at:], environment = inner, environment | variables
@@ -74,7 +73,7 @@ def find_launcher(command: Sequence[str]) -> LauncherCommand | None:
 
 
 def _without_env(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the command after `env A=1`, and the variables. An `env` with options is kept, and runs each rank."""
+    """Return the command after `env A=1`, and the variables. An `env` with options is kept, for each rank."""
     environment: dict[str, str] = {}
     while words and Path(words[0]).name == "env":
         settings = list(itertools.takewhile(re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL).fullmatch, words[1:]))
@@ -87,7 +86,7 @@ def _without_env(words: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _next_program(words: Sequence[str], start: int, elsewhere: bool) -> int | None:
-    """Return the index of the launcher or wrapper that a wrapper runs; None if it runs something else."""
+    """Return the index of the launcher or wrapper that a wrapper runs; None for anything else."""
     for at in range(start, len(words)):
         name = Path(words[at]).name
         if elsewhere and takes_value(words[at - 1]):
@@ -105,13 +104,12 @@ def _next_program(words: Sequence[str], start: int, elsewhere: bool) -> int | No
 
 def takes_value(option: str) -> bool:
     """Say whether the next word is this option's value, as after `-n` in `conda run -n deepspeed python train.py`.
-
     An unknown option is assumed to have one: to mistake a value for a launcher would break the command."""
     return option.startswith("-") and "=" not in option and not _FLAG.fullmatch(option)
 
 
 def _launcher_at(words: Sequence[str], at: int, elsewhere: bool) -> tuple[str, list[str], list[str]] | None:
-    """Return (name, arguments, the Python that runs it) of the launcher that begins at this index, if there is one."""
+    """Return (name, arguments, Python that runs it) of the launcher at this index, if there is one."""
     name = Path(words[at]).name
     if name in NAMES:
         python = ["python"] if elsewhere else [_interpreter(words[at])]

@@ -25,7 +25,7 @@ class Options:
         return bool(self._given.get(name))
 
     def text(self, name: str, default: str = "") -> str:
-        """Return the value of the option, the last one where it was given several times."""
+        """Return the value of the option, the last one if it was given several times."""
         value = self._given.get(name)
         value = value[-1] if isinstance(value, list) else value
         return value if isinstance(value, str) else default
@@ -36,19 +36,18 @@ class Options:
         return value if isinstance(value, list) else []
 
     def with_fate(self, fate: str) -> list[str]:
-        """Return the given options that share this fate, each as `--name`."""
+        """Return the given options with this fate, each as `--name`."""
         return [f"--{option.name}" for option in self._launcher.options if option.fate == fate and option.name in self]
 
     @property
     def refusal(self) -> str:
-        """The first option with which the launcher stays, and why; empty where there is none."""
+        """The first option that keeps the launcher in place, and why; empty without one."""
         refused = (option for option in self._launcher.options if option.refusal and option.name in self)
         return next((f"its --{option.name} {option.refusal}" for option in refused), "")
 
 
 def read_options(launcher: Launcher, words: Sequence[str], defaults: Mapping[str, str] | None = None) -> Options:
-    """Read the words behind a launcher's name; `defaults` are of options that are not given, by name. Raises
-    Unreadable."""
+    """Read the words after a launcher's name. defaults: values of options that are not given. Raises Unreadable."""
     flags = {flag: option for option in launcher.options for flag in option.flags}
     given: Values = {}
     waiting, rest = deque(words), list[str]()
@@ -68,7 +67,6 @@ def read_options(launcher: Launcher, words: Sequence[str], defaults: Mapping[str
 
 
 def _add_value(given: Values, option: Option, word: str, value: str | None, waiting: deque[str]) -> None:
-    """Note an option that was given; its value may be the next of the waiting words."""
     if not option.has_value:
         given[option.name] = True
         return
@@ -80,7 +78,7 @@ def _add_value(given: Values, option: Option, word: str, value: str | None, wait
 
 
 def _split_program(words: list[str], anywhere: bool) -> tuple[str, list[str]]:
-    """Return the program and its words; options in front of it are the program's."""
+    """Return the program and its words. Options before it are the program's, if those may stand anywhere."""
     for at, word in enumerate(words):
         if not (anywhere and word.startswith("-")):
             return word, words[:at] + words[at + 1 :]
@@ -88,7 +86,7 @@ def _split_program(words: list[str], anywhere: bool) -> tuple[str, list[str]]:
 
 
 def _split_option(word: str, flags: Mapping[str, Option], abbreviates: bool) -> tuple[str | None, str | None]:
-    """Return (flag, value within the word) of an option, and (None, None) of any other word."""
+    """Return (flag, value within the word) of an option, (None, None) of any other word."""
     flag, equals, value = word.partition("=")
     if flag in flags:
         return flag, value if equals else None

@@ -1,7 +1,7 @@
-"""Launchers in a command, such as torchrun: the agent reads their options and starts the ranks in their place.
+"""Reads the options of launchers such as torchrun, so that the agent starts the ranks in their place.
 
 `srun torchrun --nproc-per-node 8 train.py` becomes `python -u train.py` in eight ranks on each node. A command that
-needs its launcher raises :class:`LauncherStays`: it runs as it is, unprotected, and the text says what to write.
+needs its launcher raises :class:`LauncherStays` and runs as it is, unprotected; the text says what to write.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unicron_ctl.agent.ranks.placeholders import placeholder
 from unicron_ctl.agent.ranks.warm_commands import PYTHON
 from unicron_ctl.shared.system.plain_file import read_beginning
 
-MOST_BYTES = 1 << 20  # that are read of a script
+MOST_BYTES = 1 << 20  # of a script that are read
 USES_MPI = re.compile(r"^[ \t]*(?:import|from)[ \t]+(mpi4py|horovod)\b", re.MULTILINE)
 PLAIN_SCRIPT = "write `srun python train.py` without it, and the agent starts the ranks"
 CONSOLE = "UNICRON_CONSOLE_RANKS"
@@ -40,26 +40,26 @@ OF_MPI = {
 
 @dataclass(frozen=True)
 class Launch:
-    """A launcher's command line, as the agent carries it out."""
+    """A launcher's command line, ready for the agent."""
 
     launcher: str
     """Its name"""
     command: list[str]
     """The command of each rank"""
     ranks: str = ""
-    """Ranks on a node, as the launcher has it: a number, or gpu, auto, cpu; empty where nothing says"""
+    """Ranks on a node, as the launcher's option says: a number, gpu, auto or cpu; empty without that option"""
     nodes: tuple[int, int] = (0, 0)
-    """Fewest and most; (0, 0) where nothing says"""
+    """Fewest and most nodes; (0, 0) if unknown"""
     total: int = 0
-    """Ranks of all nodes; 0 where nothing says"""
+    """Ranks of all nodes; 0 if unknown"""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the ranks get"""
     replaced: list[str] = field(default_factory=list)
-    """Options of which Unicron has its own way"""
+    """Options for which Unicron has its own way"""
     ignored: list[str] = field(default_factory=list)
-    """Options that nobody honours now"""
+    """Options that have no effect now"""
     warning: str = ""
-    """A part of the launcher's work that nobody does now"""
+    """A part of the launcher's work that nothing does now"""
 
 
 def rank_command(read: Options, python: Sequence[str], local_rank: str = "") -> list[str]:
@@ -73,7 +73,7 @@ def rank_command(read: Options, python: Sequence[str], local_rank: str = "") -> 
 
 
 def read_nodes(text: str) -> tuple[int, int]:
-    """Return the fewest and the most of torchrun's --nnodes. Raises LauncherStays."""
+    """Return the fewest and the most nodes of torchrun's --nnodes. Raises LauncherStays."""
     try:
         counts = [int(count) for count in text.split(":")] if text else [0]
     except ValueError:
@@ -84,7 +84,7 @@ def read_nodes(text: str) -> tuple[int, int]:
 
 
 def _read_usual(found: LauncherCommand, launcher: Launcher, read: Options) -> Launch:
-    """Read the options that the table names; this is enough for a launcher without a reader of its own."""
+    """Read the options that the table names, which is all for a launcher without a reader of its own."""
     return Launch(
         found.name,
         rank_command(read, found.python),
@@ -97,7 +97,7 @@ def _read_usual(found: LauncherCommand, launcher: Launcher, read: Options) -> La
 
 # ---------------------------------------------------------------- torchrun
 def _console(read: Options) -> dict[str, str]:
-    """Return where a rank's output goes: UNICRON_LOG_DIR, and which ranks the job's own log shows."""
+    """Return the variables for UNICRON_LOG_DIR and for the ranks that the job's own log shows."""
     made = {}
     if folder := read.text("log-dir"):
         made["UNICRON_LOG_DIR"] = os.path.abspath(folder)
@@ -120,7 +120,7 @@ def _read_torchrun(found: LauncherCommand, launcher: Launcher, read: Options) ->
 
 
 def _warn_of_rendezvous(backend: str) -> str:
-    """Return the warning about a rendezvous that is none of torch's own: it may do more than form a world."""
+    """Return the warning about a rendezvous backend that is not torch's own: it may do more than form a world."""
     if backend in ("", *BACKENDS):
         return ""
     return (
@@ -154,8 +154,8 @@ def _read_deepspeed(found: LauncherCommand, launcher: Launcher, read: Options) -
     }
     local_rank = "" if "no_local_rank" in read else f"--local_rank={placeholder('LOCAL_RANK')}"
     nodes = read_nodes(text) if (text := read.text("num_nodes", "-1")) != "-1" else (0, 0)
-    command = rank_command(read, found.python, local_rank)
     launch = _read_usual(found, launcher, read)
+    command = rank_command(read, found.python, local_rank)
     return replace(launch, command=command, ranks=ranks, nodes=nodes, environment=environment)
 
 
@@ -279,6 +279,6 @@ def read_launcher(command: Sequence[str]) -> Launch | None:
     except Unreadable as error:
         raise LauncherStays(f"{found.name}'s options cannot be read ({error}): {PLAIN_SCRIPT}") from None
     except LauncherStays as error:
-        said = f"its command starts the ranks by {found.name}, and {error}" if str(error) else ""
-        raise LauncherStays(said) from None
+        why = f"its command starts the ranks by {found.name}, and {error}" if str(error) else ""
+        raise LauncherStays(why) from None
     return replace(launch, command=[*found.prefix, *launch.command], environment=found.environment | launch.environment)

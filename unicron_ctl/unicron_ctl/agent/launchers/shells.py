@@ -1,9 +1,8 @@
-"""Shell scripts that run a launcher: the script runs as it is, once on the node, and the launcher's name in it means
-the agent.
+"""Runs shell scripts that call a launcher: once on each node, and the launcher's name in them means the agent.
 
-`bash run.sh` with `torchrun ... train.py` in it may compute the launcher's options, prepare data before and clean up
-afterwards, so only the shell can say what the launcher is told. A folder at the front of PATH, and functions of bash
-for scripts that change PATH, have the launchers' names. So the agent gets the launcher's own words.
+`bash run.sh` may compute the options of its `torchrun ... train.py`, prepare data before and clean up afterwards, so
+only the shell knows the launcher's words. A folder at the front of PATH has the launchers' names, and so have functions
+of bash for scripts that change PATH; both start the agent with the launcher's own words.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from unicron_ctl.shared.system.plain_file import read_beginning
 
 FOLDER = "_UNICRON_LAUNCHERS"  # the folder at the front of PATH, for the agent that is started from it
 PYTHONS = ("python", "python3")
-MOST_BYTES = 1 << 16  # that are read of a script
-MOST_SCRIPTS = 8  # that are read of those that a container's start names
+MOST_BYTES = 1 << 16  # of a script that are read
+MOST_SCRIPTS = 8  # of those that a container's command names that are read
 _PIECE = re.compile(r"\s+|[;&|(){}`\"'!<>=]|[^\s;&|(){}`\"'!<>=]+")
 _SIGNS = set(";&|(){}`\"'!<>=")
-_BEGINS = _SIGNS - set("<>=")  # behind which a command may begin: also in a quoted text
+_BEGINS = _SIGNS - set("<>=")  # signs after which a command may begin, also in a quoted text
 _KEYWORD = re.compile(r"\b(?:then|do|else|exec|time|if|while|until|eval)$")
 _BEHIND = {"exec", *WRAPPERS}
 _SETTING = re.compile(r"[A-Za-z_]\w*")
@@ -46,7 +45,7 @@ _BY_ANY_NAME = re.compile(rf"(?<![\w/-])(?:{'|'.join(re.escape(name) for name in
 _RUNS_ELSEWHERE = {"exec", "run", "ch-run", "shifter"}
 _PYTHON_BY_PATH = re.compile(r"/python[\d.]*$")
 OWN_RANKS, OWN_MODULES = PROGRAMS.own_ranks, PROGRAMS.own_modules
-# A container's start, to the end of the command
+# The command that starts a container
 _CONTAINER = re.compile(
     rf"""(?<![\w.-])(?:{"|".join(sorted(PROGRAMS.wrappers.containers))})\s(?:"[^"]*"|'[^']*'|[^;&|\n"'])*"""
 )
@@ -91,8 +90,8 @@ exec {name} "$@"
 
 
 def launches(command: Sequence[str]) -> bool:
-    """Say whether the command is a shell of sh's kind, perhaps behind wrappers, whose text names a launcher. Raises
-    LauncherStays for one that would find the launcher without asking PATH."""
+    """Say whether the command is a shell like sh, perhaps after wrappers, whose text names a launcher. Raises
+    LauncherStays if the shell would find the launcher without asking PATH."""
     text = shell_text(command)
     if of_another_shell(command):
         return False
@@ -101,36 +100,36 @@ def launches(command: Sequence[str]) -> bool:
         starts = starts[:MOST_SCRIPTS]
         words = next((command[at:] for at in starts if find_launcher(command[at:]) is not None), [])
         text = f"{text}\nexec {shlex.join(words)}"
-    text = _CONTAINER.sub(" ", text or "")  # no agent is there
+    text = _CONTAINER.sub(" ", text or "")  # no agent is in a container
     named = read_names(text)
     if not (named.launcher or named.by_path):
         return False
     how = "its shell script starts the ranks by a launcher"
-    told = "write `srun torchrun ...` or `srun python train.py` in the batch script"
-    if named.by_path and only_command(command) is None:  # else read_launcher sees it
-        raise LauncherStays(f"{how} that is named by its path: name it without a path, or {told}")
+    advice = "write `srun torchrun ...` or `srun python train.py` in the batch script"
     if named.by_path:
-        return False
+        if only_command(command) is not None:
+            return False  # read_launcher handles it
+        raise LauncherStays(f"{how} that is named by its path: name it without a path, or {advice}")
     if named.by_no_function and _CHANGES_PATH.search(text):
-        raise LauncherStays(f"{how} behind exec or a wrapper after PATH was changed: {told}")
+        raise LauncherStays(f"{how} behind exec or a wrapper after PATH was changed: {advice}")
     return True
 
 
 @dataclass
 class ShellNames:
-    """Launchers and their like that a shell's text names."""
+    """The launchers that a shell's text names, and programs like them."""
 
     launcher: str = ""
-    """The first that a command begins with, or a wrapper runs"""
+    """The first launcher that begins a command or that a wrapper runs"""
     own_ranks: str = ""
     """The first program that starts ranks by itself"""
     by_path: bool = False
     """A launcher is named by its path"""
     by_no_function: bool = False
-    """A launcher stands behind exec or a wrapper, which call no function of the shell's"""
+    """A launcher follows exec or a wrapper, which call no shell functions"""
 
     def add_word(self, here: _Position, word: str, before: str) -> None:
-        """Take in a word that stands here."""
+        """Note the launchers that a word at this position names."""
         runs, module = here.runs(before), here.module and word in MODULES
         _, slash, name = word.rpartition("/")
         if (module and not here.elsewhere) or (word in NAMES and runs):
@@ -143,45 +142,45 @@ class ShellNames:
 
 @dataclass
 class _Position:
-    """The place of the next piece of a text within its command."""
+    """The position of the next piece of a text within its command."""
 
     begins: bool = True
     """A command may begin here"""
     wrapped: bool = False
-    """Behind a wrapper that a command began with"""
+    """After a wrapper with which a command began"""
     unasked: bool = False
-    """Behind any wrapper"""
+    """After any wrapper"""
     other: bool = False
-    """Behind a program that may run another environment's"""
+    """After a program that may run another environment's program"""
     elsewhere: bool = False
-    """Behind such a program that does"""
+    """After such a program and the word that makes it do so"""
     value_follows: bool = False
-    """Behind an option of such a program"""
+    """After an option of such a program"""
     by_path: bool = False
-    """Behind a Python with a path"""
+    """After a Python with a path"""
     module: bool = False
-    """Behind -m"""
+    """After -m"""
     setting: bool = False
-    """Behind a name in front of ="""
+    """After a name before ="""
     value: bool = False
     """In the value of a setting"""
     program: str = ""
-    """The piece before names this one of OWN_RANKS, of which some commands start ranks"""
+    """The previous piece, if it is one of OWN_RANKS that starts ranks with some commands only"""
 
     def runs(self, before: str) -> bool:
-        """Say whether a word that stands here is a command, by itself or behind a wrapper."""
+        """Say whether a word here is a command, by itself or after a wrapper."""
         return self.begins or (self.wrapped and before.isspace())
 
     def own_program(self, word: str, before: str) -> str:
-        """Return the one of OWN_RANKS that a word names which stands here."""
+        """Return the program of OWN_RANKS that a word here names."""
         if self.module and before.isspace():
             return OWN_MODULES.get(word, word if word in OWN_RANKS else "")
         name = word.rpartition("/")[2]
         return name if name in OWN_RANKS and (self.runs(before) or self.runs_elsewhere()) else ""
 
     def own_ranks(self, word: str, before: str, is_launcher: bool) -> str:
-        """Return the program that starts ranks by itself, with its command, that a word names which stands here.
-        is_launcher: the word is a launcher's module."""
+        """Return the program that starts ranks by itself, with its command, if a word here names one. is_launcher: the
+        word is a launcher's module."""
         program, name = self.own_program(word, before), word.rpartition("/")[2]
         if self.program and word in OWN_RANKS[self.program]:
             return f"{self.program} {word}"
@@ -191,7 +190,7 @@ class _Position:
         return name if inside or (self.elsewhere and is_launcher) else ""
 
     def runs_elsewhere(self) -> bool:
-        """Say whether a word that stands here may be what runs in another environment."""
+        """Say whether a word here may be a program that runs in another environment."""
         return self.elsewhere and not self.value_follows
 
     def pass_blanks(self, blanks: str, before: str) -> None:
@@ -246,19 +245,21 @@ def read_names(text: str) -> ShellNames:
 
 
 def starts_own_ranks(command: Sequence[str]) -> str:
-    """Return the job's log line on a program that starts the ranks of its node by itself; empty for another one."""
+    """Return the job's log line about a program that starts the ranks of its node by itself; empty without one."""
     text = shell_text(command)
     names = read_names(shlex.join(command) if text is None else text)
     name = names.own_ranks or (names.launcher if of_another_shell(command) else "")
     if not name:
         return ""
-    told = f"{name} starts the ranks of a node by itself, so Unicron restarts whole nodes"
-    return f"{told}: to have each rank healed, write `srun torchrun ...` with the script that it runs"
+    return (
+        f"{name} starts the ranks of a node by itself, so Unicron restarts whole nodes: to have each rank healed, "
+        "write `srun torchrun ...` with the script that it runs"
+    )
 
 
 def kept_in_container(command: Sequence[str]) -> str:
-    """Return the job's log line on a launcher that stays, for it runs in a shell inside a container, or in a container
-    inside a shell. Empty where there is none."""
+    """Return the job's log line about a launcher that stays because it runs in a shell inside a container, or in a
+    container inside a shell; empty without one."""
     text = shell_text(command)
     for segment in _CONTAINER.findall(shlex.join(command) if text is None else text):
         try:
@@ -266,16 +267,17 @@ def kept_in_container(command: Sequence[str]) -> str:
         except ValueError:
             continue
         container = Path(words[0]).name
-        launcher = _launcher_within(segment, words)
-        if launcher:
-            write = "python train.py" if container in NOT_FOR_RANKS else f"{launcher} ..."
-            told = f"{launcher} runs inside the container, so Unicron restarts whole nodes"
-            return f"{told}: write `srun {container} ... {write}`, without a shell around it or in it"
+        if launcher := _launcher_within(segment, words):
+            advice = "python train.py" if container in NOT_FOR_RANKS else f"{launcher} ..."
+            return (
+                f"{launcher} runs inside the container, so Unicron restarts whole nodes: write `srun {container} ... "
+                f"{advice}`, without a shell around it or in it"
+            )
     return ""
 
 
 def _launcher_within(segment: str, words: Sequence[str]) -> str:
-    """Return the name of the launcher that these words of a container's start name, or its script does."""
+    """Return the name of the launcher in a container's command, or in a script that this command names."""
     scripts = list(dict.fromkeys(word for word in words if word.endswith(".sh")))[:MOST_SCRIPTS]
     for text in (segment, *(_script(word, own=False) or "" for word in scripts)):
         if named := read_names(text).launcher:
@@ -288,8 +290,8 @@ def _launcher_within(segment: str, words: Sequence[str]) -> str:
 
 
 def shell_text(command: Sequence[str]) -> str | None:
-    """Return the text that a shell would run, without comments; None for a command that is no shell's. Raises
-    LauncherStays for a shell that reads it from its standard input, which it cannot read again."""
+    """Return the text that a shell would run, without comments; None if the command is no shell. Raises LauncherStays
+    for a shell that reads its standard input, which could not be read again."""
     words = _behind_wrappers(command)
     if not words:
         return None
@@ -304,7 +306,7 @@ def shell_text(command: Sequence[str]) -> str | None:
 
 
 def of_another_shell(command: Sequence[str]) -> bool:
-    """Say whether a shell runs the command in which nothing can take a launcher's place, such as csh."""
+    """Say whether the command's shell is one, such as csh, in which nothing can replace a launcher."""
     words = _behind_wrappers(command)
     if words and Path(words[0]).name in OTHER_SHELLS:
         return True
@@ -314,7 +316,7 @@ def of_another_shell(command: Sequence[str]) -> bool:
 
 
 def _behind_wrappers(command: Sequence[str]) -> list[str]:
-    """Return the command without the wrappers of ranks in front of it."""
+    """Return the command without wrappers before it that run each rank."""
     at, last = 0, len(command) - 1
     while at < last and Path(command[at]).name in WRAPPERS:
         at += 1
@@ -324,7 +326,7 @@ def _behind_wrappers(command: Sequence[str]) -> list[str]:
 
 
 def _split_shell_options(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the letters of a shell's options, and the words behind the options and their values."""
+    """Return the letters of a shell's options, and the words after the options and their values."""
     letters, waiting = "", list(words)
     while waiting and waiting[0][:1] in ("-", "+") and "s" not in letters:
         option = waiting.pop(0)
@@ -338,7 +340,7 @@ def _split_shell_options(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _read_text(path: str) -> str | None:
-    """Return the beginning of a file; None where it cannot be read."""
+    """Return the beginning of a file; None if it cannot be read."""
     try:
         return read_beginning(path, MOST_BYTES)
     except OSError:
@@ -346,7 +348,7 @@ def _read_text(path: str) -> str | None:
 
 
 def _script(path: str, own: bool) -> str | None:
-    """Return the text of a shell script. own: it is executed by itself, so that its first line says whose it is."""
+    """Return the text of a shell script. own: it is executed itself, so its first line must name a shell."""
     text = _read_text(path)
     first = (text or "").partition("\n")[0]
     if text is None or "\0" in text or (own and not (first.startswith("#!") and _ANY_SHELL.search(first))):
@@ -355,7 +357,7 @@ def _script(path: str, own: bool) -> str | None:
 
 
 def _without_comments(text: str) -> str:
-    """Return the text without lines that are comments, each continued line as one."""
+    """Return the text without comment lines, each continued line as one."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     return "\n".join(lines).replace("\\\n", " ")
 
@@ -382,12 +384,12 @@ def count_launch(environment: Mapping[str, str]) -> str:
         with open(Path(environment[FOLDER], "count"), "ab") as file:
             file.write(b".")
             return str(file.tell() - 1)
-    except OSError:  # the shell has ended, and left this one behind
+    except OSError:  # the shell has ended before this launch
         return "0"
 
 
 def leave_shell(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a command in such a shell, as the user's script has it."""
+    """Return the environment of a command in such a shell as the user's script has it."""
     folder = environment.get(FOLDER)
     if folder is None:
         return dict(environment)

@@ -1,4 +1,4 @@
-"""The effect of a launcher's options on the job: ranks on a node, fewest nodes, a line in the log. Pure."""
+"""Derives ranks per node, fewest nodes and a line of the log from a launcher's options. Pure."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def count_ranks(launch: Launch, environment: Mapping[str, str], nodes: int, cpus
 
 
 def fewest_nodes(launch: Launch, elements: int, block: int, spares: int, array: bool) -> int:
-    """Return the nodes that the launcher's world needs at least, 0 where it does not say. Raises LauncherStays.
+    """Return the nodes that the launcher's world needs at least; 0 if unknown. Raises LauncherStays.
 
     The job has so many elements of `block` nodes each. array: they come one by one; in one allocation `--nnodes 8` only
-    repeats what sbatch was told, and the job may go on without a lost node.
+    repeats sbatch's option, and the job may go on without a lost node.
     """
     (least, most), nodes = launch.nodes, elements * block
     if most <= 1 or (array and most <= block):
-        return 0  # the launchers of each node, or element, were told of it alone
+        return 0  # each launcher was given the nodes of its own element
     if least == most and most not in (nodes, nodes - spares):
         raise LauncherStays(
             f"{launch.launcher} was told of {plural(most, 'node')}, and the job has {nodes}: "
@@ -59,10 +59,8 @@ def fewest_nodes(launch: Launch, elements: int, block: int, spares: int, array: 
 
 
 def describe(launch: Launch, ranks: int) -> str:
-    """Return the line in the job's log about the launcher that is left out."""
-    told = f"{launch.launcher} is left out: the agent starts {plural(ranks, 'rank')} on each node"
+    """Return the job's log line about a launcher that the agent replaces."""
+    line = f"{launch.launcher} is left out: the agent starts {plural(ranks, 'rank')} on each node"
     if launch.replaced:
-        told += f"; Unicron has its own way of {', '.join(launch.replaced)}"
-    if launch.ignored:
-        told += f"; nobody honours {', '.join(launch.ignored)}"
-    return told
+        line += f"; Unicron has its own way of {', '.join(launch.replaced)}"
+    return line + (f"; nobody honours {', '.join(launch.ignored)}" if launch.ignored else "")

@@ -1,6 +1,6 @@
 """The agent's loop: one poller over the controller, the ranks' channel, their pidfds and standard errors, and signals.
 
-It decides nothing: it reports the state of its ranks, at every change and at every heartbeat, and obeys the controller.
+It decides nothing: it reports the state of its ranks at every change and every heartbeat, and obeys the controller.
 """
 
 from __future__ import annotations
@@ -32,13 +32,7 @@ from unicron_ctl.agent.node.witness import Witness
 from unicron_ctl.agent.ranks.injected_faults import Trials
 from unicron_ctl.agent.ranks.rank_logs import RankLogs
 from unicron_ctl.agent.ranks.rank_processes import Processes
-from unicron_ctl.agent.ranks.ranks import (
-    Rank,
-    package_path,
-    rank_environment,
-    stop_all,
-    surroundings_of,
-)
+from unicron_ctl.agent.ranks.ranks import Rank, package_path, rank_environment, stop_all, surroundings_of
 from unicron_ctl.agent.ranks.warm_start import WarmStart
 from unicron_ctl.agent.snapshots.snapshots import open_snapshots
 from unicron_ctl.shared.protocol import wire
@@ -47,19 +41,19 @@ from unicron_detector.processes.supervise import adopt_orphans
 
 LOGS_SECONDS = 2.0  # without progress, for the files with the ranks' output
 STAY_SECONDS = 3600.0  # for Slurm to end a preempted element, which it would not requeue if that ended by itself
-SIGTERM_SECONDS = 0.1  # in which it reaches all processes of a step
-UNANSWERED_SECONDS = 3.0  # of the wait for the controller, before the job's log says so
-FILES_SECONDS = 60.0  # at the end of a training, for files that are still being made
+SIGTERM_SECONDS = 0.1  # in which a SIGTERM reaches all processes of a step
+UNANSWERED_SECONDS = 3.0  # of waiting for the controller before the job's log says so
+FILES_SECONDS = 60.0  # at the end of a training, for files that are still being written
 
 
 class Agent:
     """Runs `command` once per rank under the controller at `address`; :meth:`run` returns the element's exit code.
 
-    Raises zmq.ZMQError for an address that is none, UserError for a wrong configuration, and whatever else keeps it
-    from beginning. From then on nothing that fails ends it.
+    Raises zmq.ZMQError for an invalid address, UserError for a wrong configuration, and whatever else keeps it from
+    beginning. After that, no failure ends it.
     """
 
-    AGREES = True  # its ranks go on by what the job's agents agree on while the controller is away
+    AGREES = True  # while the controller is away, its ranks go on with what the job's agents agree on
 
     def __init__(self, place: Place, command: Sequence[str], address: str):
         self.place, self.command = place, list(command)
@@ -74,10 +68,10 @@ class Agent:
             raise
 
     def _build(self) -> None:
-        """Make all parts. Where one cannot be made the caller runs the command without an agent."""
-        place, net, watch, unwatch = self.place, self._net, self._net.polling.watch, self._net.polling.unwatch
+        """Make all parts. If one cannot be made, the caller runs the command without an agent."""
+        place, net = self.place, self._net
         self._layout = ""  # in which the ranks are started, as the controller wants it
-        self._last_heard = 0.0  # of the controller
+        self._last_heard = 0.0  # the time of the controller's last message
         self._plans = Plans(place.slots)
         self._snapshots = open_snapshots(
             place, os.environ, self._to_all, self._plans.writers_before_at_rest, self.log.warn
@@ -85,6 +79,8 @@ class Agent:
         self.logs = RankLogs(os.environ, place.job)
         self._environment = rank_environment(place, net.ranks.endpoint, dict(os.environ), self._job_variables)
         self.ranks = self._make_ranks()
+        for rank in self.ranks.values():
+            rank.logs = self.logs
         self.processes = Processes(net, self._from_ranks, self._explain, self._send_status)
         self.warm_start = WarmStart(self.ranks, self.command, net, self.processes.attend)
         self._witness = Witness()
@@ -97,21 +93,24 @@ class Agent:
         self._dumps = Dumps(place.job, self.ranks, net.ranks.endpoint, net.outbox.send)
         self._ending = Ending(self.ranks, self._plans, self._snapshots, self._send_status, self.log)
         self.registration = Registration(place, self.identity, net, self._witness.door, self._stand_in.address, copies)
-        environment = {**os.environ, "PYTHONPATH": package_path(os.environ)}
-        self._store: Store = StoreProcess(
-            self.command, environment, self.warm_start.fork, watch, unwatch, self._send_status, self.log.warn
-        )
+        self._store = self._make_store()
         self._signals = SignalPipe()
         self._orders = self._order_handlers()
         self._watch_all()
 
+    def _make_store(self) -> Store:
+        environment, polling = {**os.environ, "PYTHONPATH": package_path(os.environ)}, self._net.polling
+        changed, warn = self._send_status, self.log.warn
+        fork = self.warm_start.fork
+        return StoreProcess(self.command, environment, fork, polling.watch, polling.unwatch, changed, warn)
+
     def _make_ranks(self) -> dict[int, Rank]:
         """Return the ranks by slot, without processes."""
-        around, made = surroundings_of(self.place), dict[int, Rank]()
-        for local, slot in enumerate(self.place.slots):
-            made[slot] = Rank(slot, local, self.command, self._environment, surroundings=around[local])
-            made[slot].logs = self.logs
-        return made
+        around, environment = surroundings_of(self.place), self._environment
+        return {
+            slot: Rank(slot, local, self.command, environment, surroundings=around[local])
+            for local, slot in enumerate(self.place.slots)
+        }
 
     def _watch_all(self) -> None:
         watch = self._net.polling.watch
@@ -126,37 +125,35 @@ class Agent:
         watch(self._snapshots.copies.results.fileno(), self._on_copies)
         watch(self._snapshots.files.results.fileno(), self._on_files)
 
-    # ------------------------------------------------------------ life
     def connect(self, seconds: float) -> bool:
-        """Register; False when no controller takes this agent within `seconds`, or when it is over (`exit_code`)."""
+        """Register; False if no controller takes this agent within `seconds`, or its element is over (`exit_code`)."""
         began = time.monotonic()
-        registration, outbox, told = self.registration, self._net.outbox, False
+        registration, outbox, logged = self.registration, self._net.outbox, False
         while not (registration.welcomed or registration.alone or outbox.closed or self.exit_code is not None):
             waited = time.monotonic() - began
             if waited >= seconds:
                 break
-            if waited >= UNANSWERED_SECONDS and not told:  # something may end it before it is through
-                told = True
-                self.log.inform(
-                    f"waits up to {seconds:.0f} s for its controller: {registration.why_not(self._address)}"
-                )
+            if waited >= UNANSWERED_SECONDS and not logged:  # the job may be ended before the wait is over
+                logged = True
+                why = registration.why_not(self._address)
+                self.log.inform(f"waits up to {seconds:.0f} s for its controller: {why}")
             registration.on_timer()
             self._serve(0.1)
         return registration.welcomed and self.exit_code is None
 
     @property
     def exit_code(self) -> int | None:
-        """None until the element is over."""
+        """The element's exit code; None until the element is over."""
         return self._ending.exit_code
 
     @property
     def released(self) -> bool:
-        """Whether the command is to run without this agent: nothing protects it, and no rank has a world."""
+        """The command should run without this agent: nothing protects it, and no rank has a world."""
         outside = all(rank.status.state in ("starting", "waiting") for rank in self.ranks.values())
         return self._net.outbox.closed and outside
 
     def run(self) -> int | None:
-        """Start the ranks and serve until the element is over; None when it was released before it had a world."""
+        """Start the ranks and serve until the element is over. Return its exit code, None if it was released."""
         attempt = self._net.containment.attempt
         try:
             attempt("watch the node", self._watch_node)
@@ -181,12 +178,13 @@ class Agent:
         self._net.polling.watch(self._reports.node.fileno(), self._reports.node_events)
 
     def close(self) -> None:
-        """End the ranks, their zygote and the store, leave no socket behind. What fails there stops nothing else."""
+        """End the ranks, their zygote and the store, and close all sockets. A failed step stops no other."""
+        ranks, ending = list(self.ranks.values()), self._ending
         for what, step in (
-            ("end the ranks", lambda: stop_all(list(self.ranks.values()), self._ending.stop_seconds)),
-            ("say what was healed", self._ending.tell_summary),
-            ("end the files", lambda: self._snapshots.files.close(FILES_SECONDS if self._ending.final else 0.0)),
-            ("save the training state", lambda: self._ending.save()),
+            ("end the ranks", lambda: stop_all(ranks, ending.stop_seconds)),
+            ("say what was healed", ending.log_summary),
+            ("end the files", lambda: self._snapshots.files.close(FILES_SECONDS if ending.final else 0.0)),
+            ("save the training state", lambda: ending.save()),
             ("end the store", self._store.close),
             ("end the zygote", self.warm_start.close),
             ("end the ranks' files", partial(self.logs.close, LOGS_SECONDS)),
@@ -230,19 +228,19 @@ class Agent:
             attempt(what, step)
 
     def _tell_long_wait(self) -> None:
-        """Element 0 says, once and for all of them, that the job waits for more nodes."""
+        """Log, by element 0 only, that the job waits for more nodes."""
         settings, states = self.place.settings, [rank.status for rank in self.ranks.values()]
         if not self.place.element and not settings.spares and wait_long(states, time.time()):
-            told = f"its ranks have waited {LONG_WAIT_SECONDS:.0f} s for others"
-            self.log.warn_once(f"{told}: `unicronctl explain {self.place.job}` says for which, and why")
+            waited = f"its ranks have waited {LONG_WAIT_SECONDS:.0f} s for others"
+            self.log.warn_once(f"{waited}: `unicronctl explain {self.place.job}` says for which, and why")
 
     @property
     def _child_pid(self) -> int | None:
-        """The process of a child beside the ranks and their zygote, for which somebody waits."""
+        """The process of a child beside the ranks and their zygote that must not be reaped as an orphan."""
         return self._store.pid
 
     def _wait_for_events(self) -> None:
-        """Wait until something is to be done; mere progress of ranks only changes when to report."""
+        """Wait until something must be done. Mere progress of ranks only changes the time of the next report."""
         now, sent = time.monotonic(), self._reports.sent_at
         waits = (
             self._stand_in.participant.seconds_to_tick(now),
@@ -260,13 +258,13 @@ class Agent:
                 return
 
     def _report(self, now: float) -> None:
-        """Send a status when it is due."""
+        """Send a status if one is due."""
         urgent = self._stand_in.on_timer(now) or self._trials.restore_network()
         if urgent or self._reports.status_wait(now) <= 0.0:
             self._send_status()
 
     def _serve(self, seconds: float) -> list[Any]:
-        """Wait up to `seconds` for something to happen, and deal with all that has; returns where."""
+        """Wait up to `seconds` for something to read, and serve it; return the sources that were ready."""
         came = self._net.polling.serve(seconds)
         self._complete_starts()
         return came
@@ -280,9 +278,8 @@ class Agent:
         self._ending.end_if_late(now)
         self._ending.end_if_over(now - self._last_heard)
 
-    # ------------------------------------------------------------ processes
     def _environments(self) -> list[dict[str, str]]:
-        """The environments of ranks that differ in all that may be different: of one for each of Slurm's tasks."""
+        """Return environments that differ where ranks may differ: one for each of Slurm's tasks."""
         environment, first = self._environment, self.place.slots[0]
         return [
             environment(first + number, number, number) | ({"UNICRON_LAYOUT": "another"} if number else {})
@@ -305,7 +302,7 @@ class Agent:
         if rank.status.exit is not None and self._reports.node is not None:
             self._reports.node.explain(rank.status.exit)
         self._trials.on_end(rank)
-        self._reports.node_events()  # what killed it comes before its end
+        self._reports.node_events()  # the cause comes before the end
 
     def _on_signal(self, numbers: bytes) -> None:
         for number in numbers:
@@ -323,7 +320,6 @@ class Agent:
                         rank.child.terminated = True
                 self._ending.on_signal(number, not self.registration.welcomed or self.place.settings.max_nodes == 1)
 
-    # ------------------------------------------------------------ messages
     def _from_ranks(self) -> None:
         for identity, data in self._net.ranks.receive():
             self._from_rank(identity, data)
@@ -335,8 +331,8 @@ class Agent:
             rank = self.ranks[head.slot]
             match message:
                 case Timing():
-                    told = {**vars(message), "job": self.place.job, "slot": rank.slot}
-                    self._net.outbox.send(msgspec.convert(told, wire.Timing))
+                    fields = {**vars(message), "job": self.place.job, "slot": rank.slot}
+                    self._net.outbox.send(msgspec.convert(fields, wire.Timing))
                     return
                 case Step():
                     self._reports.add_step(rank.slot, message)
@@ -344,7 +340,7 @@ class Agent:
                         return
                     message = message.status
             if head.incarnation != rank.status.incarnation:
-                return  # of a process that has been replaced
+                return  # a process that has been replaced
             if rank.on_message(message):
                 self._send_status()
             else:
@@ -366,7 +362,7 @@ class Agent:
 
     def _on_controller(self, data: bytes) -> None:
         if self._net.outbox.muted:
-            return  # a lost network brings nothing either, however soon ZeroMQ has found a way around it
+            return  # ZeroMQ may have found a way around an injected loss of the network
         try:
             message = wire.decode(data, wire.ToAgent)
             if not self._net.line.is_current(message.term):
@@ -381,7 +377,7 @@ class Agent:
             self.log.drop("the controller", str(error))
 
     def _order_handlers(self) -> dict[type[wire.Message], Callable[[Any], object]]:
-        """Return the handler of each message of wire.ToAgent. It raises BadMessage before it does anything."""
+        """Return the handler of each message of wire.ToAgent. One that raises BadMessage has changed nothing."""
         return {
             wire.Welcome: self._on_welcome,
             wire.Ping: self._on_ping,
@@ -442,7 +438,7 @@ class Agent:
             self.log.warn_once(message.text)
 
     def _on_plan(self, share: wire.PlanShare) -> None:
-        """A plan for the ranks, or the controller's word that it takes over what the agents agreed on."""
+        """Pass a plan on to the ranks, or note that the controller takes over what the agents agreed on."""
         participant = self._stand_in.participant
         agreed = participant.agreed
         plan = participant.on_plan(share)
@@ -474,7 +470,7 @@ class Agent:
         self.registration.on_refused(message)
         known = self.registration.was_welcomed
         if message.alone and not message.final and known:
-            self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has not heard so
+            self._on_end(wire.End(code=0, reason=""))  # its step is over, and it has missed the message
         elif message.replaced or message.apart:
             self.log.warn(message.reason)
             self._ending.end_element(1, "refused by the controller")

@@ -1,4 +1,4 @@
-"""An agent's place with the controller: it registers until it is welcomed, or refused for good."""
+"""Registers an agent with the controller until the controller welcomes it or refuses it for good."""
 
 from __future__ import annotations
 
@@ -17,21 +17,12 @@ REGISTER_SECONDS = 0.5
 class Registration:
     """Registers the agent with the controller.
 
-    door: where others see that this agent lives. peer: the address at which other agents speak to it.
-
-    welcomed: the controller knows this agent. refusal: why it did not take it, the last time. alone: it says that the
-    others have done already what this step is for. apart: it says so for good: the command is none of this job's.
+    door: shows others that this agent lives. peer: the address for other agents' messages. welcomed: the controller
+    knows this agent. refusal: why it last did not take it. alone: the job already trains without this step, so the step
+    runs unprotected. apart: the same for good, since the command is none of this job's.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        identity: str,
-        net: Connections,
-        door: Door,
-        peer: str,
-        copies: Copies,
-    ) -> None:
+    def __init__(self, place: Place, identity: str, net: Connections, door: Door, peer: str, copies: Copies) -> None:
         self._place, self._identity, self._line = place, identity, net.line
         self._outbox, self._polling = net.outbox, net.polling
         self._door, self._peer, self._copies = door, peer, copies
@@ -49,7 +40,7 @@ class Registration:
             self.register()
 
     def register(self) -> None:
-        """Send the first message."""
+        """Send the agent's first message."""
         self._tried = time.monotonic()
         place = self._place
         message = wire.Register(
@@ -71,24 +62,24 @@ class Registration:
         self._line.register(message, self._outbox.send)
 
     def on_welcome(self) -> bool:
-        """The controller knows this agent; True where it did so before."""
+        """Note that the controller knows this agent; True if it already did before."""
         again, self.welcomed, self.was_welcomed = self.was_welcomed, True, True
         return again
 
     def on_refused(self, message: wire.Refusal) -> None:
-        """The controller does not take this agent."""
+        """Note why the controller does not take this agent."""
         self.refusal, self.alone = message.reason, self.alone or message.alone
         self.apart = message.alone and message.final
 
     def register_again(self) -> None:
-        """The controller was restarted and does not know this agent any more."""
+        """Register with a controller that was restarted and has forgotten this agent."""
         if self.welcomed:
             self.welcomed = False
             self.register()
 
     def why_not(self, address: str) -> str:
-        """Why this agent is not protected, in one line."""
+        """Return why this agent is not protected, in one line."""
         if self._outbox.closed or self.refusal:
             return self.refusal
-        said = self._line.problem
-        return f"no controller answers at {address}" + (f" ({said})" if said else "")
+        problem = self._line.problem
+        return f"no controller answers at {address}" + (f" ({problem})" if problem else "")

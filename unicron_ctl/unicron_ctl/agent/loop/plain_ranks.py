@@ -1,31 +1,28 @@
 """Restart mode: the ranks are plain programs that know nothing of Unicron.
 
-The agent speaks the rank protocol for them. A slot is *waiting* without a process until a plan makes a world; then its
-process starts with torchrun's variables and the slot is *running*, the generation's port on the first member's node
-being a new one each time. At a Break the processes are ended and the slots wait again. So a loss is, for the
-controller, what it is in session mode, except that nobody keeps any training state.
+The agent speaks the rank protocol for them. A slot is *waiting*, without a process, until a plan makes a world. Then
+its process starts with torchrun's variables, and the slot is *running*; each generation has a new port on the first
+member's node. At a Break the processes are ended and the slots wait again. To the controller this looks like session
+mode, except that nobody keeps any training state.
 
-The incarnation of a slot rises when the controller has taken it for lost; a process is one incarnation in one
-generation.
+A slot's incarnation rises when the controller has given it up as lost; a process is one incarnation in one generation.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import random
-import socket
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS, Agent
+from unicron_ctl.agent.node.rendezvous_store import FreePort, Store
 from unicron_ctl.agent.ranks.counted import Folder, Progress
 from unicron_ctl.agent.ranks.fence import CUT_OFF, Fence
 from unicron_ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
-from unicron_ctl.agent.ranks.static_world import FIRST_PORT, PORTS, World, outside_the_step
+from unicron_ctl.agent.ranks.static_world import World, outside_the_step
 from unicron_ctl.agent.ranks.zygote_client import Starter
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 from unicron_ctl.shared.settings.limits import ORPHAN_SECONDS, PLANNED_SECONDS
@@ -35,21 +32,28 @@ from unicron_detector.processes.supervise import USUAL, Surroundings
 from unicron_transition.snapshot import cuts
 from unicron_transition.snapshot.formats import tracker
 
-AWAY_SECONDS = 2.0  # without a connection after a rank's end: a controller that is only restarted is back by then
+AWAY_SECONDS = 2.0  # without a connection after a rank's end: a restarted controller is back by then
+YOUNG_SECONDS = 20.0  # a world that breaks so early may have a script that fails everywhere:
+OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows its own error
+LOOK_SECONDS = 0.05
+COUNT_SECONDS = 0.25  # between two looks at what the processes have counted
+DOORS_SECONDS = 1.0
+WITHOUT_CONTROLLER_SECONDS = (
+    60.0  # for which a finished node waits for the others while no controller reports their end
+)
+NOT_FOR_PROGRAMS = ("UNICRON_AGENT", "UNICRON_SLOT", "UNICRON_INCARNATION", "UNICRON_STACKS")
 
 
 class Absence:
-    """Says once that a rank has ended while the controller is away, so that all wait for it, and once that it is back.
-
-    speaks: this node also says so where its ranks ended only because others did.
-    """
+    """Writes one line when a rank has ended while the controller is away, so that all ranks wait, and one when the
+    controller is back. speaks: this node also writes it if its ranks ended only because others did."""
 
     def __init__(self, speaks: bool) -> None:
         self._speaks = speaks
-        self._since: float | None = None  # what the log was told, by the time of the controller's last word
+        self._since: float | None = None  # the time of the controller's last message before the first line
 
     def news(self, connected: bool, last_heard: float, ranks: Iterable[structs.RankStatus], now: float) -> str:
-        """The next line for the log, or nothing. last_heard: of the controller; now: on the same, monotonic clock."""
+        """Return the next line for the log, or nothing. Both times are on the monotonic clock."""
         if self._since is not None:
             if last_heard <= self._since:
                 return ""
@@ -66,24 +70,15 @@ class Absence:
         )
 
     def _counts(self, status: structs.RankStatus) -> bool:
-        """The rank has ended a while ago, and this node is to say so."""
+        """Say whether the rank has ended a while ago and this node writes a line about it."""
         end = status.exit
         if status.state != "exited" or end is None or time.time() - end.at < AWAY_SECONDS:
             return False
         return self._speaks or default_classifier().exit(end.code, end.last_line).scope != "network"
 
 
-YOUNG_SECONDS = 20.0  # a world that breaks so early may be a script that fails everywhere:
-OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows its own error
-LOOK_SECONDS = 0.05
-COUNT_SECONDS = 0.25  # between two looks at what the processes have counted
-DOORS_SECONDS = 1.0
-WITHOUT_CONTROLLER_SECONDS = 60.0  # a node that is through waits so long for the others when nobody tells their end
-NOT_FOR_PROGRAMS = ("UNICRON_AGENT", "UNICRON_SLOT", "UNICRON_INCARNATION", "UNICRON_STACKS")
-
-
 class PlainRank(Rank):
-    """One slot. Its process exists only within a generation. counted: how far that says it is."""
+    """One slot, whose process exists only within a generation. counted: the progress that its process counts."""
 
     def __init__(
         self,
@@ -96,18 +91,18 @@ class PlainRank(Rank):
     ):
         super().__init__(slot, local, command, lambda *_: {}, starter, surroundings)
         self.counted = counted
-        self.step: Step | None = None  # that its process has made, and that is not reported yet
-        self.breaking: int | None = None  # the generation for whose Break its process has to end
-        self.told = False  # ... and was sent SIGTERM
+        self.step: Step | None = None  # a step of its process that has not been reported yet
+        self.breaking: int | None = None  # the generation whose Break ends its process
+        self.signalled = False  # ... and the process has got SIGTERM
 
     def start(self, incarnation: int) -> None:
-        """A newcomer without a process."""
+        """Become a newcomer without a process."""
         self.status = structs.RankStatus(state="waiting", incarnation=incarnation, changed=time.time())
 
     def enter_generation(self, generation: int, iteration: int, environment: Mapping[str, str]) -> None:
-        """Its process of this generation, which begins with this iteration of the job. One that cannot be started
-        counts as exited, and so does one that would end at once as if it were through."""
-        self.breaking, self.told = None, False
+        """Start the process of this generation, which begins with this iteration of the job. A process that cannot be
+        started, or that would end at once as if it had finished, counts as exited."""
+        self.breaking, self.signalled = None, False
         self.status.state, self.status.generation, self.status.changed = "running", generation, time.time()
         if why := tracker.problem_of(self._command):
             self._ends(1, why)
@@ -119,7 +114,7 @@ class PlainRank(Rank):
         return self.counted.pid or self.status.pid
 
     def break_(self, generation: int) -> bool:
-        """The generations up to this one are over; True when a process has to be ended for it."""
+        """End the generations up to this one; True if a process must be ended for it."""
         if self.status.broken >= generation or self.status.generation > generation:
             return False
         if self.child is not None:
@@ -133,21 +128,21 @@ class PlainRank(Rank):
         return False
 
     def count(self, now: float) -> bool:
-        """Take in how far its process is; True when that is news. now: on the monotonic clock."""
+        """Read how far its process is; True if that has changed. now: on the monotonic clock."""
         news, self.step = self.counted.update(self.status, now)
         return news
 
     def collect(self) -> None:
-        """The process has ended: because of a Break, or by itself."""
+        """Take in the end of the process: by a Break, or by itself."""
         self.count(time.monotonic())
         super().collect()
         self.counted.close()
-        if self.breaking is not None and (self.told or self.status.state == "finished"):
+        if self.breaking is not None and (self.signalled or self.status.state == "finished"):
             self._rest(self.breaking)
-        self.breaking, self.told = None, False
+        self.breaking, self.signalled = None, False
 
     def kill(self) -> None:
-        """End the process at once; a slot that waits without one is out, too."""
+        """End the process at once; a slot that waits without a process is exited, too."""
         if not self.alive and self.status.state == "waiting":
             self.status.state, self.status.changed = "exited", time.time()
         super().kill()
@@ -159,75 +154,34 @@ class PlainRank(Rank):
         )
 
 
-class FreePort:
-    """A port of this node that nothing uses, held until a world takes it; stands in for the rendezvous store of session
-    mode."""
-
-    pid = None
-
-    def __init__(self) -> None:
-        self._socket: socket.socket | None = None
-        self._used: deque[int] = deque(maxlen=200)
-        self._wanted = False
-        self.port: int | None = None
-
-    def start(self) -> None:
-        """Find a new one: never one of the last 200, whose late clients may still try."""
-        self.close()
-        self._wanted = True
-        for _ in range(PORTS):
-            port = FIRST_PORT + random.randrange(PORTS)
-            if port in self._used:
-                continue
-            holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            try:
-                holder.bind(("", port))
-            except OSError:
-                holder.close()
-            else:
-                self._socket, self.port = holder, port
-                self._used.append(port)
-                return
-
-    def complete_start(self) -> None:
-        """One that could not be had is looked for again."""
-        if self._wanted and self.port is None:
-            self.start()
-
-    def close(self) -> None:
-        """Let it go."""
-        if self._socket is not None:
-            self._socket.close()
-        self._socket, self.port = None, None
-
-
 class RestartAgent(Agent):
-    """Runs `command` once per rank of every world that the controller forms; otherwise as :class:`Agent`."""
+    """Runs `command` once per rank of every world that the controller forms; otherwise like :class:`Agent`."""
 
     AGREES = False
 
-    def __init__(self, place: Place, command: Sequence[str], address: str):
-        super().__init__(place, command, address)
-        self._pages = Folder(self._net.ranks.folder)
-        around = surroundings_of(place)
-        self._plain = {
-            slot: PlainRank(slot, local, self.command, Progress(self._pages, slot), surroundings=around[local])
-            for local, slot in enumerate(place.slots)
-        }
-        for rank in self._plain.values():
-            rank.logs = self.logs
-        self.ranks.update(self._plain)
-        self._store = FreePort()
+    def _build(self) -> None:
+        super()._build()
         self._snapshots.copies.plain = True
         self._ending.leaves = "its processes end"
-        self._fence = Fence(self._net.polling.watch, self._net.polling.unwatch)
+        self._fence = Fence(self._net.polling)
         self._counted_at = 0.0
         self._began = 0.0  # when the present world's processes were started
         self._term_at = self._kill_at = 0.0
         self._shares_doors: list[str] = []  # of the last plan, as its nodes' names
         self._node_names: list[str] = []
-        self._absence = Absence(place.element == 0)
-        self._next: tuple[wire.Plan, float] | None = None  # a world that begins once its doors were tried; until when
+        self._absence = Absence(self.place.element == 0)
+        self._next: tuple[wire.Plan, float] | None = None  # a world that waits for its doors to be tried; until when
+
+    def _make_ranks(self) -> dict[int, Rank]:
+        self._pages, around = Folder(self._net.ranks.folder), surroundings_of(self.place)
+        self._plain = {
+            slot: PlainRank(slot, local, self.command, Progress(self._pages, slot), surroundings=around[local])
+            for local, slot in enumerate(self.place.slots)
+        }
+        return dict[int, Rank](self._plain)
+
+    def _make_store(self) -> Store:
+        return FreePort()
 
     def _base(self, local: int) -> dict[str, str]:
         """Return the variables of this local rank's process in every world."""
@@ -256,9 +210,8 @@ class RestartAgent(Agent):
         self._net.containment.attempt("end the watchdog", self._fence.close)
         self._pages.close()
 
-    # ------------------------------------------------------------ orders
     def _on_welcome(self, message: wire.Welcome) -> None:
-        self._reports.repeat_steps()  # the status that follows takes them along
+        self._reports.repeat_steps()  # in the status that follows
         super()._on_welcome(message)
 
     def _on_plan(self, share: wire.PlanShare) -> None:
@@ -272,14 +225,13 @@ class RestartAgent(Agent):
             self._break(message)
 
     def _to_all(self, message: wire.Message | ToRank) -> None:
-        """Programs hear nothing of the agent; what they save looks for a note beside the images."""
+        """Leave a note beside the images for a Cut; plain programs get no other message."""
         if isinstance(message, wire.Cut) and self._snapshots.memory.folder is not None:
-            with contextlib.suppress(OSError):  # a folder that is gone is said of, and made again
+            with contextlib.suppress(OSError):  # a missing folder is reported and made again elsewhere
                 cuts.write_cut_note(self._snapshots.memory.folder, cuts.CutOrder(message.iteration, message.good))
 
     def _enter_world(self, plan: wire.Plan) -> None:
-        outside = [rank for rank in self.ranks.values() if rank.slot not in plan.members]
-        if outside:  # a world without this node
+        if not self.ranks.keys() <= set(plan.members):
             self._break(wire.Break(generation=plan.generation - 1, lost=[], reason="a world without this node"))
             return
         ready = [
@@ -294,7 +246,7 @@ class RestartAgent(Agent):
         if self._next is None or self._next[0].generation != plan.generation:
             self._next = plan, now + DOORS_SECONDS
             self._fence.begin_world(self._shares_doors, now)
-        # A node that is lost in the first second of a world has told the controller of its lease before.
+        # So a node that is lost in the first second of a world has told the controller of its lease before.
         if not self._fence.tried and now < self._next[1]:
             return
         self._next = None
@@ -320,20 +272,19 @@ class RestartAgent(Agent):
         self._press()
         self._send_status()
 
-    # ------------------------------------------------------------ time
     def _breaking(self) -> list[PlainRank]:
         return [rank for rank in self._plain.values() if rank.breaking is not None]
 
     def _press(self) -> None:
-        """Ends the processes of a broken world, without waiting for them."""
+        """End the processes of a broken world, without waiting for them."""
         now = time.monotonic()
         for rank in self._breaking():
             if rank.child is None:
                 continue
-            if not rank.told and now >= self._term_at:
-                rank.told = True
+            if not rank.signalled and now >= self._term_at:
+                rank.signalled = True
                 rank.child.terminate()
-            elif rank.told and now >= self._kill_at:
+            elif rank.signalled and now >= self._kill_at:
                 rank.kill()
 
     def _serve(self, seconds: float) -> list[Any]:
@@ -350,7 +301,7 @@ class RestartAgent(Agent):
         return came
 
     def _read_counters(self) -> None:
-        """Take in how far the processes are, which they do not say."""
+        """Read the progress of the processes, which send no messages."""
         now = time.monotonic()
         if now - self._counted_at < COUNT_SECONDS:
             return
@@ -360,8 +311,8 @@ class RestartAgent(Agent):
                 continue
             self._reports.dirty = rank.count(now) or self._reports.dirty
             self._report_step(rank)
-            if said := rank.counted.complaint():
-                self.log.warn_once(f"its ranks' progress is not seen in full: {said}")
+            if complaint := rank.counted.complaint():
+                self.log.warn_once(f"its ranks' progress is not seen in full: {complaint}")
 
     def _report_step(self, rank: PlainRank) -> None:
         if rank.step is not None:
@@ -371,13 +322,13 @@ class RestartAgent(Agent):
     def _explain(self, rank: Rank) -> None:
         super()._explain(rank)
         if isinstance(rank, PlainRank):
-            self._report_step(rank)  # what it stepped last
+            self._report_step(rank)  # its last step
 
     def _check_lease(self) -> None:
-        """The processes of a world from which this node is cut off end."""
+        """End the processes of a world from which this node is cut off."""
         inside = [rank for rank in self._plain.values() if rank.child is not None]
         pids = [rank.child.pid for rank in inside if rank.child is not None]
-        # What the controller has given up for good it forms no other world of.
+        # A controller that has given this agent up for good forms no other world of its nodes.
         closed, muted = self._net.outbox.closed, self._net.outbox.muted
         if self._fence.check_lease(self._net.line.up or closed, muted and not closed, pids, time.monotonic()):
             self.log.warn(CUT_OFF)
@@ -395,7 +346,7 @@ class RestartAgent(Agent):
             self.log.warn(news)
 
     def _end_if_over(self, now: float) -> None:
-        """A node that is through waits for the others: if one of them fails, all start again."""
+        """End as other agents do, but once finished wait for the other nodes: if one fails, all start again."""
         silent = now - self._last_heard > WITHOUT_CONTROLLER_SECONDS
         through = all(rank.status.state == "finished" for rank in self.ranks.values())
         if self._ending.trained or not through or silent:
@@ -403,20 +354,17 @@ class RestartAgent(Agent):
 
 
 def own_end_seconds(message: wire.Break, age: float) -> float:
-    """Return for how long the processes of a world, `age` seconds old, may go on to end by themselves. Where nobody was
-    lost another node may have heard first that Slurm ends the whole job: its SIGTERM comes to this one, too, and
-    once."""
+    """Return how long the processes of a world of this age in seconds may go on, to end by themselves. If no rank was
+    lost, another node may have noticed first that Slurm ends the whole job: its SIGTERM reaches this node, too, and
+    must come only once."""
     if not message.lost:
         return SIGTERM_SECONDS
     return OWN_END_SECONDS if not message.killed and age < YOUNG_SECONDS else 0.0
 
 
 def world_of(plan: wire.Plan, place: Place, names: Sequence[str] = ()) -> World:
-    """Return the place of this node in the plan's world: its members' nodes in order of their slots. names: of these
-    nodes, where they are known.
-
-    Raises BadMessage for a plan whose store has no port.
-    """
+    """Return this node's part of the plan's world, in which nodes are in the order of their slots. names: of these
+    nodes, if known. Raises BadMessage for a plan whose store has no port."""
     per_node = place.settings.ranks_per_node
     host, _, port = plan.store.rpartition(":")
     if not (port.isascii() and port.isdecimal()):

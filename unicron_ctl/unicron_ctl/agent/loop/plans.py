@@ -1,4 +1,4 @@
-"""The plans that an agent's ranks were given last, and what follows from them for this node."""
+"""The last plans of an agent's ranks, and what follows from them for this node."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from unicron_transition.snapshot.image_format import SHARD, Key
 
 PLANS_HELD = 4  # the ranks are in one of the last
 AT_WORK = frozenset({"entering", "running"})  # states of ranks
-RESTING = frozenset({"starting", "waiting"})  # of those that begin anew
-LONG_WAIT_SECONDS = 60.0  # without a world, after which the job's log says where to ask why
+RESTING = frozenset({"starting", "waiting"})  # states of ranks that begin anew
+LONG_WAIT_SECONDS = 60.0  # without a world, before the job's log says where to ask why
 
 
 def wait_long(statuses: Sequence[structs.RankStatus], now: float) -> bool:
-    """Say whether all ranks have been able to enter a world for long, and there is none. now: in seconds since the
-    epoch, as in the statuses."""
+    """Say whether all ranks have long been ready for a world, and there is none. now: seconds since the epoch."""
     latest = max((status.changed for status in statuses), default=now)
     return all(status.state == "waiting" for status in statuses) and now - latest >= LONG_WAIT_SECONDS
 
 
 class Saving(NamedTuple):
-    """The way in which a node saves its part of a job."""
+    """A way in which a node saves its part of a job."""
 
     before: Callable[[Key], tuple[int, ...] | None]
-    """Return the nodes that write an image before this one; None: it is not this node's"""
+    """Returns the nodes that write an image before this one; None: it is not this node's"""
     rests: bool
     """Nobody trains, as far as this node knows"""
     prunes: bool
@@ -35,10 +34,7 @@ class Saving(NamedTuple):
 
 
 class Plans:
-    """The plans that this node's ranks were given last.
-
-    slots: of this node's ranks; each node has as many.
-    """
+    """The last plans of this node's ranks. slots: of these ranks; each node has as many."""
 
     def __init__(self, slots: Collection[int]) -> None:
         self._slots, self._here = slots, min(slots) // len(slots)
@@ -47,7 +43,7 @@ class Plans:
         self._entered, self._world = 0, ""  # the last generation that was entered here, and its size
 
     def add_plan(self, share: wire.PlanShare, generation: int) -> None:
-        """Keep a plan that the ranks are given, or have agreed on."""
+        """Keep a plan that the ranks got, or have agreed on."""
         self._held[generation] = share
         while len(self._held) > PLANS_HELD:
             del self._held[min(self._held)]
@@ -61,21 +57,21 @@ class Plans:
         self._broken_by = reason
 
     def on_entered(self, generation: int) -> str:
-        """This node's ranks are in a generation. Returns what the job's log is told of it: once, by the node of its
-        first member, and nothing of the first world."""
+        """Note that this node's ranks are in a generation. Return the job's log line about it: one line, from the
+        node of its first member, and none for the first world."""
         if generation <= self._entered:
             return ""
         why, before, self._entered = self._broken_by, self._world, generation
         self._broken_by = self._world = ""
         if generation not in self._held:
-            return ""  # the agents agreed on it, and have said so
+            return ""  # the agents agreed on it, and have logged it
         plan = shared_plans.whole(self._held[generation])
         nodes = len({slot // len(self._slots) for slot in plan.members})
         self._world = f"{plural(len(plan.members), 'rank')} on {plural(nodes, 'node')}"
         if generation == 1 or plan.members[0] not in self._slots:
             return ""
         if plan.source is not None and not plan.boundary:
-            why = ""  # formed anew: the plan knows more of it than the first Break did
+            why = ""  # this plan knows more than the first Break
         changed = f" (before: {before})" if before not in ("", self._world) else ""
         return f"generation {generation}: {self._world}{changed}: {'; '.join(filter(None, (why, plan.reason)))}"
 
@@ -84,16 +80,16 @@ class Plans:
         return shared_plans.whole(self._held[max(self._held)]).members if self._held else ()
 
     def saving(self, states: Collection[str], ended: bool) -> Saving | None:
-        """Return how this node saves its part of a job that ends in the middle of its training; None where it saves
-        none. states: of its ranks. ended: for all, by an error, so the state itself may be what ends it.
+        """Return how this node saves its part of a job that ends during its training; None if it saves nothing. states:
+        of its ranks. ended: the whole job, by an error, so the training state itself may be the cause.
 
-        Ranks that begin anew may be those of a job that waits. Or the others train without them, which nobody has told
-        this node: then it comes after them, and writes only where they have written nothing as late.
+        Ranks that begin anew may belong to a job that waits. Or the others train without them and this node does not
+        know: then it comes after them, and writes only what they have not written as late.
         """
         member = any(slot in self._slots for slot in self._members)
         if not AT_WORK.isdisjoint(states):
             before = self.writers_before
-            if not member and self._entered in self._held:  # it is to leave at a boundary that has not come yet
+            if not member and self._entered in self._held:  # it leaves at a boundary that has not come yet
                 before = partial(self.writers_before, members=shared_plans.whole(self._held[self._entered]).members)
             return Saving(before, False, not ended)
         if "stopped" in states or (ended and member):
@@ -101,26 +97,24 @@ class Plans:
         return Saving(self.all_other_writers, True, False) if member and RESTING.issuperset(states) else None
 
     def writers_before(self, key: Key, members: Sequence[int] | None = None) -> tuple[int, ...] | None:
-        """Return the nodes that train a place of the layout and come before this one; None where this one does not
-        train it. A shard is its rank's. members: by default those of the newest plan."""
+        """Return the nodes that train a place of the layout and come before this node; None if this node does not
+        train it. A shard belongs to its rank. members: by default those of the newest plan."""
         nodes = self._nodes(key, members)
         if not nodes:
             return None if key.kind == SHARD else ()
         return tuple(nodes[: nodes.index(self._here)]) if self._here in nodes else None
 
     def writers_before_at_rest(self, key: Key) -> tuple[int, ...] | None:
-        """Return the nodes that write before this one while nobody trains. A node that holds a copy of what others
-        train comes after all of them."""
+        """Return the nodes that write before this one while nobody trains. A node with a copy of what others train
+        comes after all of them."""
         nodes, mine = self._nodes(key), self.writers_before(key)
         return tuple(nodes) if mine is None and nodes else mine
 
     def all_other_writers(self, key: Key) -> tuple[int, ...] | None:
-        """Return all nodes but this one, which comes last in everything; None where it writes nothing."""
-        return (
-            None
-            if self.writers_before_at_rest(key) is None
-            else tuple(node for node in self._nodes(key) if node != self._here)
-        )
+        """Return all nodes but this one, which comes last in everything; None if it writes nothing."""
+        if self.writers_before_at_rest(key) is None:
+            return None
+        return tuple(node for node in self._nodes(key) if node != self._here)
 
     def _nodes(self, key: Key, members: Sequence[int] | None = None) -> list[int]:
         members = self._members if members is None else members

@@ -1,10 +1,11 @@
-"""An agent's reports on its ranks and its node to the controller."""
+"""An agent's reports to the controller about its ranks and its node."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.agent.loop.step_reports import StepReports
@@ -20,9 +21,9 @@ from unicron_ctl.shared.system.addresses import join
 from unicron_detector.processes.rank_messages import Step
 from unicron_detector.processes.stacks import Dump
 
-DUMP_SECONDS = 0.02  # between two looks at stack traces in the making
+DUMP_SECONDS = 0.02  # between two looks at unfinished stack traces
 COLD_TEXT = 400  # characters of a reason
-KEPT_SECONDS, MOST_KEPT = 15.0, 512  # for which step reports that were sent are kept, and how many
+KEPT_SECONDS, MOST_KEPT = 15.0, 512  # how long step reports that were sent are kept, and how many
 
 
 class Dumps:
@@ -36,11 +37,11 @@ class Dumps:
 
     @property
     def timeout(self) -> float:
-        """Seconds until :meth:`send_finished` is to be called whatever happens; infinity while nothing is made."""
+        """Return the seconds until :meth:`send_finished` must be called; infinity if nothing is being made."""
         return DUMP_SECONDS if self._making else float("inf")
 
     def start_dump(self, order: wire.Stacks) -> None:
-        """Have them made, if the process is still there."""
+        """Start a stack trace, if the process is still there."""
         rank = self._ranks.get(order.slot)
         there = rank is not None and rank.child is not None and rank.status.incarnation == order.incarnation
         if rank is None or not there or order.slot in self._making:
@@ -48,29 +49,20 @@ class Dumps:
         self._making[order.slot] = order.incarnation, Dump(rank.trainer, stacks_file(self._endpoint, order.slot))
 
     def send_finished(self) -> None:
-        """Send those that are made."""
+        """Send the finished stack traces."""
         for slot, (incarnation, dump) in list(self._making.items()):
             if dump.done():
                 del self._making[slot]
-                self._send(
-                    wire.StackTrace(
-                        job=self._job,
-                        slot=slot,
-                        incarnation=incarnation,
-                        how=dump.how,
-                        state=dump.state,
-                        text=dump.text,
-                    )
-                )
+                about: dict[str, Any] = {"job": self._job, "slot": slot, "incarnation": incarnation}
+                self._send(wire.StackTrace(**about, how=dump.how, state=dump.state, text=dump.text))
 
 
 class Reports:
-    """Makes and sends the agent's statuses.
+    """Makes and sends the agent's statuses and other reports.
 
-    identity: the agent's id. send: to the controller, if there is one.
-
-    sent_at: when the last status was made. fenced: its processes end by themselves where they are cut off. dirty: there
-    is progress that it does not tell. pinged: the number of the last Ping.
+    identity: the agent's id. send: to the controller, if there is one. sent_at: the time of the last status. fenced:
+    the processes end by themselves if they are cut off. dirty: there is progress that the last status did not include.
+    pinged: the number of the last Ping.
     """
 
     def __init__(
@@ -84,7 +76,7 @@ class Reports:
         send: Callable[[wire.Message], None],
     ) -> None:
         self._place, self._ranks, self._participant, self._send = place, ranks, participant, send
-        self._identity = identity
+        self._me: dict[str, Any] = {"job": place.job, "element": place.element, "agent": identity}
         self._vitals, self.sampling, self._copies = Vitals(), sampling, copies
         self._steps = StepReports()
         self._kept: deque[tuple[float, structs.StepReport]] = deque(maxlen=MOST_KEPT)
@@ -97,29 +89,29 @@ class Reports:
         self.node: NodeWatch | None = None
 
     def configure(self, period: float, progress: float) -> None:
-        """period: seconds from one status to the next; progress: until one that tells of nothing else."""
+        """Set the seconds from one status to the next (period), and until one with nothing but progress."""
         self._period, self._progress = period, progress
         self._steps.configure(period, progress)
 
     def timeout(self, now: float) -> float:
-        """Seconds until :meth:`on_timer` is to be called whatever happens; infinity when nothing is due."""
+        """Return the seconds until :meth:`on_timer` must be called; infinity if nothing is due."""
         return self._steps.timeout(now)
 
     def status_wait(self, now: float) -> float:
-        """Seconds until a status is due by time. Steps tell of progress, too: while they flow it needs no status."""
+        """Return the seconds until a status is due. Step reports contain progress, too, so while they flow none is."""
         due = self.sent_at + self._period
         if self.dirty and not self._steps.held:
             due = min(due, max(self.sent_at, self._steps.sent_at + MERGE_SECONDS) + self._progress)
         return due - now
 
     def on_timer(self, now: float) -> None:
-        """Send what is due by time."""
+        """Send what is due."""
         self.send_steps(now)
         self._metrics(now)
 
     def status(self, port: int | None, leaving: str = "", noticed: bool = False) -> None:
         """Send the whole state. port: of the node's rendezvous store. leaving: why the agent is about to end. noticed:
-        its element is to end soon."""
+        a signal has asked its element to end."""
         now = time.monotonic()
         steps = self._due_steps(now, leaving=bool(leaving))  # what a rank has proved comes before its end
         most = ranges.MOST_STEP_REPORTS
@@ -133,9 +125,7 @@ class Reports:
         participant.status_due = False
         self._send(
             wire.Status(
-                job=self._place.job,
-                element=self._place.element,
-                agent=self._identity,
+                **self._me,
                 sent=time.time(),
                 number=self._number,
                 store=store,
@@ -161,7 +151,7 @@ class Reports:
         )
 
     def add_step(self, slot: int, step: Step) -> None:
-        """Take in that this slot's rank has stepped."""
+        """Note a step of this slot's rank."""
         self._steps.add(slot, step, time.monotonic())
 
     def repeat_steps(self) -> None:
@@ -169,15 +159,14 @@ class Reports:
         self._steps.repeat(time.monotonic())
 
     def send_steps_again(self) -> None:
-        """Send step reports of the last seconds once more: the controller may be another one, and what was on its way
-        when the old one was lost has not reached it. Only of the newest generation: others may have been undone
-        since."""
+        """Send step reports of the last seconds once more: messages to a controller that was lost may not have arrived.
+        Only those of the newest generation: others may have been undone since."""
         since = time.monotonic() - KEPT_SECONDS
         newest = max((report.generation for _, report in self._kept), default=0)
         self._send_steps([report for at, report in self._kept if at >= since and report.generation == newest])
 
     def send_steps(self, now: float) -> None:
-        """Send step reports that can wait no longer."""
+        """Send step reports that cannot wait any longer."""
         self._send_steps(self._due_steps(now, hold=True))
 
     def _due_steps(self, now: float, leaving: bool = False, hold: bool = False) -> list[structs.StepReport]:
@@ -189,30 +178,23 @@ class Reports:
         return due
 
     def _send_steps(self, reports: list[structs.StepReport]) -> None:
-        """Send step reports that no status takes along."""
-        job, element, most = self._place.job, self._place.element, ranges.MOST_STEP_REPORTS
+        """Send step reports outside a status."""
+        most = ranges.MOST_STEP_REPORTS
         for first in range(0, len(reports), most):
-            self._send(
-                wire.Steps(job=job, element=element, agent=self._identity, reports=reports[first : first + most])
-            )
+            self._send(wire.Steps(**self._me, reports=reports[first : first + most]))
 
     def testimony(self, answers: Iterable[tuple[int, list[str]]]) -> None:
         """Send the answers of the witness: (number of the question, words)."""
-        job, element, agent = self._place.job, self._place.element, self._identity
         for number, words in answers:
-            self._send(wire.ReachAnswer(job=job, element=element, agent=agent, number=number, words=words))
+            self._send(wire.ReachAnswer(**self._me, number=number, words=words))
 
     def node_events(self, again: bool = False) -> None:
-        """Send the news of the node; again: from the beginning."""
-        for event in (
-            self.node.new_events(self._place.job, self._place.element, self._identity, again) if self.node else ()
-        ):
+        """Send the node's new events; again: all that are kept."""
+        for event in self.node.new_events(**self._me, again=again) if self.node else ():
             self._send(event)
 
     def _metrics(self, now: float) -> None:
         sample = self.sampling.read_sample(now)
         if sample is not None:
             ranks = self._vitals.sample(self._ranks.values(), now)
-            job, element, agent = self._place.job, self._place.element, self._identity
-            host, node = sample.host, sample.node
-            self._send(wire.Metrics(job=job, element=element, agent=agent, host=host, node=node, ranks=ranks))
+            self._send(wire.Metrics(**self._me, host=sample.host, node=sample.node, ranks=ranks))

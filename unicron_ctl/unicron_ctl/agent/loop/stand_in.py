@@ -1,4 +1,4 @@
-"""Lets the job's agents go on while the controller is away: :class:`Participant` with its sockets."""
+"""Lets the job's agents go on while the controller is away, by :class:`Participant` and sockets for it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from unicron_ctl.shared.protocol import peer_messages, structs, wire
 
 
 class StandIn:
-    """Runs this agent's :class:`Participant` over its sockets.
-
-    reachable: False where the job waits for the controller. obey: hands a Break or a plan to the ranks.
-    """
+    """Runs this agent's :class:`Participant` over its sockets. reachable: False if the job waits for the controller
+    instead. obey: passes a Break or a plan to the ranks."""
 
     def __init__(
         self,
@@ -40,7 +38,7 @@ class StandIn:
         return self._line.sockets if self._line is not None else ()
 
     def serve(self, now: float) -> None:
-        """Messages of the others have come."""
+        """Read messages of the other agents."""
         if self._line is not None:
             self._line.receive(lambda message: self._on_message(message, now), self._log.drop)
             self.carry_out()
@@ -50,13 +48,13 @@ class StandIn:
             self.participant.on_message(message, now)
 
     def on_timer(self, now: float) -> bool:
-        """Do what is due by time; True when the controller is to get a status at once."""
+        """Do what is due; True if the controller should get a status at once."""
         self.participant.tick(now)
         self.carry_out()
         return self.participant.status_due or self.participant.should_ask(now)
 
     def carry_out(self) -> None:
-        """Send and obey what was worked out."""
+        """Send and obey what the participant has decided."""
         known = self.participant.known
         if self._line is not None and known is not self._known:
             self._known = known
@@ -72,6 +70,6 @@ class StandIn:
             self._obey(order)
 
     def close(self) -> None:
-        """Leave no socket behind."""
+        """Close the sockets."""
         if self._line is not None:
             self._line.close()

@@ -1,7 +1,7 @@
-"""The news of the node itself: its kernel log, the out-of-memory kills of the ranks' cgroup, its links.
+"""Watches the node itself: its kernel log, the out-of-memory kills of the ranks' cgroup, its links.
 
-A thread of its own looks, for sysfs of a sick adapter may block for a minute and heartbeats must not; the agent's loop
-hears of news through a descriptor. Whatever cannot be read is said once and left out: training does not depend on it.
+It has a thread of its own, because sysfs of a sick adapter may block for a minute; a descriptor tells the agent's loop
+of news. What cannot be read is logged once and left out: the training does not depend on it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_ctl.shared.settings.config import AgentConfig
@@ -24,16 +25,16 @@ from unicron_detector.health.kernel_log import KMSG, KernelFaults, KernelLog, wh
 from unicron_detector.health.links import LinkWatch, describe
 from unicron_detector.health.oom_kills import KILL_CODES, OomKills, counter_file
 
-TICK_SECONDS = 1.0  # files that cannot be polled, and the memory cgroup
-KEPT, KEPT_SECONDS = 100, 300.0  # events that are sent again to a controller that was restarted
-LINES_PER_SECOND = 500  # above it the kernel log is looked at once a second only
+TICK_SECONDS = 1.0  # between two looks at the memory cgroup, and at files that cannot be polled
+KEPT, KEPT_SECONDS = 100, 300.0  # events that a restarted controller gets once more
+LINES_PER_SECOND = 500  # with more, the kernel log is read only once a second
 
 Warn = Callable[[str], None]
 
 
 class NodeWatch:
-    """Watches the node. Its descriptor becomes readable when `new_events` has something new; `oom` knows the kills of
-    its cgroup."""
+    """Watches the node. Its descriptor becomes readable when `new_events` has new ones. oom: the kills of its
+    cgroup."""
 
     def __init__(self, warn: Warn, options: AgentConfig, classifier: Classifier, links: Path | None = None):
         self._warn, self._seconds = warn, options.link_seconds
@@ -57,8 +58,7 @@ class NodeWatch:
         return self._ready
 
     def new_events(self, job: str, element: int, agent: str, again: bool = False) -> list[wire.NodeEvent]:
-        """Return new events as messages of that agent; `again`: all that are still kept, for a controller that
-        forgot."""
+        """Return new events as messages of that agent; again: all that are kept, for a restarted controller."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._ready, 4096)
         with self._lock:
@@ -72,12 +72,12 @@ class NodeWatch:
         return found
 
     def explain(self, end: structs.Exit) -> None:
-        """Marks the end of a rank that was killed for want of memory."""
+        """Mark the end of a rank that was killed because memory ran out."""
         if end.code in KILL_CODES:
             end.oom = end.oom or self.oom.claim()
 
     def close(self) -> None:
-        """The thread ends, unless a look at the node blocks it: it is a daemon."""
+        """End the thread; one that is blocked is left behind, as a daemon."""
         os.write(self._stop, b".")
         if self._thread is not None:
             self._thread.join(0.5)
@@ -87,7 +87,6 @@ class NodeWatch:
             if self._log is not None:
                 self._log.close()
 
-    # ------------------------------------------------------------ the thread
     def _open(self, path: str) -> None:
         try:
             self._log = KernelLog(path)
@@ -115,7 +114,7 @@ class NodeWatch:
                     next_links = now + self._seconds
                     for name, rises in watched.new_flaps().items():
                         self._add_event("link", describe(name, rises, self._seconds), name, rises)
-        except Exception as error:  # the watch is a help, never a reason to lose the agent
+        except Exception as error:  # without the watch the agent goes on
             self._warn(f"the node is no longer watched: {type(error).__name__}: {error}")
 
     def _read_log(self, poll: select.poll) -> None:
@@ -149,28 +148,18 @@ class NodeWatch:
             self._add_event("memory", text, "oom_kill", killed)
 
     def _add_event(self, source: str, text: str, code: str, count: int) -> None:
+        sender: dict[str, Any] = {"job": "", "element": 0, "agent": ""}  # new_events fills it in
         with self._lock:
             self._number += 1
-            self._new.append(
-                wire.NodeEvent(
-                    job="",
-                    element=0,
-                    agent="",
-                    number=self._number,
-                    source=source,
-                    text=text,
-                    at=time.time(),
-                    code=code,
-                    count=count,
-                )
-            )
+            about: dict[str, Any] = {"source": source, "text": text, "code": code, "count": count}
+            self._new.append(wire.NodeEvent(**sender, **about, number=self._number, at=time.time()))
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake, b".")
 
 
 def start(warn: Warn, environment: Mapping[str, str]) -> NodeWatch:
-    """The watch as the node's unicron.toml and the environment want it: UNICRON_KMSG names the kernel log,
-    UNICRON_NODE_EVENTS=0 turns the watch off, UNICRON_LINKS stands for /sys/class. Never raises."""
+    """Start the watch by the node's unicron.toml and the environment: UNICRON_KMSG names the kernel log,
+    UNICRON_NODE_EVENTS=0 turns the watch off, UNICRON_LINKS replaces /sys/class. Never raises."""
     options, classifier = AgentConfig(), default_classifier()
     try:
         loaded = load(environment=environment)

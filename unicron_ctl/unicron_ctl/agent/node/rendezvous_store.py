@@ -1,51 +1,36 @@
-"""The node's rendezvous store: a child of the agent, since it needs torch, and the agent must not."""
+"""The node's rendezvous store. It needs torch, which the agent must not import, so it is a child of the agent."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
+import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
+from unicron_ctl.agent.ranks.static_world import FIRST_PORT, PORTS
 from unicron_ctl.agent.ranks.warm_commands import python_of
 from unicron_ctl.agent.ranks.zygote_client import Coming
 from unicron_detector.processes.supervise import Child
 
 TRIES = 3
-AGAIN_SECONDS = 2.0  # before a store that found no descriptor is tried again
+AGAIN_SECONDS = 2.0  # before the next try, if no file descriptor was free
 HOST = ["-m", "unicron_transition.generations.store_host"]
 
 
-class Store(Protocol):
-    """A rendezvous store, as the agent uses it. port: None until it answers. pid: of its process, if any."""
-
-    port: int | None
-
-    @property
-    def pid(self) -> int | None: ...
-
-    def start(self) -> None:
-        """Start it."""
-
-    def complete_start(self) -> None:
-        """Take in the process that was forked for it."""
-
-    def close(self) -> None:
-        """End it."""
-
-
 class StoreProcess:
-    """`generations.store_host` under the interpreter that has torch: forked at first, a process of its own when it has
-    ended.
+    """Runs `generations.store_host` under the interpreter that has torch: first as a fork of the zygote, and if that
+    ends, as a new process.
 
-    environment: for a process of its own. fork: a warm process that runs the words with that standard output, None
-    where there is no zygote. watch, unwatch: a descriptor, and what to call when it can be read. told: the port has
-    changed. warn: writes a line into the job's log.
+    environment: for a new process. fork: returns a warm process for these words and this standard output, None without
+    a zygote. watch, unwatch: a descriptor, and what to call when it can be read. on_change: called when the port
+    changes. warn: writes a line into the job's log.
 
-    The ranks come from the same zygote, later than the store. So nobody waits for it longer than for them.
+    The ranks are forked after the store by the same zygote, so the job waits no longer for the store than for them.
     """
 
     def __init__(
@@ -55,19 +40,19 @@ class StoreProcess:
         fork: Callable[[list[str], int], Coming | None],
         watch: Callable[[int, Callable[[], object]], None],
         unwatch: Callable[[int], None],
-        told: Callable[[], None],
+        on_change: Callable[[], None],
         warn: Callable[[str], None],
     ):
         self._python = python_of(command)
-        # -m puts the working folder first in sys.path; the user's `signal.py` there must not be taken.
+        # -m puts the working folder first in sys.path; the user's `signal.py` there must not be imported.
         self._environment = {**environment, "PYTHONSAFEPATH": "1"}
-        self._fork, self._watch, self._unwatch, self._told, self._warn = fork, watch, unwatch, told, warn
+        self._fork, self._watch, self._unwatch, self._on_change, self._warn = fork, watch, unwatch, on_change, warn
         self._coming: Coming | None = None
         self._process: Child | subprocess.Popen[bytes] | None = None
-        self._output = self._its_output = -1  # the agent's end of a pipe, and the store's until it has begun
+        self._output = self._its_output = -1  # the agent's end of a pipe, and the store's end until it has started
         self._tries = 0
-        self._again: float | None = None  # when it is tried again (monotonic)
-        self._short = False  # it could not be started, and that was said
+        self._again: float | None = None  # the time of the next try (monotonic)
+        self._warned = False  # the log says that it could not be started
         self.port: int | None = None
 
     @property
@@ -75,17 +60,17 @@ class StoreProcess:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Start it, unless it has ended too often."""
+        """Start the store, unless it has ended too often."""
         self._again = None
         if self._tries >= TRIES:
             return
         try:
             self._output, self._its_output = os.pipe()
-        except OSError as error:  # no descriptor is left: there may be one soon
+        except OSError as error:  # no descriptor is free now
             self._again = time.monotonic() + AGAIN_SECONDS
-            if not self._short:
+            if not self._warned:
                 self._warn(f"couldn't start the rendezvous store: {error.strerror}; it is tried again")
-            self._short = True
+            self._warned = True
             return
         self._tries += 1
         os.set_blocking(self._output, False)
@@ -98,7 +83,7 @@ class StoreProcess:
             self._begin_cold()
 
     def complete_start(self) -> None:
-        """The process that was forked begins; where none was, the store starts cold."""
+        """Take over the forked process, or start a new one if the fork failed."""
         if self._again is not None and time.monotonic() >= self._again:
             self.start()
         if self._coming is None or not self._coming.settled:
@@ -109,17 +94,17 @@ class StoreProcess:
             self._begin_cold()
             return
         self._process = child
-        self._has_output()
+        self._close_its_output()
         self._watch(child.stderr, partial(self._pass_stderr, child))
 
     def _begin_cold(self) -> None:
-        with contextlib.suppress(OSError):  # then the pipe has no writer, and ends
+        with contextlib.suppress(OSError):  # then the pipe has no writer, and its end is seen
             self._process = subprocess.Popen(
                 [*self._python, *HOST], stdin=subprocess.PIPE, stdout=self._its_output, env=self._environment
             )
-        self._has_output()
+        self._close_its_output()
 
-    def _has_output(self) -> None:
+    def _close_its_output(self) -> None:
         os.close(self._its_output)
         self._its_output = -1
 
@@ -128,7 +113,6 @@ class StoreProcess:
             self._unwatch(child.stderr)
 
     def _read(self) -> None:
-        """Take in what it printed, and its end."""
         try:
             data = os.read(self._output, 100)
         except BlockingIOError:
@@ -138,7 +122,7 @@ class StoreProcess:
             self.port = int(words[1])
         if not data:
             self._on_end()
-        self._told()
+        self._on_change()
 
     def _on_end(self) -> None:
         again = self.port is not None or isinstance(self._process, Child)
@@ -153,7 +137,7 @@ class StoreProcess:
             )
 
     def close(self) -> None:
-        """End it."""
+        """End the store."""
         coming, self._coming = self._coming, None
         if coming is not None:
             coming.drop()
@@ -170,8 +154,52 @@ class StoreProcess:
                 assert process.stdin is not None
                 process.stdin.close()
         if self._its_output >= 0:
-            self._has_output()
+            self._close_its_output()
         if self._output >= 0:
             self._unwatch(self._output)
             os.close(self._output)
             self._output = -1
+
+
+class FreePort:
+    """A free port of this node, held until a world takes it: restart mode's counterpart of the store."""
+
+    pid = None
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._used: deque[int] = deque(maxlen=200)
+        self._wanted = False
+        self.port: int | None = None
+
+    def start(self) -> None:
+        """Find a new port: none of the last 200, whose late clients may still connect."""
+        self.close()
+        self._wanted = True
+        for _ in range(PORTS):
+            port = FIRST_PORT + random.randrange(PORTS)
+            if port in self._used:
+                continue
+            holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                holder.bind(("", port))
+            except OSError:
+                holder.close()
+            else:
+                self._socket, self.port = holder, port
+                self._used.append(port)
+                return
+
+    def complete_start(self) -> None:
+        """Look for a port again if there was none."""
+        if self._wanted and self.port is None:
+            self.start()
+
+    def close(self) -> None:
+        """Give the port up."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self.port = None, None
+
+
+Store = StoreProcess | FreePort

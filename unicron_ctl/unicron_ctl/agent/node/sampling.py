@@ -1,15 +1,15 @@
-"""The node's metrics, from a child of the agent: what it reads may hang, the agent may not.
+"""The node's metrics, read by a child of the agent, since reading them may hang.
 
-:meth:`Sampling.read_sample` never blocks: it takes what the child has printed, starts a child that is due, and replaces
-one that has fallen silent. One that cannot be killed, for it waits in the kernel, is left behind.
+:meth:`Sampling.read_sample` never blocks. A child that falls silent is replaced; one that cannot be killed, because it
+waits in the kernel, is left behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from typing import IO
 
 import msgspec
 
@@ -28,7 +28,7 @@ class Sample(msgspec.Struct):
 
 
 class Sampling:
-    """Times in seconds on the clock of `now`. `folder`: whose latency is measured when no other is named."""
+    """Starts the child and reads its samples. folder: its latency is measured unless the controller names another."""
 
     def __init__(self, folder: str) -> None:
         self._folder, self._directory, self._seconds = folder, folder, 0.0
@@ -38,7 +38,7 @@ class Sampling:
         self._tries = 0
 
     def configure(self, seconds: float, directory: str, now: float) -> None:
-        """A sample every so many seconds from now on; 0 for none."""
+        """Take a sample every so many seconds from now on; 0 for none."""
         directory = directory or self._folder
         if (seconds, directory) == (self._seconds, self._directory) or not 0 <= seconds < float("inf"):
             return
@@ -46,13 +46,13 @@ class Sampling:
         self._seconds, self._directory, self._due, self._tries = seconds, directory, now + seconds, 0
 
     def read_sample(self, now: float) -> Sample | None:
-        """The newest sample, if there is a new one."""
+        """Return the newest sample, if there is a new one. now: seconds, as for :meth:`configure`."""
         if self._child is None:
             if self._seconds and now >= self._due and self._tries < TRIES:
                 self._start(now)
             return None
         try:
-            data = os.read(_output(self._child).fileno(), LINE_BYTES)
+            data = os.read(self._child_output(), LINE_BYTES)
         except BlockingIOError:
             if now - self._heard > SILENT_PERIODS * self._seconds:
                 self._drop(now)
@@ -84,25 +84,22 @@ class Sampling:
         except OSError:
             self._due = now + self._seconds
             return
-        os.set_blocking(_output(self._child).fileno(), False)
+        os.set_blocking(self._child_output(), False)
         self._buffer, self._heard = b"", now
 
     def _drop(self, now: float) -> None:
         self.close()
         self._due = now + self._seconds
 
+    def _child_output(self) -> int:
+        assert self._child is not None and self._child.stdout is not None  # it was started with a pipe
+        return self._child.stdout.fileno()
+
     def close(self) -> None:
-        """Ends the child, without waiting for one that cannot end."""
+        """End the child, without waiting for one that cannot end."""
         child, self._child = self._child, None
-        if child is not None:
+        if child is not None and child.stdout is not None:
             child.kill()
-            _output(child).close()
-            try:
+            child.stdout.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(0.2)
-            except subprocess.TimeoutExpired:
-                pass
-
-
-def _output(child: subprocess.Popen[bytes]) -> IO[bytes]:
-    assert child.stdout is not None  # it was started with a pipe
-    return child.stdout

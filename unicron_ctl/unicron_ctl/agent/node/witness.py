@@ -1,4 +1,4 @@
-"""The agent's testimony about other nodes, and its door, by which others see that it lives."""
+"""Tries to reach other nodes for the controller, and lets others see that this node lives."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from unicron_ctl.shared.protocol.reach import Door, Reach, reach
 from unicron_ctl.shared.system.mailbox import Mailbox
 
 REACH_SECONDS = 0.7  # for one address; several connections are tried in that time
-AT_ONCE = 64  # addresses that are being tried; a question beyond them is answered with "unknown"
+AT_ONCE = 64  # addresses that are being tried; further ones are answered with "unknown"
 
 
 class Witness:
-    """Tries other nodes for the controller, and answers those who try this one.
+    """Tries other nodes for the controller, and answers other nodes' tries of this one.
 
-    answers: numbers of questions, and a word for each address. Raises OSError without a port for the door.
+    answers: the number of a question, and a word for each address. Raises OSError without a port for the door.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Witness:
         self._lock = threading.Lock()
 
     def try_addresses(self, number: int, targets: Sequence[str]) -> None:
-        """Try the addresses side by side; the answer is known after at most REACH_SECONDS, if names resolve."""
+        """Try the addresses in parallel; the answer comes within REACH_SECONDS once names are resolved."""
         words = [str(Reach.UNKNOWN)] * len(targets)
         wanted = [place for place, target in enumerate(targets) if target]
         with self._lock:
@@ -36,7 +36,7 @@ class Witness:
             return
         left = [len(wanted)]
 
-        def one(place: int) -> None:
+        def try_one(place: int) -> None:
             words[place] = str(reach(targets[place], REACH_SECONDS))
             count_answer()
 
@@ -50,11 +50,11 @@ class Witness:
 
         for place in wanted:
             try:
-                threading.Thread(target=one, args=(place,), name="unicron-witness", daemon=True).start()
-            except RuntimeError:  # there is none to be had: nothing is known of this one
+                threading.Thread(target=try_one, args=(place,), name="unicron-witness", daemon=True).start()
+            except RuntimeError:  # the system grants no more threads: this address stays "unknown"
                 count_answer()
 
     def close(self) -> None:
-        """The door is shut; answers that are still to come are lost."""
+        """Close the door, and drop answers that are still to come."""
         self.door.close()
         self.answers.close()

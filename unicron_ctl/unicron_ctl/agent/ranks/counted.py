@@ -1,5 +1,5 @@
-"""The counts in the pages of plain programs (`unicron_detector/processes/counters.py`), as the agent reads them: their
-ranks' progress and the steps that it reports for them."""
+"""Reads the counts in the pages of plain programs (`unicron_detector/processes/counters.py`), for their ranks' progress
+and the steps that the agent reports for them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from unicron_detector.processes import counters, stacks, step_signals
 from unicron_detector.processes.counters import AT, BYTES, TEXT, VERSION
 from unicron_detector.processes.rank_messages import Step
 
-MEMORY = "/dev/shm"  # a page of a file on a disk is written back from time to time, and who writes to it then waits
-STANDS = 1.5  # seconds without an iteration, at least, after which a rank is asked how far its collectives are
+MEMORY = "/dev/shm"  # a page on a disk is written back from time to time, and a process that writes to it then waits
+STANDS = 1.5  # seconds without an iteration, at least, before a rank is asked how far its collectives are
 TIMES_USUAL = 2.0  # ... and so many usual iterations
 ASK_SECONDS = 1.0  # between two such questions
 
 
 class Folder:
-    """The folder of an agent's pages. autoload: the entry of Python's path by which torch loads the counters."""
+    """The folder of an agent's pages. ranks: the folder of the ranks' socket. autoload: the entry of Python's path by
+    which torch loads the counters."""
 
     def __init__(self, ranks: str) -> None:
-        """ranks: the folder of the ranks' socket."""
         self.endpoint = f"ipc://{ranks}/ranks"
         try:
             self.path = tempfile.mkdtemp(prefix=os.path.basename(ranks) + "-", dir=MEMORY)
@@ -43,7 +43,7 @@ class Folder:
         self.autoload = f"{self.path}/torch"
         about = f"{self.autoload}/{counters.NAME}-{VERSION}.dist-info"
         os.makedirs(about)
-        # Copies: in a container that the ranks alone are in there is this folder, and none of the project's.
+        # Copies: a container in which only the ranks run has this folder, but may not have Unicron's.
         for module in (counters, stacks, step_signals):
             shutil.copy(str(module.__file__), self.path)
         os.symlink(f"../{os.path.basename(counters.__file__)}", f"{self.autoload}/{counters.NAME}.py")
@@ -55,7 +55,7 @@ class Folder:
                 file.write(text)
 
     def close(self) -> None:
-        """Remove them."""
+        """Remove the pages."""
         shutil.rmtree(self.path, ignore_errors=True)
         let_go(self._held)
         self._held = -1
@@ -72,7 +72,7 @@ class Count:
 
 
 class Page:
-    """One rank's page, made anew for each process: what an old one still writes says nothing of the new one."""
+    """One rank's page, made anew for each process, so that an old process cannot change it."""
 
     def __init__(self, folder: Folder, slot: int) -> None:
         self.path = f"{folder.path}/{slot}"
@@ -88,18 +88,18 @@ class Page:
         self._numbers = memoryview(self._map).cast("Q")
 
     def read(self) -> Count:
-        """The numbers, all of the same iteration."""
+        """Return the numbers, all of the same iteration."""
         while True:
             values = self._numbers[: len(AT)].tolist()
             if values[AT["done"]] == self._numbers[AT["done"]]:
                 return Count(values)
 
     def text(self, length: int) -> str:
-        """Its text, so many bytes long."""
+        """Return the page's text, which has so many bytes."""
         return self._map[TEXT : TEXT + min(length, BYTES - TEXT)].decode(errors="replace")
 
     def ask_process(self) -> None:
-        """Ask the process how far its collectives are. Nobody listens in one that has no process group."""
+        """Ask the process how far its collectives are. A process without a process group does not listen."""
         with contextlib.suppress(OSError):
             pipe = os.open(self.path + counters.ASKS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -108,46 +108,46 @@ class Page:
                 os.close(pipe)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the page."""
         self._numbers.release()
         self._map.close()
 
 
 class Progress:
-    """The progress of one rank's processes in the present generation. base: the job's iterations before it."""
+    """The progress of one rank's processes in the present generation."""
 
     def __init__(self, folder: Folder, slot: int) -> None:
         self._folder, self._slot = folder, slot
         self.page: Page | None = None
-        self._pid = self._done = self._waited = self._outside = 0  # as the last report had them
-        self._steps = False  # a process of this slot has stepped: this program is one that does
-        self.said = ""
+        self._pid = self._done = self._waited = self._outside = 0  # as in the last report
+        self._steps = False  # a process of this slot has stepped, so this program is one that does
+        self._complaint = ""
 
     def start(self, generation: int, base: int) -> dict[str, str]:
-        """A new process is about to start; returns what it needs in its environment."""
+        """Prepare for a new process, and return the variables that it needs. base: the job's iterations before it."""
         self.close()
         self.page = Page(self._folder, self._slot)
         self._generation, self._base = generation, base
         self._pid, self._done, self._at, self._waited, self._outside = 0, 0, time.monotonic_ns(), 0, 0
         self._began, self._usual = self._at, 0.0
-        self._idle = 0.0  # the longest that it did nothing, and waited for no answer, since its last step
+        self._idle = 0.0  # the longest time since its last step in which it did nothing and waited for no answer
         self._asked, self._answers = time.monotonic(), 0
         return self.page.environment
 
     @property
     def pid(self) -> int:
-        """The process that trains; 0 while none does."""
+        """The process that trains; 0 if none does."""
         return self._pid
 
     def update(self, status: structs.RankStatus, now: float) -> tuple[bool, Step | None]:
-        """Put into the status how far the process is. Returns whether that is news, and what it has stepped since the
-        last look. now: on the monotonic clock."""
+        """Put the process's progress into the status. Return whether it has changed, and the steps since the last call.
+        now: on the monotonic clock."""
         if self.page is None:
             return False, None
         count = self.page.read()
         if not count.version:
             return False, None
-        if count.pid != self._pid:  # the first that counts, or one after it
+        if count.pid != self._pid:  # the first process that counts, or another one after it
             self._base += self._done
             self._began = count.began if self._pid else self._began
             self._pid, self._done, self._waited, self._outside = count.pid, 0, 0, 0
@@ -174,7 +174,7 @@ class Progress:
         return after != before, step
 
     def _step(self, count: Count) -> Step:
-        """Return the steps since the last look as one report of the newest iteration."""
+        """Return the steps since the last report as one step, of the newest iteration."""
         number, since = count.done - self._done, self._at if self._done else self._began
         seconds = max(1e-6, (count.done_at - since) / 1e9 / number)
         waited = max(0, count.waited_then - self._waited) / 1e9 / number
@@ -185,7 +185,7 @@ class Progress:
         phases["reduce"], phases["outside"] = waited, outside
         own = max(0.0, seconds - waited - outside)
         phases["data"] = min(own, self._idle) if own > STANDS else 0.0
-        phases["forward"] = own - phases["data"]  # more is not known
+        phases["forward"] = own - phases["data"]  # the page does not tell more
         self._idle = 0.0
         return Step(
             generation=self._generation,
@@ -200,30 +200,28 @@ class Progress:
         )
 
     def _question(self, status: structs.RankStatus, count: Count, now: float) -> None:
-        """Ask a rank that stands how far its collectives are, and take in its answer."""
+        """Ask a rank that stands still how far its collectives are, and read its answer."""
+        assert self.page is not None
         if count.answers != self._answers:
             self._answers = count.answers
-            assert self.page is not None
             with contextlib.suppress(ValueError, msgspec.ValidationError):
-                said: Any = json.loads(self.page.text(count.length))
-                status.collectives = msgspec.convert(said, structs.Collectives)
+                answer: Any = json.loads(self.page.text(count.length))
+                status.collectives = msgspec.convert(answer, structs.Collectives)
         stands = now - self._at / 1e9
         if stands > max(STANDS, TIMES_USUAL * self._usual) and now - self._asked >= ASK_SECONDS:
-            assert self.page is not None
             self._asked = now
             self.page.ask_process()
 
     def complaint(self) -> str:
-        """Why something is not counted, once."""
+        """Return why something is not counted, once; else nothing."""
         count = self.page.read() if self.page is not None else None
-        if self.said or count is None or not count.length or count.answers:
+        if self._complaint or self.page is None or count is None or not count.length or count.answers:
             return ""
-        assert self.page is not None
-        self.said = self.page.text(count.length)
-        return self.said
+        self._complaint = self.page.text(count.length)
+        return self._complaint
 
     def close(self) -> None:
-        """The process is gone."""
+        """Close the page of a process that is gone."""
         if self.page is not None:
             self.page.close()
             self.page = None

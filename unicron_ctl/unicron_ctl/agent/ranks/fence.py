@@ -1,8 +1,8 @@
-"""Restart mode: the agent's part in keeping a world that was left behind from working beside the next one
+"""Restart mode: the agent's part in stopping a world that was left behind before it works beside the next one
 (docs/design/consensus.md, *A lease for plain programs*).
 
-While the controller is there nothing is asked. Without it the doors of the world's other agents are tried; when the
-lease runs out the node's processes end, by this agent or, where it is stopped itself, by its watchdog.
+While the controller is connected nothing is asked. Without it, the agent tries the doors of the world's other agents.
+When the lease runs out, this agent ends the node's processes, or its watchdog does if the agent itself is stopped.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
+from unicron_ctl.agent.connections.connections import Polling
 from unicron_ctl.agent.ranks import watchdog
 from unicron_ctl.shared.consensus.restart_lease import Lease
 from unicron_ctl.shared.protocol.reach import Reach, reach
@@ -31,49 +33,42 @@ CUT_OFF = (
     "neither the controller nor enough of the world's other nodes can be reached: the processes end, for a new world "
     "may begin without them"
 )
-NEVER = 1e18  # an `until` that does not come
+NEVER = 1e18  # as the time at which the lease ends
 
 
 class Fence:
-    """Ends this node's processes when nobody renews their lease.
+    """Ends this node's processes when their lease is not renewed."""
 
-    watch, unwatch: a descriptor, and what to call when it can be read.
-    """
-
-    def __init__(
-        self,
-        watch: Callable[[int, Callable[[], object]], None],
-        unwatch: Callable[[int], None],
-    ) -> None:
-        self._watch, self._unwatch = watch, unwatch
+    def __init__(self, polling: Polling) -> None:
+        self._watch, self._unwatch = polling.watch, polling.unwatch
         self._lease = Lease()
         self._doors: list[str] = []
-        self._world = self._answered = 0  # counts them; the last one of which the doors were tried
+        self._world = self._answered = 0  # the number of this world, and of the last one whose doors were tried
         self._answers: Mailbox[tuple[int, int, float]] = Mailbox()
         self._trying = False
         self._tried = self._started = float("-inf")
         self._dog: Child | None = None
         self._line = -1
-        self._told: tuple[float, Sequence[int]] = (NEVER, ())
+        self._sent: tuple[float, Sequence[int]] = (NEVER, ())  # the watchdog's last orders
 
     @property
     def holds(self) -> bool:
-        """Whether the processes end in time even if this agent dies: the controller may count on that."""
+        """The processes end in time even if this agent dies, so that the controller may count on it."""
         return self._lease.armed and self._dog is not None
 
     @property
     def tried(self) -> bool:
-        """Whether this world's doors answer is known, so that a lease that can be held is held."""
+        """This world's doors have been tried, so that a lease that can be held is held."""
         return not self._doors or self._answered == self._world
 
     def begin_world(self, doors: Sequence[str], now: float) -> None:
-        """A world begins; doors: of its other agents, as far as they are known."""
+        """Begin a world. doors: of its other agents, as far as they are known."""
         self._doors, self._world, self._tried = list(doors), self._world + 1, float("-inf")
         self._lease.start_world(len(self._doors), now)
 
     def check_lease(self, connected: bool, muted: bool, pids: Sequence[int], now: float) -> bool:
-        """Renew the lease, or see that it has run out. connected: to the controller; muted: this node has lost its
-        network. pids: the processes of the world. True when they have to end now."""
+        """Renew the lease; return whether it has run out, so that the processes must end. connected: to the controller.
+        muted: this node has lost its network. pids: the processes of the world."""
         connected = connected and not muted
         for world, count, began in self._answers.take_all():
             self._trying, self._answered = False, world
@@ -93,7 +88,6 @@ class Fence:
         self._renew(NEVER if math.isinf(until) else until, pids)
         return now >= until
 
-    # ------------------------------------------------------------ the others
     def _try_all(self, now: float) -> None:
         if self._trying:
             return
@@ -104,16 +98,17 @@ class Fence:
             found = 0
             try:
                 with ThreadPoolExecutor(SIDE_BY_SIDE, thread_name_prefix="unicron-door") as pool:
-                    found = sum(word is Reach.REACHED for word in pool.map(_reach, doors))
+                    found = sum(
+                        word is Reach.REACHED for word in pool.map(partial(reach, seconds=REACH_SECONDS), doors)
+                    )
             finally:
                 self._answers.put((world, found, now))
 
         try:
             threading.Thread(target=run, name="unicron-fence", daemon=True).start()
-        except RuntimeError:  # none is to be had: the next pass may find one
+        except RuntimeError:  # the system grants no more threads: the next pass may get one
             self._trying = False
 
-    # ------------------------------------------------------------ the watchdog
     def _keep_watchdog(self, now: float) -> None:
         if self._dog is not None and self._dog.ended():
             self._drop_watchdog()
@@ -132,7 +127,7 @@ class Fence:
             finally:
                 os.close(reading)
             os.set_blocking(writing, False)
-            self._line, self._told = writing, (NEVER, ())
+            self._line, self._sent = writing, (NEVER, ())
             self._watch(self._dog.stderr, self._pass_stderr)
 
     def _pass_stderr(self) -> None:
@@ -142,18 +137,14 @@ class Fence:
     def _renew(self, until: float, pids: Sequence[int]) -> None:
         if self._line < 0:
             return
-        before, ranks = self._told
-        lines = ""
+        before, ranks = self._sent
+        lines = f"until {until}\n" if until != before else ""
         if list(ranks) != list(pids):
             lines += f"ranks {' '.join(map(str, pids))}\n"
-        if until != before:
-            lines = f"until {until}\n" + lines
-        if not lines:
-            return
         try:
             os.write(self._line, lines.encode())
-            self._told = until, list(pids)
-        except BlockingIOError:  # it is stopped, too
+            self._sent = until, list(pids)
+        except BlockingIOError:  # the watchdog is stopped, too
             pass
         except OSError:
             self._drop_watchdog()
@@ -175,10 +166,6 @@ class Fence:
         return self._dog.pid if self._dog is not None else None
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """End the watchdog."""
         self._drop_watchdog()
         self._answers.close()
-
-
-def _reach(door: str) -> Reach:
-    return reach(door, REACH_SECONDS)

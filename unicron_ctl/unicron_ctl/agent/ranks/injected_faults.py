@@ -1,5 +1,4 @@
-"""Injected faults on the agent's side (:mod:`chaos.inject`): what strikes the agent itself, or its ranks from
-outside."""
+"""Injected faults that strike the agent itself, or its ranks from outside (:mod:`chaos.inject`)."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from unicron_detector.chaos.memory_cage import Cage, CageError
 
 
 class Trials:
-    """tell(slot, message): sends it to a rank."""
+    """Carries out injected faults. send(slot, message): to a rank."""
 
     def __init__(
         self,
@@ -27,16 +26,16 @@ class Trials:
         net: Connections,
         door: Door,
         ranks: Mapping[int, Rank],
-        tell: Callable[[int, wire.Message], None],
+        send: Callable[[int, wire.Message], None],
     ) -> None:
         self._job, self._line, self._door, self._ranks = job, net.line, door, ranks
-        self._outbox, self._tell, self._log = net.outbox, tell, net.log
+        self._outbox, self._send, self._log = net.outbox, send, net.log
         self._until = 0.0  # the network is lost until then
         self._hole: set[int] | None = None
         self._cages: dict[int, Cage] = {}
 
     def perform(self, order: wire.Inject) -> None:
-        """Breaks what the controller wants broken, or says why not."""
+        """Inject the fault that the controller orders, or report why not."""
         try:
             name, _ = inject.parse(order.fault)
         except inject.InjectError as error:
@@ -56,10 +55,10 @@ class Trials:
         elif name == "oom-kill":
             self._cage(rank, order)
         else:
-            self._tell(order.slot, order)
+            self._send(order.slot, order)
 
     def restore_network(self) -> bool:
-        """End an injected loss of the network when it has lasted long enough; True when it has just ended."""
+        """End an injected loss of the network when its time is over; True if it has just ended."""
         if not self._outbox.muted or time.monotonic() < self._until:
             return False
         self._outbox.muted = False
@@ -72,7 +71,7 @@ class Trials:
         return True
 
     def on_end(self, rank: Rank) -> None:
-        """The rank's process is gone: what was put around it goes, too."""
+        """Remove what was put around the rank's process, which has ended."""
         cage = self._cages.pop(rank.slot, None)
         if cage is not None:
             if rank.status.exit is not None and cage.killed():
@@ -82,7 +81,7 @@ class Trials:
     def _lose_network(self, name: str, order: wire.Inject) -> None:
         seconds = order.seconds or inject.FAULTS[name][1]
         for slot in self._ranks:
-            self._tell(slot, order)
+            self._send(slot, order)
         self._outbox.muted, self._until = True, time.monotonic() + seconds
         self._door.stop_answering()
         if name == "lost-network":
@@ -96,7 +95,7 @@ class Trials:
         except CageError as error:
             self._refuse(order, str(error))
             return
-        self._tell(rank.slot, order)
+        self._send(rank.slot, order)
 
     def _refuse(self, order: wire.Inject, why: str) -> None:
         self._log.warn(f"cannot inject {order.fault}: {why}")

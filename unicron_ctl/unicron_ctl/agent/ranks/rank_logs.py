@@ -1,4 +1,4 @@
-"""The files with the output of each rank, and which ranks the job's own log shows (`unicronctl logs` reads them)."""
+"""The files with the output of each rank, and the ranks that the job's own log shows."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ CONSOLE = "UNICRON_CONSOLE_RANKS"
 
 def shown_ranks(environment: Mapping[str, str]) -> frozenset[int] | None:
     """Return the local ranks whose output the job's log shows; None for all. Raises UserError."""
-    said = environment.get(CONSOLE, "")
-    if not said:
+    text = environment.get(CONSOLE, "")
+    if not text:
         return None
     try:
-        return frozenset(int(number) for number in said.split(",")) if said != "none" else frozenset()
+        return frozenset(int(number) for number in text.split(",")) if text != "none" else frozenset()
     except ValueError:
-        raise UserError(f"{CONSOLE}={said!r}: write local ranks, as in 0,1, or none", WRONG_USE) from None
+        raise UserError(f"{CONSOLE}={text!r}: write local ranks, as in 0,1, or none", WRONG_USE) from None
 
 
 class RankLogs:
-    """The files of this node's ranks. Raises UserError for a variable that makes no sense."""
+    """The files of this node's ranks. Raises UserError for a wrong variable."""
 
     def __init__(self, environment: Mapping[str, str], job: str) -> None:
         self._folder, self._shown = log_folder(environment, job), shown_ranks(environment)
         self._files: dict[int, LogFile] = {}
 
     def output(self, local: int, environment: Mapping[str, str]) -> RankOutput:
-        """Return the output of a process that is this local rank. environment: of the process."""
+        """Return the output of this local rank's process, which has this environment."""
         shown = self._shown is None or local in self._shown
         if self._folder is None:
             return RankOutput(shown=shown)

@@ -1,4 +1,4 @@
-"""The processes of an agent's ranks: they are started, listened to, and collected when they have ended."""
+"""Starts the processes of an agent's ranks, passes on their output, and collects them when they have ended."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from unicron_ctl.agent.ranks.ranks import Rank
 from unicron_detector.processes.job_output import JobOutput
 from unicron_detector.processes.supervise import Child
 
-HOLD_SECONDS = 0.02  # between two looks whether the job's log has taken what waits for it
+HOLD_SECONDS = 0.02  # between two looks whether the job's log has taken the text that waits for it
 
 
 class Processes:
-    """hear(): takes in what the ranks have said. ended(rank): its process has, and its status says so. tell(): the
-    controller, of all ranks."""
+    """The processes of an agent's ranks. read(): reads the ranks' messages. on_end(rank): its process has ended.
+    report(): sends the controller the state of all ranks."""
 
     def __init__(
         self,
         net: Connections,
-        hear: Callable[[], None],
-        ended: Callable[[Rank], None],
-        tell: Callable[[], None],
+        read: Callable[[], None],
+        on_end: Callable[[Rank], None],
+        report: Callable[[], None],
     ) -> None:
         self._polling, self._line, self._log = net.polling, net.ranks, net.log
-        self._hear, self._ended, self._tell = hear, ended, tell
+        self._read, self._on_end, self._report = read, on_end, report
         # Descriptors with output that waits until the job's log has taken more, with what passes it on.
         self._held: dict[int, tuple[JobOutput, Callable[[], bool]]] = {}
 
     def start(self, rank: Rank, incarnation: int) -> None:
-        """The rank's next process."""
+        """Start the rank's next process."""
         folder = self._line.folder
         try:
             if self._line.bind_again():
@@ -45,7 +45,7 @@ class Processes:
         self.attend(rank)
 
     def timeout(self, ranks: Iterable[Rank], now: float) -> float:
-        """Seconds until :meth:`on_timer` is to be called whatever happens; infinity when nothing is due."""
+        """Return the seconds until :meth:`on_timer` must be called; infinity if nothing is due."""
         due = [rank.again - now for rank in ranks if rank.again is not None]
         return max(0.0, min([*due, HOLD_SECONDS if self._held else float("inf")], default=float("inf")))
 
@@ -61,7 +61,7 @@ class Processes:
                 self.attend(rank)
 
     def attend(self, rank: Rank) -> None:
-        """Listen to its new process, and tell the controller of it."""
+        """Listen to the rank's new process, and report it."""
         if rank.child is not None:
             self._polling.watch(rank.child.pidfd, partial(self._collect, rank))
             for descriptor, job, take in self._streams(rank.child):
@@ -70,7 +70,7 @@ class Processes:
             self._log.warn_once(f"couldn't start the process of slot {rank.slot}: {rank.short}; it is tried again")
         elif rank.status.exit is not None:
             self._log.warn(rank.status.exit.last_line)
-        self._tell()
+        self._report()
 
     @staticmethod
     def _streams(child: Child) -> list[tuple[int, JobOutput, Callable[[], bool]]]:
@@ -95,9 +95,9 @@ class Processes:
         for descriptor, _, _ in self._streams(child):
             self._polling.unwatch(descriptor)
             self._held.pop(descriptor, None)
-        self._hear()  # what it said last, its exception above all, comes before its end
+        self._read()  # its last messages, above all its exception, come before its end
         rank.collect()
         if not child.output.shown and rank.status.exit is not None:
             child.surroundings.err.write(f"{child.tail()}\n".encode())  # the job's log shows why it has failed
-        self._ended(rank)
-        self._tell()
+        self._on_end(rank)
+        self._report()

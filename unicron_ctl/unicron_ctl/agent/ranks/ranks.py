@@ -1,4 +1,4 @@
-"""The ranks of one node: their processes, what they last said, and their status for the controller."""
+"""The ranks of one node: their processes, and their status for the controller."""
 
 from __future__ import annotations
 
@@ -25,39 +25,28 @@ from unicron_detector.processes.job_output import JobOutput
 from unicron_detector.processes.rank_messages import CollectiveProgress, Fault, FromRank, Status
 from unicron_detector.processes.supervise import USUAL, Child, Surroundings
 
-QUIET_STATES = ("running",)  # a change within these may wait for the next beat of the agent's clock
+QUIET_STATES = ("running",)  # changes within these may wait for the agent's next heartbeat
 STOP_SECONDS = 1.0  # between SIGTERM and SIGKILL
-
-CANNOT_START = 127  # as a shell says it
+CANNOT_START = 127  # as in a shell
 PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)  # of descriptors, processes, memory: it may get some
-START_SECONDS = 60.0  # for a process that cannot be started for want of those
+START_SECONDS = 60.0  # for a process that cannot be started because of those
 START_AGAIN_SECONDS = 1.0
-RANK_STATES = ("waiting", "entering", "running", "stopped", "standby", "left", "finished")  # what it may say of itself
-AGENTS_OWN = (
-    "pid",
-    "incarnation",
-    "exit",
-    "changed",
-    "process",
-    "idle",
-    "waits",
-    "collectives",
-)  # of its status: the agent's to know
-
-_rank_fields = structs.RankStatus.__struct_fields__  # in the order of its array
-
-
+RANK_STATES = ("waiting", "entering", "running", "stopped", "standby", "left", "finished")  # that a rank may report
+AGENTS_OWN = frozenset(
+    "pid incarnation exit changed process idle waits collectives".split()
+)  # the agent's, of a status
 COLD = AlwaysCold("there is no zygote")
 
+_rank_fields = structs.RankStatus.__struct_fields__  # in the order of its array
 Environment = Callable[[int, int, int], dict[str, str]]  # (slot, local rank, incarnation) -> its process's
 
 
 class Rank:
-    """One slot: its present process and the status that follows from it.
+    """One slot: its present process, and its status.
 
-    surroundings: of its processes. starter: from which they come; coming: the one that is being forked; cold: why its
-    last process was started cold, empty for a warm one. logs: where their output goes. again: when a process that could
-    not be started is tried again (monotonic), None when nothing is; short: of what the node is short then.
+    starter: makes its processes, with these surroundings; coming: the process that is being forked. cold: why its last
+    process was started cold, empty for a warm one. logs: where its output goes. again: the time (monotonic) at which a
+    process that could not be started is tried again; short: what the node was short of.
     """
 
     def __init__(
@@ -73,31 +62,31 @@ class Rank:
         self._command, self._environment, self.starter = command, environment, starter
         self.logs: RankLogs | None = None
         self._stdin: int | None = None  # of the next process
-        self._stdout: tuple[int, int] | None = None  # reading and writing end of the next process's standard output
+        self._stdout: tuple[int, int] | None = None  # the pipe for the next process's standard output
         self.child: Child | None = None
         self.coming: Coming | None = None
         self.cold = self.short = ""
         self.again: float | None = None
         self._tries_until = 0.0
-        self._wanted: Mapping[str, str] = {}  # the environment of the process that is tried
+        self._next_environment: Mapping[str, str] = {}
         self.status = structs.RankStatus(state="exited", incarnation=-1)
 
     def start(self, incarnation: int) -> None:
-        """Start a new process in this slot; the old one must be gone. One that cannot be started counts as exited."""
+        """Start a new process in this slot; the old one must be gone. If it cannot be started, it counts as exited."""
         self.status = structs.RankStatus(state="starting", incarnation=incarnation, changed=time.time())
         self._begin_process(self._environment(self.slot, self.local, incarnation))
 
     def _begin_process(self, environment: Mapping[str, str]) -> None:
-        """Begin a process: warm where that is possible, and then :meth:`arrive` takes it in; else cold, at once."""
+        """Begin a process: warm if possible, and then :meth:`arrive` takes it over; else cold, at once."""
         self._tries_until = time.monotonic() + START_SECONDS
         self._try(environment)
 
     def retry(self) -> None:
-        """The process that could not be started is tried again."""
-        self._try(self._wanted)
+        """Try again to start the process."""
+        self._try(self._next_environment)
 
     def _try(self, environment: Mapping[str, str]) -> None:
-        self.cold, self.again, self._wanted = "", None, environment
+        self.cold, self.again, self._next_environment = "", None, environment
         try:
             piped = self.logs is not None and self.logs.output(self.local, environment).piped
             self._stdout = os.pipe() if piped else None
@@ -115,7 +104,7 @@ class Rank:
         return replace(around, stdout=self._stdout[1]) if self._stdout else around
 
     def arrive(self) -> None:
-        """The process that is coming has settled: it begins, or is started cold."""
+        """Take over the process that was being forked, or start it cold."""
         assert self.coming is not None
         coming, self.coming = self.coming, None
         child = coming.child()
@@ -132,7 +121,7 @@ class Rank:
             self._on_failure(error)
 
     def _on_failure(self, error: OSError | MemoryError) -> None:
-        """Try again where the node is short of something, for a while; then the rank counts as exited."""
+        """Try again for a while if the node is short of something; then the rank counts as exited."""
         self._close_streams()
         why = getattr(error, "strerror", "") or str(error) or type(error).__name__
         passes = isinstance(error, MemoryError) or error.errno in PASSING
@@ -144,7 +133,7 @@ class Rank:
     def _has(self, child: Child) -> None:
         self.child = child
         if self.logs is not None:
-            child.output = self.logs.output(self.local, self._wanted)
+            child.output = self.logs.output(self.local, self._next_environment)
         if self._stdout is not None:
             child.stdout, theirs = self._stdout
             os.set_blocking(child.stdout, False)
@@ -161,24 +150,22 @@ class Rank:
 
     @property
     def alive(self) -> bool:
-        """Its process runs, or is coming."""
+        """Its process runs, or is starting."""
         return self.child is not None or self.starting
 
     @property
     def starting(self) -> bool:
-        """Its process is coming, or is tried again."""
+        """Its process is being forked, or is tried again."""
         return self.coming is not None or self.again is not None
 
     @property
     def running(self) -> bool:
-        """The rank trains in its generation, and nothing says that it is about to end."""
+        """The rank trains in its generation, and nothing indicates that it is about to end."""
         return self.status.state == "running" and self.status.end is None
 
     def on_message(self, message: FromRank) -> bool:
-        """Take in what the rank's process says of itself; True when the controller should know at once.
-
-        Raises msgspec.ValidationError or ValueError for a message that does not fit.
-        """
+        """Take in a message of the rank's process; True if the controller should know at once. Raises
+        msgspec.ValidationError or ValueError for a message that does not fit."""
         before = self.status
         if before.state in ("exited", "finished"):
             return False  # of a process that has been replaced
@@ -194,10 +181,10 @@ class Rank:
             case Status():
                 if message.state not in RANK_STATES:
                     raise ValueError(f"{message.state!r} is no state that a rank may have")
-                told = [getattr(before if name in AGENTS_OWN else message, name) for name in _rank_fields]
-                self.status = msgspec.convert(msgspec.to_builtins(told), structs.RankStatus)
+                values = [getattr(before if name in AGENTS_OWN else message, name) for name in _rank_fields]
+                self.status = msgspec.convert(msgspec.to_builtins(values), structs.RankStatus)
                 if before.fault is not None and before.fault.fatal:
-                    self.status.fault = before.fault  # nothing that the process says later takes it back
+                    self.status.fault = before.fault  # no later message takes it back
                 self.status.changed = time.time()
                 quiet = self.status.state in QUIET_STATES or before.moved != self.status.moved
                 return before.state != self.status.state or not quiet
@@ -205,12 +192,12 @@ class Rank:
 
     @property
     def trainer(self) -> int:
-        """The process that trains: its own, where none of its children does."""
+        """The process that trains: the rank's own, unless one of its children trains."""
         return self.status.pid
 
     def collect(self) -> None:
-        """The process has ended: record how. A rank that trained to the end stays finished, whatever came after. One
-        that SIGTERM has ended is not through, whatever its exit status."""
+        """Record how the process has ended. A rank that trained to the end stays finished, whatever came after. A
+        process that SIGTERM has ended is not finished, whatever its exit status."""
         assert self.child is not None
         code = self.child.reap(1.0)
         tail = self.child.tail()
@@ -239,7 +226,7 @@ class Rank:
             self._ends(-signal.SIGKILL, "")
 
     def give_up(self) -> None:
-        """The process that is coming is not wanted any more."""
+        """Give up the process that is being started."""
         self.again = None
         if self.coming is not None:
             self.coming.drop()
@@ -253,16 +240,14 @@ class Rank:
 
 
 def last_words(tail: str) -> str:
-    """Return the statement that says why a process ended, as one line (failures.root_cause); the last line where none
-    does."""
-    said, _ = default_classifier().last_words(tail)
-    lines = tail.splitlines()
-    return one_line(said or (lines[-1] if lines else ""))
+    """Return the line that says why a process ended (failures.root_cause); the last line if none does."""
+    words, _ = default_classifier().last_words(tail)
+    return one_line(words or next(reversed(tail.splitlines()), ""))
 
 
 def stop_all(ranks: Sequence[Rank], seconds: float = STOP_SECONDS) -> None:
-    """End all processes: SIGTERM, `seconds` to act on it, SIGKILL. Those to which SIGTERM does nothing get SIGKILL at
-    once. Returns when they are reaped."""
+    """End all processes, and wait for it: SIGTERM, `seconds` to act on it, SIGKILL. Processes that outlive SIGTERM get
+    SIGKILL at once."""
     for rank in ranks:
         rank.give_up()
     running = [(rank, rank.child) for rank in ranks if rank.child is not None]
@@ -275,7 +260,7 @@ def stop_all(ranks: Sequence[Rank], seconds: float = STOP_SECONDS) -> None:
 
 
 def stop_children(children: Sequence[Child], seconds: float = STOP_SECONDS) -> None:
-    """SIGTERM, `seconds` to act on it, SIGKILL; nothing is reaped yet."""
+    """Send SIGTERM, and SIGKILL after `seconds`; nothing is reaped yet."""
     for child in children:
         child.terminate()
     deadline = time.monotonic() + seconds
@@ -290,41 +275,35 @@ def stop_children(children: Sequence[Child], seconds: float = STOP_SECONDS) -> N
 
 
 def surroundings_of(place: Place) -> list[Surroundings]:
-    """Return the surroundings of the node's ranks, by local rank: that of Slurm's tasks, where the step has several.
-    The first is the agent's own task, whose output is the agent's."""
+    """Return the surroundings of the node's ranks, by local rank: those of Slurm's tasks, if the step has several. The
+    first is the agent's own task, whose output is the agent's."""
     if not place.tasks:
         return [USUAL] * place.settings.ranks_per_node
-    first, *others = place.tasks
-    return [
-        Surroundings(cpus=first.cpus),
-        *(
-            Surroundings(None, task.stdout, JobOutput(task.stdout), JobOutput(task.stderr), task.cpus)
-            for task in others
-        ),
+    made = [
+        Surroundings(None, task.stdout, JobOutput(task.stdout), JobOutput(task.stderr), task.cpus)
+        for task in place.tasks[1:]
     ]
+    return [Surroundings(cpus=place.tasks[0].cpus), *made]
 
 
 def task_environment(place: Place, local: int, environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment that Slurm gave the task of this local rank. environment: the agent's, which also knows
-    the launcher."""
+    """Return the environment that Slurm gave the task of this local rank. environment: the agent's, with the
+    launcher."""
     if not 0 < local < len(place.tasks):
         return environment
-    return {
-        **place.tasks[local].environment,
-        **{name: environment[name] for name in (LAUNCHER,) if name in environment},
-    }
+    launcher = {LAUNCHER: environment[LAUNCHER]} if LAUNCHER in environment else {}
+    return {**place.tasks[local].environment, **launcher}
 
 
 def package_path(base: Mapping[str, str]) -> str:
-    """Return a PYTHONPATH with which a script finds `unicron` where it is not installed."""
+    """Return a PYTHONPATH by which a script finds `unicron` even if that is not installed."""
     return os.pathsep.join(filter(None, [base.get("PYTHONPATH", ""), *rank_roots()]))
 
 
 def rank_environment(
-    place: Place, endpoint: str, base: dict[str, str], told: Callable[[], Mapping[str, str]] = dict
+    place: Place, endpoint: str, base: dict[str, str], more: Callable[[], Mapping[str, str]] = dict
 ) -> Environment:
-    """(slot, local rank, incarnation) -> the environment of that rank's process. told: what is known only when it
-    starts.
+    """Return the function that makes a rank's environment. more: returns variables that are known only at its start.
 
     RANK and WORLD_SIZE describe the world in which a rank prepares itself, which is its own; the generation's plan
     gives the real one.
@@ -349,7 +328,7 @@ def rank_environment(
             "MASTER_ADDR": place.address,
             "MASTER_PORT": "0",
             "PYTHONUNBUFFERED": "1",
-            **told(),
+            **more(),
         }
         return fill_variables(made)
 
@@ -357,6 +336,6 @@ def rank_environment(
 
 
 def stacks_file(endpoint: str, slot: int) -> str:
-    """The file for a rank's stacks, beside its channel's socket."""
+    """Return the file for a rank's stacks, beside its channel's socket."""
     folder = endpoint.removeprefix("ipc://").rpartition("/")[0]
     return f"{folder}/stacks.{slot}" if folder else ""

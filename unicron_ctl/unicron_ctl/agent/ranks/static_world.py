@@ -1,7 +1,7 @@
-"""A world of plain programs: torchrun's and Slurm's variables, and what they are when no controller deals the ranks.
+"""The world of plain programs: torchrun's and Slurm's variables, also for a job without a controller.
 
-A job array's elements cannot see each other except through Slurm, so every agent asks squeue which elements run, waits
-until the answer has stood still, and derives the same world from it.
+An element of a job array sees the others only through Slurm. So every agent asks squeue which elements run, waits until
+the answer no longer changes, and derives the same world from it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from unicron_detector.health.program_output import TooMuchOutput, run_program
 SETTLE_SECONDS = 3.0
 LIMIT_SECONDS = 60.0
 FIRST_PORT, PORTS = 20000, 12000  # below the ports that Linux gives to connecting sockets
-LAUNCHER = "_UNICRON_LAUNCHER"  # which one the agent stands for, in its own environment; unset for srun alone
+LAUNCHER = "_UNICRON_LAUNCHER"  # the launcher that the agent replaces, in its own environment; unset for srun alone
 SUBMITIT = "submitit"
-MAX_RESTARTS = 1_000_000  # nobody counts them: whether it goes on is the controller's to say
-# What srun tells of its step and of where it runs (srun(1), OUTPUT ENVIRONMENT VARIABLES), and the launchers' own.
-# The step's number and GPUs are the rank's own, whatever the world.
+MAX_RESTARTS = 1_000_000  # no limit: the controller decides whether the job goes on
+# Variables of srun about its step and where that runs (srun(1), OUTPUT ENVIRONMENT VARIABLES), and the launchers' own.
+# The step's number and GPUs are the rank's own in any world.
 _OF_THE_STEP = re.compile(
     r"SLURM_(STEP(?!_?ID\Z|_GPUS\Z).*|NTASKS.*|NPROCS|PROCID|LOCALID|NODEID|NNODES|JOB_NUM_NODES|NODELIST|"
     r"JOB_NODELIST|TASKS_PER_NODE|GTIDS|TASK_PID|DISTRIBUTION|LAUNCH_NODE_IPADDR|SRUN_COMM_.*|MPI_TYPE|PMI.*)|PMIX?_.*"
 )
-
-
 _NODE_LISTS = "SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST"
 _OF_TORCH = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -52,20 +50,22 @@ class World:
     run: str
     """The job's id"""
     restarts: int = 0
-    """The worlds that the job has had before"""
+    """The number of worlds that the job has had before"""
     names: tuple[str, ...] = ()
-    """The nodes' names, where Slurm tells them"""
+    """The nodes' names, if Slurm tells them"""
 
     def environment(self, local: int, base: Mapping[str, str]) -> dict[str, str]:
-        """Return `base` with all that torchrun sets for the node's rank `local` (torch.distributed.run, Environment
-        Variables): programs that see a part of it take somebody else for their launcher. What Slurm tells of a step
-        is told of this world. Where srun is the launcher of one job that is no array, nothing says that it is torchrun;
-        submitit's functions set torch's variables themselves, and refuse those that are there.
+        """Return `base` with the variables that torchrun sets for the node's rank `local` (torch.distributed.run,
+        Environment Variables), and Slurm's variables of a step that is this world.
+
+        All of torchrun's are set, since programs that find only some assume another launcher. If srun started a job
+        that is no array, torchelastic's are left out; submitit's functions set torch's variables themselves, and refuse
+        existing ones.
         """
         rank, size = str(self.node * self.ranks_per_node + local), str(self.nodes * self.ranks_per_node)
         usual = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "ROLE_NAME": "default"}
         usual |= {"OMP_NUM_THREADS": "1"} if self.ranks_per_node > 1 else {}
-        if "SLURM_ARRAY_TASK_ID" in base:  # JAX makes its port of SLURM_JOB_ID, which each element has to itself
+        if "SLURM_ARRAY_TASK_ID" in base:  # JAX derives its port from SLURM_JOB_ID, which differs between elements
             host = f"[{self.master}]" if ":" in self.master else self.master
             usual["JAX_COORDINATOR_ADDRESS"] = f"{host}:{self.port}"
         made = {
@@ -97,8 +97,8 @@ class World:
 
 
 def slurm_world(rank: int, size: int, local: int, per_node: int, node: int) -> dict[str, str]:
-    """Return srun's variables for the task that is this rank, had one step started the whole world. JAX, TensorFlow's
-    SlurmClusterResolver and idr_torch read the names with STEP."""
+    """Return srun's variables for the task that is this rank, as if one step had started the whole world. JAX,
+    TensorFlow's SlurmClusterResolver and idr_torch read the names with STEP."""
     nodes = size // per_node
     tasks = f"{per_node}(x{nodes})" if nodes > 1 else str(per_node)
     return {
@@ -118,14 +118,14 @@ def slurm_world(rank: int, size: int, local: int, per_node: int, node: int) -> d
 
 
 def outside_the_step(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what describes the Slurm step. Where that is one element of the job, it would tell
-    a program of a world of one node."""
+    """Return the environment without the variables of the Slurm step. If the step is one element of a job, they would
+    describe a world of one node."""
     return {name: value for name, value in environment.items() if not _OF_THE_STEP.fullmatch(name)}
 
 
 def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> World:
-    """Return the world of this job as Slurm shows it now. Raises UserError when the job has several nodes and Slurm
-    does not tell which: each would train by itself, and all write the same files."""
+    """Return the world of this job as Slurm shows it now. Raises UserError if Slurm does not show the nodes of a job
+    that has several: each would train alone, and all write the same files."""
     port = FIRST_PORT + (int(place.job) + place.step // LAUNCHES) % PORTS  # steps may run at the same time
     ranks = place.settings.ranks_per_node
     if place.settings.max_nodes == 1:
@@ -145,14 +145,13 @@ def static_world(place: Place, environment: Mapping[str, str] = os.environ) -> W
             "others: find out why squeue and scontrol do not answer here"
         )
     first = _address(running[elements[0]])
-    own = elements.index(place.element)
     all_nodes = tuple(running[element] for element in elements)
-    return World(own, len(elements), ranks, first, port, place.job, names=all_nodes)
+    return World(elements.index(place.element), len(elements), ranks, first, port, place.job, names=all_nodes)
 
 
 def _wait_for_elements(job: str, own: int, block: int) -> dict[int, str]:
-    """Return element -> node of the elements that run, `own` among them, once the answer has stood still; else the last
-    one in time."""
+    """Return element -> node of the elements that run, once the answer includes `own` and no longer changes; after
+    LIMIT_SECONDS the last answer."""
     deadline = time.monotonic() + LIMIT_SECONDS
     last: dict[int, str] = {}
     since = time.monotonic()

@@ -1,15 +1,13 @@
 """Reads from /proc whether the ranks' processes are stopped, how long they and their children have been idle, and what
-they use.
-
-Reading takes no lock that a stuck process could hold, so it never blocks the agent.
-"""
+they use. Reading takes no lock that a stuck process could hold, so it never blocks the agent."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +17,8 @@ WINDOW = 0.9  # seconds, at least, over which activity is judged: a kernel tick 
 BUSY_CPU = 0.05  # of one core; threads that only wait for messages stay far below
 BUSY_BYTES = 65536.0  # read or written per second
 BUSY_STATES = "RD"  # computing, or waiting for a disk or a file system
-# Where the kernel has a process that waits for somebody else's answer (wchan of proc(5)); one that sleeps, or waits for
-# a lock, does not.
+# Kernel functions in which a process waits for another's answer (wchan of proc(5)), unlike one that sleeps or waits
+# for a lock
 ANSWERS = re.compile(
     r"poll|select|wait_woken|recv|pipe|accept|lock_page|\b(ep|sk|skb|unix|inet|tcp|rpc|nfs)_|\bdo_wait"
 )
@@ -44,37 +42,36 @@ class Usage:
 
 
 def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
-    """Return the process as it is now; None for one that is gone."""
+    """Return the process as it is now; None if it is gone."""
     try:
-        fields = _text(f"{root}/{pid}/stat").rpartition(")")[2].split()
-        usage = Usage(fields[0], (int(fields[11]) + int(fields[12])) / _TICK, int(fields[21]) * _PAGE, 0.0)
+        usage = _stat(root, pid)
     except (OSError, IndexError, ValueError):
         return None
-    try:
+    with contextlib.suppress(OSError, IndexError, ValueError):  # not every kernel counts transferred bytes
         lines = _text(f"{root}/{pid}/io").split()
-        return Usage(usage.state, usage.cpu, usage.memory, float(lines[1]) + float(lines[3]))
-    except (OSError, IndexError, ValueError):
-        return usage  # not every kernel counts them
+        usage = replace(usage, transferred=float(lines[1]) + float(lines[3]))
+    return usage
+
+
+def _stat(root: Path, pid: int | str) -> Usage:
+    fields = _text(f"{root}/{pid}/stat").rpartition(")")[2].split()
+    return Usage(fields[0], (int(fields[11]) + int(fields[12])) / _TICK, int(fields[21]) * _PAGE, 0.0)
 
 
 def children_cpu(pid: int, root: Path = Path("/proc")) -> float:
-    """Return the seconds of CPU time that its living descendants have taken, as far as its main thread has started
-    them."""
+    """Return the seconds of CPU time of the living descendants that its main thread has started."""
     found, seconds = [str(pid)], 0.0
     for parent in found:
-        try:
+        with contextlib.suppress(OSError, IndexError, ValueError):
             found += _text(f"{root}/{parent}/task/{parent}/children").split()
-            fields = _text(f"{root}/{parent}/stat").rpartition(")")[2].split()
-            seconds += (int(fields[11]) + int(fields[12])) / _TICK if parent is not found[0] else 0.0
-        except (OSError, IndexError, ValueError):
-            continue
+            seconds += _stat(root, parent).cpu if parent is not found[0] else 0.0
         if len(found) > MOST_CHILDREN:
             break
     return seconds
 
 
 def awaits_answer(pid: int, root: Path = Path("/proc")) -> bool:
-    """Say whether its main thread waits for an answer: from a socket, a pipe, a child, a file server."""
+    """Say whether its main thread waits for an answer: from a socket, a pipe, a child or a file server."""
     try:
         return bool(ANSWERS.search(_text(f"{root}/{pid}/wchan")))
     except OSError:
@@ -82,8 +79,8 @@ def awaits_answer(pid: int, root: Path = Path("/proc")) -> bool:
 
 
 def _text(path: str) -> str:
-    """Return the text of a small file of /proc. Each status reads two of them for each rank, so nothing is added to the
-    system's calls. Raises OSError."""
+    """Return the text of a small file of /proc, by system calls alone, since each status reads two files for each rank.
+    Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(descriptor, 4096).decode(errors="replace")
@@ -92,15 +89,15 @@ def _text(path: str) -> str:
 
 
 class Activity:
-    """Tells how long one process has been idle. `now`: seconds on any clock that does not jump."""
+    """Tells how long one process has been idle. now: seconds on a clock that does not jump."""
 
     def __init__(self, usage: Usage, now: float) -> None:
         self._usage, self._time, self._busy_at = usage, now, now
         self._children: float | None = None  # their CPU time at the last window, while the process itself is idle
 
     def idle(self, usage: Usage, now: float, children: Callable[[], float] = float) -> float:
-        """Return the seconds since it was last busy, up to the last window. children: the CPU time of its children,
-        which is looked at while it does nothing itself."""
+        """Return the seconds since the process was last busy, up to the last window. children: returns the CPU time of
+        its children, which counts while the process itself does nothing."""
         elapsed = now - self._time
         if elapsed >= WINDOW:
             cpu = (usage.cpu - self._usage.cpu) / elapsed
@@ -116,14 +113,14 @@ class Activity:
 
 
 class Vitals:
-    """The processes of an agent's ranks."""
+    """The activity of an agent's ranks."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[int, Activity]] = {}  # slot -> (pid, its activity)
         self._before: dict[int, tuple[int, float, Usage]] = {}  # slot -> (pid, when, what) of the last sample
 
     def update(self, ranks: Iterable[Rank], now: float) -> None:
-        """Puts state and idle time into the ranks' statuses."""
+        """Put state and idle time into the ranks' statuses."""
         for rank in ranks:
             trainer = rank.trainer
             usage = usage_of(trainer) if rank.alive else None
@@ -140,7 +137,7 @@ class Vitals:
             rank.status.waits = idle > WINDOW and awaits_answer(trainer)
 
     def sample(self, ranks: Iterable[Rank], now: float) -> dict[int, dict[str, float]]:
-        """slot -> `rank_cpu` (cores, since the last sample), `rank_memory` (bytes); new processes have no rate yet."""
+        """Return by slot `rank_cpu` (cores, since the last sample; not for a new process) and `rank_memory` (bytes)."""
         found = {}
         for rank in ranks:
             usage = usage_of(rank.status.pid) if rank.alive else None

@@ -1,4 +1,4 @@
-"""Which commands' ranks can start warm, and what their zygote imports (docs/design/warm-processes.md). Pure."""
+"""Decides which ranks can start warm, and what their zygote imports (docs/design/warm-processes.md). Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 
 WARM, PRELOAD = "UNICRON_WARM", "UNICRON_PRELOAD"
 PYTHON = re.compile(r"python[\d.]*t?")
-_ALONE = re.compile(r"-[bBdEIOPqsSuv]+|-[WX].+")  # options of the interpreter that are a word each, python(1)
-VALUE_OPTIONS = ("-W", "-X", "--check-hash-based-pycs")  # of Python, which take the next word
+_ALONE = re.compile(r"-[bBdEIOPqsSuv]+|-[WX].+")  # options of the interpreter that are one word each, python(1)
+VALUE_OPTIONS = ("-W", "-X", "--check-hash-based-pycs")  # of Python, with a value in the next word
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def python_command(command: Sequence[str]) -> tuple[list[str], list[str]] | None:
     """Return (interpreter and its options, `SCRIPT ...` or `-m MODULE ...`) of a command that runs a Python script;
-    None for any other."""
+    None for any other command."""
     if not command or not PYTHON.fullmatch(os.path.basename(command[0])):
         return None
     at = 1
@@ -33,9 +33,9 @@ def python_command(command: Sequence[str]) -> tuple[list[str], list[str]] | None
 
 
 def python_of(command: Sequence[str]) -> list[str]:
-    """Return the words that start the Python which has torch: the first that the command names, behind the container or
-    environment that it is in; else this one."""
-    if os.path.basename(command[0]).startswith("python"):  # also a wrapper, as python-of-the-project
+    """Return the words that start the Python that has torch: the first Python in the command, with its container or
+    environment; without one, this Python."""
+    if os.path.basename(command[0]).startswith("python"):  # also a wrapper such as python-of-the-project
         return [command[0]]
     at = next((at for at, word in enumerate(command) if PYTHON.fullmatch(os.path.basename(word))), None)
     if at is None:
@@ -45,7 +45,7 @@ def python_of(command: Sequence[str]) -> list[str]:
 
 
 def wanted(environment: Mapping[str, str]) -> bool:
-    """Say whether ranks are to start warm. Raises UserError for a value that says neither."""
+    """Say whether ranks should start warm. Raises UserError for another value than 0 and 1."""
     value = environment.get(WARM, "")
     if value not in ("", "0", "1"):
         raise UserError(f"{WARM}={value!r}: write 0 to start every rank cold, or unset it", WRONG_USE)
@@ -53,8 +53,7 @@ def wanted(environment: Mapping[str, str]) -> bool:
 
 
 def named_modules(environment: Mapping[str, str]) -> list[str]:
-    """Return the modules that the user wants imported beside the script's own. Raises UserError for what is no module's
-    name."""
+    """Return the modules that the user wants imported beside the script's own. Raises UserError for a wrong name."""
     names = [name.strip() for name in environment.get(PRELOAD, "").split(",") if name.strip()]
     for name in names:
         if not _MODULE.fullmatch(name):
@@ -63,6 +62,6 @@ def named_modules(environment: Mapping[str, str]) -> list[str]:
 
 
 def common(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the variables that these ranks have in common, which are the zygote's."""
+    """Return the variables that these ranks have in common: the zygote's."""
     first, *others = ranks
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}

@@ -12,16 +12,12 @@ from unicron_ctl.shared.system.errors import UserError
 from unicron_detector.processes.supervise import Surroundings, reap_orphans
 
 ORPHANS_SECONDS = 1.0  # between two looks for adopted processes that have ended
-SESSION_NEEDS = (
-    "unicron_transition.session.session"  # what every rank of session mode imports, whatever its script says first
-)
+SESSION_NEEDS = "unicron_transition.session.session"  # every rank of session mode imports it
 
 
 class WarmStart:
-    """Starts this agent's ranks as forks of a preloaded process, where it can.
-
-    attend: for a rank that has its process at last.
-    """
+    """Starts this agent's ranks as forks of a preloaded process if it can. attend: called for a rank that has its
+    process."""
 
     def __init__(
         self,
@@ -36,7 +32,7 @@ class WarmStart:
         self._looked = 0.0
 
     def start_zygote(self, ranks: Sequence[Mapping[str, str]], environment: Mapping[str, str]) -> None:
-        """ranks: the environments of some that differ in all that may be different; environment: the agent's."""
+        """Start the zygote. ranks: environments that differ where ranks may differ; environment: the agent's."""
         starter = self._starter(warm_commands.common(ranks), environment)
         for rank in self._ranks.values():
             rank.starter = starter
@@ -52,20 +48,19 @@ class WarmStart:
         except UserError as error:
             self._log.warn_once(str(error))
             return AlwaysCold(str(error))
-        told = [SESSION_NEEDS] if "UNICRON_AGENT" in zygote else []
-        self._zygote = ZygoteClient(*split, zygote, named, told, self._watch, self._unwatch)
+        more = [SESSION_NEEDS] if "UNICRON_AGENT" in zygote else []
+        self._zygote = ZygoteClient(*split, zygote, named, more, self._watch, self._unwatch)
         self._zygote.start_process()
         return self._zygote
 
     def fork(self, words: list[str], stdout: int) -> Coming | None:
-        """A warm process with what all ranks have in common of their environment; None where there is no zygote."""
+        """Return a warm process with the variables that all ranks have in common; None without a zygote."""
         if self._zygote is None:
             return None
         return self._zygote.request_fork(self._zygote.environment, words, Surroundings(stdout=stdout))
 
-    # ------------------------------------------------------------ in the agent's loop
     def start_forked_ranks(self) -> None:
-        """Processes that were forked begin, those that were not start cold."""
+        """Begin processes that were forked, and start cold those that were not."""
         for rank in self._ranks.values():
             if rank.coming is not None and rank.coming.settled:
                 rank.arrive()
@@ -74,19 +69,18 @@ class WarmStart:
                 self._log.warn_once(f"its ranks start cold: {rank.cold}")
 
     def on_timer(self, now: float, other: int | None) -> None:
-        """Look after the zygote and after adopted processes. now: monotonic. other: another process that somebody waits
+        """Look after the zygote and after adopted processes. now: monotonic. other: a further child that is waited
         for."""
         if self._zygote is not None:
             self._zygote.on_timer(now)
         coming = any(rank.coming is not None for rank in self._ranks.values())  # its process is not known yet
         if now - self._looked >= ORPHANS_SECONDS and not coming:
             self._looked = now
-            known = [rank.child.pid for rank in self._ranks.values() if rank.child is not None]
-            more = (self.pid, other)
-            reap_orphans([*known, *(pid for pid in more if pid is not None)])
+            ours = [rank.child.pid for rank in self._ranks.values() if rank.child is not None]
+            reap_orphans([*ours, *(pid for pid in (self.pid, other) if pid is not None)])
 
     def timeout(self, now: float) -> float:
-        """Seconds until :meth:`on_timer` is to be called whatever happens."""
+        """Return the seconds until :meth:`on_timer` must be called."""
         return self._zygote.timeout(now) if self._zygote is not None else float("inf")
 
     @property
@@ -95,7 +89,7 @@ class WarmStart:
         return self._zygote.pid if self._zygote is not None else None
 
     def close(self) -> None:
-        """The zygote ends."""
+        """End the zygote."""
         if self._zygote is not None:
             self._zygote.close()
         reap_orphans([])

@@ -1,7 +1,7 @@
-"""Ends the processes of a node's ranks when their agent does not renew their lease: it may be stopped, or hang. It is a
-program of its own, which imports nothing that takes time; the agent starts it as a child, which dies with it.
+"""Ends the processes of a node's ranks when their agent does not renew their lease, because it is stopped or hangs. It
+is a program of its own, which imports nothing slow; the agent starts it as a child, which dies with the agent.
 
-It reads lines: `until SECONDS` on the clock that both share (CLOCK_MONOTONIC), and `ranks PID...`, each the leader of a
+It reads the lines `until SECONDS`, on the common clock CLOCK_MONOTONIC, and `ranks PID...`, each the leader of a
 process group. Its arguments are the numbers of the signals that it ignores.
 """
 

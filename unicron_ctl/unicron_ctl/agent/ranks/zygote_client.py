@@ -1,6 +1,5 @@
-"""The agent's side of the zygote (`unicron_detector/processes/zygote.py`): a process of the job's own interpreter
-that has imported what the script needs, and forks the ranks. When something goes wrong with it the ranks start cold.
-"""
+"""The agent's side of the zygote (`unicron_detector/processes/zygote.py`): a process of the job's own interpreter that
+has imported what the script needs, and forks the ranks. If anything goes wrong with it, the ranks start cold."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -21,23 +19,23 @@ from unicron_detector.processes import zygote as program
 from unicron_detector.processes.supervise import USUAL, Child, Surroundings
 
 LOAD_SECONDS = 120.0  # for the imports; then ranks that wait for them start cold
-ANSWER_SECONDS = 2.0  # for the next fork, which takes 10 ms unless the machine is busy; then those asked for start cold
+ANSWER_SECONDS = 2.0  # for the next fork, which takes 10 ms on an idle machine; then the requested ranks start cold
 HUNG_SECONDS = 10.0  # the same; then another zygote is started
-REST_SECONDS = 1.0  # before a zygote that died is started again, and twice as long each time
+REST_SECONDS = 1.0  # before a zygote that died is started again, doubled each time
 STEADY_SECONDS = 600.0  # of life after which earlier deaths are forgotten
 TRIES = 5
 
 
 @dataclass(eq=False)
 class Coming:
-    """A rank's process that is being forked; settled with its pid, or with the reason why it has to start cold."""
+    """A rank's process that is being forked: settled once it has a pid, or a reason to start cold."""
 
     words: list[str]
     environment: Mapping[str, str]
     stderr: int
     """The reading end of its standard error"""
     leave: int
-    """The writing end of the pipe by which it learns that it may begin"""
+    """The writing end of the pipe by which it gets leave to begin"""
     theirs: tuple[int, int]
     """The other ends of both"""
     surroundings: Surroundings = USUAL
@@ -51,7 +49,7 @@ class Coming:
 
     @classmethod
     def of(cls, words: list[str], environment: Mapping[str, str], surroundings: Surroundings = USUAL) -> Coming:
-        """Not asked for yet. Raises OSError."""
+        """Make the pipes of a process that is not requested yet. Raises OSError."""
         stderr, its_stderr = os.pipe()
         try:
             its_leave, leave = os.pipe()
@@ -66,30 +64,30 @@ class Coming:
         return self.pid is not None or bool(self.cold)
 
     def child(self) -> Child | None:
-        """The process, which begins now; None when it is gone already, or is to start cold."""
+        """Let the process begin and return it; None if it is gone already or has to start cold."""
         child = None
         if self.pid is not None and not self.cold:
             try:
                 child = Child.of_fork(self.pid, self.stderr, self.surroundings)
             except ProcessLookupError:
                 pass
-            except OSError as error:  # no descriptor is left; without its leave it ends
+            except OSError as error:  # no descriptor is left; without leave the process ends
                 self.cold = f"it could not be taken in: {error.strerror}"
         if child is None:
             self.drop()
             return None
-        with contextlib.suppress(BrokenPipeError):  # somebody has killed it
+        with contextlib.suppress(BrokenPipeError):  # it was killed
             os.write(self.leave, b"g")
         os.close(self.leave)
         return child
 
     def forget(self) -> None:
-        """Close the ends that are the process's."""
+        """Close the process's ends of the pipes."""
         for descriptor in self.theirs:
             os.close(descriptor)
 
     def drop(self) -> None:
-        """The process is not wanted any more. A fork that comes all the same gets no leave, and ends."""
+        """Give the process up. A fork that comes all the same gets no leave, and ends."""
         self.cold = self.cold or "it was not wanted any more"
         os.close(self.stderr)
         os.close(self.leave)
@@ -111,18 +109,8 @@ class Answer(msgspec.Struct):
     """A file has changed since it was imported: another zygote is needed"""
 
 
-class Starter(Protocol):
-    """The source of ranks' processes. why: the reason for which they start cold now, or nothing."""
-
-    why: str
-
-    def request_fork(self, environment: Mapping[str, str], *, surroundings: Surroundings = USUAL) -> Coming | None:
-        """Request a warm process with this environment; None where it has to start cold. Its standard
-        input and output stay open until it has settled."""
-
-
 class AlwaysCold:
-    """No zygote."""
+    """Starts every process cold, in place of a zygote. why: the reason."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -133,12 +121,12 @@ class AlwaysCold:
 
 
 class ZygoteClient:
-    """One zygote process after another, and the requests to it.
+    """Runs one zygote process after another, and requests forks of it.
 
     python: the interpreter with its options; words: the command after it; environment: the zygote's. preload: modules
     that the user has named; told: further ones. watch, unwatch: a descriptor, and what to call when it can be read.
-    answer: seconds without the next fork, after which the ranks start cold; hung: after which another zygote is
-    started.
+    answer: seconds without the next fork until the ranks start cold; hung: until another zygote is started. why: the
+    reason for which ranks start cold now, if any.
     """
 
     def __init__(
@@ -161,11 +149,11 @@ class ZygoteClient:
         self._child: Child | None = None
         self._line: socket.socket | None = None
         self.ready = False
-        self._asked: dict[int, Coming] = {}  # those without an answer, oldest first
+        self._asked: dict[int, Coming] = {}  # requests without an answer, oldest first
         self._number = self._tries = 0
-        self._answered = 0.0  # when it did so last
+        self._answered = 0.0  # the time of the last answer
         self._began = 0.0
-        self._again: float | None = None  # when the next one is to be started
+        self._again: float | None = None  # the time at which the next zygote is started
         self.why = ""
 
     @property
@@ -173,12 +161,11 @@ class ZygoteClient:
         """The present zygote's process."""
         return self._child.pid if self._child is not None else None
 
-    # ------------------------------------------------------------ requests
     def request_fork(
         self, environment: Mapping[str, str], words: list[str] | None = None, surroundings: Surroundings = USUAL
     ) -> Coming | None:
-        """Request a warm process with this environment, as soon as there is one; None where it has to start cold.
-        `words`: what it runs in place of the command. Raises OSError."""
+        """Request a warm process with this environment, as soon as there is one; None if it has to start cold. words:
+        in place of the command. Its standard streams stay open until it has settled. Raises OSError."""
         if self._child is None:
             return None
         if any(coming.late for coming in self._asked.values()):
@@ -197,9 +184,8 @@ class ZygoteClient:
         return coming
 
     def _send(self, number: int, coming: Coming, now: float) -> None:
-        """Send a request; a zygote that is gone is noticed by its end of the line. Raises OSError, without a
-        descriptor. now: one for all that are asked for
-        together (monotonic); a look at the files that begins after it counts for each of them."""
+        """Send a request. Raises OSError if no descriptor is left; a zygote that is gone is noticed elsewhere. now: the
+        same for all requests that are sent together (monotonic), so that one look at the files serves them all."""
         assert self._line is not None
         coming.asked = now
         around, cpus = coming.surroundings, sorted(coming.surroundings.cpus)
@@ -212,8 +198,7 @@ class ZygoteClient:
             with open(file, "wb", closefd=False) as writing:
                 writing.write(request)
             with contextlib.suppress(OSError):
-                files = [file, *streams, *coming.theirs]
-                socket.send_fds(self._line, [message], files)
+                socket.send_fds(self._line, [message], [file, *streams, *coming.theirs])
         finally:
             if file >= 0:
                 os.close(file)
@@ -228,9 +213,8 @@ class ZygoteClient:
             del self._asked[number]
             self.why = coming.cold = f"it could not be asked for: {error.strerror}"
 
-    # ------------------------------------------------------------ what it says
     def read(self) -> None:
-        """Take in what it says, and its end."""
+        """Read the zygote's messages, and notice its end."""
         while self._line is not None:
             try:
                 data = self._line.recv(program.ANSWER_BYTES)
@@ -241,10 +225,10 @@ class ZygoteClient:
             if not data:
                 self._died()
             elif not self._take_answer(msgspec.json.decode(data, type=Answer)):
-                return  # its last word
+                return  # its last message
 
     def _take_answer(self, answer: Answer) -> bool:
-        """Take in one message; False when there is nothing more to read."""
+        """Take in one message; False if there is nothing more to read."""
         if answer.off is not None:
             self._end(answer.off)
             return False
@@ -279,9 +263,8 @@ class ZygoteClient:
         if self._tries < TRIES:
             self._again = time.monotonic() + REST_SECONDS * 2 ** (self._tries - 1)
 
-    # ------------------------------------------------------------ time
     def on_timer(self, now: float) -> None:
-        """Give up what takes too long, and start the next zygote when that is due. now: monotonic."""
+        """Give up what takes too long, and start the next zygote if it is due. now: monotonic."""
         if self._again is not None and now >= self._again:
             self.start_process()
         for coming in self._asked.values():
@@ -296,7 +279,7 @@ class ZygoteClient:
             self._child.signal(9)
 
     def timeout(self, now: float) -> float:
-        """Seconds until :meth:`on_timer` is to be called whatever happens; infinity when nothing is due."""
+        """Return the seconds until :meth:`on_timer` must be called; infinity if nothing is due."""
         due = [self._again] if self._again is not None else []
         for coming in self._asked.values():
             if coming.asked is not None:
@@ -306,11 +289,10 @@ class ZygoteClient:
         return max(0.0, min(due) - now) if due else float("inf")
 
     def _since(self, coming: Coming) -> float:
-        """The time from which this fork's limit counts. Forks are made one after the other, so each has its time after
-        the one before."""
+        """Return the time from which this fork's limit counts. Forks are made one after the other, so each has its time
+        after the one before."""
         return self._began if coming.asked is None else max(coming.asked, self._answered)
 
-    # ------------------------------------------------------------ the process
     def start_process(self) -> None:
         """Start a zygote."""
         self._again, self._began = None, time.monotonic()
@@ -330,7 +312,7 @@ class ZygoteClient:
             its.close()
         self._line = mine
         mine.setblocking(False)
-        with contextlib.suppress(OSError):  # it has ended already: its end of the line says so, as later on
+        with contextlib.suppress(OSError):  # it has ended already, which its end of the line shows
             mine.send(self._task)
         self._watch(mine.fileno(), self.read)
         self._watch(child.stderr, self._pass_stderr)
@@ -340,7 +322,7 @@ class ZygoteClient:
             self._unwatch(self._child.stderr)
 
     def _end(self, why: str) -> None:
-        """The present one is over, and nothing comes of what was asked of it."""
+        """End the present zygote, and give up all requests to it."""
         child, line, self._child, self._line = self._child, self._line, None, None
         self.ready, self.why = False, why
         for coming in self._asked.values():
@@ -357,6 +339,9 @@ class ZygoteClient:
             child.close()
 
     def close(self) -> None:
-        """End the zygote, and forks that nobody has taken."""
+        """End the zygote, and forks that nobody has taken over."""
         self._again = None
         self._end("the agent ends")
+
+
+Starter = ZygoteClient | AlwaysCold

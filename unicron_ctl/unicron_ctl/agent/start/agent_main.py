@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 REGISTER_TIMEOUT = "10"  # seconds to find the controller before the job runs unprotected
 FLUSH_SECONDS = 2.0  # without progress, for the last lines of a job's log
-NO_ADDRESS = (errno.EINVAL, errno.EPROTONOSUPPORT, errno.ENODEV)  # ZeroMQ's errors for one
-SAID_TASKS = "_UNICRON_SAID_TASKS"  # names what has set the number of tasks (slurm_plugin/spank/submit.c)
-# A program that is one process of several: it reads its rank, or imports a library that does so
+NO_ADDRESS = (errno.EINVAL, errno.EPROTONOSUPPORT, errno.ENODEV)  # ZeroMQ's errors for an invalid address
+SAID_TASKS = "_UNICRON_SAID_TASKS"  # names the option that set the number of tasks (slurm_plugin/spank/submit.c)
+# A program that is one of several processes: it reads its rank, or imports a library that does
 _SEVERAL = re.compile(
     r"\btorch\.distributed\b|^[ \t]*from[ \t]+torch[ \t]+import\b.*\bdistributed\b"
     r"|\binit_(?:process_group|distributed)\b|\b(?:LOCAL_RANK|RANK|WORLD_SIZE|SLURM_LOCALID)\b|\blocal[-_]rank\b"
@@ -74,7 +74,7 @@ class RankCommand:
     news: str = ""
     """The job's log line about the launcher"""
     warning: str = ""
-    """The job's log line about a part of the launcher's work that nobody does now"""
+    """The job's log line about a part of the launcher's work that nothing does now"""
 
 
 @dataclass(frozen=True)
@@ -82,23 +82,20 @@ class Preparation:
     """All that an agent needs before it begins."""
 
     mode: Mode
-    """The way in which the job is healed"""
     place: Place
-    """This agent's place in the job"""
     words: Sequence[str]
     """The command of each rank"""
     seconds: float
-    """Seconds to find the controller"""
+    """For finding the controller"""
     why_one: str
     """Why one task is one rank (:func:`why_one_rank`)"""
 
 
 def import_folders(command: Sequence[str], folder: str, python_path: str) -> list[Path]:
-    """The folders in which the command's Python looks before it comes to unicron: beside its script, then
-    PYTHONPATH."""
+    """Return the folders in which the command's Python looks before Unicron's: its script's, then PYTHONPATH."""
     beside = Path(folder)
     for word in command:
-        if word in ("-m", "-c"):  # the working folder leads then
+        if word in ("-m", "-c"):  # then the working folder comes first
             break
         if word.endswith(".py"):
             beside = Path(folder, word).resolve().parent
@@ -107,12 +104,12 @@ def import_folders(command: Sequence[str], folder: str, python_path: str) -> lis
 
 
 def hidden_packages(folders: Sequence[Path]) -> list[Path]:
-    """The user's files that Python would import in place of the packages of session mode."""
+    """Return the user's files that Python would import in place of the packages of session mode."""
     found = []
     for package in OF_RANKS:
         for folder in folders:
             if (folder / package.__name__).resolve() == Path(str(package.__file__)).resolve().parent:
-                break  # what comes later is not reached
+                break  # later folders are not reached
             for path in (folder / f"{package.__name__}{end}" for end in (".py", "")):
                 if path.is_file() or (path / "__init__.py").is_file():
                     found.append(path)
@@ -120,7 +117,7 @@ def hidden_packages(folders: Sequence[Path]) -> list[Path]:
 
 
 def check_command(command: Sequence[str], option: str | None = None) -> Mode:
-    """The mode in which the command is healed. Raises UserError for a command that cannot work."""
+    """Return the mode in which the command is healed. Raises UserError for a command that cannot work."""
     asked = asked_mode(option, os.environ)
     if not command:
         raise UserError("no command: write `unicron-agent run -- python train.py ...`", WRONG_USE)
@@ -130,8 +127,8 @@ def check_command(command: Sequence[str], option: str | None = None) -> Mode:
     mode = choose_mode(*asked, command, Path.cwd(), folders)
     if not mode.text and (text := shells.shell_text(command)):
         mode = replace(mode, text=scripts_of(text, Path.cwd()))
-    for path in hidden_packages(folders) if mode.name == SESSION else ():
-        hidden = f"{path} hides unicron's package '{path.stem}'"
+    if mode.name == SESSION and (paths := hidden_packages(folders)):
+        hidden = f"{paths[0]} hides unicron's package '{paths[0].stem}'"
         raise UserError(f"{hidden}: rename it, or run with --unicron-mode=restart or --no-unicron", WRONG_USE)
     return mode
 
@@ -175,7 +172,12 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
     except Exception as error:  # no rank has begun
         agent.close()
         return run_unprotected(place, words, f"the agent failed: {reason(error)}")
-    status = run_agent(agent, ready, replaced) if connected else close_agent(agent)
+    if connected:
+        status = run_agent(agent, ready, replaced)
+    else:
+        agent.close()
+        flush()
+        status = agent.exit_code
     if status is not None:
         return status
     if agent.registration.apart:
@@ -187,14 +189,14 @@ def run(controller: str | None, mode: str | None, command: tuple[str, ...]) -> i
 def prepare_or_become(
     controller: str | None, mode: str | None, words: list[str], command: Sequence[str], outside: Mapping[str, str]
 ) -> Preparation:
-    """Prepare the agent, or become the command, with the environment `outside`, where it is to have none. Raises
-    UserError for what makes no sense."""
+    """Prepare the agent; or become the command, with the environment `outside`, if it should have no agent. Raises
+    UserError for a wrong option or variable."""
     try:
         ready = prepare(controller, mode, words)
-        import unicron_ctl.agent.start.unprotected  # noqa: F401  (a file of the user's may hide what it imports)
+        import unicron_ctl.agent.start.unprotected  # noqa: F401  (a user's file may hide a module that it imports)
     except UserError:
         if os.environ.get(untouched.BY_DEFAULT) == "1":
-            untouched.become(command, outside)  # nobody has asked for what cannot be done
+            untouched.become(command, outside)  # the user has not asked for an agent
         raise
     except Exception as error:
         replace_variables(outside)
@@ -207,9 +209,7 @@ def prepare_or_become(
 
 
 def run_agent(agent: Agent, ready: Preparation, launch: RankCommand) -> int | None:
-    """Run the ranks until the element is over; return its exit status, and None where the agent was released."""
-    from unicron_detector.processes.job_output import standard_error, standard_output
-
+    """Run the ranks until the element is over; return its exit status, None if the agent was released."""
     place = ready.place
     for line in (
         untouched.describe_array(os.environ, place.settings.max_nodes // place.settings.block),
@@ -224,22 +224,15 @@ def run_agent(agent: Agent, ready: Preparation, launch: RankCommand) -> int | No
         agent.log.warn(launch.warning)
     status = agent.run()
     around = [rank.surroundings for rank in agent.ranks.values()]
-    flush(standard_output, standard_error, *(each.out for each in around), *(each.err for each in around))
+    flush(*(each.out for each in around), *(each.err for each in around))
     return status
 
 
-def close_agent(agent: Agent) -> int | None:
-    """Close an agent that no controller takes; return its exit status where its element is over."""
-    from unicron_detector.processes.job_output import standard_error
-
-    agent.close()
-    standard_error.flush(FLUSH_SECONDS)
-    return agent.exit_code
-
-
 def flush(*outputs: JobOutput) -> None:
-    """Write what waits for the job's log, as long as that takes it."""
-    for output in set(outputs):
+    """Write these outputs and this process's own, for as long as the job's log takes text."""
+    from unicron_detector.processes.job_output import standard_error, standard_output
+
+    for output in {standard_output, standard_error, *outputs}:
         output.flush(FLUSH_SECONDS)
 
 
@@ -251,8 +244,8 @@ def replace_variables(environment: Mapping[str, str]) -> None:
 
 
 def replace_launcher(command: Sequence[str], outside: Mapping[str, str]) -> RankCommand | int:
-    """Return the command of each rank. A shell with a launcher in it is run here: its exit status. A command whose
-    launcher stays is executed, with the environment `outside`."""
+    """Return the command of each rank. A shell that calls a launcher is run here, and its exit status returned. If the
+    launcher stays, this process becomes the command, with the environment `outside`."""
     try:
         text = shells.shell_text(command)
         if why := untouched.why_sweep(os.environ, "its shell script", text or ""):
@@ -264,12 +257,12 @@ def replace_launcher(command: Sequence[str], outside: Mapping[str, str]) -> Rank
         return without_launcher(command)
     except LauncherStays as error:
         untouched.become(command, outside, str(error))
-    except Exception as error:  # no folder for the launchers' names, and whatever nobody has thought of
+    except Exception as error:  # such as no room for the folder of the launchers' names
         untouched.become(command, outside, f"its launcher could not be read: {reason(error)}")
 
 
 def check_tasks() -> None:
-    """Raise LauncherStays where several tasks of this node would each run a launcher."""
+    """Raise LauncherStays if several tasks of this node would each run a launcher."""
     if others.count > 1:
         many = f"it has {others.count} tasks on a node, and each would start the ranks of a node by its launcher"
         raise LauncherStays(f"{many}: give it one (--ntasks-per-node=1)")
@@ -299,19 +292,19 @@ def without_launcher(command: Sequence[str]) -> RankCommand:
     ranks = world.count_ranks(launch, environment, count, len(os.sched_getaffinity(0)), devices)
     array = "SLURM_ARRAY_TASK_ID" in environment
     fewest = world.fewest_nodes(launch, elements, nodes, int(spares) if spares.isdecimal() else 0, array)
-    told = world.describe(launch, ranks)
-    if (said := environment.get("UNICRON_RANKS_PER_NODE")) and said != str(ranks):
-        told += f"; UNICRON_RANKS_PER_NODE={said} counts"
+    news = world.describe(launch, ranks)
+    if (chosen := environment.get("UNICRON_RANKS_PER_NODE")) and chosen != str(ranks):
+        news += f"; UNICRON_RANKS_PER_NODE={chosen} counts"
     added = {"UNICRON_RANKS_PER_NODE": str(ranks)} | ({"UNICRON_MIN_NODES": str(fewest)} if fewest else {})
-    os.environ.update({name: value for name, value in added.items() if not environment.get(name)})
-    os.environ.update(launch.environment)
-    return RankCommand(launch.command, told, launch.warning)
+    environment.update({name: value for name, value in added.items() if not environment.get(name)})
+    environment.update(launch.environment)
+    return RankCommand(launch.command, news, launch.warning)
 
 
 def prepare(controller: str | None, asked: str | None, command: Sequence[str]) -> Preparation:
-    """Read the mode, the place and the settings of this agent. Raises UserError for what makes no sense."""
+    """Read the mode, the place and the settings of this agent. Raises UserError for a wrong option or variable."""
     chosen = check_command(command, asked)
-    # Only now: they import `transition`, which a file of the user's may hide.
+    # Only now: they import `transition`, which a user's file may hide.
     from unicron_ctl.agent.connections.job_environment import number, read_place
     from unicron_ctl.agent.connections.stated_layouts import LAYOUTS
 
@@ -321,21 +314,21 @@ def prepare(controller: str | None, asked: str | None, command: Sequence[str]) -
     place = read_place(os.environ, address, others.receive(), by_gpus=not why_one)
     place = place.in_mode(chosen.name, chosen.reason, trains, untouched.digest(command, os.environ))
     if place.settings.layouts and chosen.name != SESSION:
-        said = f"{LAYOUTS} is for session mode, and this job is healed in {chosen.name} mode ({chosen.reason})"
-        raise UserError(f"{said}: unset it, or say --unicron-mode=session", WRONG_USE)
+        why = f"{LAYOUTS} is for session mode, and this job is healed in {chosen.name} mode ({chosen.reason})"
+        raise UserError(f"{why}: unset it, or say --unicron-mode=session", WRONG_USE)
     if place.settings.layouts and chosen.launched:
-        said = f"{LAYOUTS} is for scripts that take their layout from UNICRON_LAYOUT, and Megatron-LM's own do not"
-        raise UserError(f"{said}: unset it", WRONG_USE)
-    shown_ranks(os.environ)
-    wanted(os.environ)  # a value that makes no sense is refused before anything starts
+        why = f"{LAYOUTS} is for scripts that take their layout from UNICRON_LAYOUT, and Megatron-LM's own do not"
+        raise UserError(f"{why}: unset it", WRONG_USE)
+    shown_ranks(os.environ)  # wrong values are refused before anything starts
+    wanted(os.environ)
     seconds = number(os.environ, "UNICRON_REGISTER_TIMEOUT", REGISTER_TIMEOUT, float, 0.0)
     return Preparation(chosen, place, add_launcher(command) if chosen.launched else command, seconds, why_one)
 
 
 def why_one_rank(environment: Mapping[str, str], python: bool, text: str) -> str:
-    """Return why one task is one rank; empty where it stands for a rank for each GPU. text: of its script."""
-    if said := environment.get(SAID_TASKS):
-        return f"{said} says so"
+    """Return why one task is one rank; empty if it stands for a rank for each GPU. text: of its script."""
+    if option := environment.get(SAID_TASKS):
+        return f"{option} says so"
     if not python:
         return "its command names no Python program that trains"
     if found := _ALONE.search(text):
@@ -348,7 +341,7 @@ def why_one_rank(environment: Mapping[str, str], python: bool, text: str) -> str
 
 
 def describe_ranks(place: Place, why_one: str, environment: Mapping[str, str]) -> str:
-    """Return the line about the ranks of one task on a node with several GPUs; empty where somebody has chosen them."""
+    """Return the line about the ranks of one task on a node with several GPUs; empty if the user has chosen them."""
     gpus, ranks = environment.get("SLURM_GPUS_ON_NODE", ""), place.settings.ranks_per_node
     if not gpus.isdecimal() or int(gpus) < 2 or place.tasks or environment.get("UNICRON_RANKS_PER_NODE"):
         return ""
@@ -361,18 +354,18 @@ def describe_ranks(place: Place, why_one: str, environment: Mapping[str, str]) -
 
 
 def begin_agent(ready: Preparation, address: str) -> Agent | str:
-    """Return the agent, or why there is none and what to do: whatever is short or broken here, the command runs."""
+    """Return the agent, or why there is none and what to do about it; then the command runs without."""
     place = ready.place
     if short := shortage(len(place.slots)):
         return short
     try:
-        if place.tasks:  # this one's CPUs alone would be too few for what it does for all
+        if place.tasks:  # the agent works for all tasks, and needs more than its own task's CPUs
             os.sched_setaffinity(0, frozenset[int]().union(*(task.cpus for task in place.tasks)))
         from unicron_ctl.agent.loop.agent import Agent
         from unicron_ctl.agent.loop.plain_ranks import RestartAgent
 
         return (Agent if ready.mode.name == SESSION else RestartAgent)(place, ready.words, address)
-    except UserError as error:  # of the configuration
+    except UserError as error:  # a wrong configuration
         return str(error)
     except Exception as error:
         if getattr(error, "errno", None) in NO_ADDRESS:

@@ -1,4 +1,4 @@
-"""The user's command without an agent, by nothing but the kernel's own calls: what is left when all else fails."""
+"""Runs the user's command without an agent, by system calls alone, when all else has failed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import NoReturn
 
 from unicron_ctl.agent.connections.step_tasks import others
 
-CANNOT_EXECUTE, NOT_FOUND = 126, 127  # as a shell has them
-DEFAULT_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores them, and a program that is executed would, too
+CANNOT_EXECUTE, NOT_FOUND = 126, 127  # as in a shell
+DEFAULT_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores them, and so would a program that it executes
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Become the command, as every other task of the node's does. Raises OSError."""
+    """Become the command, as the node's other tasks do. Raises OSError."""
     others.run_themselves()
     for number in DEFAULT_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -24,8 +24,8 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
 
 def run_all(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> int:
-    """Run each command with its environment, which takes no descriptor and no thread; returns the first exit status
-    that is not 0, as a shell shows it. Signals that end this process go to all."""
+    """Run each command with its environment, without descriptors or threads. Return the first exit status that is not
+    0, as a shell shows it. Signals that would end this process go to all commands."""
     running: set[int] = set()
 
     def forward(number: int, _: object) -> None:
@@ -40,8 +40,7 @@ def run_all(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[st
         try:
             running.add(os.posix_spawnp(command[0], list(command), dict(environment), setsigdef=[*DEFAULT_SIGNALS]))
         except OSError as error:
-            print(f"unicron: cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
-            status = NOT_FOUND if isinstance(error, FileNotFoundError) else CANNOT_EXECUTE
+            status = report_failure(command[0], error)
             forward(signal.SIGTERM, None)
             break
     while running:
@@ -57,7 +56,7 @@ def run_all(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[st
 
 
 def without_agent(words: Sequence[str], why: str) -> NoReturn:
-    """Run the command of an agent's command line, after `--`, where the agent cannot even begin."""
+    """Run the command after `--` in an agent's command line, if the agent cannot even begin."""
     command = list(words[words.index("--") + 1 :]) if "--" in words else []
     if not command:
         sys.exit(f"unicron-agent: {why}")
@@ -65,5 +64,10 @@ def without_agent(words: Sequence[str], why: str) -> NoReturn:
     try:
         become(command, os.environ)
     except OSError as error:
-        print(f"unicron: cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
-        sys.exit(NOT_FOUND if isinstance(error, FileNotFoundError) else CANNOT_EXECUTE)
+        sys.exit(report_failure(command[0], error))
+
+
+def report_failure(program: str, error: OSError) -> int:
+    """Print why the program cannot be started; return the exit status that a shell would have."""
+    print(f"unicron: cannot start {program}: {error.strerror}", file=sys.stderr, flush=True)
+    return NOT_FOUND if isinstance(error, FileNotFoundError) else CANNOT_EXECUTE

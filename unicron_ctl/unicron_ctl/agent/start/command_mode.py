@@ -1,5 +1,5 @@
-"""The way in which a job is healed: `session`, within the iteration, for scripts that use `unicron.Session`, or
-`restart` of all processes in a new world, for any other program (docs/user-guide.md)."""
+"""Chooses how a job is healed: in `session` mode, within the iteration, if its script uses `unicron.Session`; in
+`restart` mode, by new processes in a new world, for any other program (docs/user-guide.md)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unicron_ctl.shared.system.plain_file import read_beginning
 
 AUTO = "auto"
 MODES = (AUTO, SESSION, RESTART)
-MAX_BYTES = 1 << 20  # of a script's text; a longer one is no script
+MAX_BYTES = 1 << 20  # of a script's text that are read
 # `import unicron`, `from unicron import Session`; not `memory`, `data` or `loggers` alone, which restart mode has
 _ALONE = r"(?:memory|data|loggers)\b"
 _ONE = rf"{_ALONE}[ \t]*(?:as[ \t]+\w+[ \t]*)?"
@@ -38,38 +38,29 @@ _MEGATRON_LM = re.compile(
 _PYTHON = re.compile(r"(?:^|[\s/\"'=;&|(])i?(?:python|pypy)[\d.]*t?(?=[\s\"');&|]|$)|\.(?:py|pyz|pex)\b", re.MULTILINE)
 _SCRIPT = re.compile(r"(?<![\w./~+-])[\w./~+-]+\.py\b")
 MOST_NAMES = 256  # of scripts in a shell's text that are looked for
-MOST_SCRIPTS = 16  # that are read of those that a shell's text names
-MOST_OF_HELPER = 1 << 17  # bytes of a program that only helps: it is parsed, which takes long for much
+MOST_SCRIPTS = 16  # of those that a shell's text names that are read
+MOST_OF_HELPER = 1 << 17  # bytes of a program that only helps: parsing takes long
 _PIECE = re.compile(r"[^\s;&|(){}`\"'!<>]+")  # of a shell's text
 _PROGRAM = re.compile(r"[\w./+][\w./+-]{0,254}")
 MOST_WORDS = 64  # of such a text
-MOST_PROGRAMS = 8  # of a command's words that may name the program, behind wrappers
+MOST_PROGRAMS = 8  # of a command's words that may name the program, after wrappers
 _MONITORS = {"GPUtil", "gpustat", "nvidia_smi", "prometheus_client", "psutil", "pynvml", "requests"}
-# Modules and calls by which a program of Python's runs another one
+# Modules and calls by which a Python program runs another one
 _RUN_MORE = {"concurrent", "ctypes", "importlib", "multiprocessing", "pty", "runpy", "subprocess"}
-_RUNS_MORE = {
-    "__import__",
-    "compile",
-    "eval",
-    "exec",
-    "execl",
-    "execle",
-    "execlp",
-    "execv",
-    "execve",
-    "execvp",
-    "execvpe",
-}
-_RUNS_MORE |= {"fork", "popen", "posix_spawn", "posix_spawnp", "spawnl", "spawnv", "spawnvp", "system"}
+_RUNS_MORE = set(
+    "__import__ compile eval exec execl execle execlp execv execve execvp execvpe fork popen posix_spawn posix_spawnp "
+    "spawnl spawnv spawnvp system".split()
+)
+# Programs that a monitor may run: none of them trains, or runs another program
 # Programs that a monitor may run all the same: none of them trains, or runs another
 _MONITOR_PROGRAMS = set(
     "amd-smi cat date dcgmi df du free gpustat hostname iostat ls mpstat nvidia-smi ps rocm-smi sacct sensors sinfo "
     "squeue sstat uname uptime vmstat w who".split()
 )
 _SHELL_SYNTAX = re.compile(r"[;&|`$<>()\n]")
-_OF_SUBPROCESS = {"CalledProcessError", "DEVNULL", "PIPE", "STDOUT", "SubprocessError", "TimeoutExpired"}  # run nothing
-_SAY = "say --unicron-mode=session if it imports unicron"
-LAUNCHER = ("-m", "unicron.transition.megatron_lm")  # goes in front of such a program, and heals it unmodified
+_HARMLESS = {"CalledProcessError", "DEVNULL", "PIPE", "STDOUT", "SubprocessError", "TimeoutExpired"}  # of subprocess
+_ADVICE = "say --unicron-mode=session if it imports unicron"
+LAUNCHER = ("-m", "unicron.transition.megatron_lm")  # before a Megatron-LM program, which it heals unmodified
 
 
 @dataclass(frozen=True)
@@ -81,13 +72,13 @@ class Mode:
     reason: str
     """Why it was chosen"""
     launched: bool = False
-    """The command is a program of Megatron-LM's own: session mode runs it by :mod:`unicron_transition.megatron_lm`"""
+    """The command is a program of Megatron-LM, which session mode runs by :mod:`unicron_transition.megatron_lm`"""
     text: str = field(default="", compare=False)
-    """The text of its script, where there is one"""
+    """The text of its script, if that could be read"""
 
 
 def asked_mode(option: str | None, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return (auto, session or restart; where that was said). Raises UserError for anything else."""
+    """Return (auto, session or restart; where the user said so). Raises UserError for anything else."""
     text, where = (option, "--mode") if option else (environment.get("UNICRON_MODE", ""), "UNICRON_MODE")
     if not text:
         return AUTO, ""
@@ -97,9 +88,9 @@ def asked_mode(option: str | None, environment: Mapping[str, str]) -> tuple[str,
 
 
 def choose_mode(asked: str, where: str, command: Sequence[str], folder: Path, imports: Sequence[Path]) -> Mode:
-    """Return the mode of a command that runs in `folder`; `imports` is where its Python looks for modules first.
+    """Return the mode of a command that runs in `folder`. imports: where its Python looks for modules first.
 
-    auto reads the text of the script and follows nothing: who imports `unicron` in another module says
+    auto reads the script's text and follows no imports: if another module imports `unicron`, the user says
     `--unicron-mode=session`.
     """
     name, text = _program(command, folder, imports)
@@ -107,9 +98,8 @@ def choose_mode(asked: str, where: str, command: Sequence[str], folder: Path, im
     megatron_lm = text is not None and not uses and name.endswith(".py") and _MEGATRON_LM.search(text) is not None
     if asked != AUTO:
         launched = asked == SESSION and megatron_lm
-        return Mode(
-            asked, f"{where}={asked}" + (f", {name} by {LAUNCHER[1]}" if launched else ""), launched, text or ""
-        )
+        by = f", {name} by {LAUNCHER[1]}" if launched else ""
+        return Mode(asked, f"{where}={asked}{by}", launched, text or "")
     if text is None:
         return Mode(RESTART, name)
     if uses:
@@ -119,10 +109,10 @@ def choose_mode(asked: str, where: str, command: Sequence[str], folder: Path, im
 
 
 def is_python(command: Sequence[str], text: str) -> bool:
-    """Say whether the command names Python, or a program of Python's. text: what its shell runs, where it has one."""
+    """Say whether the command names Python, or a program written in Python. text: what its shell runs, if any."""
     if _PYTHON.search("\n".join([*command, text])):
         return True
-    words = dict.fromkeys(filter(_PROGRAM.fullmatch, _PIECE.findall(text)))  # front ends that the shell runs, by PATH
+    words = dict.fromkeys(filter(_PROGRAM.fullmatch, _PIECE.findall(text)))  # front ends that the shell finds by PATH
     for word in (*command[:MOST_PROGRAMS], *itertools.islice(words, MOST_WORDS)):
         with contextlib.suppress(OSError), open(shutil.which(word) or os.devnull, "rb") as file:
             first = file.readline(4096)
@@ -138,15 +128,15 @@ def add_launcher(command: Sequence[str]) -> list[str]:
 
 
 def scripts_of(text: str, folder: Path) -> str:
-    """Return the texts of the first Python scripts that a shell's text names, beside that text itself (`python -c`)."""
+    """Return a shell's text and the texts of the first Python scripts that it names."""
     names = list(dict.fromkeys(_SCRIPT.findall(text)))[:MOST_NAMES]
     paths = [path for path in (folder / name for name in names) if os.path.isfile(path)][:MOST_SCRIPTS]
     return "\n".join([text, *map(_read, paths)])[:MAX_BYTES]
 
 
 def only_helps(text: str) -> bool:
-    """Say whether this is the text of a Python program that surely trains nothing: it imports Python's own modules and
-    those of monitors only, and starts nothing else but programs such as nvidia-smi."""
+    """Say whether this Python program surely trains nothing: it imports only Python's own modules and those of
+    monitors, and runs no other programs than such as nvidia-smi."""
     if len(text) > MOST_OF_HELPER:
         return False
     try:
@@ -170,7 +160,7 @@ def only_helps(text: str) -> bool:
 
 
 def _name_of(call: ast.Call) -> str:
-    """Return the name by which a function is called; empty where it has none."""
+    """Return the name by which a function is called; empty without one."""
     match call.func:
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return name
@@ -181,7 +171,7 @@ def _only_runs_monitors(tree: ast.Module) -> bool:
     """Say whether each use of the module subprocess runs a monitor's program, as far as the text shows."""
     nodes = list(ast.walk(tree))
     names = set[str]().union(*map(_names_of_subprocess, nodes))
-    known = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in _OF_SUBPROCESS}
+    known = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in _HARMLESS}
     for node in nodes:
         if isinstance(node, ast.Call) and _runs_monitor(node):
             known.add(id(node.func.value if isinstance(node.func, ast.Attribute) else node.func))
@@ -190,12 +180,12 @@ def _only_runs_monitors(tree: ast.Module) -> bool:
 
 
 def _names_of_subprocess(node: ast.AST) -> set[str]:
-    """Return the names that an import gives to the module subprocess, or to what it has that may run something."""
+    """Return the names that an import gives to subprocess, or to its parts that may run something."""
     match node:
         case ast.Import(names=names):
             return {alias.asname or alias.name for alias in names if alias.name == "subprocess"}
         case ast.ImportFrom(module="subprocess", names=names):
-            return {alias.asname or alias.name for alias in names if alias.name not in _OF_SUBPROCESS}
+            return {alias.asname or alias.name for alias in names if alias.name not in _HARMLESS}
     return set()
 
 
@@ -212,14 +202,14 @@ def _runs_monitor(call: ast.Call) -> bool:
 
 
 def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> tuple[str, str | None]:
-    """Return (name, text) of the first Python script in the command; without a text the name says why."""
+    """Return (name, text) of the first Python script in the command; without a text, the name says why."""
     python = False
     for position, word in enumerate(command):
         following = command[position + 1] if position + 1 < len(command) else ""
         if python and word == "-c":
             return "the code after -c", following
         if python and word == "-":
-            return f"Python reads its script from standard input: {_SAY}", None
+            return f"Python reads its script from standard input: {_ADVICE}", None
         if python and word == "-m":
             if following.split(".")[0] == "unicron":
                 return f"-m {following}", f"import {following}"
@@ -230,7 +220,7 @@ def _program(command: Sequence[str], folder: Path, imports: Sequence[Path]) -> t
         python = python or Path(word).name.startswith("python")
     name = Path(command[0]).name if command else "no command"
     if name in (*PROGRAMS.shells.posix, *PROGRAMS.shells.others):
-        return f"{name} runs what is not read here: {_SAY}", None
+        return f"{name} runs what is not read here: {_ADVICE}", None
     return f"{name} is no Python script" if command else name, None
 
 

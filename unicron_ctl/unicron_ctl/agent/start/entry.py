@@ -1,20 +1,19 @@
-"""The entry of the `unicron-agent` program. It imports nothing that might be missing or not fit, so that the command
-runs all the same."""
+"""The entry of the `unicron-agent` program. It imports only the standard library at first, so that the user's command
+runs even if something is missing or does not fit."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# What unicron-launch puts in front of the names of the user's PYTHON... variables, and the agent's own folder in front
-# of those of the LD_... ones (slurm_plugin/spank/set_aside.h).
+# The prefix that unicron-launch puts before the names of the user's PYTHON... variables, and the agent's own folder
+# before those of the LD_... ones (slurm_plugin/spank/set_aside.h)
 SET_ASIDE = "_UNICRON_USERS_"
-LOCALE = "LC_CTYPE"  # which a Python sets for itself where no locale is given (PEP 538)
+LOCALE = "LC_CTYPE"  # Python sets it where no locale is given (PEP 538)
 
 
 def restore_variables() -> None:
-    """The user's PYTHON... variables are for the command and its ranks; this Python has begun without them. The locale
-    that this Python has set is its own."""
+    """Give the user's PYTHON... variables back to the command, and remove the locale that this Python has set."""
     for name in [name for name in os.environ if name.startswith(SET_ASIDE)]:
         os.environ[name[len(SET_ASIDE) :]] = os.environ.pop(name)
     if LOCALE in os.environ and not was_given(LOCALE):
@@ -22,7 +21,7 @@ def restore_variables() -> None:
 
 
 def was_given(name: str) -> bool:
-    """Whether the variable was there when this process began; where there is no /proc, it was."""
+    """Say whether the variable was set when this process began; without /proc, yes."""
     try:
         with open("/proc/self/environ", "rb") as file:
             return any(entry.startswith(f"{name}=".encode()) for entry in file.read().split(b"\0"))
@@ -33,6 +32,7 @@ def was_given(name: str) -> bool:
 def main() -> None:
     """Entry point of the `unicron-agent` program."""
     restore_variables()
+    why = ""
     try:
         from unicron_ctl.agent.connections.step_tasks import others
 
@@ -40,15 +40,14 @@ def main() -> None:
         from unicron_ctl.agent.start.agent_main import main as program
         from unicron_detector.formats import LAUNCH
 
-        refusal = LAUNCH.refusal(int(others.launcher)) if others.launcher else ""
-    except (Exception, SystemExit) as error:  # a module that is not ours may have its name
+        if others.launcher and (refusal := LAUNCH.refusal(int(others.launcher))):
+            why = f"it was installed with another plugin: {refusal}"
+    except (Exception, SystemExit) as error:  # another module may have the name of one of ours
+        why = f"{type(error).__name__}: {error}"
+    if why:
         from unicron_ctl.agent.start.bare import without_agent
 
-        without_agent(sys.argv[1:], f"{type(error).__name__}: {error}")
-    if refusal:
-        from unicron_ctl.agent.start.bare import without_agent
-
-        without_agent(sys.argv[1:], f"it was installed with another plugin: {refusal}")
+        without_agent(sys.argv[1:], why)
     program()
 
 

@@ -1,5 +1,5 @@
-"""Checks of what the machine has left before an agent begins: libzmq aborts the whole process where it gets no thread
-or no descriptor at its start, so both are tried first."""
+"""Checks that the machine has enough left for an agent: libzmq aborts the process if it gets no thread or no
+descriptor at its start."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ THREADS_SECONDS = 5.0
 
 
 def shortage(ranks: int) -> str:
-    """Return why an agent with so many ranks cannot begin, and what to do; empty when it can."""
+    """Return why an agent with so many ranks cannot begin, and what to do; empty if it can."""
     if not os.path.exists("/proc/self/stat"):
         return "there is no /proc here, in which an agent sees its ranks: mount it into the container"
     return descriptors_short(DESCRIPTORS + FOR_A_RANK * ranks) or _threads(THREADS)
 
 
 def descriptors_short(needed: int) -> str:
-    """Return why so many files cannot be opened, and what to do; empty when they can."""
+    """Return why so many files cannot be opened, and what to do; empty if they can."""
     try:
         used = len(os.listdir("/proc/self/fd"))
     except OSError:
@@ -34,7 +34,7 @@ def descriptors_short(needed: int) -> str:
 
 
 def _threads(needed: int) -> str:
-    """Start so many, side by side."""
+    """Start so many threads at once; return why they cannot be started, and what to do."""
     done = threading.Event()
     started: list[threading.Thread] = []
     try:

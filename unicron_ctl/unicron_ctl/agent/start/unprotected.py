@@ -1,4 +1,4 @@
-"""A job that no controller protects: its ranks run in the plain world that Slurm's own view of the job gives."""
+"""Runs the ranks of a job that no controller protects, in the world that Slurm's own view of the job gives."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ FLUSH_SECONDS = 2.0  # without progress, for the log
 
 
 def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
-    """Run the user's command once per rank; returns its exit status. With one rank this process becomes it.
+    """Run the user's command once per rank; return its exit status. With one rank this process becomes the command.
 
-    Raises UserError when it cannot be found out which ranks the job has, or the command cannot be started.
+    Raises UserError if the job's ranks are not known, or the command cannot be started.
     """
     try:
         world = static_world(place)
@@ -51,8 +51,8 @@ def run_unprotected(place: Place, command: Sequence[str], why: str) -> int:
 
 
 def _base(place: Place, local: int) -> dict[str, str]:
-    """Return the variables of this local rank's process in any world. The step of a job that is no array has the job's
-    nodes, and what it says of them is true."""
+    """Return the variables of this local rank's process in any world. Without an array, what the step's variables say
+    of the job's nodes is true."""
     given = task_environment(place, local, os.environ)
     mine = outside_the_step(given) if "SLURM_ARRAY_TASK_ID" in given else given
     return {**mine, "PYTHONPATH": package_path(given)}
@@ -67,7 +67,7 @@ def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
 
 class _Ranks:
-    """The node's ranks as children: the first that fails ends the others, signals are passed on."""
+    """The node's ranks as children. The first that fails ends the others; signals are passed on."""
 
     def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], log: JobLog, logs: RankLogs):
         self._signals, self._logs = SignalPipe(), logs
@@ -84,10 +84,12 @@ class _Ranks:
                 self._status = CANNOT_START
                 break
             self._running.append(child)
-            self._poll.register(child.pidfd, select.POLLIN)
-            self._poll.register(child.stderr, select.POLLIN)
-            if child.stdout is not None:
-                self._poll.register(child.stdout, select.POLLIN)
+            for descriptor in self._descriptors(child):
+                self._poll.register(descriptor, select.POLLIN)
+
+    @staticmethod
+    def _descriptors(child: Child) -> list[int]:
+        return [child.pidfd, child.stderr, *([] if child.stdout is None else [child.stdout])]
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], local: int) -> Child:
         """Raises OSError."""
@@ -110,7 +112,7 @@ class _Ranks:
         return child
 
     def run(self) -> int:
-        """Wait until all have ended. Returns the exit status of the first that failed, as a shell shows it."""
+        """Wait until all have ended; return the exit status of the first that failed, as a shell shows it."""
         while self._running and not self._status:
             self._serve_events({descriptor for descriptor, _ in self._poll.poll()})
         stop_children(self._running, self._patience)
@@ -145,10 +147,9 @@ class _Ranks:
 
     def _collect(self, child: Child) -> None:
         code = child.reap(5.0)
-        for descriptor in (child.pidfd, child.stderr, child.stdout):
-            if descriptor is not None:
-                with contextlib.suppress(KeyError):
-                    self._poll.unregister(descriptor)
+        for descriptor in self._descriptors(child):
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(descriptor)
         child.close()
         self._running.remove(child)
         self._status = self._status or shell_status(-9 if code is None else code)

@@ -1,7 +1,7 @@
-"""Commands that are none of the agent's business: they run once for each task of Slurm's, as if there were no agent.
+"""Tells which commands run as if there were no agent: once for each of Slurm's tasks.
 
-The plugin puts no agent in front of most of them (slurm_plugin/spank/step.c). The agent sees those that are written
-behind it by hand, and those that only the text of their script tells apart.
+The plugin puts no agent before most of them (slurm_plugin/spank/step.c). The agent sees those before which a user put
+it by hand, and those that only their script's text tells apart.
 """
 
 from __future__ import annotations
@@ -23,20 +23,13 @@ if TYPE_CHECKING:
     from unicron_ctl.agent.connections.job_environment import Place
     from unicron_ctl.agent.launchers.readers import Launch
 
-BY_DEFAULT = "UNICRON_BY_DEFAULT"  # the administrator's default=on put the agent here, and nobody's --unicron
+BY_DEFAULT = "UNICRON_BY_DEFAULT"  # the administrator's default=on started the agent, not the user's --unicron
 SWEEP = "UNICRON_SWEEP"  # 0: an array is one training all the same; else the name of what shows that it is none
-_OF_THE_PLUGIN = (
-    "UNICRON",
-    BY_DEFAULT,
-    "UNICRON_WEIGHT",
-    "UNICRON_MIN_NODES",
-    "UNICRON_MODE",
-    "UNICRON_SPARES",
-    "UNICRON_PRELOAD",
-)
+_OPTIONS = ("WEIGHT", "MIN_NODES", "MODE", "SPARES", "PRELOAD")  # of the plugin (slurm_plugin/spank/args.c)
+_OF_THE_PLUGIN = ("UNICRON", BY_DEFAULT, *(f"UNICRON_{name}" for name in _OPTIONS))
 _MARK = "_UNICRON_OF_JOB_"  # before the name of what the plugin has set (slurm_plugin/spank/inherit.h)
-# A script that finds its place in the world by what srun tells of its step, as submitit and Lightning do
 _READS_THE_ELEMENT = re.compile(r"\bSLURM_ARRAY_TASK_ID\b")
+# A script that finds its place in the world by srun's variables of its step, as submitit and Lightning do
 _READS_THE_STEP = re.compile(r"\bSLURM_(?:PROCID|LOCALID|NODEID|NTASKS\w*|STEP\w*|TASKS_PER_NODE)\b|\bsubmitit\b")
 
 
@@ -47,8 +40,8 @@ def tasks_per_node(environment: Mapping[str, str]) -> int:
 
 
 def why_by_shape(environment: Mapping[str, str], joined: int = 1) -> str:
-    """Return why a step of this shape is left alone; empty for one that an agent can have. joined: the tasks of this
-    node that the plugin has made one agent's."""
+    """Return why the agent leaves a step of this shape alone; empty if it does not. joined: this node's tasks that the
+    plugin has joined under one agent."""
     if (tasks := tasks_per_node(environment)) != joined:
         return (
             f"it has {tasks} tasks on a node, and without the plugin each would have an agent: "
@@ -63,21 +56,21 @@ def why_by_shape(environment: Mapping[str, str], joined: int = 1) -> str:
 
 
 def why_sweep(environment: Mapping[str, str], script: str, text: str) -> str:
-    """Return why the elements of this array are runs of their own; empty where they are one training. text: of this
-    script. The plugin has read the batch script (slurm_plugin/spank/batch.c)."""
-    said = environment.get(SWEEP, "")
-    if "SLURM_ARRAY_TASK_ID" not in environment or said == "0":
+    """Return why the elements of this array are separate runs; empty if they are one training. script: the name of the
+    script with this text. The plugin has read the batch script (slurm_plugin/spank/batch.c)."""
+    named_by = environment.get(SWEEP, "")
+    if "SLURM_ARRAY_TASK_ID" not in environment or named_by == "0":
         return ""
-    if not said and not _READS_THE_ELEMENT.search(text):
+    if not named_by and not _READS_THE_ELEMENT.search(text):
         return ""
     return (
-        f"{said or script} names SLURM_ARRAY_TASK_ID, as the runs of a sweep do: submit a sweep without --unicron, or "
-        f"export {SWEEP}=0 in the batch script if its array is one training"
+        f"{named_by or script} names SLURM_ARRAY_TASK_ID, as the runs of a sweep do: submit a sweep without --unicron, "
+        f"or export {SWEEP}=0 in the batch script if its array is one training"
     )
 
 
 def why_alone(environment: Mapping[str, str], launch: Launch) -> str:
-    """Return why the launcher of each element of an array has a world of its own; empty where it may be one of all."""
+    """Return why each element of an array has a launcher's world of its own; empty if they may form one world."""
     if "SLURM_ARRAY_TASK_ID" not in environment or environment.get(SWEEP) == "0":
         return ""
     if environment.get("SLURM_ARRAY_TASK_COUNT") == "1":
@@ -95,20 +88,19 @@ def why_alone(environment: Mapping[str, str], launch: Launch) -> str:
 
 
 def describe_array(environment: Mapping[str, str], elements: int) -> str:
-    """Return the line that says that an array is one training; empty for another job."""
+    """Return the log's line that an array is one training; empty for another job."""
     if "SLURM_ARRAY_TASK_ID" not in environment or elements < 2 or environment.get(SWEEP) == "0":
         return ""
-    job = environment.get("SLURM_ARRAY_JOB_ID", "")
-    return (
-        f"the {elements} elements of array {job} are one training (if they are separate runs: submit without --unicron)"
-    )
+    array = f"the {elements} elements of array {environment.get('SLURM_ARRAY_JOB_ID', '')}"
+    return f"{array} are one training (if they are separate runs: submit without --unicron)"
 
 
 def digest(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return a digest that tells the commands of an array's elements apart; empty for a job that is no array.
+    """Return a digest that tells the commands of an array's elements apart; empty without an array.
 
-    Two digests with a full stop between them: of the command as it is, and without the element's own names. Two
-    commands are the same where one of the two is: a number in a path may be the element's job, or a folder of all.
+    It is two digests joined by a full stop: of the command as it is, and of the command without the element's own
+    names. Two commands are the same if one of the two digests is: a number in a path may be the element's job, or part
+    of a folder that all share.
     """
     if "SLURM_ARRAY_TASK_ID" not in environment or environment.get(SWEEP) == "0":
         return ""
@@ -120,8 +112,8 @@ def _hash(words: Iterable[str]) -> str:
 
 
 def _without_own_names(word: str, environment: Mapping[str, str]) -> str:
-    """A word of an element's command without what names the element's node, or its job in a path: a folder on the
-    node's disk makes no other training."""
+    """Return a word of an element's command without the names of the element's node and job: a folder on the node's
+    disk does not make it another training."""
     for name in ("SLURM_TMPDIR", "TMPDIR"):
         if value := environment.get(name):
             word = word.replace(value, f"${name}")
@@ -132,12 +124,12 @@ def _without_own_names(word: str, environment: Mapping[str, str]) -> str:
 
 
 def _alone(pattern: str) -> str:
-    """The pattern where it is no part of a longer name or number."""
+    """Return the pattern for a whole name or number."""
     return rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])"
 
 
 def why_by_ranks(place: Place, mode: Mode, environment: Mapping[str, str]) -> str:
-    """Return why the ranks of this node would not be what srun's tasks are; empty where they would."""
+    """Return why the ranks of this node would differ from srun's tasks; empty if they would not."""
     if place.tasks and USES_MPI.search(mode.text):
         return "its script uses MPI, whose processes only srun can join: give it one task on a node if it need not"
     theirs = {device for task in place.tasks for device in task.devices}
@@ -157,9 +149,9 @@ def why_by_ranks(place: Place, mode: Mode, environment: Mapping[str, str]) -> st
 
 
 def meant(mode: Mode, ranks: int, environment: Mapping[str, str]) -> bool:
-    """Say whether this training is to be protected. With default=on nobody has asked: so a job array is one training
-    only where its script is written for Unicron, for else each element is a run of its own (a sweep); and a program
-    that is not must be the job's only rank, and must not look at the step, for an agent would change what it sees."""
+    """Say whether this training is to be protected. With default=on nobody has asked for it, so a job array is one
+    training only if its script is written for Unicron (else it may be a sweep), and any other program must be the
+    job's only rank and must not read the step's variables, which an agent would change."""
     if environment.get(BY_DEFAULT) != "1" or mode.name == SESSION:
         return True
     several_nodes = environment.get("SLURM_STEP_NUM_NODES", "1") != "1"
@@ -169,7 +161,7 @@ def meant(mode: Mode, ranks: int, environment: Mapping[str, str]) -> bool:
 
 
 def become(command: Sequence[str], environment: Mapping[str, str], why: str = "") -> NoReturn:
-    """Become the command. why: said by the step's first task only, and to nobody who has not asked for protection."""
+    """Become the command. why: printed by the step's first task, if somebody has asked for protection."""
     by_default = environment.get(BY_DEFAULT) == "1"
     if why and not by_default and environment.get("SLURM_PROCID", "0") == "0":
         print(f"unicron: this step runs unprotected: {why}", file=sys.stderr, flush=True)
@@ -179,5 +171,4 @@ def become(command: Sequence[str], environment: Mapping[str, str], why: str = ""
         standard_input.give_back()
         bare.become(command, kept)
     except OSError as error:
-        print(f"unicron: cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
-        sys.exit(bare.NOT_FOUND if isinstance(error, FileNotFoundError) else bare.CANNOT_EXECUTE)
+        sys.exit(bare.report_failure(command[0], error))

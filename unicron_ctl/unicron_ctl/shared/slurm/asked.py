@@ -1,7 +1,7 @@
-"""Reads what a pending element asks of one node from squeue's columns. Pure.
+"""Reads from squeue's columns what a pending element asks of one node. Pure.
 
-Slurm tells requests per node, task, socket, GPU and job. An element is usually one node, so all of them are brought to
-that: what the node must have at least. Of an element of several nodes only what each of them must have is known.
+Slurm distinguishes requests per node, task, socket, GPU and job. An element is usually one node, so all of them become
+what the node must have at least. For an element of several nodes, only what each of them must have is known.
 docs/behaviour/squeue-formats.md has what each release prints.
 """
 
@@ -37,18 +37,18 @@ COLUMNS = (
     ("tres-per-task", 48),
 )
 _UNITS = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "P": 1024.0**3}
-_NO_LIMIT = 65534  # how Slurm stores that nothing was asked for, in 16 bits; the next one means no limit
+_NO_LIMIT = 65534  # Slurm's 16 bits for "nothing was asked for"; 65535 means no limit
 Gres = dict[tuple[str, str], int]
 
 
 def megabytes(text: str) -> int:
-    """ "1500M" or "1.5G" -> MB; 0 for anything else."""
+    """Convert "1500M" or "1.5G" to MB; 0 for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)", text)
     return round(float(found[1]) * _UNITS[found[2]]) if found else 0
 
 
 def _number(text: str) -> int:
-    """0 for "N/A", "*" and whatever else is no number. Large numbers may be shortened: "131.25K"."""
+    """Return 0 for "N/A", "*" and whatever else is no number. Large numbers may be shortened: "131.25K"."""
     if found := re.fullmatch(r"(\d+(?:\.\d+)?)K", text):
         return round(float(found[1]) * 1024)
     number = int(text) if text.isdecimal() else 0
@@ -56,8 +56,8 @@ def _number(text: str) -> int:
 
 
 def parse(texts: Mapping[str, str]) -> tuple[Needs, str]:
-    """Return what is asked of one node: its size, and its GRES as "gpu:a100:8". texts: squeue's COLUMNS; one that was
-    cut off counts for nothing."""
+    """Return what is asked of one node: its size, and its GRES as "gpu:a100:8". texts: squeue's COLUMNS; a text that
+    was cut off counts for nothing."""
     return _parse(tuple(texts.get(name, "") for name, _ in COLUMNS))
 
 
@@ -105,20 +105,20 @@ def _parse(values: tuple[str, ...]) -> tuple[Needs, str]:
 
 
 def _memory(texts: Mapping[str, str], memory: int, cpus: int, nodes: int) -> tuple[int, int]:
-    """MB that are asked of one node in all, and MB for each CPU where that is how they are asked for. squeue prints
-    memory per CPU as it prints memory per node: the sum tells them apart."""
-    said = texts.get("tres-alloc", "")
-    mem, count = re.search(r"(?:^|,)mem=([^,…]+)(?:,|$)", said), re.search(r"(?:^|,)cpu=(\d+)(?:,|$)", said)
-    total, all_cpus = megabytes(mem[1]) if mem else 0, int(count[1]) if count else 0
-    per_cpu = memory if all_cpus > nodes and total == memory * all_cpus else 0
+    """Return MB asked of one node in all, and MB for each CPU if they are asked for like that. squeue prints memory per
+    CPU like memory per node: the sum tells them apart."""
+    total = texts.get("tres-alloc", "")
+    mem, count = re.search(r"(?:^|,)mem=([^,…]+)(?:,|$)", total), re.search(r"(?:^|,)cpu=(\d+)(?:,|$)", total)
+    in_all, all_cpus = megabytes(mem[1]) if mem else 0, int(count[1]) if count else 0
+    per_cpu = memory if all_cpus > nodes and in_all == memory * all_cpus else 0
     if nodes > 1:
         return memory * max(1, cpus) if per_cpu else memory, per_cpu
-    # Where neither memory nor memory for each GPU is asked for, the sum is that of some node.
-    return (total if memory or read_gres(texts.get("mem-per-tres", "")) else 0), per_cpu
+    # If neither memory nor memory for each GPU is asked for, the sum is that of some node.
+    return (in_all if memory or read_gres(texts.get("mem-per-tres", "")) else 0), per_cpu
 
 
 def read_gres(text: str) -> Gres:
-    """ "gres:gpu:a100:4" (22.05), "gres/gpu:a100:4", "cpu=2,gres/gpu:a100=4" (since 23.11) -> {("gpu", "a100"): 4}."""
+    """Read {("gpu", "a100"): 4} from "gres:gpu:a100:4" (22.05), "gres/gpu:a100:4", "cpu=2,gres/gpu:a100=4" (23.11)."""
     found: Gres = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         words = re.split(r"[:=]", re.sub(r"^gres[:/]", "", item))
@@ -133,7 +133,7 @@ def read_gres(text: str) -> Gres:
 
 
 def _combine(*ways: Gres) -> Gres:
-    """The most that is asked for of each: the ways are about the same GPUs."""
+    """Return the most that is asked for of each, since all ways ask for the same GPUs."""
     found: Gres = {}
     for way in ways:
         for key, count in way.items():
@@ -144,5 +144,5 @@ def _combine(*ways: Gres) -> Gres:
 
 
 def _of(gres: Gres, key: tuple[str, str]) -> int:
-    """Return how many there are, of any type where none is named."""
+    """Return how many there are, of any type if none is named."""
     return sum(count for (name, kind), count in gres.items() if name == key[0] and key[1] in ("", kind))

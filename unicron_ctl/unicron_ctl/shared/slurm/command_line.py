@@ -30,36 +30,34 @@ from unicron_ctl.shared.system.errors import one_line, shorten
 
 log = logging.getLogger("unicron.slurm")
 
-ANSWER_SECONDS = 3.0  # a slurmd that runs answers Slurm's ping within this time: 0.5 to 0.7 s were seen (24.11)
+ANSWER_SECONDS = 3.0  # in which a running slurmd answers Slurm's ping: 0.5 to 0.7 s were seen (24.11)
 SLURMD_PORT = 6818  # slurmd's own default
 KILL_WAIT = 30.0  # slurm.conf's default, seconds
-SHRINKS = 1_000_000  # where nothing limits how often a job gives nodes back
-SETTINGS_SECONDS = 60.0  # for which Slurm's configuration is taken to stay as it is
+SHRINKS = 1_000_000  # if nothing limits how often a job gives nodes back
+SETTINGS_SECONDS = 60.0  # before Slurm's configuration is read again
 FEWEST_ALIKE = 256  # pending elements of an array that share a record and are read; with more nodes, two a node
-LARGE = 5000  # elements, of which a row each with all texts would be megabytes
-LONG = 2000  # rows of the queue; of a longer one, job by job is asked for, which costs slurmctld next to nothing
+LARGE = 5000  # elements, for which a row each with all texts would be megabytes
+LONG = 2000  # rows of the queue; beyond that, jobs are asked for one by one, which costs slurmctld next to nothing
 MOST_REMEMBERED = 100_000  # elements, and jobs
 ALREADY_OVER = "already finished"
-COMMENT_TRIES = 3  # where others write at the same time
-HEARD_SECONDS = 0.3  # after Slurm's answer every slurmd has heard of a requeue
-UNDER_WAY = LEAVES | {"PENDING"}  # an element in these is being requeued or waits
+COMMENT_TRIES = 3  # if others write at the same time
+HEARD_SECONDS = 0.3  # after Slurm's answer, in which every slurmd hears of a requeue
+UNDER_WAY = LEAVES | {"PENDING"}  # states of an element that is being requeued or waits
 
 
 class CommandLineClient:
-    """Runs Slurm's own programs.
-
-    `env` is added to the environment (SLURM_CONF for a private cluster); `timeout` limits each program, in seconds.
-    """
+    """Runs Slurm's own programs. env: added to the environment (SLURM_CONF for a private cluster). timeout: limits each
+    program, in seconds."""
 
     def __init__(self, env: Mapping[str, str] | None = None, timeout: float = 10.0) -> None:
-        # Time zone and formats that people set for themselves must not change what is parsed here.
+        # Variables by which people set time zones and formats must not change what is parsed here.
         hidden = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
         self._env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         self._env |= {"TZ": "UTC", "LC_ALL": "C"} | dict(env or {})
         self._timeout = timeout
         self._programs = Programs()
         self._most_alike = FEWEST_ALIKE
-        self._long = True  # the queue, as far as is known
+        self._long = True  # the queue may be
         self._limits, self._limits_at = dict[str, PartitionInfo](), -SETTINGS_SECONDS  # of partitions that have any
         self._release, self._warned = "", set[str]()
         self._settings, self._configured_at = SlurmSettings(), -SETTINGS_SECONDS
@@ -67,10 +65,8 @@ class CommandLineClient:
         self._commented: set[tuple[str, int]] = set()  # elements with an AdminComment of others
         self._requeued: dict[tuple[str, int], float] = {}  # element -> when it was last requeued
 
-    # --- reading -----------------------------------------------------------------------------------------------------
-
     def version(self) -> str:
-        """Slurm's release, e.g. "22.05.8"."""
+        """Return Slurm's release, such as "22.05.8"."""
         return self._run(["sinfo", "--version"]).split()[-1]
 
     def nodes(self) -> list[NodeInfo]:
@@ -85,7 +81,7 @@ class CommandLineClient:
         return self._with_limits(nodes, reserved) if nodes else []
 
     def _with_limits(self, nodes: list[NodeInfo], reserved: Mapping[str, Collection[Reservation]]) -> list[NodeInfo]:
-        """Nodes with their reservations and their partitions' limits. Their memory may be none that Slurm deals out."""
+        """Add reservations and partitions' limits to the nodes. Slurm may not deal out their memory."""
         if time.monotonic() - self._limits_at >= SETTINGS_SECONDS:
             self._limits = {one.name: one for one in self.partitions() if one.limited}
             self._limits_at = time.monotonic()
@@ -101,11 +97,11 @@ class CommandLineClient:
         ]
 
     def partitions(self) -> list[PartitionInfo]:
-        """All partitions, hidden ones included."""
+        """Return all partitions, hidden ones included."""
         return sizes.parse_partitions(self._show("partition"))
 
     def hostnames(self, text: str) -> list[str]:
-        """The names in Slurm's own notation, such as n[1-8],login2, in order. Raises SlurmError for a wrong one."""
+        """Return the names in Slurm's own notation, such as n[1-8],login2. Raises SlurmError for wrong ones."""
         text = "".join(text.split())
         names = self._run(["scontrol", "show", "hostnames", text]).split() if text else []
         if text and not names:
@@ -121,12 +117,12 @@ class CommandLineClient:
         return found
 
     def _elements(self, jobs: list[str] | None) -> list[ElementInfo]:
-        """Lists all elements, or those of some jobs. slurmctld looks a single job up directly."""
+        """List all elements, or those of some jobs. slurmctld looks a single job up directly."""
         which = ["--jobs", ",".join(jobs)] if jobs else []
         try:
-            said = self._squeue("--array", *which, "-o", squeue.FACTS_FORMAT).decode(errors="replace")
-            facts = squeue.parse_facts(said, self._most_alike)
-            large = said.count("\n") > LARGE
+            listing = self._squeue("--array", *which, "-o", squeue.FACTS_FORMAT).decode(errors="replace")
+            facts = squeue.parse_facts(listing, self._most_alike)
+            large = listing.count("\n") > LARGE
             texts = self._texts(which, [fact.key for fact in facts], large)
             common = self._common_texts(which) if large else {}
         except SlurmError as error:
@@ -145,21 +141,21 @@ class CommandLineClient:
     def others(self, but: Collection[str] = ()) -> Queue:
         self._release = self._release or "".join(self._run(["squeue", "--version"]).split()[-1:])
         for columns in queue.forms(self._release):
-            said = self._squeue("--sort=-p", "-O", squeue.columns_format(columns))
-            if (found := queue.parse(said, columns, but)) is not None:
+            answer = self._squeue("--sort=-p", "-O", squeue.columns_format(columns))
+            if (found := queue.parse(answer, columns, but)) is not None:
                 self._long = found.rows > LONG
                 return found
             self._warn(f"squeue of Slurm {self._release} prints the whole queue in other columns than it was asked for")
-        raise SlurmError(f"squeue: cannot read {said[:80]!r}")
+        raise SlurmError(f"squeue: cannot read {answer[:80]!r}")
 
     def _warn(self, text: str) -> None:
-        """Says it once."""
+        """Log a warning once."""
         if text not in self._warned:
             self._warned.add(text)
             log.warning("%s", shorten(one_line(text), MOST_CHARACTERS))
 
     def _forget(self, listed: list[ElementInfo]) -> None:
-        """Drops what was remembered of elements that are gone."""
+        """Forget elements that are gone."""
         if len(self._requeued) > MOST_REMEMBERED:
             there = {(info.job, info.element) for info in listed}
             self._requeued = {key: at for key, at in self._requeued.items() if key in there}
@@ -170,23 +166,22 @@ class CommandLineClient:
             self._is_array = {job: is_array for job, is_array in self._is_array.items() if job in jobs}
 
     def _note(self, info: ElementInfo) -> None:
-        """Remembers an element that was listed."""
-        said, key = info.admin_comment, (info.job, info.element)
-        if said and (own_part(said) != said or said.endswith(squeue.CUT)):  # somebody else's words, or room for them
+        """Remember an element that was listed."""
+        text, key = info.admin_comment, (info.job, info.element)
+        if text and (own_part(text) != text or text.endswith(squeue.CUT)):  # others' words, or possibly some
             self._commented.add(key)
         else:
             self._commented.discard(key)
         self._note_restart(info)
 
     def _note_restart(self, info: ElementInfo) -> None:
-        """Notes a requeue by others: a user, or Slurm itself. The time is that at which the element was submitted
-        anew."""
+        """Note a requeue by a user or by Slurm itself, at the time at which the element was submitted anew."""
         if info.restarts:
             key = info.job, info.element
             self._requeued[key] = max(info.submitted, self._requeued.get(key, 0.0))
 
     def private_data(self) -> frozenset[str]:
-        """Return what Slurm's PrivateData names, in lower case: of these, users see their own only (slurm.conf(5))."""
+        """Return the words of Slurm's PrivateData in lower case: users see only their own of these (slurm.conf(5))."""
         return frozenset(word.lower() for word in self._recent().words("PrivateData"))
 
     def kill_wait(self) -> float:
@@ -204,63 +199,59 @@ class CommandLineClient:
         return SHRINKS if "slurmdbd" in self._recent().text("AccountingStorageType") else 1
 
     def domains(self) -> dict[str, str]:
-        # Without a name only the default topology is shown. Releases without partitions' topologies take a name for a
-        # node's, and are not asked (docs/behaviour/slurm-formats.md).
+        # Without a name only the default topology is shown. Releases without partitions' topologies would take a name
+        # for a node's (docs/behaviour/slurm-formats.md).
         found = parse_topology(self._show("topology"))
         for name in sorted({partition.topology for partition in self.partitions()} - {""}):
             found = parse_topology(self._show("topology", name)) | found
         return found
 
     def return_to_service(self) -> int:
-        """Slurm's ReturnToService: 2 if a node that was set down comes back as soon as its slurmd registers
-        (slurm.conf(5))."""
+        """Return Slurm's ReturnToService: 2 if a node set down returns once its slurmd registers (slurm.conf(5))."""
         return int(self._recent().seconds("ReturnToService") or 0)
 
     def slurmd_port(self) -> int:
-        """The port of all slurmds whose node does not name its own; the first one where slurm.conf has a range."""
+        """Return the port of slurmds whose node does not name its own; the first one of a range in slurm.conf."""
         return int(self._recent().seconds("SlurmdPort") or SLURMD_PORT)
 
     def settings(self) -> SlurmSettings:
-        """All of Slurm's settings, as slurmctld has them now."""
+        """Return all of Slurm's settings, as slurmctld has them now."""
         return parse_settings(self._run(["scontrol", "show", "config"]))
 
     def admin_level(self, user: str) -> str:
-        """The user's AdminLevel in slurmdbd: None, Operator or Administrator; "" for a user that it does not know."""
+        """Return the user's AdminLevel in slurmdbd: None, Operator or Administrator; "" for an unknown user."""
         command = ["sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "user", user, "format=adminlevel"]
         return next(iter(self._run(command).split()), "")
 
     def _recent(self) -> SlurmSettings:
-        """Slurm's settings, as slurmctld had them in the last minute."""
+        """Return Slurm's settings, as slurmctld had them in the last minute."""
         if time.monotonic() - self._configured_at >= SETTINGS_SECONDS:
             self._settings, self._configured_at = self.settings(), time.monotonic()
         return self._settings
 
     def _common_texts(self, which: list[str]) -> dict[str, dict[str, str]]:
-        """Return what all elements of an array have in common, by job: squeue prints those that are pending in one
-        row."""
-        said = self._squeue(*which, "-O", squeue.columns_format(squeue.ALL_COLUMNS))
+        """Return by job what all elements of an array have in common: squeue prints its pending ones in one row."""
+        answer = self._squeue(*which, "-O", squeue.columns_format(squeue.ALL_COLUMNS))
         own = {name for name, _ in squeue.OWN_COLUMNS}
-        rows = squeue.parse_columns(said, squeue.ALL_COLUMNS) or {}
+        rows = squeue.parse_columns(answer, squeue.ALL_COLUMNS) or {}
         return {job: {name: text for name, text in row.items() if name not in own} for (job, _), row in rows.items()}
 
     def _texts(self, which: list[str], wanted: list[squeue.Key], large: bool) -> dict[squeue.Key, dict[str, str]]:
-        """Raises SlurmError when squeue prints other columns than it was asked for. large: only what may differ."""
+        """Read the second listing; if `large`, only texts that may differ. Raises SlurmError for other columns."""
         first = squeue.OWN_COLUMNS if large else squeue.ALL_COLUMNS
         for columns in (first, squeue.NEEDED_COLUMNS):  # if texts break the columns: without them
-            said = self._squeue("--array", *which, "-O", squeue.columns_format(columns))
-            if (found := squeue.parse_columns(said, columns, wanted)) is not None:
+            answer = self._squeue("--array", *which, "-O", squeue.columns_format(columns))
+            if (found := squeue.parse_columns(answer, columns, wanted)) is not None:
                 return found
             self._warn("squeue prints jobs in other columns than it was asked for: what they ask for is not known")
-        raise SlurmError(f"squeue: cannot read {said[:80]!r}")
+        raise SlurmError(f"squeue: cannot read {answer[:80]!r}")
 
     def _squeue(self, *form: str) -> bytes:
-        # With fed_display squeue shows the jobs of all clusters of a federation, whose nodes may have the same names.
+        # With fed_display squeue shows the jobs of all clusters of a federation, whose nodes may have equal names.
         return self._output(["squeue", "--local", "--noheader", "--all", "--states=all", *form])
 
     def _show(self, *words: str) -> str:
         return self._run(["scontrol", "--all", "--oneliner", "show", *words])
-
-    # --- nodes -------------------------------------------------------------------------------------------------------
 
     def down(self, node: str, reason: str) -> None:
         self._change(["scontrol", "update", f"NodeName={node}", "State=DOWN", f"Reason={one_line(reason)}"])
@@ -274,7 +265,7 @@ class CommandLineClient:
         self._await_answer(node)
 
     def _await_answer(self, node: str) -> None:
-        """Returns when Slurm has heard the node's slurmd after a resume, or after ANSWER_SECONDS."""
+        """Wait, for up to ANSWER_SECONDS, until Slurm has heard the node's slurmd after a resume."""
         until = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < until:
             found = parse_node(self._show("node", node).strip())
@@ -282,10 +273,8 @@ class CommandLineClient:
                 return
             time.sleep(0.1)
 
-    # --- elements ----------------------------------------------------------------------------------------------------
-
     def requeue(self, job: str, element: int) -> None:
-        # Slurm 22.05 takes a second requeue while the first is under way, and then may let the element end as FAILED.
+        # Slurm 22.05 accepts a second requeue during the first, and may then let the element end as FAILED.
         if self._state(job, element) in UNDER_WAY:
             return
         with self._note_requeue(job, element):
@@ -293,9 +282,8 @@ class CommandLineClient:
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
         with self._note_requeue(job, element):
-            refused = self._change(
-                ["scontrol", "requeuehold", self._id(job, element)], harmless=("Job is pending execution",)
-            )
+            command = ["scontrol", "requeuehold", self._id(job, element)]
+            refused = self._change(command, harmless=("Job is pending execution",))
         if refused:
             self._change(["scontrol", "hold", self._id(job, element)])
         self._comment(job, element, comment)
@@ -320,23 +308,23 @@ class CommandLineClient:
         self._change(command, harmless=("no longer pending execution",))
 
     def _soon(self, job: str, element: int) -> str:
-        """The earliest start of an element: now, but after the second in which slurmd heard of its requeue. slurmd
-        takes credentials of that second for revoked ("Job credential revoked"), and Slurm 22.05 then ends the element
-        as FAILED."""
+        """Return the earliest start of an element: after the second in which slurmd heard of its requeue. slurmd takes
+        credentials of that second for revoked ("Job credential revoked"), and Slurm 22.05 then ends the element as
+        FAILED."""
         heard = self._requeued.get((job, element), 0.0) + HEARD_SECONDS
         wait = int(heard) + 1 - int(time.time())
         return f"now+{wait}" if wait > 0 else "now"
 
     @contextlib.contextmanager
     def _note_requeue(self, job: str, element: int) -> Iterator[None]:
-        """Notes when an element was requeued, whether Slurm has answered or not."""
+        """Note when an element was requeued, whether Slurm has answered or not."""
         try:
             yield
         finally:
             self._requeued[job, element] = time.time()
 
     def cancel(self, job: str, element: int | None = None, comment: str = "") -> None:
-        if comment and element is not None:  # first, for afterwards squeue soon forgets the element
+        if comment and element is not None:  # first, since squeue soon forgets a cancelled element
             self._comment(job, element, comment)
         self._change(["scancel", job if element is None else self._id(job, element)])
 
@@ -350,7 +338,7 @@ class CommandLineClient:
             try:
                 self._set_admin_comment(job, element, wanted)
             except SlurmError as error:
-                if ALREADY_OVER in str(error):  # then Slurm changes nothing of it any more
+                if ALREADY_OVER in str(error):  # then Slurm changes nothing any more
                     return
                 raise
             after = self._admin_comment(job, element)
@@ -359,42 +347,37 @@ class CommandLineClient:
             before = after  # somebody else has written at this moment
 
     def _comment(self, job: str, element: int, comment: str) -> None:
-        """Writes words for people, beside what others wrote. Where Slurm refuses them, the action itself is done all
-        the same."""
+        """Write a comment beside what others wrote. If Slurm refuses it, the action itself is done all the same."""
         with contextlib.suppress(SlurmError):
             known = self._admin_comment(job, element) if (job, element) in self._commented else ""
             if known is not None:
                 self._set_admin_comment(job, element, with_own(known, one_line(comment), first=True))
 
     def _admin_comment(self, job: str, element: int) -> str | None:
-        """The whole AdminComment; None for one that is too long to be read, or of an element that Slurm does not
-        list."""
+        """Return the whole AdminComment; None if it is too long to be read, or Slurm does not list the element."""
         width = 2 * MOST
-        which = ["--jobs", self._id(job, element), "--array", "-O", f"admin_comment:{width}"]
-        said = self._squeue(*which)
-        if not said or said[width - 1 : width] not in (b" ", b""):
+        cell = self._squeue("--jobs", self._id(job, element), "--array", "-O", f"admin_comment:{width}")
+        if not cell or cell[width - 1 : width] not in (b" ", b""):
             return None
-        return squeue.value_or_empty(os.fsdecode(said[:width]).rstrip(" \n"))
+        return squeue.value_or_empty(os.fsdecode(cell[:width]).rstrip(" \n"))
 
     def _set_admin_comment(self, job: str, element: int, text: str) -> None:
         self._change(["scontrol", "update", f"JobId={self._id(job, element)}", f"AdminComment={text}"])
 
     def _id(self, job: str, element: int) -> str:
-        """The element's name for Slurm: JOB_INDEX, but JOB alone for a plain job, of which Slurm knows no elements."""
+        """Return the element's name for Slurm: JOB_INDEX; JOB for a plain job, of which Slurm knows no elements."""
         if element == 0 and job not in self._is_array:
             index = self._squeue("--jobs", job, "-o", "%K").split()
             self._is_array[job] = bool(index) and index[0] != b"N/A"
         return f"{job}_{element}" if self._is_array.get(job, True) else job
 
     def _state(self, job: str, element: int) -> str:
-        """The element's state, "" for one that Slurm does not list."""
+        """Return the element's state, "" if Slurm does not list it."""
         found = self._squeue("--jobs", self._id(job, element), "-o", "%T").split()
         return element_state(found[0].decode()) if found else ""
 
-    # --- running -----------------------------------------------------------------------------------------------------
-
     def _change(self, command: list[str], harmless: tuple[str, ...] = ()) -> bool:
-        """Runs a command that changes something. True when Slurm refused it for a reason that is listed as harmless."""
+        """Run a command that changes something; True if Slurm refused it for a harmless reason."""
         try:
             self._run(command)
         except SlurmError as error:
@@ -413,8 +396,8 @@ class CommandLineClient:
         except FileNotFoundError:
             raise SlurmError(f"{command[0]} not found; install with: apt-get install slurm-client") from None
         if done.returncode != 0:
-            said = done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}"
-            raise SlurmError(f"{what}: {said}")
+            why = done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}"
+            raise SlurmError(f"{what}: {why}")
         return done.stdout
 
 
@@ -426,9 +409,9 @@ _NODE_FIELD = re.compile(
 
 
 def parse_node(line: str, slurmd_port: int = SLURMD_PORT) -> NodeInfo | None:
-    """One line of `scontrol -o show node`; None for one without name or state. slurmd_port: slurm.conf's, for scontrol
-    prints a node's port only where it is another one."""
-    # Values may hold spaces and equal signs (OS, Comment, Reason), so take the first of each key; those that people
+    """Read one line of `scontrol -o show node`; None without name or state. slurmd_port: slurm.conf's, since scontrol
+    prints a node's port only if it differs."""
+    # Values may hold spaces and equal signs (OS, Comment, Reason), so the first of each key counts; those that people
     # can write come after all that are read here, except Reason itself.
     fields: dict[str, str] = {}
     for key, value in _NODE_FIELD.findall(line):
@@ -459,7 +442,7 @@ def _split(text: str) -> tuple[str, ...]:
 
 
 def parse_reservations(text: str) -> dict[str, list[Reservation]]:
-    """`scontrol -o show reservation`: node -> the reservations that name it."""
+    """Read `scontrol -o show reservation`: node -> the reservations that name it."""
     found: dict[str, list[Reservation]] = {}
     for line in text.split("\n"):
         fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line))
@@ -472,8 +455,7 @@ def parse_reservations(text: str) -> dict[str, list[Reservation]]:
 
 
 def parse_topology(text: str) -> dict[str, str]:
-    """`scontrol -o show topology`: node -> its leaf switch (topology/tree) or its block (topology/block). A node of
-    several has the first."""
+    """Read `scontrol -o show topology`: node -> its (first) leaf switch or block (topology/tree, topology/block)."""
     found: dict[str, str] = {}
     for line in text.split("\n"):
         fields = dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line))
@@ -484,7 +466,7 @@ def parse_topology(text: str) -> dict[str, str]:
 
 
 def count_gpus(gres: str) -> int:
-    """ "gpu:a100:4(S:0-1),gpu:2,shard:8" -> 6."""
+    """Count the GPUs in "gpu:a100:4(S:0-1),gpu:2,shard:8": 6."""
     total = 0
     for item in re.sub(r"\([^)]*\)", "", gres).split(","):
         words = item.strip().split(":")

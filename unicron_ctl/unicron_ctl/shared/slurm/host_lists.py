@@ -1,4 +1,4 @@
-"""Slurm's host lists, such as `gpu[001-004,007]`: read, and made from names."""
+"""Reads Slurm's host lists, such as `gpu[001-004,007]`, and makes them from names."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import itertools
 import re
 from collections.abc import Iterable
 
-_LONGEST = 256  # characters of a name: a long one times many would fill the memory
+_LONGEST = 256  # characters of a name: many long names would fill the memory
 _MOST_NAMES = 65536  # of one host list: more nodes than Slurm can have
 
 
 def hosts(text: str) -> list[str]:
-    """ "n[1-2,07],m" -> ["n1", "n2", "n07", "m"]; [] for a list that is none or has more nodes than Slurm can have."""
+    """Expand "n[1-2,07],m" to ["n1", "n2", "n07", "m"]; [] for a wrong list, or more nodes than Slurm can have."""
     names: list[str] = []
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
         room, parts = _MOST_NAMES - len(names), list[list[str]]()
@@ -27,8 +27,7 @@ def hosts(text: str) -> list[str]:
 
 
 def fold(names: Iterable[str]) -> str:
-    """["n1", "n2", "n07", "m"] -> "m,n[1-2,07]": the names once each, in their natural order. The last number of a name
-    is folded."""
+    """Fold ["n1", "n2", "n07", "m"] to "m,n[1-2,07]" by the last number of each name, in natural order."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in set(names):
         found = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
@@ -38,12 +37,12 @@ def fold(names: Iterable[str]) -> str:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts n2 before n10."""
+    """Return a key that sorts n2 before n10."""
     return [(int(part), part) if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _join(before: str, after: str, numbers: list[str]) -> str:
-    """The names of one group. numbers: their digits; [""] for a name without."""
+    """Join the names of one group. numbers: their digits; [""] for a name without."""
     spans: list[list[str]] = []
     for number in sorted(numbers, key=lambda text: (int(text or 0), len(text))):
         if spans and number == f"{int(spans[-1][-1]) + 1:0{len(spans[-1][0])}}":
@@ -56,17 +55,15 @@ def _join(before: str, after: str, numbers: list[str]) -> str:
 
 
 def _choices(part: str, most: int) -> list[str]:
-    """Return what may stand in this part of a name; [] where that is nothing, more than `most` where it is too much."""
+    """Return the texts for this part of a name; [] if it is wrong, more than `most` if there are too many."""
     if not part.startswith("["):
         return [part]
     found: list[str] = []
     for span in part[1:-1].split(","):
         first, _, last = span.partition("-")
         last = last or first
-        if (
-            not (first.isdecimal() and last.isdecimal() and len(first) < 20 and len(last) < 20)
-            or int(last) - int(first) >= most
-        ):
+        numbers = first.isdecimal() and last.isdecimal() and max(len(first), len(last)) < 20
+        if not numbers or int(last) - int(first) >= most:
             return []
         found += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
         if len(found) > most:

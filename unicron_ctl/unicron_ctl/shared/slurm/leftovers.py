@@ -1,5 +1,5 @@
-"""Finds what Unicron has left in Slurm, and takes it back when Unicron is removed. It is judged from what Slurm shows
-alone: the event log may be gone already."""
+"""Finds what Unicron has left in Slurm, and takes it back when Unicron is removed, judging only by what Slurm shows:
+the event log may be gone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unicron_ctl.shared.slurm.states import OVER
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something of Unicron's in Slurm. what: node, hold or comment. text: what Slurm shows there."""
+    """Something that Unicron has left in Slurm. what: node, hold or comment. text: shown by Slurm."""
 
     what: str
     text: str
@@ -23,31 +23,29 @@ class Leftover:
     element: int = -1
 
     def line(self) -> str:
-        """Say for people what is done about it."""
+        """Return what is done about it, for people."""
         if self.what == "node":
             return f"{self.node} returns to service; check it, if its reason still holds: {self.text}"
         name = f"{self.job}_{self.element}"
-        return (
-            f"{name} is released; it said: {self.text}"
-            if self.what == "hold"
-            else f"{name} loses its comment: {self.text}"
-        )
+        if self.what == "hold":
+            return f"{name} is released; it said: {self.text}"
+        return f"{name} loses its comment: {self.text}"
 
 
 def leftovers(nodes: Sequence[NodeInfo], elements: Sequence[ElementInfo]) -> list[Leftover]:
-    """Nodes that Unicron took out of service, elements that it holds, and its comments on those that have not ended."""
+    """Return nodes that Unicron took out of service, elements that it holds, and comments on others not yet ended."""
     found = [Leftover("node", node.reason, node=node.name) for node in nodes if node.reason.startswith(OURS)]
     for e in elements:
         text = own_part(e.admin_comment)
         if text and e.state not in OVER:
-            # A user's hold stays, whatever the comment says, and so does an admin's on an element that was healed.
+            # A user's hold stays whatever the comment says, and so does an admin's on an element that was healed.
             ours = e.held and e.reason != "JobHeldUser" and text.startswith(HOLD_PREFIX)
             found.append(Leftover("hold" if ours else "comment", text, job=e.job, element=e.element))
     return found
 
 
 def take_back(client: SlurmClient, what: Leftover) -> None:
-    """Undoes one of them. An element also loses the node that it was to wait for. Raises SlurmError."""
+    """Undo one of them. An element also loses the node for which it waited. Raises SlurmError."""
     if what.what == "node":
         client.resume(what.node)
         return
@@ -58,7 +56,7 @@ def take_back(client: SlurmClient, what: Leftover) -> None:
 
 
 def take_all_back(client: SlurmClient, found: Sequence[Leftover]) -> list[str]:
-    """Undoes all of them, and returns what Slurm refused, a line each."""
+    """Undo all of them, and return a line for each that Slurm refused."""
     refused = []
     for what in found:
         try:

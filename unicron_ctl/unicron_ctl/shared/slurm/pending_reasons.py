@@ -1,8 +1,8 @@
-"""Why Slurm does not start a pending element: whether it could start at all, and the reason in plain words. Pure.
+"""Explains why Slurm does not start a pending element, and whether it could start at all. Pure.
 
-Slurm has some 200 reasons and each release adds more, so they are read by families. Reasons about nodes bar no element:
-another node may do. An unknown reason bars none either: Slurm knows best, and a request that it refuses is repeated
-less and less often. Source: squeue(1), JOB REASON CODES; Slurm's job_state_reason.c, 22.05 to 26.05.
+Slurm has some 200 reasons, and each release adds more, so they are read by families. Reasons about nodes bar no
+element, since another node may do; neither does an unknown reason: a request that Slurm refuses is repeated less and
+less often. Source: squeue(1), JOB REASON CODES; Slurm's job_state_reason.c, 22.05 to 26.05.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from functools import lru_cache
 
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo, with_blanks
 
-REQUEUE_WAIT = (
-    300.0  # seconds: Slurm lets a requeued element wait for two minutes; a later begin time is somebody's wish
-)
+REQUEUE_WAIT = 300.0  # seconds: Slurm delays a requeued element by two minutes; a later begin time is somebody's wish
 
 
 class Bar(enum.Enum):
@@ -31,14 +29,14 @@ class Bar(enum.Enum):
 
 @dataclass(frozen=True)
 class Reason:
-    """The reason why a pending element waits. words: one clause for people."""
+    """Why a pending element waits. words: one clause for people."""
 
     bar: Bar
     words: str
 
 
-# For how long, in seconds, an element is not told again to start on a node, where Slurm gives such a reason when it is.
-# The first is about what the node is, the second about what it is at that moment.
+# The seconds for which an element is not ordered to start on a node again after Slurm has given such a reason. The
+# first reason is about the node as such, the second about its present state.
 _REFUSALS = ((re.compile(r"(Bad)?Constraints"), 3600.0), (re.compile(r"ReqNodeNotAvail|Nodes required"), 30.0))
 _FREE = Reason(Bar.NOTHING, "")
 _RELEASE = "and Slurm holds it: `scontrol release`"
@@ -133,14 +131,13 @@ def _limit(found: re.Match[str]) -> str:
 
 
 def refusal_seconds(reason: str) -> float:
-    """For how long an element is not to be told again to start on the node that it waits for with this reason; 0 for
-    one that may still start there."""
+    """Return the seconds for which an element that waits with this reason is not ordered to start on its node again; 0
+    if it may still start there."""
     return next((seconds for pattern, seconds in _REFUSALS if pattern.match(with_blanks(reason))), 0.0)
 
 
 def is_told(element: ElementInfo, nodes: Collection[str]) -> bool:
-    """False where Slurm shows that it has not yet been told to start the element on these nodes, so that its reason is
-    of those before."""
+    """Say whether Slurm has been told to start the element on these nodes, so that its reason is about them."""
     return not element.required_nodes or element.required_nodes == set(nodes)
 
 
@@ -150,17 +147,17 @@ def bar_of(element: ElementInfo, now: float) -> Bar:
 
 
 def barred(element: ElementInfo, now: float) -> bool:
-    """True when a pending element that nobody holds cannot start now, whatever nodes are free."""
+    """Say whether a pending element that is not held cannot start now, whatever nodes are free."""
     return not element.held and bar_of(element, now) is not Bar.NOTHING
 
 
 def explain_pending(element: ElementInfo, now: float) -> str:
-    """Why a pending element has not started, in words."""
+    """Explain in words why a pending element has not started."""
     if _begins_later(element, now):
         return "it is to begin later (--begin)"
     found = understand(element.reason)
     if element.required_nodes and refusal_seconds(element.reason):
-        # Of a node that is busy Slurm says ReqNodeNotAvail, too, if others wait for it.
+        # Slurm says ReqNodeNotAvail of a busy node, too, if others wait for it.
         why = "is busy, reserved or out of service" if found.bar is Bar.NOTHING else "Slurm refuses it"
         return f"it must start on {', '.join(sorted(element.required_nodes))} (ReqNodeList), which {why}"
     if element.held and found.bar is not Bar.HOLD:
@@ -169,8 +166,7 @@ def explain_pending(element: ElementInfo, now: float) -> str:
 
 
 def _begins_later(element: ElementInfo, now: float) -> bool:
-    """Whether somebody wants the element to begin later. One that Slurm itself lets wait was requeued, and waits for
-    minutes."""
+    """Say whether somebody wants the element to begin later. Slurm itself delays only requeued ones, by minutes."""
     if element.reason != "BeginTime" or element.starts is None:
         return False
     return not element.restarts or element.starts - now > REQUEUE_WAIT

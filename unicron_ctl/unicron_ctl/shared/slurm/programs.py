@@ -1,8 +1,8 @@
 """Runs Slurm's programs, each with a time limit.
 
-A process in uninterruptible sleep (state D: a file system that hangs) cannot be killed, and waiting for it could take
-for ever. So each program has a thread of its own, which is left behind with a process that does not end. Only so many
-may be left behind, and while there are, no other program is started: it would hang, too.
+A process in uninterruptible sleep (state D: a file system hangs) cannot be killed. So each program has a thread of its
+own, which is left behind if the process does not end. If too many are left behind no other program is started, since it
+would hang, too.
 """
 
 from __future__ import annotations
@@ -32,19 +32,17 @@ class Programs:
         self._changed = threading.Lock()
 
     def run(self, command: Sequence[str], env: Mapping[str, str], timeout: float) -> Completion:
-        """The program's output and exit status. Raises SlurmTimeout when it takes longer than `timeout`,
-        SlurmError when it prints without end, and OSError."""
+        """Return the program's output and exit status. Raises SlurmTimeout if it takes longer than `timeout`,
+        SlurmError if it prints without end, and OSError."""
         what = " ".join(command[:3])
-        if stuck := self.stuck():
-            if len(stuck) >= MOST_STUCK:
-                raise SlurmTimeout(
-                    f"{what}: not started, for {len(stuck)} of Slurm's programs hang and cannot be killed "
-                    f"({', '.join(sorted(set(stuck)))}): see `ps -eo pid,stat,wchan,args`, and which file system hangs"
-                )
+        if len(stuck := self.stuck()) >= MOST_STUCK:
+            raise SlurmTimeout(
+                f"{what}: not started, for {len(stuck)} of Slurm's programs hang and cannot be killed "
+                f"({', '.join(sorted(set(stuck)))}): see `ps -eo pid,stat,wchan,args`, and which file system hangs"
+            )
         result: Future[Completion] = Future()
-        thread = threading.Thread(
-            target=_serve, args=(result, command, env, timeout), name="unicron-program", daemon=True
-        )
+        arguments = result, command, env, timeout
+        thread = threading.Thread(target=_serve, args=arguments, name="unicron-program", daemon=True)
         thread.start()
         try:
             return result.result(timeout + KILL_SECONDS)
@@ -60,7 +58,7 @@ class Programs:
             raise SlurmTimeout(text) from None
 
     def stuck(self) -> list[str]:
-        """The programs that were left behind and have not ended."""
+        """Return the programs that were left behind and have not ended."""
         with self._changed:
             self._stuck = {thread: what for thread, what in self._stuck.items() if thread.is_alive()}
             return list(self._stuck.values())
@@ -68,8 +66,6 @@ class Programs:
 
 def _serve(result: Future[Completion], command: Sequence[str], env: Mapping[str, str], timeout: float) -> None:
     try:
-        done = run_program(command, timeout, MOST_BYTES, env)
+        result.set_result(run_program(command, timeout, MOST_BYTES, env))
     except BaseException as error:
         result.set_exception(error)
-    else:
-        result.set_result(done)

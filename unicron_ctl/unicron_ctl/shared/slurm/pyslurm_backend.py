@@ -1,8 +1,8 @@
 """SlurmClient over pyslurm, for clusters whose Slurm release an importable pyslurm was built for.
 
-It answers in about a millisecond where the command line takes ten. A pyslurm fits exactly one major release of Slurm
-and misreads others, so `choose_client` compares before it chooses. pyslurm keeps to the slurm.conf that it was given
-first, and each of its calls is limited by that file's MessageTimeout.
+It answers in about a millisecond, the command line in ten. A pyslurm fits exactly one major release of Slurm and
+misreads others, so `choose_client` compares first. pyslurm keeps to the first slurm.conf that it got, and that file's
+MessageTimeout limits each of its calls.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ log = logging.getLogger("unicron.slurm")
 
 
 class PyslurmClient(CommandLineClient):
-    """Reads, and changes elements that have a record of their own, through pyslurm; the rest through the command line.
+    """Reads through pyslurm, and so changes elements that have a record of their own; the rest by the command line.
 
-    Elements of an array that Slurm has not split off yet share the array's record: a change by number would change them
-    all, and only the command line takes JOB_INDEX. The same way is taken for anything that pyslurm cannot express.
+    Elements of an array that Slurm has not split off yet share the array's record, and a change by its number would
+    change them all: only the command line takes JOB_INDEX. It also does what pyslurm cannot express.
     """
 
     def __init__(self, pyslurm: ModuleType, env: Mapping[str, str] | None = None, timeout: float = 10.0) -> None:
@@ -45,7 +45,7 @@ class PyslurmClient(CommandLineClient):
         return [node_info(node, tuple(reserved.get(node.name, ())), usual) for node in loaded.values()]
 
     def elements(self, jobs: Collection[str] | None = None) -> list[ElementInfo]:
-        if jobs is not None:  # pyslurm reads the whole queue, and holds the interpreter meanwhile
+        if jobs is not None:  # pyslurm would read the whole queue, and block the interpreter
             return super().elements(jobs)
         found = []
         for record in self._call("load jobs", self._pyslurm.Jobs.load).values():
@@ -115,7 +115,7 @@ class PyslurmClient(CommandLineClient):
         self._call(f"start {job}_{element}", lambda: record.modify(wanted), harmless="no longer pending execution")
 
     def _record(self, job: str, element: int) -> Any | None:
-        """The pyslurm Job of an element that surely has a record of its own. Once split off, it keeps that for good."""
+        """Return the pyslurm Job of an element that surely has a record of its own, which it keeps for good."""
         number = self._own_record.get((job, element))
         return None if number is None else self._pyslurm.Job(number)
 
@@ -151,7 +151,7 @@ _REFUSAL = object()
 
 
 def reserved_nodes(reservations: Iterable[Any]) -> dict[str, list[Reservation]]:
-    """Node -> those of these pyslurm Reservations that name it."""
+    """Return by node those of these pyslurm Reservations that name it."""
     found: dict[str, list[Reservation]] = {}
     for one in reservations:
         for node in hosts(one.nodes or ""):
@@ -160,7 +160,7 @@ def reserved_nodes(reservations: Iterable[Any]) -> dict[str, list[Reservation]]:
 
 
 def node_info(node: Any, reservations: tuple[Reservation, ...], slurmd_port: int) -> NodeInfo:
-    """A pyslurm Node as ours. slurmd_port: slurm.conf's, for a node that does not tell its own."""
+    """Convert a pyslurm Node. slurmd_port: slurm.conf's, for a node that does not name its own."""
     gpus = sum(count for name, count in (node.configured_gres or {}).items() if name.split(":")[0] == "gpu")
     started = node.slurmd_start_time
     states = parse_states(node.state)
@@ -180,12 +180,12 @@ def node_info(node: Any, reservations: tuple[Reservation, ...], slurmd_port: int
 
 
 def _gres(found: Mapping[str, int] | None) -> str:
-    """{"gpu:a100": 4} -> "gpu:a100:4"."""
+    """Convert {"gpu:a100": 4} to "gpu:a100:4"."""
     return squeue.plain_gres(",".join(f"{name}:{count}" for name, count in (found or {}).items()))
 
 
 def elements_of(record: Any) -> Iterator[tuple[int, bool]]:
-    """(element, whether the record is its own) for each element that a pyslurm Job stands for."""
+    """Yield (element, whether the record is its own) for each element that a pyslurm Job stands for."""
     if record.array_tasks_waiting:
         for element in expand_indices(record.array_tasks_waiting):
             yield element, False
@@ -194,7 +194,7 @@ def elements_of(record: Any) -> Iterator[tuple[int, bool]]:
 
 
 def expand_indices(text: str) -> list[int]:
-    """ "0-6:2,9" -> [0, 2, 4, 6, 9], as in sbatch --array; "%3" at the end (a limit) is ignored."""
+    """Expand "0-6:2,9" to [0, 2, 4, 6, 9], as in sbatch --array; "%3" at the end (a limit) is ignored."""
     indices: list[int] = []
     for part in text.split("%")[0].split(","):
         span, _, step = part.partition(":")
@@ -204,7 +204,7 @@ def expand_indices(text: str) -> list[int]:
 
 
 def element_info(record: Any, element: int) -> ElementInfo:
-    """Return one element of a pyslurm Job as ours. pyslurm has None for a text that Slurm leaves empty."""
+    """Convert one element of a pyslurm Job, in which None stands for an empty text."""
 
     def text(name: str) -> str:
         return getattr(record, name) or ""
@@ -242,17 +242,17 @@ def element_info(record: Any, element: int) -> ElementInfo:
 
 
 def _limit(minutes: int | str | None) -> float | None:
-    """pyslurm's time limit in seconds; None for one without."""
+    """Return pyslurm's time limit in seconds; None for one without."""
     return 60.0 * minutes if isinstance(minutes, int) else None
 
 
 def _exit_code(record: Any) -> str:
-    """ "code:signal", empty for one that has not ended or ended with 0; not every release of pyslurm tells it."""
+    """Return "code:signal", empty if both are 0 or unknown; not every release of pyslurm tells it."""
     code, number = (getattr(record, name, None) or 0 for name in ("exit_code", "exit_code_signal"))
     return f"{code}:{number}" if code or number else ""
 
 
-# What is read of pyslurm. 24.11 and older ones have no Reservations (docs/behaviour/pyslurm.md).
+# The parts of pyslurm that are read here. Up to 24.11 it has no Reservations (docs/behaviour/pyslurm.md).
 NAMES = {
     "JobSubmitDescription": "",
     "PyslurmError": "",
@@ -270,7 +270,7 @@ OLDEST = 25, 11, 2  # before, its import without a slurm.conf ends the process, 
 
 
 def installed_pyslurm() -> str:
-    """The release of the pyslurm that is installed, without importing it; "" for none."""
+    """Return the release of the installed pyslurm, without importing it; "" if there is none."""
     try:
         return importlib.metadata.version("pyslurm")
     except importlib.metadata.PackageNotFoundError:
@@ -282,17 +282,17 @@ def matching_pyslurm(
     load: Callable[[str], ModuleType] = importlib.import_module,
     installed: Callable[[], str] = installed_pyslurm,
 ) -> ModuleType | None:
-    """pyslurm, if it was built for this major release ("22.05.8" -> 22.05), can be imported, and has all that is read
-    of it; else None. One line in the log says which is used, where one is installed."""
+    """Return pyslurm if it was built for this major release ("22.05.8" -> 22.05), can be imported and has all that is
+    read of it; else None. If one is installed, one line of the log says whether it is used."""
     release = installed()
     if not release:
         return None
     why, module = _unfit(release, slurm_release), None
     if not why:
-        os.environ.setdefault("PYSLURM_DISABLE_AUTO_INIT", "1")  # else its import reads slurm.conf
+        os.environ.setdefault("PYSLURM_DISABLE_AUTO_INIT", "1")  # else importing it reads slurm.conf
         try:
             module = load("pyslurm")
-        except Exception as error:  # it links against libslurm and fails in many ways where that is another one
+        except Exception as error:  # it links against libslurm, and fails in many ways if that is another one
             why = f"it cannot be imported ({one_line(str(error))})"
         else:
             missing = _missing(module)
@@ -305,7 +305,7 @@ def matching_pyslurm(
 
 
 def _unfit(release: str, slurm_release: str) -> str:
-    """Why a pyslurm of this release is not even imported."""
+    """Return why a pyslurm of this release is not even imported; empty if it is."""
     built_for, wanted = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (release, slurm_release))
     if len(built_for) < 2 or built_for[:2] != wanted[:2]:
         return f"it is for another release than Slurm {slurm_release}"
@@ -327,11 +327,8 @@ def _missing(module: ModuleType) -> list[str]:
 
 
 def choose_client(env: Mapping[str, str] | None = None, timeout: float = 10.0) -> CommandLineClient:
-    """The pyslurm backend where it fits the cluster's release, else the command line's.
-
-    The command line's too when `env` names another cluster than this process's own SLURM_CONF. Raises SlurmError when
-    Slurm's programs are missing.
-    """
+    """Return the pyslurm backend if it fits the cluster's release and `env` names no other cluster than this process's
+    own SLURM_CONF; else the command line's. Raises SlurmError if Slurm's programs are missing."""
     client = CommandLineClient(env, timeout)
     chosen = (env or {}).get("SLURM_CONF")
     if chosen is not None and chosen != os.environ.get("SLURM_CONF"):
@@ -340,7 +337,7 @@ def choose_client(env: Mapping[str, str] | None = None, timeout: float = 10.0) -
     if module is None:
         return client
     try:
-        client.settings()  # where there is no slurm.conf, libslurm would end this process
+        client.settings()  # without a slurm.conf, libslurm would end this process
     except SlurmError as error:
         log.warning("Slurm is asked by its commands, and not by pyslurm, for Slurm does not answer yet: %s", error)
         return client

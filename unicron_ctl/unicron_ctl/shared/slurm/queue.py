@@ -1,8 +1,8 @@
-"""The whole queue, read in few operations: who occupies nodes, and who waits for nodes that our jobs could take.
+"""Reads the whole queue: who occupies nodes, and who waits for nodes that our jobs could take. Pure.
 
-A queue may hold 100,000 jobs, and most matter only because others like them come first. So squeue sorts by priority and
-prints columns of fixed width, in which everything that makes two pending jobs alike lies side by side. Each row costs
-two slices of bytes and a look into a set, and only the first row of each kind is read. Pure.
+A queue may hold 100,000 jobs, most of which matter only because others like them come first. So squeue sorts by
+priority and prints columns of fixed width, in which everything that makes two pending jobs alike lies side by side.
+Each row costs two slices of bytes and a look into a set, and only the first row of each kind is read.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ _KIND: Columns = (
     ("HetJobOffset", 5),  # so that components are told apart that ask for the same
 )
 _REQUEST: Columns = (("Feature", 96), ("Reservation", 64), *asked.COLUMNS, ("ExcNodes", 96))
-# Where what users ask for breaks the columns: without it. Such a job may then get any node of its partitions.
+# The second form is for requests that break the columns: without them, such a job may get any node of its partitions.
 COLUMNS: tuple[Columns, ...] = ((*_IDENTITY, *_KIND, *_REQUEST), (*_IDENTITY, *_KIND))
-# Columns that older releases do not know. squeue leaves such a one out, with exit status 0.
+# Columns that older releases do not know. squeue leaves out such a column, with exit status 0.
 _SINCE = {"ExcNodes": (23, 2)}
 WAITS_FOR_NODES = ("Resources", "Priority")
 _PENDING, _OVER = (frozenset(word.encode() for word in words) for words in (WAITS, OVER))
-ON_ONE_NODE = 8  # elements that are told apart on the same nodes
+ON_ONE_NODE = 8  # elements on the same nodes that are told apart
 _SEPARATOR = b"\x1f"
 
 
 def forms(release: str) -> tuple[Columns, ...]:
-    """Return what squeue of this release ("22.05.8") is asked for, in turn, until the answer can be read."""
+    """Return the forms in which squeue of this release ("22.05.8") is asked in turn, until the answer can be read."""
     number = tuple(int(part) for part in release.split(".")[:2] if part.isdecimal())
     known = tuple(one for one in COLUMNS[0] if not number or number >= _SINCE.get(one[0], (0,)))
     return known, *COLUMNS[1:]
 
 
 def parse(data: bytes, columns: Columns, but: Collection[str] = ()) -> Queue | None:
-    """squeue's answer, sorted by priority, without the jobs `but`. None when it is not in the columns asked for."""
+    """Read squeue's answer, sorted by priority, without the jobs `but`. None if it has other columns."""
     size, at = squeue.row_size(columns), _offsets(columns)
     if len(data) % size or not _aligned(data, columns, size):
         return None
@@ -94,7 +94,7 @@ def _offsets(columns: Columns) -> dict[str, int]:
 
 
 def _aligned(data: bytes, columns: Columns, size: int) -> bool:
-    """Whether each row ends with a line end, and each column with a separator."""
+    """Say whether each row ends with a line end, and each column with a separator."""
     count = len(data) // size
     if data[size - 1 :: size] != b"\n" * count:
         return False
@@ -107,7 +107,7 @@ def _aligned(data: bytes, columns: Columns, size: int) -> bool:
 
 
 def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
-    """The element of a row. A text that does not fit its column is unknown, and then the job may get any node."""
+    """Return a row's element. A text that is too long for its column is unknown; then the job may get any node."""
     cells = {}
     for name, width in columns:
         cell = row[at[name] : at[name] + width]
@@ -126,10 +126,7 @@ def _element(row: bytes, columns: Columns, at: dict[str, int]) -> ElementInfo:
         state=element_state(cells["State"]),
         node=nodes or None,
         reason=reason,
-        name="",
         user=cells["UserName"],
-        comment="",
-        restarts=0,
         partition=cells["Partition"],
         features=cells.get("Feature", ""),
         gres=gres,

@@ -10,7 +10,7 @@ from unicron_ctl.shared.slurm.slurm_client import NONE_SET, PartitionInfo, Size
 
 
 def parse_partitions(text: str) -> list[PartitionInfo]:
-    """`scontrol -o show partition`."""
+    """Read `scontrol -o show partition`."""
     lines = (dict(re.findall(r"(?:^|(?<= ))([A-Z][A-Za-z]*)=(\S*)", line)) for line in text.split("\n"))
     return [_partition(fields) for fields in lines if "PartitionName" in fields]
 
@@ -36,7 +36,7 @@ def _partition(fields: Mapping[str, str]) -> PartitionInfo:
 
 
 def node_size(fields: Mapping[str, str]) -> Size:
-    """Return what a node has, as Slurm counts it: CPUEfctv (since 22.05) is without what is kept for the system."""
+    """Return a node's size, as Slurm counts it: CPUEfctv (since 22.05) excludes CPUs kept for the system."""
 
     def number(name: str, least: int) -> int:
         return max(least, int(fields[name])) if fields.get(name, "").isdecimal() else least

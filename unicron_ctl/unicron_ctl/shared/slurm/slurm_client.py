@@ -10,14 +10,14 @@ from typing import Protocol
 from unicron_ctl.shared.slurm.states import ASLEEP, REASON, UNUSABLE, unknown
 from unicron_ctl.shared.system.errors import UserError, one_line, shorten
 
-# The reasons of a pending element that somebody has to release. Where slurmctld has a text, squeue prints that in place
-# of the reason's name. Source: docs/behaviour/slurm-states.toml.
+# Reasons of a pending element that somebody has to release. squeue prints slurmctld's text in place of the reason's
+# name if there is one. Source: docs/behaviour/slurm-states.toml.
 HOLDS = re.compile(
     r"JobHeld(Admin|User)$|Reservation(Deleted|Invalid)|Reservation .*(was deleted|is invalid)$"
     r"|job requeued in special exit state|.*\bheld\b"
 )
-# How the reasons begin that Slurm's own daemons give a node, in lower case. One too many only keeps a person's word
-# from counting until it is said otherwise; one too few proves the living dead.
+# The beginnings, in lower case, of the reasons that Slurm's own daemons give a node. One too many only keeps a person's
+# word from counting until it is given in other words; one too few takes a living node for dead.
 _SLURMS_OWN = (
     "not responding",
     "node unexpectedly rebooted",
@@ -38,21 +38,21 @@ _SLURMS_OWN = (
 
 
 def with_blanks(reason: str) -> str:
-    """A pending element's reason as squeue prints it; scontrol has underscores in it."""
+    """Return a pending element's reason as squeue prints it, without the underscores of scontrol."""
     return reason.strip().replace("_", " ")
 
 
 def slurms_own(reason: str) -> bool:
-    """Whether Slurm itself has given a node this reason: no person, no script, no tool."""
+    """Say whether Slurm itself has given a node this reason, and no person, script or tool."""
     return not reason or reason.lower().startswith(_SLURMS_OWN)
 
 
 def current_reason(states: frozenset[str], reason: str) -> str:
-    """Why a node in these states is out of service; "" for one that is in service, whatever reason it still has."""
+    """Return why a node in these states is out of service; "" for one in service, whatever reason it still has."""
     return reason if states & REASON or unknown(states) else ""
 
 
-MOST_CHARACTERS = 500  # characters of what went wrong: programs may say anything
+MOST_CHARACTERS = 500  # of an error, since programs may print anything
 
 
 class SlurmError(UserError):
@@ -66,7 +66,7 @@ class SlurmTimeout(SlurmError):
     """Slurm did not answer in time: the next call would wait as long."""
 
 
-NONE_SET = float("inf")  # where a partition has no limit
+NONE_SET = float("inf")  # for a limit that a partition does not have
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,15 @@ class PartitionInfo:
 
     @property
     def limited(self) -> bool:
-        """Whether it limits what a job may have."""
+        """The partition limits what a job may have."""
         most = self.max_seconds, self.max_nodes, self.max_memory, self.max_cpus
         return self.min_nodes > 1 or any(limit != NONE_SET for limit in most)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """A pending element's request of one node at least (:mod:`unicron_ctl.shared.slurm.asked`); 0 where it asks for
-    nothing, or that is not known."""
+    """A pending element's least request of one node (:mod:`unicron_ctl.shared.slurm.asked`); 0 for what is not asked
+    for or not known."""
 
     nodes: int = 1
     """Nodes of the element."""
@@ -111,9 +111,9 @@ class Needs:
     memory: int = 0
     """MB for a node, or for a CPU, as Slurm stores it."""
     in_all: int = 0
-    """MB for all that it is to have on the node."""
+    """MB for everything on the node."""
     per_cpu: int = 0
-    """MB for each CPU, where memory is asked for like that."""
+    """MB for each CPU, if memory is asked for like that."""
     tmp: int = 0
     """MB of local disk."""
     sockets: int = 0
@@ -133,14 +133,14 @@ class Size:
     """The size of a node."""
 
     cpus: int = 0
-    """0 where it is not known."""
+    """0 if unknown."""
     sockets: int = 1
     cores: int = 1
     threads: int = 1
     memory: int = 0
     """MB."""
     to_give: int | None = None
-    """MB that Slurm deals out among jobs; None where it does not (SelectTypeParameters)."""
+    """MB that Slurm deals out among jobs; None if it does not (SelectTypeParameters)."""
     tmp: int = 0
     """MB of local disk."""
 
@@ -180,77 +180,79 @@ class NodeInfo:
 
     @property
     def healthy(self) -> bool:
-        """Whether Slurm could run something there: now, once it is free, or once it has been switched on."""
+        """Slurm could run something there: now, once it is free, or once it has been switched on."""
         wrong = self.states & UNUSABLE | unknown(self.states)
         return bool(self.states) and not (wrong - {"NOT_RESPONDING"} if self.asleep else wrong)
 
     @property
     def asleep(self) -> bool:
-        """Whether power saving has the node off, or on its way there or back; then its silence says nothing."""
+        """Power saving has the node off, or on its way there or back, so its silence means nothing."""
         return bool(self.states & ASLEEP)
 
     @property
     def heard(self) -> bool:
-        """Whether Slurm hears the node's slurmd, and could run something there."""
+        """Slurm hears the node's slurmd, and could run something there."""
         return self.healthy and not self.asleep
 
 
 @dataclass(frozen=True)
 class ElementInfo:
-    """One element of an array job, or a plain job.
-
-    `job` is the array's id, `slurm_id` the element's own (equal to `job` until Slurm splits the element off), `node`
-    None unless it has one, `reason` what Slurm says about a pending element, `restarts` how often it was requeued,
-    `exit_code` "code:signal" of one that has ended ("" otherwise).
-
-    `submitted` is in seconds since the epoch, and Slurm sets it anew when it requeues an element. `partition` may be a
-    list with commas while it is pending. `features` (a constraint, as in sbatch(1)), `gres` ("gpu:a100:8", however it
-    asks for that) and `asked` are what it asks of a node. `required_nodes` are those that it must have: its user's, or
-    the last pin. `time_limit` is in seconds, None for none. `starts` and `planned_nodes` are the scheduler's
-    own estimate for a pending one. Users write `name`, `comment` and, without accounting, `account`; any of their
-    bytes may be in them. Only administrators write `admin_comment`. A text with an ellipsis at its end was longer.
-    `hetero` is the id of the heterogeneous job of which it is a component, empty for none.
-    `brief`: only the whole queue showed it, so that its owner, its number and its texts are not known.
-    `array`: it is a task of a job array. `allocation`: so many nodes are one allocation with it, which Slurm holds,
-    requeues and ends as a whole. `block`: so many nodes are one element of the array
-    (:mod:`unicron_ctl.controller.model.allocation`). `state` is as
-    :func:`unicron_ctl.shared.slurm.states.element_state` says, and `on_hold` that Slurm's own word for it tells that it
-    is held, whatever its reason.
-    """
+    """One element of an array job, or a plain job. A text with an ellipsis at its end was longer."""
 
     job: str
+    """The array's id"""
     element: int
     slurm_id: str
+    """The element's own id, equal to `job` until Slurm splits the element off"""
     state: str
-    node: str | None
-    reason: str
-    name: str
-    user: str
-    comment: str
-    restarts: int
+    """As :func:`unicron_ctl.shared.slurm.states.element_state` returns it"""
+    node: str | None = None
+    reason: str = ""
+    """Why a pending element waits"""
+    name: str = ""
+    """Written by the user like `comment`, and `account` without accounting: any bytes may be in it"""
+    user: str = ""
+    comment: str = ""
+    restarts: int = 0
+    """How often it was requeued"""
     exit_code: str = ""
+    """ "code:signal" of an element that has ended"""
     uid: int = 0
     submitted: float = 0.0
+    """Seconds since the epoch, set anew at a requeue"""
     account: str = ""
     qos: str = ""
     partition: str = ""
+    """May be a list with commas while it is pending"""
     features: str = ""
+    """The constraint, as in sbatch(1)"""
     gres: str = ""
+    """What it asks of a node, in whatever way, such as gpu:a100:8"""
     reservation: str = ""
     excluded_nodes: frozenset[str] = frozenset()
     time_limit: float | None = None
+    """Seconds"""
     priority: int = 0
     admin_comment: str = ""
+    """Written only by administrators"""
     starts: float | None = None
+    """The scheduler's estimate for a pending element, like `planned_nodes`"""
     planned_nodes: frozenset[str] = frozenset()
     required_nodes: frozenset[str] = frozenset()
+    """Nodes that it must have: its user's, or the last pin"""
     asked: Needs = Needs()
     hetero: str = ""
+    """The id of the heterogeneous job of which it is a component"""
     brief: bool = False
+    """Only the whole queue showed it, so its owner, its number and its texts are unknown"""
     array: bool = False
+    """It is a task of a job array"""
     on_hold: bool = False
+    """Slurm's word for its state says that it is held, whatever its reason"""
     allocation: int = 1
+    """Nodes of its allocation, which Slurm holds, requeues and ends as a whole"""
     block: int = 1
+    """Nodes that are one element of the array (:mod:`unicron_ctl.controller.model.allocation`)"""
 
     @property
     def label(self) -> str:
@@ -259,34 +261,36 @@ class ElementInfo:
 
     @property
     def held(self) -> bool:
-        """Whether Slurm will not start it until it is released."""
+        """Slurm will not start it until it is released."""
         return self.state == "PENDING" and (self.on_hold or bool(HOLDS.match(with_blanks(self.reason))))
 
 
 @dataclass
 class Queue:
-    """The whole queue, as far as the planner needs it.
-
-    elements: of others, those that occupy nodes and the most urgent pending one of each kind. rows: how many the
-    whole queue has. cut: some lists of nodes did not fit, so that it is not known who is on some nodes."""
+    """The whole queue, as far as the planner needs it."""
 
     elements: list[ElementInfo] = field(default_factory=list)
+    """Others' elements that occupy nodes, and their most urgent pending element of each kind"""
     rows: int = 0
+    """Rows of the whole queue"""
     cut: bool = False
+    """Some lists of nodes did not fit, so it is unknown who occupies some nodes"""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Settings that seldom change. private: Slurm's PrivateData, kinds of things of which users see their own only.
-    domains: node -> the leaf switch or block with which it fails. kill_wait: seconds from SIGTERM to SIGKILL when
-    something is to end. grace: partition -> seconds from the first SIGTERM to that, when something is preempted.
-    shrinks: how often Slurm takes nodes from a running job when it is asked to."""
+    """Slurm's settings that seldom change."""
 
     private: frozenset[str] = frozenset()
+    """PrivateData: kinds of things of which users see only their own"""
     domains: Mapping[str, str] = field(default_factory=dict)
+    """Node -> the leaf switch or block with which it fails"""
     kill_wait: float = 30.0
+    """Seconds from SIGTERM to SIGKILL when something has to end"""
     grace: Mapping[str, float] = field(default_factory=dict)
+    """Partition -> seconds from the first SIGTERM to that, when something is preempted"""
     shrinks: int = 0
+    """How often Slurm takes nodes from a running job if asked to"""
 
 
 UNSAID = Site()
@@ -294,78 +298,71 @@ SOMEBODY = "?"  # the job of an element that is known only by the node that it u
 
 
 class SlurmClient(Protocol):
-    """The controller's calls of Slurm. Every call has a time limit and raises SlurmError, one line, when it fails. A
-    mutating call may be repeated: to requeue what is pending, or to release what is not held, is no error."""
+    """The controller's calls of Slurm. Each has a time limit and raises SlurmError, one line, if it fails. A mutating
+    call may be repeated: to requeue a pending element, or to release one that is not held, is no error."""
 
     def nodes(self) -> list[NodeInfo]:
-        """All nodes, by name as Slurm orders them."""
+        """Return all nodes, in Slurm's order."""
 
     def elements(self, jobs: Collection[str] | None = None) -> list[ElementInfo]:
-        """All elements of these jobs that Slurm still knows, those finished in the last minutes (MinJobAge) included;
-        of all jobs where none are named. Of pending elements that Slurm has not told apart yet only the first ones."""
+        """Return all elements of these jobs, or of all jobs, that Slurm still knows, including those finished in the
+        last minutes (MinJobAge). Of pending elements that Slurm has not told apart yet, only the first are returned."""
 
     def others(self, but: Collection[str] = ()) -> Queue:
-        """The whole queue but these jobs: who occupies nodes, and the most urgent of each kind that is pending."""
+        """Return the queue without these jobs: who occupies nodes, and the most urgent pending ones of each kind."""
 
     def private_data(self) -> frozenset[str]:
-        """Return what Slurm's PrivateData names: of these kinds users see their own only (slurm.conf(5))."""
+        """Return Slurm's PrivateData: kinds of things of which users see only their own (slurm.conf(5))."""
 
     def kill_wait(self) -> float:
-        """Slurm's KillWait, seconds: from SIGTERM to SIGKILL when an element is to end (slurm.conf(5))."""
+        """Return Slurm's KillWait, seconds: from SIGTERM to SIGKILL when an element has to end (slurm.conf(5))."""
 
     def grace(self) -> dict[str, float]:
-        """partition -> its GraceTime, seconds: for which Slurm lets go on what it preempts (slurm.conf(5))."""
+        """Return each partition's GraceTime, seconds: for which a preempted element may go on (slurm.conf(5))."""
 
     def shrinks(self) -> int:
-        """Return how often Slurm takes nodes from a running job when it is asked to: never with disable_job_shrink, and
-        only once without slurmdbd."""
+        """Return how often Slurm takes nodes from a running job: 0 with disable_job_shrink, 1 without slurmdbd."""
 
     def domains(self) -> dict[str, str]:
-        """node -> what it fails with: its leaf switch, or its block. Empty where Slurm knows no topology."""
+        """Return by node what it fails with: its leaf switch, or its block. Empty if Slurm knows no topology."""
 
     def down(self, node: str, reason: str) -> None:
-        """Sets a node down: what runs on it is requeued or ended at once.
-
-        Do this before an element of a failed node is requeued or held, not while it is completing: Slurm 22.05 would
-        lose its GPU records (docs/local-cluster.md).
-        """
+        """Set a node down: what runs on it is requeued or ended at once. Do this before an element of a failed node is
+        requeued or held, not while it is completing: Slurm 22.05 would lose its GPU records (docs/local-cluster.md)."""
 
     def drain(self, node: str, reason: str) -> None:
-        """Gives a node no further work; what runs on it goes on."""
+        """Give a node no further work; what runs on it goes on."""
 
     def resume(self, node: str) -> None:
-        """Gives a drained or downed node back to the scheduler. No error for one that is in service.
-
-        Slurm shows a node as not responding until its slurmd has answered again. The call waits for that,
-        but not for long: a listing shows what is still so afterwards.
-        """
+        """Give a drained or downed node back to the scheduler; no error for one in service. Slurm shows the node as not
+        responding until its slurmd has answered, for which the call waits a short time."""
 
     def requeue(self, job: str, element: int) -> None:
-        """Ends a running element and puts it back in the queue, under the same ids."""
+        """End a running element and put it back into the queue, under the same ids."""
 
     def requeue_hold(self, job: str, element: int, comment: str) -> None:
-        """Requeues a running element held, or holds a pending one; `comment` says why (AdminComment)."""
+        """Requeue a running element held, or hold a pending one; `comment` says why (AdminComment)."""
 
     def hold(self, job: str, element: int, comment: str) -> None:
-        """Keeps a pending element from starting; `comment` says why (AdminComment)."""
+        """Keep a pending element from starting; `comment` says why (AdminComment)."""
 
     def release(self, job: str, element: int, comment: str = "") -> None:
-        """Lets a held element start; `comment` takes the place of what the hold said (AdminComment)."""
+        """Let a held element start; `comment` replaces that of the hold (AdminComment)."""
 
     def pin(self, job: str, element: int, node: str | None) -> None:
-        """Lets a pending element start on this node and no other; None takes that back."""
+        """Let a pending element start only on this node; None takes that back."""
 
     def shrink(self, job: str, nodes: str) -> None:
-        """Leaves a running job that is no array these nodes of its own, names with commas. What still runs on the
-        others is killed, and srun fails then (docs/design/allocations.md)."""
+        """Leave a running job without an array only these of its nodes, names with commas. What still runs on the
+        others is killed, and then srun fails (docs/design/allocations.md)."""
 
     def start_now(self, job: str, element: int) -> None:
-        """Ends the wait that Slurm imposes on a requeued element; nothing happens to one that has begun already."""
+        """End the wait that Slurm imposes on a requeued element; an element that has begun is left alone."""
 
     def comment(self, job: str, element: int, text: str) -> None:
-        """Makes `text` Unicron's part of the element's AdminComment, and leaves what others wrote there. Slurm cannot
-        compare before it writes: it is read again after that, and somebody else's text of that moment is put back. No
-        error for one that has finished, whose comment Slurm does not change."""
+        """Make `text` Unicron's part of the element's AdminComment, beside what others wrote. Slurm cannot compare
+        before it writes, so the comment is read again, and a text that somebody else wrote meanwhile is put back. No
+        error for an element that has finished, whose comment Slurm does not change."""
 
     def cancel(self, job: str, element: int | None = None, comment: str = "") -> None:
-        """Ends an element, or the whole job, for good; `comment` says why (AdminComment of the element)."""
+        """End an element, or the whole job, for good; `comment` says why (AdminComment of the element)."""

@@ -1,13 +1,12 @@
 """Reads what squeue prints, in two listings, so that nothing that users write can pass for anything else.
 
-Names, comments and, on clusters without accounting, accounts may hold line ends and any other byte; Slurm prints them
-as they are (seen with sbatch and `scontrol update` of 22.05.8). So the first listing has only numbers, times, states
-and names that slurmctld has looked up itself: one line an element. Whatever else is wanted comes in the second, in
-columns of fixed width, which squeue cuts and fills by bytes: there every byte's place tells what it belongs to.
-(The whole queue is read elsewhere, :mod:`unicron_ctl.shared.slurm.queue`.)
+Names, comments and, without accounting, accounts may hold line ends and any other byte, and Slurm prints them as they
+are (seen with sbatch and `scontrol update` of 22.05.8). So the first listing, one line an element, has only numbers,
+times, states and names that slurmctld has looked up itself. All texts come in the second, in columns of fixed width,
+which squeue cuts and fills by bytes, so each byte's place tells its meaning.
 
 Pending elements of an array that Slurm has not split off yet are all alike, and there may be 100,000. Only the first
-ones are read: no more can start than there are nodes.
+are read, since no more can start than there are nodes.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ ALL_COLUMNS = (
 # Of arrays that are large, where all else is the array's: what may differ between its elements.
 OWN_COLUMNS = (*NEEDED_COLUMNS, ("admin_comment", 48))
 _NOTHING = ("(null)", "N/A", "n/a", "None", "")
-CUT = "…"  # how a text ends that the column was too narrow for
-_WORD = re.compile(r"[A-Z][A-Z0-9_]*|\?")  # a state: "?" is one for which that Slurm has no word
+CUT = "…"  # the end of a text that was too long for its column
+_WORD = re.compile(r"[A-Z][A-Z0-9_]*|\?")  # a state; "?" if that Slurm has no word for it
 Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the first listing. `info` lacks what the second one tells; `key` is the line's place there."""
+    """One line of the first listing. info: lacks the second listing's texts; key: the line's place in that."""
 
     info: ElementInfo
     is_array: bool
@@ -59,18 +58,18 @@ class Fact:
 
 
 def columns_format(columns: Iterable[tuple[str, int]]) -> str:
-    """For `squeue -O`."""
+    """Return the format for `squeue -O`."""
     return ",".join(f"{name}:{width}{_SEPARATOR}" for name, width in columns)
 
 
 def row_size(columns: Iterable[tuple[str, int]]) -> int:
-    """Bytes of a row, its line end included."""
+    """Return the bytes of a row, its line end included."""
     return sum(width + 1 for _, width in columns) + 1
 
 
 def parse_facts(text: str, most: float = float("inf")) -> list[Fact]:
-    """The first listing, element by element; of each array's pending elements that share its record, `most`. A line
-    that cannot be read is left out: it spoils nothing but itself."""
+    """Read the first listing; of each array's pending elements that share its record, only `most`. A line that cannot
+    be read is left out."""
     alike: Counter[tuple[str, ...]] = Counter()
     found, at = [], 0
     while at < len(text):
@@ -81,7 +80,7 @@ def parse_facts(text: str, most: float = float("inf")) -> list[Fact]:
         shared = _shares_record(line)
         if shared:
             alike[shared] += 1
-            if alike[shared] > most:  # and so are the next ones: they are passed over without a look at each
+            if alike[shared] > most:  # the following ones are skipped, without a look at each
                 passed = _more_of(*shared).match(text, at)
                 at = passed.end() if passed else at
                 continue
@@ -92,13 +91,13 @@ def parse_facts(text: str, most: float = float("inf")) -> list[Fact]:
 
 @lru_cache(maxsize=256)
 def _more_of(job: str, state: str) -> re.Pattern[str]:
-    """Lines of pending elements of the array that share its record, one after the other."""
+    """Return a pattern for following lines of pending elements of the array that share its record."""
     head = _SEPARATOR.join((job, f"[^{_SEPARATOR}\n]*", job, state, ""))
     return re.compile(rf"(?:{head}[^\n]*\n)*")
 
 
 def _shares_record(line: str) -> tuple[str, ...]:
-    """The array's id and the state, if it is one of its pending elements that share its record; else empty."""
+    """Return the array's id and the state of a pending element that shares its record; else empty."""
     head = line.split(_SEPARATOR, 4)
     alike = len(head) == 5 and head[3] in WAITS and head[0] == head[2] and head[0].isdecimal()
     return (head[0], head[3]) if alike else ()
@@ -122,11 +121,7 @@ def _fact(line: str) -> Fact | None:
         slurm_id=slurm_id,
         state=element_state(state),
         node=None if node in _NOTHING else node,
-        reason="",
-        name="",
         user=user,
-        comment="",
-        restarts=0,
         uid=int(uid),
         submitted=at,
         partition=value_or_empty(partition),
@@ -145,11 +140,8 @@ def _fact(line: str) -> Fact | None:
 def parse_columns(
     data: bytes, columns: tuple[tuple[str, int], ...], wanted: Iterable[Key] | None = None
 ) -> dict[Key, dict[str, str]] | None:
-    """The second listing by array's id and index: column -> text; only of those `wanted`, if any are named. None when
-    it is not in the columns asked for.
-
-    A text that fills its column ends with an ellipsis: it may go on.
-    """
+    """Read the second listing by array's id and index: column -> text; only of those `wanted`, if given. None if it has
+    other columns. A text that fills its column may go on, and gets an ellipsis."""
     size = row_size(columns)
     if len(data) % size:
         return None
@@ -180,7 +172,7 @@ def _cell(text: str, width: int) -> bytes:
 
 
 def complete(fact: Fact, texts: Mapping[str, str]) -> ElementInfo:
-    """An element of the first listing with its row of the second one, as far as that has its columns."""
+    """Return an element of the first listing with the texts of the second, as far as that has its columns."""
     reason, restarts = texts["Reason"], texts["RestartCnt"]
     size, gres = asked.parse({name: value_or_empty(texts.get(name, "")) for name, _ in asked.COLUMNS})
     required = value_or_empty(texts.get("ReqNodes", ""))
@@ -202,18 +194,18 @@ def complete(fact: Fact, texts: Mapping[str, str]) -> ElementInfo:
 
 
 def value_or_empty(text: str) -> str:
-    """ "" for the words that Slurm has for nothing."""
+    """Return the text, "" for the words by which Slurm says that there is none."""
     return "" if text in _NOTHING else text
 
 
 def plain_gres(text: str) -> str:
-    """ "gres:gpu:a100:4" (22.05) and "gres/gpu:a100:4" (newer) -> "gpu:a100:4"; several are separated by commas."""
+    """Convert "gres:gpu:a100:4" (22.05) and "gres/gpu:a100:4" (newer) to "gpu:a100:4", also in a list with commas."""
     return ",".join(re.sub(r"^gres[:/]", "", item.strip()) for item in text.split(",") if item.strip())
 
 
 @lru_cache(maxsize=65536)
 def parse_time(text: str) -> float | None:
-    """Slurm's time format, in UTC as the client asks for it, to seconds since the epoch; None for "Unknown"."""
+    """Convert Slurm's time, in UTC as the client asks for it, to seconds since the epoch; None for "Unknown"."""
     try:
         return float(calendar.timegm(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S")))
     except ValueError:
@@ -222,7 +214,7 @@ def parse_time(text: str) -> float | None:
 
 @lru_cache(maxsize=4096)
 def parse_limit(text: str) -> float | None:
-    """ "1-02:30:00", "30:00" or "5" (minutes) to seconds; None for "UNLIMITED" and whatever is no time."""
+    """Convert "1-02:30:00", "30:00" or "5" (minutes) to seconds; None for "UNLIMITED" and whatever is no time."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if found:
         days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
@@ -231,7 +223,7 @@ def parse_limit(text: str) -> float | None:
 
 
 def code_and_signal(text: str) -> str:
-    """squeue's exit_code, a wait status (wait(2)), as Slurm writes it elsewhere: "35072" -> "137:0", "9" -> "0:9"."""
+    """Convert squeue's exit_code, a wait status (wait(2)), to Slurm's usual form: "35072" to "137:0", "9" to "0:9"."""
     if not text.isdecimal():
         return text if ":" in text else ""
     status = int(text)
@@ -239,12 +231,12 @@ def code_and_signal(text: str) -> str:
 
 
 def nodes_of(element: ElementInfo) -> Sequence[str]:
-    """The names of its nodes; of an element of several they are one host list."""
+    """Return the names of the element's nodes."""
     return names_of(element.node)
 
 
 def names_of(text: str | None) -> Sequence[str]:
-    """The names in a host list; a long one is read once."""
+    """Return the names in a host list; a long one is read once."""
     return _names(text) if text and ("[" in text or "," in text) else [text] if text else []
 
 

@@ -1,7 +1,7 @@
-"""Slurm's words for the states of jobs and nodes, and what each means here. Everything else reads these two tables.
+"""The tables of Slurm's words for the states of jobs and nodes, and what each means here.
 
-The words of each release, and where its source has them: docs/behaviour/slurm-states.toml. A word of a release that is
-not there yet is never read as good news: its element keeps its nodes and is not over, its node gets no work.
+docs/behaviour/slurm-states.toml has the words of each release, and where its source has them. An unknown word is never
+read as good news: its element keeps its nodes and is not over, its node gets no work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from functools import lru_cache
 
 log = logging.getLogger("unicron.slurm")
-UNKNOWN = "UNKNOWN"  # an element's state, where Slurm has a word for it that is not in the table
+UNKNOWN = "UNKNOWN"  # an element's state if the table does not have Slurm's word for it
 
 
 class Job(enum.Flag):
@@ -63,8 +63,7 @@ JOB_WORDS = {
 
 
 class Node(enum.Flag):
-    """The meaning of a word of a node's state. A node has one or more of them; without any, its word says nothing
-    here."""
+    """The meaning of a word of a node's state. A node has one or more words; at least one must have a meaning."""
 
     UNUSABLE = enum.auto()  # gets no work
     DOWN = enum.auto()  # Slurm hears nothing of it, or has given it up
@@ -135,12 +134,12 @@ SIGNS = {
 
 
 def jobs(meaning: Job) -> frozenset[str]:
-    """The words for jobs that mean this."""
+    """Return the words for jobs that mean this."""
     return frozenset(word for word, means in JOB_WORDS.items() if meaning in means)
 
 
 def nodes(meaning: Node) -> frozenset[str]:
-    """The words for nodes that mean this."""
+    """Return the words for nodes that mean this."""
     return frozenset(word for word, means in NODE_WORDS.items() if meaning in means)
 
 
@@ -153,7 +152,7 @@ TAKEN_OUT = frozenset({"DOWN", "DRAIN"})  # as `scontrol update NodeName=... Sta
 
 
 def element_state(said: str) -> str:
-    """An element's state, by Slurm's word for it: PENDING for all that wait, UNKNOWN for a word that is not known."""
+    """Return an element's state by Slurm's word for it: PENDING for all that wait, UNKNOWN for an unknown word."""
     means = JOB_WORDS.get(said)
     if means is None or said == UNKNOWN:
         _warn(f"job state {said!r}: its element keeps its nodes, and is taken for neither pending nor over")
@@ -162,13 +161,13 @@ def element_state(said: str) -> str:
 
 
 def on_hold(said: str, priority: int) -> bool:
-    """Whether this word says that the element is held. The word alone does not: Slurm lets it stay after the release,
-    and only then the priority is not 0 any more."""
+    """Say whether this word means that the element is held. Slurm may keep the word after the release, but then the
+    priority is no longer 0."""
     return priority == 0 and Job.HOLD in JOB_WORDS.get(said, Job.OVER)
 
 
 def parse_states(text: str) -> frozenset[str]:
-    """ "DOWN*+DRAIN" -> {"DOWN", "NOT_RESPONDING", "DRAIN"}."""
+    """Convert "DOWN*+DRAIN" to {"DOWN", "NOT_RESPONDING", "DRAIN"}."""
     states = set()
     for part in text.upper().split("+"):
         while part and part[-1] in SIGNS:
@@ -180,7 +179,7 @@ def parse_states(text: str) -> frozenset[str]:
 
 
 def unknown(words: frozenset[str]) -> frozenset[str]:
-    """Finds those of a node's words that are not in the table."""
+    """Return those of a node's words that are not in the table, and log them."""
     found = words - NODE_WORDS.keys()
     for word in found:
         _warn(f"node state {word!r}: a node in it gets no work")
@@ -189,5 +188,5 @@ def unknown(words: frozenset[str]) -> frozenset[str]:
 
 @lru_cache(maxsize=256)
 def _warn(text: str) -> None:
-    """Says it once."""
+    """Log a warning once."""
     log.warning("this Slurm has a word that Unicron does not know, %s", text)

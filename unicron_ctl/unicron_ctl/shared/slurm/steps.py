@@ -1,4 +1,4 @@
-"""Jobs that `unicronctl` runs side by side, each an srun of its own. None outlives an interrupt."""
+"""Runs jobs of `unicronctl` in parallel, each by its own srun. None outlives an interrupt."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ Result = TypeVar("Result")
 
 
 class Steps:
-    """Runs sruns side by side.
-
-    name: the prefix of their jobs' names; with the token that follows it, scancel finds them. environment: for srun,
-    with SLURM_CONF if the cluster is a private one.
-    """
+    """Runs sruns in parallel. name: the prefix of their jobs' names, by which, with a token, scancel finds them.
+    environment: for srun, with SLURM_CONF for a private cluster."""
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
-        # Inside another job srun would use that job's nodes. UNICRON=0 makes the plugin leave these alone.
+        # Inside another job srun would use that job's nodes. UNICRON=0 makes the plugin ignore these jobs.
         hidden = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_")
         kept = {k: v for k, v in environment.items() if not k.startswith(hidden) or k == "SLURM_CONF"}
         self._name, self._environment = name, {**kept, "UNICRON": "0"}
@@ -39,17 +36,17 @@ class Steps:
         self._stopped = False
 
     def side_by_side(self, work: Callable[[Item], Result], items: Sequence[Item], most: int) -> list[Result]:
-        """Does the work for all items, `most` at a time. An interrupt, or any other error, ends the sruns."""
+        """Do the work for all items, `most` at a time. An interrupt, or any other error, ends the sruns."""
         with ThreadPoolExecutor(max(1, min(most, len(items)))) as pool:
             try:
                 return list(pool.map(work, items))
             except BaseException:
-                self.stop()  # the pool waits for them
+                self.stop()  # the pool waits for the sruns
                 raise
 
     @contextlib.contextmanager
     def running(self, token: str, line: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-        """Starts an srun with pipes for its output, and waits for its exit. Raises UserError if it cannot start."""
+        """Start an srun with pipes for its output, and wait for its exit. Raises UserError if it cannot start."""
         with self._lock:
             if self._stopped:
                 raise UserError("interrupted")
@@ -63,9 +60,8 @@ class Steps:
                     start_new_session=True,
                 )
             except OSError as error:
-                raise UserError(
-                    f"cannot start srun ({error.strerror}); install with: apt-get install slurm-client"
-                ) from None
+                why = f"cannot start srun ({error.strerror}); install with: apt-get install slurm-client"
+                raise UserError(why) from None
         with process:
             try:
                 yield process
@@ -77,14 +73,14 @@ class Steps:
                     self._running.pop(token, None)
 
     def stop(self) -> None:
-        """Ends all running sruns, and starts no others."""
+        """End all running sruns, and start no others."""
         with self._lock:
             self._stopped, running = True, dict(self._running)
         with ThreadPoolExecutor(max(1, len(running))) as pool:
             list(pool.map(lambda one: self.end(*one), running.items()))
 
     def end(self, token: str, process: subprocess.Popen[bytes]) -> None:
-        """Ends one srun. srun itself would wait for an answer from the job's nodes; scancel works without one."""
+        """End one srun. srun itself would wait for an answer from the job's nodes; scancel does not need one."""
         try:
             run_program(["scancel", f"--name={self._name}{token}"], CANCEL_SECONDS, env=self._environment)
             process.send_signal(signal.SIGTERM)
@@ -94,7 +90,7 @@ class Steps:
 
 
 def why_not_idle(node: NodeInfo) -> str:
-    """Explains why nothing can start on the node now, and what to do about it."""
+    """Explain why nothing can start on the node now, and what to do about it."""
     if node.asleep:
         return f"switched off by power saving: `scontrol update NodeName={node.name} State=POWER_UP`, and try again"
     if node.healthy:
@@ -107,6 +103,6 @@ def why_not_idle(node: NodeInfo) -> str:
 
 
 def search_path() -> dict[str, str]:
-    """Returns this process's environment, with the folders of Slurm's programs in PATH."""
+    """Return this process's environment, with the folders of Slurm's programs in PATH."""
     more = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
     return {**os.environ, "PATH": os.pathsep.join([os.environ.get("PATH", ""), *more])}

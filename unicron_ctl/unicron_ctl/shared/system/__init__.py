@@ -1,1 +1,1 @@
-"""Small parts that several programs share and that are nobody's subject."""
+"""Small parts that several programs share."""

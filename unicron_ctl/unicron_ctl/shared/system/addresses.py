@@ -1,7 +1,7 @@
-"""Host addresses of both families: how they are written, and all that a name leads to.
+"""Host addresses of both families: how they are written, and what a name resolves to.
 
-A name may have several addresses, and the first need not answer: a head node may have an AAAA record while its network
-carries IPv4 only, and a daemon may listen in one family. So all of them are tried.
+A name may have several addresses, of which the first need not answer: a head node may have an AAAA record while its
+network carries only IPv4, and a daemon may listen in one family. So all are tried.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Target:
 
     @property
     def endpoint(self) -> str:
-        """The address as ZeroMQ takes it."""
+        """The address in ZeroMQ's form."""
         return f"tcp://{join(self.host, self.port)}"
 
 
 @functools.lru_cache(maxsize=4096)  # the controller asks at each message
 def canonical(host: str) -> str:
-    """A numeric address in the form in which addresses are compared: without brackets, and IPv4 as such where a dual-
-    stack socket says ::ffff:1.2.3.4. A name stays as it is."""
+    """Return a numeric address in the form in which addresses are compared: without brackets, and as IPv4 if a
+    dual-stack socket says ::ffff:1.2.3.4. A name stays as it is."""
     bare = host.strip("[]")
     try:
         found = ipaddress.ip_address(bare)
@@ -53,7 +53,7 @@ def canonical(host: str) -> str:
 
 @functools.lru_cache(maxsize=4096)  # the controller asks at each message
 def origin(address: str) -> str:
-    """The quota that a numeric address counts to: for IPv6 its network of 64 bits, for a host has all of it."""
+    """Return the quota of a numeric address: its network of 64 bits for IPv6, since a host has all of it."""
     address = canonical(address)
     if ":" not in address:
         return address
@@ -63,7 +63,7 @@ def origin(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the numeric address is this machine's own, which no other machine reaches."""
+    """Say whether the numeric address is this machine's own, which no other machine reaches."""
     try:
         return ipaddress.ip_address(canonical(host)).is_loopback
     except ValueError:
@@ -71,7 +71,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_numeric(host: str) -> bool:
-    """Whether the host is an IP address, not a name."""
+    """Say whether the host is an IP address and not a name."""
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
@@ -80,18 +80,18 @@ def is_numeric(host: str) -> bool:
 
 
 def join(host: str, port: int | str) -> str:
-    """host:port, with brackets around an address of IPv6."""
+    """Return host:port, with brackets around an IPv6 address."""
     return f"{in_brackets(host)}:{port}"
 
 
 def in_brackets(host: str) -> str:
-    """The address, with brackets if it is IPv6."""
+    """Return the address, with brackets if it is IPv6."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def split(address: str, listens: bool = False) -> tuple[str, int]:
-    """Host, without brackets, and port of HOST:PORT. listens: a place to listen at: it may have no host, port 0 takes
-    any free one, and a person has written it, so an address of IPv6 must have its brackets. Raises ValueError."""
+    """Split HOST:PORT; the host has no brackets then. listens: a place to listen at, which may have no host, or port 0
+    for any; since a person has written it, an IPv6 address must have brackets. Raises ValueError."""
     host, colon, port = address.rpartition(":")
     bare = host.strip("[]")
     sound = colon and port.isascii() and port.isdecimal() and (0 if listens else 1) <= int(port) < 1 << 16
@@ -101,7 +101,7 @@ def split(address: str, listens: bool = False) -> tuple[str, int]:
 
 
 def endpoint(address: str) -> tuple[str, int]:
-    """Host and port of tcp://HOST:PORT. Raises UserError."""
+    """Return host and port of tcp://HOST:PORT. Raises UserError."""
     try:
         host, port = split(address.removeprefix("tcp://"))
     except ValueError:
@@ -112,17 +112,17 @@ def endpoint(address: str) -> tuple[str, int]:
 
 
 def split_addresses(text: str) -> list[str]:
-    """The addresses of controllers in a text: one, or several with commas between them. Without any there is none."""
+    """Return the addresses of controllers in a text with commas between them; [] without any."""
     return [found for one in text.split(",") if (found := one.strip())]
 
 
 def endpoints(text: str) -> list[tuple[str, int]]:
-    """Host and port of each controller in such a text. Raises UserError."""
+    """Return host and port of each controller in such a text. Raises UserError."""
     return [endpoint(one) for one in split_addresses(text)] or [endpoint(text)]
 
 
 def name_of(text: str, target: Target) -> str:
-    """Return the address in such a text that leads to this target; the target's own where no name does now."""
+    """Return the address in such a text that resolves to this target; the target's own if none does now."""
     for one in split_addresses(text):
         with contextlib.suppress(OSError, UserError):
             if target in resolve(*endpoint(one)):
@@ -131,7 +131,7 @@ def name_of(text: str, target: Target) -> str:
 
 
 def is_own(target: Target) -> bool:
-    """Whether this machine has the address: only then may a socket have it as its own."""
+    """Say whether this machine has the address: only then may a socket use it as its own."""
     try:
         with socket.socket(target.family, socket.SOCK_DGRAM) as probe:
             probe.bind((target.address[0], 0))
@@ -141,7 +141,7 @@ def is_own(target: Target) -> bool:
 
 
 def resolve(host: str, port: int) -> list[Target]:
-    """All addresses of the host, in the order in which the system prefers them (getaddrinfo(3)). Raises OSError."""
+    """Return all addresses of the host, in the system's order of preference (getaddrinfo(3)). Raises OSError."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # a label that is no host's name
@@ -150,15 +150,16 @@ def resolve(host: str, port: int) -> list[Target]:
 
 
 def listen_at(host: str, backlog: int) -> socket.socket:
-    """A listening socket at a free port of the host's first address that is this machine's, or, where no host is named,
-    of all addresses of both families. Raises OSError."""
+    """Return a listening socket at a free port of the host's first address that this machine has; without a host, of
+    all addresses of both families. Raises OSError."""
     problem: OSError | None = None
     if not host and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # no address of that family
             return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    for family, address in (
-        [(t.family, t.address[:2]) for t in resolve(host, 0)] if host else [(socket.AF_INET, ("", 0))]
-    ):
+    wanted = (
+        [(target.family, target.address[:2]) for target in resolve(host, 0)] if host else [(socket.AF_INET, ("", 0))]
+    )
+    for family, address in wanted:
         try:
             return socket.create_server(address, family=socket.AddressFamily(family), backlog=backlog)
         except OSError as error:
@@ -167,8 +168,7 @@ def listen_at(host: str, backlog: int) -> socket.socket:
 
 
 def resolve_all(hosts: Sequence[tuple[str, int]]) -> list[Target]:
-    """All addresses of several hosts, in their order; a name that is not known now is left out. Raises OSError where
-    none is known."""
+    """Return all addresses of several hosts, in their order, without unknown names. Raises OSError if none is known."""
     found, problem = list[Target](), OSError("no host is named")
     for host, port in hosts:
         try:

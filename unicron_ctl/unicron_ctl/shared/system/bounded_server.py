@@ -1,5 +1,5 @@
-"""A TCP server that a crowd cannot keep others out of: a thread and a time limit for each connection, and a bound on
-all of them."""
+"""A TCP server that a crowd of clients cannot block: each connection has a thread and a time limit, and their number is
+bounded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SWEEP_SECONDS = 0.5
 class BoundedServer(socketserver.TCPServer):
     """Answers each connection in a thread of its own.
 
-    most_open: connections at once. One more closes the oldest that has not sent its request yet, else the oldest.
-    whole_seconds: how long a connection may take in all, however it sends and reads.
+    most_open: connections at once; one more closes the oldest that has not sent its request yet, else the oldest.
+    whole_seconds: for a connection in all, however slowly it sends and reads.
     """
 
     allow_reuse_address = True
@@ -35,17 +35,17 @@ class BoundedServer(socketserver.TCPServer):
         super().__init__(*arguments)
 
     def serve(self) -> None:
-        """Serves until `stop`."""
+        """Serve until `stop`."""
         threading.Thread(target=self._sweep, name="unicron-sweep", daemon=True).start()
         self.serve_forever(poll_interval=0.1)
 
     def stop(self) -> None:
-        """Ends `serve`. Any other thread may call this."""
+        """End `serve`; any other thread may call this."""
         self._ended.set()
         self.shutdown()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers in a thread of the connection's own."""
+        """Answer in a thread of the connection's own."""
         with self._lock:
             if len(self._open) >= self.most_open:
                 self._close_one()
@@ -72,19 +72,18 @@ class BoundedServer(socketserver.TCPServer):
         self.shutdown_request(request)
 
     def note_asked(self, request: socket.socket) -> None:
-        """The client has sent its whole request."""
+        """Note that the client has sent its whole request."""
         with self._lock:
             self._asked.add(request)
 
     def _close_one(self) -> None:
-        """Closes the oldest connection that has not asked yet; where all have, the oldest, for its client reads slowly
-        or has waited longest."""
+        """Close the oldest connection without a request; if all have one, the oldest, whose client reads slowly."""
         request = next((request for request in self._open if request not in self._asked), next(iter(self._open)))
         self._cut(request)
         del self._open[request]
 
     def _sweep(self) -> None:
-        """Closes what is open for too long."""
+        """Close connections that are open for too long."""
         while not self._ended.wait(SWEEP_SECONDS):
             with self._lock:
                 for request, since in self._open.items():
@@ -93,9 +92,9 @@ class BoundedServer(socketserver.TCPServer):
 
     @staticmethod
     def _cut(request: socket.socket) -> None:
-        """Ends the connection under its thread, which then closes it."""
+        """End the connection under its thread, which then closes it."""
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: no client's doing is worth a line."""
+        """Do nothing: a client's error is not worth a line."""

@@ -1,8 +1,8 @@
 """Listings: columns as `sinfo` prints them, one line for each item.
 
-On a pipe every cell is whole and on its row's line, whatever the width, so a line can be grepped and its words counted:
-all cells but the last are single words where the names in them are. A terminal's width is kept: what is marked as
-optional is left out, and said to be; names are cut; everything else goes on in the line below.
+On a pipe every cell is whole and on its row's line, so that a line can be grepped and its words counted: all cells but
+the last are single words if their names are. On a terminal, optional columns that do not fit are left out with a note,
+names are cut, and everything else continues in the next line.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from rich.text import Text
 
 from unicron_ctl.shared.system.printable import print_text, printable
 
-WIDTH = 80  # that every table fits
+WIDTH = 80  # every table fits into it
 LEAST, LEAST_NAME, LEAST_LAST = 8, 12, 24  # characters of a cell, of one that is cut, of the last one
 INDENT = "    "  # of a note's further lines
 Cell = str | Text
 
 
 class Listing:
-    """Rows of cells under `headings`, and notes that say more about single rows.
+    """Rows of cells under `headings`, and notes about single rows.
 
-    optional: the headings that a narrow terminal leaves out, the first one first. cut: those whose cells it may cut; a
-    `+` ends such a cell, as sacct does it.
+    optional: headings that a narrow terminal leaves out, the first one first. cut: headings whose cells it may cut; a
+    `+` ends such a cell, as in sacct.
     """
 
     def __init__(self, *headings: str, optional: Sequence[str] = (), cut: Sequence[str] = ()):
@@ -37,20 +37,20 @@ class Listing:
         self._cut = [headings.index(heading) for heading in cut]
 
     def add_row(self, *cells: Cell) -> None:
-        """One item; as many cells as there are headings."""
+        """Add one item, with as many cells as there are headings."""
         assert len(cells) == len(self.headings), (self.headings, cells)
         self.rows.append(cells)
 
     def add_note(self, text: Cell) -> None:
-        """A line below all rows."""
+        """Add a line below all rows."""
         self.notes.append(text)
 
     def lines(self, width: int | None = None) -> list[str]:
-        """Heading, rows and notes; none is longer than `width` characters, if that is given and at least 60."""
+        """Return heading, rows and notes; no line has more than `width` characters, if given and at least 60."""
         return [line.plain for line in self.styled_lines(width)]
 
     def styled_lines(self, width: int | None = None) -> list[Text]:
-        """The lines with their styles."""
+        """Return the lines with their styles."""
         table = [[Text(heading.upper(), "bold") for heading in self.headings]]
         table += [[_flat(cell) for cell in row] for row in self.rows]
         natural = [max(len(row[column]) for row in table) for column in range(len(self.headings))]
@@ -61,7 +61,7 @@ class Listing:
         return found + [line for note in self.notes for line in wrap(_flat(note), width)]
 
     def _fit_into(self, natural: list[int], width: int) -> _Fit:
-        """The columns that are shown, and how wide each is."""
+        """Choose the columns that are shown, and their widths."""
         last = len(natural) - 1
         shown, widths = list(range(len(natural))), natural[:]
         widths[last] = min(natural[last], LEAST_LAST)
@@ -77,13 +77,13 @@ class Listing:
             shown.remove(column)
         while room() < 0 and widths[widest := max(shown, key=lambda column: widths[column])] > LEAST:
             widths[widest] -= 1
-        for column in [*self._cut, last]:  # what is left is theirs
+        for column in [*self._cut, last]:  # they get the rest
             if column in shown and room() > 0:
                 widths[column] += min(room(), natural[column] - widths[column])
         return _Fit(shown, widths)
 
     def _lines_of(self, row: list[Text], fit: _Fit) -> list[Text]:
-        """The row's line, and those that its long cells go on in."""
+        """Return the row's line, and those in which its long cells continue."""
         cells = []
         for column in fit.shown:
             cell, width = row[column], fit.widths[column]
@@ -103,27 +103,25 @@ class Listing:
 
 
 class _Fit(NamedTuple):
-    """The layout of a table. shown: its columns that are. widths: of all, in characters."""
+    """The layout of a table. shown: its columns that are shown. widths: of all columns, in characters."""
 
     shown: list[int]
     widths: list[int]
 
 
 def _flat(cell: Cell) -> Text:
-    """A cell on one line."""
-    if isinstance(cell, Text):
-        return Text(plain(cell), cell.style)
-    return Text(plain(cell))
+    """Return a cell on one line."""
+    return Text(plain(cell), cell.style if isinstance(cell, Text) else "")
 
 
 def plain(cell: Cell) -> str:
-    """A cell's text on one line."""
+    """Return a cell's text on one line."""
     return printable(" ".join(str(cell).split()))
 
 
 def break_text(text: Text, width: int) -> list[Text]:
-    """The text in pieces of at most `width` characters: it is broken at spaces and after commas, where there are none
-    after underscores, or else anywhere."""
+    """Break a text into pieces of at most `width` characters: at spaces and after commas, else after underscores, else
+    anywhere."""
     rest, pieces = text.plain, []
     while len(rest) > width:
         at = max(rest.rfind(" ", 1, width + 1), rest.rfind(",", 1, width) + 1)
@@ -134,7 +132,7 @@ def break_text(text: Text, width: int) -> list[Text]:
 
 
 def wrap(text: Text, width: int | None) -> list[Text]:
-    """A line of text in lines of at most `width` characters, if that is given; further ones are indented."""
+    """Wrap a line of text to `width` characters, if that is given; further lines are indented."""
     if width is None or len(text) <= width:
         return [text]
     first = break_text(text, width)[0]
@@ -143,13 +141,13 @@ def wrap(text: Text, width: int | None) -> list[Text]:
 
 
 def terminal_width() -> int | None:
-    """Return how wide standard output is, at least 60; None if it is no terminal."""
+    """Return the width of standard output, at least 60; None if it is no terminal."""
     out: Any = sys.stdout
     return max(60, get_terminal_size((WIDTH, 24)).columns) if out.isatty() else None
 
 
 def lines_of(parts: Iterable[Listing | Cell], width: int | None) -> list[Text]:
-    """The lines of listings, an empty one before each but the first, and of texts."""
+    """Return the lines of texts and listings, with an empty line before each listing but the first."""
     found: list[Text] = []
     for part in parts:
         if isinstance(part, Listing):
@@ -163,6 +161,6 @@ def lines_of(parts: Iterable[Listing | Cell], width: int | None) -> list[Text]:
 
 
 def show(parts: Iterable[Listing | Cell]) -> None:
-    """Prints listings and lines of text: as wide as the terminal, or whole on a pipe."""
+    """Print listings and lines of text: as wide as the terminal, or whole on a pipe."""
     for line in lines_of(parts, terminal_width()):
         print_text(line.plain)

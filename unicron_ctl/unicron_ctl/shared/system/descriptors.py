@@ -1,25 +1,25 @@
-"""Open files: the controller needs one for each connection, an agent some for each rank."""
+"""The limit of open files: the controller needs one for each connection, an agent some for each rank."""
 
 from __future__ import annotations
 
 import resource
 
-CONNECTIONS = 10000  # of agents and commands: what the controller is made for
+CONNECTIONS = 10000  # of agents and commands, for which the controller is made
 OWN = 200  # its sockets, pipes and threads, the event log, programs that it starts
-# Some programs that it starts close every descriptor up to the limit one by one: a limit in the millions costs seconds.
+# Some of these programs close every descriptor up to the limit one by one, which takes seconds if that is in millions.
 MOST = 1 << 16
 
 
 def raise_limit() -> int:
-    """Raises the limit of open files as far as the system grants. Returns how many this process may have open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise the limit of open files as far as the system permits; return how many this process may have open."""
+    hard, open_now = resource.getrlimit(resource.RLIMIT_NOFILE)[1], open_files()
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return MOST if soft == resource.RLIM_INFINITY else soft
+    if open_now >= wanted:
+        return open_now
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError):
-        return soft
+        return open_now
     return wanted
 
 
@@ -35,7 +35,7 @@ def connections(granted: int) -> int:
 
 
 def shortage(granted: int) -> str:
-    """One line for an admin when so many are too few, else nothing."""
+    """Return one line for an admin if so many are too few, else nothing."""
     if granted >= CONNECTIONS + OWN:
         return ""
     return (

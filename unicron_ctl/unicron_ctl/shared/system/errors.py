@@ -1,17 +1,15 @@
-"""Errors that are meant for people: one line that says what to do next."""
+"""Errors for people: one line that says what to do next."""
 
 from __future__ import annotations
 
 FAILURE = 1
 WRONG_USE = 2
-PROBLEM_FOUND = 3  # the command did what it is for, and found something that needs somebody
+PROBLEM_FOUND = 3  # the command worked, and found a problem
 
 
 class UserError(Exception):
-    """An error whose text is shown as it is, on one line, without a traceback.
-
-    `exit_code` is 2 for wrong use (bad option, bad input file) and 1 for everything else.
-    """
+    """An error whose text is shown as it is, on one line, without a traceback. exit_code: 2 for wrong use (bad option,
+    bad input file), 1 for everything else."""
 
     def __init__(self, message: str, exit_code: int = FAILURE) -> None:
         super().__init__(message)
@@ -21,12 +19,12 @@ class UserError(Exception):
 
 
 def one_line(text: str) -> str:
-    """The text with every run of white space, line ends included, made one space."""
+    """Return the text with every run of white space, line ends included, made one space."""
     return " ".join(text.split())
 
 
 def shorten(text: str, most: int) -> str:
-    """The text, or the beginning and the end of a text that is longer than `most` characters."""
+    """Return the text; of a text longer than `most` characters, its beginning and end."""
     if len(text) <= most:
         return text
     tail = (most - 5) // 3

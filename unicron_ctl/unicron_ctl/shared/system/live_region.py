@@ -9,7 +9,7 @@ from rich.live import Live
 
 
 class LiveRegion:
-    """A context manager around a part of the terminal that changes in place; it shows nothing on a pipe."""
+    """A context manager for a part of the terminal that changes in place; it shows nothing on a pipe."""
 
     def __init__(self, console: Console, **settings: Any):
         self._console = console
@@ -25,6 +25,6 @@ class LiveRegion:
             self._live.stop()
 
     def show_now(self, shown: RenderableType) -> None:
-        """Shows this in place of what was there."""
+        """Show this in place of what was there."""
         if self._live:
             self._live.update(shown, refresh=True)

@@ -13,8 +13,7 @@ Item = TypeVar("Item")
 
 
 class Mailbox(Generic[Item]):
-    """Any thread puts items; one loop takes them when `fileno()` is readable. Items that come after :meth:`close` are
-    dropped."""
+    """Any thread puts items; one loop takes them when `fileno()` is readable. Items after :meth:`close` are lost."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
@@ -32,11 +31,11 @@ class Mailbox(Generic[Item]):
         self._wake()
 
     def take_all(self) -> list[Item]:
-        """Takes what has come since the last time."""
+        """Return what has come since the last call."""
         return list(self.each(lambda: False))
 
     def each(self, enough: Callable[[], bool]) -> Iterator[Item]:
-        """Takes items one by one until it is enough; what is left keeps `fileno()` readable."""
+        """Yield items until it is enough; if some are left, `fileno()` stays readable."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._read, 4096)
         try:

@@ -1,4 +1,4 @@
-"""numpy without threads of its own, for processes that multiply no matrices."""
+"""Imports numpy without threads of its own, for processes that multiply no matrices."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ THREADS = "OPENBLAS_NUM_THREADS"
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Imports within this context start no threads. OpenBLAS, which numpy brings, would start one for every core, and
-    they spin at first: 0.1 s of CPU for each process on two cores. The environment is restored afterwards, since ranks
-    inherit it. Without effect where numpy is imported already."""
+    """Import within this context without starting threads: numpy's OpenBLAS would start one for every core, and they
+    spin at first, for 0.1 s of CPU on two cores. The environment is restored, since ranks inherit it. No effect if
+    numpy is imported already."""
     before = os.environ.get(THREADS)
     os.environ[THREADS] = before or "1"
     try:

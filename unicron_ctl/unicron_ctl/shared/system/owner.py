@@ -1,4 +1,4 @@
-"""Root works in folders of others: with their owner's rights, so that nothing there leads it elsewhere."""
+"""Lets root work in others' folders with their owner's rights, so that nothing there can lead it elsewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def as_owner(folder: Path) -> Iterator[None]:
-    """Makes root work as the folder's owner: all that is made there is his, and what he puts in the way leads root
-    nowhere. Raises OSError."""
+    """Let root work as the folder's owner: it makes files as the owner does, and no link of the owner leads it
+    elsewhere. Raises OSError."""
     owner, groups, mine = folder.stat(), os.getgroups(), (os.geteuid(), os.getegid())
     if mine[0] != 0 or owner.st_uid == 0:
         yield
@@ -29,7 +29,7 @@ def as_owner(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_root_again() -> Iterator[None]:
-    """Within :func:`as_owner`, makes the process work as root: to start a program that the owner could not."""
+    """Let the process work as root again within :func:`as_owner`, to start a program that the owner could not."""
     theirs = os.geteuid(), os.getegid()
     if theirs[0] == 0 or os.getuid() != 0:
         yield

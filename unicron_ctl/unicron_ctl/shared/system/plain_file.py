@@ -1,4 +1,4 @@
-"""Reads files whose names a user has given: only plain ones, and so much of them."""
+"""Reads files that a user has named: only plain ones, and only a bounded part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a plain file. A pipe or a device might never answer, or would miss what was read of it. Raises OSError."""
+    """Open a plain file; a pipe or a device might never answer, or would lose what was read. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
@@ -18,6 +18,6 @@ def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_beginning(path: str | os.PathLike[str], most: int) -> str:
-    """The first `most` bytes of a plain file. Raises OSError."""
+    """Return the first `most` bytes of a plain file. Raises OSError."""
     with open_plain(path) as file:
         return file.read(most).decode(errors="replace")

@@ -8,19 +8,18 @@ from typing import Any
 
 import click
 
-LONG_TEXTS = ("text", "where", "input", "traceback")  # fields that may have several lines
+LONG_TEXTS = ("text", "where", "input", "traceback")  # fields with several lines
 _OF_ONE, _OF_LINES = re.compile(r"[^ -~]"), re.compile(r"[^ -~\n\t]")  # characters that are looked at
 _INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format (which turns the writing direction), line ends
 
 
 def printable(text: str, lines: bool = False) -> str:
-    """The text with its control characters written out ("\\\\x1b"); line ends are spaces, or kept with `lines`."""
+    """Return the text with control characters written out ("\\\\x1b"); line ends become spaces unless `lines`."""
     return (_OF_LINES if lines else _OF_ONE).sub(_visible, text)
 
 
 def print_text(text: object, *, lines: bool = False, err: bool = False, nl: bool = True) -> None:
-    """Prints text in which anything may come from strangers: one line, or several with `lines`. The commands print by
-    nothing else."""
+    """Print a text that may come from strangers: one line, or several with `lines`. Commands print only by this."""
     click.echo(printable(str(text), lines), err=err, nl=nl)  # noqa: TID251
 
 
@@ -32,7 +31,7 @@ def _visible(match: re.Match[str]) -> str:
 
 
 def clean(data: Any, field: str = "") -> Any:
-    """An answer of the controller with all its texts printable, keys included."""
+    """Return an answer of the controller with all its texts printable, including keys."""
     if isinstance(data, str):
         return data if data.isascii() and data.isprintable() else printable(data, lines=field in LONG_TEXTS)
     if isinstance(data, list | tuple):
@@ -40,7 +39,7 @@ def clean(data: Any, field: str = "") -> Any:
     if not isinstance(data, dict):
         return data
     found = {}
-    for key, value in data.items():  # most are known keys with a number: an answer has a hundred thousand of them
+    for key, value in data.items():  # mostly known keys with a number: an answer may have a hundred thousand of them
         name = key if isinstance(key, str) else field
         found[clean(key)] = value if value is None or isinstance(value, int | float) else clean(value, name)
     return found

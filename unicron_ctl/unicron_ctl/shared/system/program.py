@@ -1,4 +1,4 @@
-"""Runs a click command for the three programs: every error is one line, and the exit status says what kind it is."""
+"""Runs the click command of a program: every error is one line, and the exit status says of what kind it is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unicron_ctl.shared.system.printable import print_text
 
 
 def tell_people(program: str, text: str) -> None:
-    """Writes one line on standard error."""
+    """Write one line on standard error."""
     print_text(f"{program}: {text}", err=True)
 
 
@@ -26,10 +26,8 @@ def run(
     arguments: Sequence[str] | None = None,
     tell: Callable[[str, str], None] = tell_people,
 ) -> int:
-    """Runs a click command and returns its exit status: 0, 2 for wrong use, 1 for anything else.
-
-    Every error becomes one line, which `tell` writes. With UNICRON_DEBUG=1 a traceback comes before it.
-    """
+    """Run a click command and return its exit status: 0, 2 for wrong use, 1 for anything else. `tell` writes every
+    error as one line; with UNICRON_DEBUG=1 a traceback comes before it."""
 
     def report(message: str, status: int) -> int:
         if os.environ.get("UNICRON_DEBUG") == "1":
@@ -51,7 +49,9 @@ def run(
         return report("interrupted", FAILURE)
     except OSError as error:
         return report(str(error), FAILURE)
-    except SystemExit as leaving:  # click's, without a word, for whichever pipe is broken (`unicronctl events | head`)
+    except (
+        SystemExit
+    ) as leaving:  # click exits silently for any broken pipe, not only that of `unicronctl events | head`
         if leaving.code and not _reader_is_gone():
             return report(os.strerror(errno.EPIPE), FAILURE)
         raise
@@ -61,7 +61,7 @@ def run(
 
 
 def _reader_is_gone() -> bool:
-    """Whether nobody reads standard output any more, so that another pipe is not taken for it."""
+    """Say whether nobody reads standard output any more."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(found & (select.POLLERR | select.POLLHUP) for _, found in poll.poll(0))

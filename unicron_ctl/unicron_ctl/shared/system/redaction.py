@@ -1,4 +1,4 @@
-"""Takes secrets out of a text by their values, in each form in which a text may have them."""
+"""Takes secrets out of a text by their values, in each form in which a text may contain them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import urllib.parse
 from collections.abc import Collection, Mapping
 
 REPLACEMENT = "***"
-SHORTEST = 6  # characters of a value that is looked for everywhere: shorter ones are words, too
+SHORTEST = 6  # characters of a value that is searched for everywhere: shorter ones may be words
 _SECRET_NAME = re.compile(
     r"(?i)token|passw|passphrase|passcode|secret|credential|cookie|webhook|jwt|(^|_)(key|pass|pwd|pw|auth|psk|dsn)$"
 )
 
 
 def secret_values(environment: Mapping[str, str]) -> list[str]:
-    """Return the values of the variables whose names say that they are secrets."""
+    """Return the values of the variables whose names mark them as secrets."""
     return [
         value
         for name, value in environment.items()
@@ -25,7 +25,7 @@ def secret_values(environment: Mapping[str, str]) -> list[str]:
 
 
 def without_values(text: str, secrets: Collection[str], shortest: int = SHORTEST) -> str:
-    """Return the text with REPLACEMENT for each secret of at least so many characters."""
+    """Return the text with REPLACEMENT for each secret of at least `shortest` characters."""
     forms = {form for value in secrets if len(value) >= shortest for form in _forms(value, shortest)}
     for form in sorted(forms, key=len, reverse=True):
         text = text.replace(form, REPLACEMENT)
@@ -33,10 +33,10 @@ def without_values(text: str, secrets: Collection[str], shortest: int = SHORTEST
 
 
 def _forms(value: str, shortest: int) -> list[str]:
-    """Return the value as plain text, JSON, URLs and base64 write it."""
+    """Return the value as it stands in plain text, JSON, URLs and base64."""
     data = value.encode(errors="replace")
     forms = [value, json.dumps(value)[1:-1], urllib.parse.quote(value, safe=""), urllib.parse.quote_plus(value)]
-    for before in range(3):  # base64 of a text that holds it: what its neighbours do not change
+    for before in range(3):  # base64 of a longer text: the part that does not depend on what surrounds the value
         whole = base64.b64encode(bytes(before) + data).decode()
         forms.append(whole[(0, 2, 3)[before] : len(whole) - (0, 3, 2)[(before + len(data)) % 3]])
     return [form for form in forms if len(form) >= shortest]

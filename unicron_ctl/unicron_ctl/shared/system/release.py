@@ -1,4 +1,4 @@
-"""The release of what is installed. Its number stands in `setup.cfg` alone; the plugin's Makefile reads it there."""
+"""The installed release. Its number stands only in `setup.cfg`, where the plugin's Makefile reads it, too."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import unicron_transition
 from unicron_ctl.shared.system.printable import print_text
 
 DISTRIBUTION = "unicron-slurm"
-UNKNOWN = "0+unknown"  # run from a copy that nobody has installed
+UNKNOWN = "0+unknown"  # for a copy that is not installed
 OF_RANKS = (unicron, unicron_transition, unicron_detector)  # the packages that ranks import
 
 
 @functools.cache
 def release() -> str:
-    """The release of this program, such as "0.2.0"."""
+    """Return the release of this program, such as "0.2.0"."""
     from importlib import metadata  # slow to import, wanted by few
 
     try:
@@ -31,13 +31,13 @@ def release() -> str:
 
 
 def rank_roots() -> list[str]:
-    """The folders that ranks need on their path; none where the packages are installed for every Python program."""
+    """Return the folders that ranks need on their path; none if every Python program finds the packages installed."""
     roots = dict.fromkeys(dirname(dirname(abspath(str(package.__file__)))) for package in OF_RANKS)
     return [root for root in roots if not root.endswith("-packages")]
 
 
 def work_together(one: str, other: str) -> bool:
-    """Whether processes of two releases work together: they are at most one minor version apart (docs/upgrade.md)."""
+    """Say whether two releases work together: they are at most one minor version apart (docs/upgrade.md)."""
     found = [re.match(r"(\d+)\.(\d+)", text) for text in (one, other)]
     numbers = [(int(each[1]), int(each[2])) for each in found if each]
     if len(numbers) < 2:
@@ -52,7 +52,7 @@ def _show(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
 
 
 def version_option(command: Any) -> Any:
-    """Adds `--version` to a click command: it prints the program's name and release."""
+    """Add `--version` to a click command: it prints the program's name and release."""
     shown = click.option(
         "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show, help="Show the version."
     )

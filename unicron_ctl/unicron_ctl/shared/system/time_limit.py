@@ -1,4 +1,4 @@
-"""Calls of libraries that may hang as long as a daemon or a file server does."""
+"""Limits calls of libraries that may hang, as a daemon or a file server may."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-IDLE_SECONDS = 10.0  # for which a thread waits for the next call
+IDLE_SECONDS = 10.0  # that a thread waits for the next call
 
 
 class TimeLimit:
     """Gives calls up after some seconds.
 
-    Threads make the calls, one at a time, and are used again. Nothing ends a call that hangs, so its thread is left
-    behind and another takes its place. While `most` calls hang, further ones are given up at once.
+    Threads make the calls, one at a time each, and are used again. Nothing can end a call that hangs, so its thread is
+    left behind and replaced. While `most` calls hang, further ones are given up at once.
     """
 
     def __init__(self, seconds: float, most: int, name: str) -> None:
@@ -27,7 +27,7 @@ class TimeLimit:
         self._lock = threading.Lock()
 
     def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`. Raises what it raises, and TimeoutError."""
+        """Return the result of `work`. Raises its errors, and TimeoutError."""
         call = _Call(work)
         if self._process != os.getpid():  # a fork has none of the threads, and the lock may be held for ever
             self._process, self._idle, self._hanging, self._lock = os.getpid(), [], 0, threading.Lock()
@@ -51,7 +51,7 @@ class TimeLimit:
         return result
 
     def finish(self, caller: _Caller, call: _Call) -> bool:
-        """Notes the end of a call. Returns whether its thread may be used again: no other has taken its place."""
+        """Note the end of a call; return whether its thread may be used again, as no other has replaced it."""
         with self._lock:
             self._hanging -= call.given_up
             if not call.given_up:
@@ -60,7 +60,7 @@ class TimeLimit:
             return not call.given_up
 
     def retire(self, caller: _Caller) -> bool:
-        """Whether the thread may end: no call is on its way to it."""
+        """Return whether the thread may end: no call is on its way to it."""
         with self._lock:
             if caller not in self._idle:
                 return False
@@ -85,7 +85,7 @@ class _Caller:
         self._limit = limit
 
     def serve(self) -> None:
-        """Makes calls until none has come for some time, or one was given up."""
+        """Make calls until none has come for some time, or one was given up."""
         while True:
             try:
                 call = self.calls.get(timeout=IDLE_SECONDS)

@@ -1,4 +1,4 @@
-"""Writes files of which a reader finds the old text or the new one, never a part."""
+"""Writes files so that a reader finds either the old text or the new one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ READABLE = 0o644  # by everybody who may enter the folder
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes the file, with mode READABLE, in place of what is there. Raises OSError, with the old file as it was."""
+    """Write the file, with mode READABLE, in place of what is there. Raises OSError, with the old file unchanged."""
     descriptor, draft = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w") as file:

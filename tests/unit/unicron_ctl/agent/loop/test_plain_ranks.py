@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from unicron_ctl.agent.connections.job_environment import read_place
-from unicron_ctl.agent.loop.plain_ranks import AWAY_SECONDS, Absence, FreePort, PlainRank, world_of
+from unicron_ctl.agent.loop.plain_ranks import AWAY_SECONDS, Absence, PlainRank, world_of
+from unicron_ctl.agent.node.rendezvous_store import FreePort
 from unicron_ctl.agent.ranks.counted import Folder, Progress
 from unicron_ctl.agent.ranks.ranks import last_words
 from unicron_ctl.agent.ranks.static_world import World
@@ -168,7 +169,7 @@ def test_a_slot_waits_runs_and_waits_again(pages):
     assert (rank.status.state, rank.status.generation, rank.alive) == ("running", 3, True)
     assert not rank.break_(2), "an order about an older world"
     assert rank.break_(3) and not rank.break_(3), "the second copy of the order changes nothing"
-    rank.told = True
+    rank.signalled = True
     rank.kill()
     assert rank.child.ended(10.0)
     rank.collect()
