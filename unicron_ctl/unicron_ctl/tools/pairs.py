@@ -93,10 +93,7 @@ def choose(
     a single node. Raises UserError for a node that Slurm does not know or that is named twice.
     """
     known = {node.name: node for node in nodes}
-    if unknown := next((name for name in wanted if name not in known), ""):
-        raise UserError(f"Slurm knows no node {unknown!r}; `sinfo -N` lists them", WRONG_USE)
-    if len(set(wanted)) != len(wanted):
-        raise UserError("a node is named twice; name each node once", WRONG_USE)
+    _check_names(wanted, known)
     idle = [node.name for node in nodes if node.heard and "IDLE" in node.states]
     tested = [name for name in wanted if name in idle] if wanted else idle
     left_out = {name: _why_not(known[name]) for name in wanted if name not in idle}
@@ -106,6 +103,14 @@ def choose(
     need = max(0, 2 * PAIRS_WANTED - len(tested))
     need += (len(tested) + need) % 2
     return tested, helpers[:need], left_out
+
+
+def _check_names(wanted: Sequence[str], known: Collection[str]) -> None:
+    """Raise UserError for a node that Slurm does not know or that is named twice."""
+    if unknown := next((name for name in wanted if name not in known), ""):
+        raise UserError(f"Slurm knows no node {unknown!r}; `sinfo -N` lists them", WRONG_USE)
+    if len(set(wanted)) != len(wanted):
+        raise UserError("a node is named twice; name each node once", WRONG_USE)
 
 
 def _why_not(node: NodeInfo) -> str:
