@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 
@@ -10,24 +9,22 @@ import click
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from unicron_ctl.shared.commands.options import print_json
 from unicron_ctl.shared.settings.config_file import load
 from unicron_ctl.shared.system.printable import print_text
 from unicron_detector.failures.classify import Classifier
 from unicron_detector.failures.severity import Verdict
 from unicron_detector.failures.statements import lines_outside_frames
 
-_OF_A_KERNEL = re.compile(r"\bNVRM:? .{0,120}\bXid\b ?\(", re.IGNORECASE)
-"""Only NVIDIA's driver writes this, so that a text with it needs no `--source kernel`."""
+_XID_LINE = re.compile(r"\bNVRM:? .{0,120}\bXid\b ?\(", re.IGNORECASE)
+"""Only NVIDIA's driver writes this, so a text with it needs no `--source kernel`."""
 
 
 @click.command(name="classify")
 @click.argument("text", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line of input.")
 @click.option(
-    "--config",
-    "config",
-    metavar="FILE",
-    help="unicron.toml with [[severity.rule]] tables [default: as unicrond finds it].",
+    "--config", metavar="FILE", help="unicron.toml with [[severity.rule]] tables [default: as unicrond finds it]."
 )
 @click.option(
     "--source",
@@ -60,11 +57,11 @@ def command(
     dmesg | unicronctl classify --source kernel --lines -
     unicronctl classify --exit 0:9 --oom
     """
-    given = sum(value is not None for value in (status, xid, slurm))
+    codes = sum(value is not None for value in (status, xid, slurm))
     needless = text is not None and (xid is not None or slurm is not None)
-    if given > 1 or needless or (text is None and not given):
+    if codes > 1 or needless or (text is None and not codes):
         raise click.UsageError("give a TEXT (or - for standard input), or one of --exit, --xid, --slurm")
-    if lines and given:
+    if lines and codes:
         raise click.UsageError("--lines goes with a TEXT only")
     classifier = load(config).classifier()
     words = sys.stdin.read() if text == "-" else text or ""
@@ -83,15 +80,15 @@ def command(
 
 
 def _print_lines(classifier: Classifier, text: str, source: str | None, as_json: bool) -> None:
-    """Prints the verdict on each line that is a fault."""
+    """Print the verdict on each line that is a fault."""
     for line in lines_outside_frames(text):
         if verdict := classifier.match(line, source or _source(line)):
             _print(verdict, as_json, line)
 
 
 def _source(text: str) -> str:
-    """Return the source of a text without `--source`, which its first line shows."""
-    return "kernel" if _OF_A_KERNEL.search(text.strip().split("\n", 1)[0]) else "exception"
+    """Tell the source of a text from its first line, if there is no `--source`."""
+    return "kernel" if _XID_LINE.search(text.strip().split("\n", 1)[0]) else "exception"
 
 
 class TextVerdict(msgspec.Struct, kw_only=True):
@@ -104,14 +101,14 @@ class TextVerdict(msgspec.Struct, kw_only=True):
     rule: str
     scope: str
     text: str | UnsetType = UNSET
-    """That line of the input, where the input has several."""
+    """The line of the input, with `--lines`."""
 
 
 def _print(verdict: Verdict, as_json: bool, line: str | None = None) -> None:
     if as_json:
         found = msgspec.convert(verdict, TextVerdict, from_attributes=True)
         found.text = UNSET if line is None else line
-        print_text(json.dumps(msgspec.to_builtins(found)))
+        print_json(found)
         return
     print_text(f"SEV{int(verdict.severity)} {verdict.cause} -> {verdict.action}  [rule {verdict.rule}]")
     print_text(f"  {verdict.reason}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import click
 import msgspec
 
+from unicron_ctl.shared.commands.options import print_json
 from unicron_ctl.shared.settings.config import Config, port_notes
 from unicron_ctl.shared.settings.config_file import examine
 from unicron_ctl.shared.settings.partitions import ACT, DEFAULT, PERMISSIONS
@@ -24,11 +24,13 @@ RETURNS = (
 
 
 class PartitionReport(msgspec.Struct, kw_only=True):
-    """The permissions in one partition. nodes, state: null where Slurm has no such partition."""
+    """The permissions in one partition."""
 
     partition: str
     nodes: int | None
+    """Null if Slurm has no such partition."""
     state: str | None
+    """Likewise."""
     mode: str
     actions: list[str]
     max_weight: float
@@ -38,12 +40,13 @@ class PartitionReport(msgspec.Struct, kw_only=True):
 
 
 class ConfigReport(msgspec.Struct, kw_only=True):
-    """The JSON of `unicronctl config check`. slurm: why Slurm could not be asked, else ""."""
+    """The JSON of `unicronctl config check`."""
 
     file: str
     problems: list[str]
     warnings: list[str]
     slurm: str
+    """Why Slurm could not be asked, else ""."""
     partitions: list[PartitionReport]
 
 
@@ -79,24 +82,23 @@ def check(path: str | None, as_json: bool) -> int:
             if name != DEFAULT and name not in known
         ]
     if as_json:
-        report = ConfigReport(file=config.path, problems=problems, warnings=warnings, slurm=error, partitions=found)
-        print_text(json.dumps(msgspec.to_builtins(report)))
-        return PROBLEM_FOUND if problems else 0
-    print_text(config.path or "no file: the defaults")
-    show([table(found)])
-    if error:
-        print_text(f"Slurm's partitions are not known: {error}", err=True)
-    for problem in (*warnings, *problems):
-        print_text(problem, err=True)
+        print_json(ConfigReport(file=config.path, problems=problems, warnings=warnings, slurm=error, partitions=found))
+    else:
+        print_text(config.path or "no file: the defaults")
+        show([table(found)])
+        if error:
+            print_text(f"Slurm's partitions are not known: {error}", err=True)
+        for problem in (*warnings, *problems):
+            print_text(problem, err=True)
     return PROBLEM_FOUND if problems else 0
 
 
 def permissions(config: Config, listed: list[PartitionInfo]) -> list[PartitionReport]:
     """Return the permissions in Slurm's partitions, in others that the file names, and in all others ("default")."""
-    shown = {one.name: one for one in listed}
+    known = {one.name: one for one in listed}
     found = []
-    for name in (*shown, *sorted(config.controller.partitions.keys() - shown.keys() - {DEFAULT}), DEFAULT):
-        rules, info = config.controller.rules("" if name == DEFAULT else name), shown.get(name)
+    for name in (*known, *sorted(config.controller.partitions.keys() - known.keys() - {DEFAULT}), DEFAULT):
+        rules, info = config.controller.rules("" if name == DEFAULT else name), known.get(name)
         found.append(
             PartitionReport(
                 partition=name,
@@ -114,19 +116,17 @@ def permissions(config: Config, listed: list[PartitionInfo]) -> list[PartitionRe
 
 
 def table(found: list[PartitionReport]) -> Listing:
-    """One line for each partition."""
-    shown = Listing("partition", "nodes", "state", "mode", "spare", "weight", "actions", optional=["spare"])
+    """Return a table with a line for each partition."""
+    partitions = Listing("partition", "nodes", "state", "mode", "spare", "weight", "actions", optional=["spare"])
     for one in found:
-        claims = [f"{name}={most:g}" for known in (one.accounts, one.qos) for name, most in sorted(known.items())]
-        actions = one.actions
-        every = len(actions) == len(PERMISSIONS)
-        shown.add_row(
+        claims = [f"{name}={most:g}" for limits in (one.accounts, one.qos) for name, most in sorted(limits.items())]
+        partitions.add_row(
             one.partition,
             "-" if one.nodes is None else str(one.nodes),
             one.state or "-",
             one.mode,
             str(one.spare_nodes),
             ",".join([f"{one.max_weight:g}", *claims]),
-            "all" if every else ",".join(actions) or "none",
+            "all" if len(one.actions) == len(PERMISSIONS) else ",".join(one.actions) or "none",
         )
-    return shown
+    return partitions

@@ -1,4 +1,4 @@
-"""Events as lines: on a terminal those that say the same of several nodes, elements or slots are one. Pure."""
+"""Prints events as lines. On a terminal, equal events of several nodes, elements or slots are one line. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unicron_ctl.shared.commands.times import moment
 from unicron_ctl.shared.commands.trouble import nameless, with_names
 from unicron_ctl.shared.slurm.host_lists import fold
 
-TOGETHER = 10.0  # seconds from the first of equal events to the last one of its line
+TOGETHER = 10.0  # seconds from the first to the last event of a line
 ABOUT = ("id", "time", "job", "generation", "kind")  # fields of every event
 FAILURE = "failure_detected"
 Event = dict[str, Any]
@@ -22,14 +22,14 @@ def alone(events: Iterable[Event]) -> list[Group]:
 
 
 def together(events: Iterable[Event]) -> list[Group]:
-    """Events that are equal but for their names, in the order of the first of each group."""
+    """Group events that differ in nothing but names, in the order of each group's first event."""
     groups: list[Group] = []
     latest: dict[tuple[str, str, str], Group] = {}
     known: dict[int, Event] = {}
     for event in events:
         if event["kind"] == FAILURE:
             known[event["id"]] = {name: event[name] for name in ("node", "element", "slots") if name in event}
-        elif isinstance(failure := event.get("failure"), int):  # what is done about it is said of its node
+        elif isinstance(failure := event.get("failure"), int):  # an action on a failure belongs to its node
             event = known.get(failure, {}) | event
         key = event["kind"], event["job"], _nameless(event)
         group = latest.get(key)
@@ -50,11 +50,11 @@ def line_of(group: Group) -> str:
     first, text = group[0], _nameless(group[0])
     where = ""
     for mark, names in enumerate(zip(*map(_names, group), strict=True)):
-        told = with_names(text, [name for name in names if name], _mark(mark))
-        if mark == 0 and told == text:  # the text names no node
+        named = with_names(text, [name for name in names if name], chr(mark))
+        if mark == 0 and named == text:  # the text names no node
             nodes = {node for event in group for node in _nodes(event)}
             where = f" on {fold(nodes)}" if nodes and fold(nodes) not in text else ""
-        text = told
+        text = named
     times = f" ({len(group)} times)" if len(group) > 1 else ""
     return f"{moment(first['time'])} {first['kind']}{_job(first)}{_generations(group)}{where}: {text}{times}"
 
@@ -69,18 +69,19 @@ def _generations(group: Group) -> str:
 
 
 def _text_of(event: Event, folds: bool = False) -> str:
-    """Return the words of an event. folds: nodes as a host list."""
-    told = event.get("reason") or event.get("text")
-    if not told:
+    """Return an event's reason or text, or else its fields. folds: nodes as a host list."""
+    text = event.get("reason") or event.get("text")
+    nodes = _list_field(event, "nodes") if folds else []
+    if not text:
         rest = {key: value for key, value in event.items() if key not in ABOUT}
-        if folds and _list_field(event, "nodes"):
-            rest["nodes"] = fold(event["nodes"])
-        told = ", ".join(f"{key}={value}" for key, value in rest.items())
-    told = " ".join(str(told).split())
-    if folds and len(listed := _list_field(event, "nodes")) > 1:
+        if nodes:
+            rest["nodes"] = fold(nodes)
+        text = ", ".join(f"{key}={value}" for key, value in rest.items())
+    text = " ".join(str(text).split())
+    if len(nodes) > 1:
         for between in (", ", ",", " "):
-            told = told.replace(between.join(listed), fold(listed))
-    return told
+            text = text.replace(between.join(nodes), fold(nodes))
+    return text
 
 
 def _nodes(event: Event) -> list[str]:
@@ -88,12 +89,12 @@ def _nodes(event: Event) -> list[str]:
 
 
 def _list_field(event: Event, field: str) -> list[Any]:
-    """The field where it is a list: of some kinds it is a count."""
+    """Return the field if it is a list; in some kinds of events it is a count."""
     return found if isinstance(found := event.get(field), list) else []
 
 
 def _names(event: Event) -> list[str]:
-    """Return the names that set an event apart from its equals, in a fixed order; "" for one that it has not."""
+    """Return the names that equal events differ in, in a fixed order; "" for one that the event lacks."""
     element, slots = event.get("element"), _list_field(event, "slots") or [one[0] for one in _list_field(event, "lost")]
     numbered = isinstance(element, int) and element >= 0
     return [
@@ -105,13 +106,8 @@ def _names(event: Event) -> list[str]:
 
 
 def _nameless(event: Event) -> str:
-    """Return the words of an event, with a mark in place of each of its names."""
+    """Return an event's text with a control character, which no answer of the controller has, for each of its names."""
     text = _text_of(event, folds=True)
     for mark, name in enumerate(_names(event)):
-        text = nameless(text, name, _mark(mark))
+        text = nameless(text, name, chr(mark))
     return text
-
-
-def _mark(number: int) -> str:
-    """No answer of the controller has a control character."""
-    return chr(number)

@@ -1,10 +1,7 @@
-"""`unicronctl events`: the event log. JSON (`--json`) is one object a line: id, time, job, generation, kind and what
-the kind adds.
-"""
+"""`unicronctl events`: the event log. `--json` prints a line for each: id, time, job, generation, kind, its fields."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -12,7 +9,7 @@ import click
 
 from unicron_ctl.cli.event_groups import Event, Group, alone, line, line_of, together
 from unicron_ctl.cli.filter_options import Filters, filter_options
-from unicron_ctl.shared.commands.options import controller_option
+from unicron_ctl.shared.commands.options import controller_option, print_json
 from unicron_ctl.shared.protocol.answer_schema import ASKED_TOO_MUCH, CUT, READ
 from unicron_ctl.shared.protocol.client import ask_controller
 from unicron_ctl.shared.system.columns import show, terminal_width
@@ -21,8 +18,8 @@ from unicron_ctl.shared.system.printable import print_text
 
 POLL_SECONDS = 0.5
 PAGE, MOST = 1000, 5000  # events in one answer when following, and at most
-QUIET = "step timing ranks_ready"  # too many to be read
-BUSY_SECONDS, BUSY_TRIES = 1.0, 60  # the controller's quota fills up again
+QUIET = "step timing ranks_ready"  # kinds of which there are too many to read
+BUSY_SECONDS, BUSY_TRIES = 1.0, 60  # for the controller's quota to fill up again
 
 
 @click.command(name="events")
@@ -85,15 +82,15 @@ def command(
 
 
 class Log:
-    """The controller's log, read in pieces: an answer holds as much as costs the controller little."""
+    """Reads the controller's log in pieces, since the controller bounds the work for one answer."""
 
     def __init__(self, question: Mapping[str, object], ask: Callable[[Mapping[str, object]], list[Event]]) -> None:
         self._question, self._ask = question, ask
         self.read = 0
-        """The id of the event up to which the log was read."""
+        """The id of the last event read."""
 
     def newest(self, limit: int, grouped: Callable[[list[Event]], list[Group]] = alone) -> tuple[list[Group], bool]:
-        """The last groups of events, oldest first, and whether there are earlier ones. Raises UserError."""
+        """Return the last groups of events, oldest first, and whether there are earlier ones. Raises UserError."""
         found: list[Event] = []
         groups: list[Group] = []
         before, more = 0, True
@@ -109,7 +106,7 @@ class Log:
         return groups[-limit:], more or len(groups) > limit
 
     def later(self, after: int, limit: int) -> Iterator[Event]:
-        """The next events. Raises UserError."""
+        """Yield the next events. Raises UserError."""
         self.read, more = after, True
         while more and limit > 0:
             piece = self._ask_for_events(after=self.read, limit=limit)
@@ -136,6 +133,6 @@ def _print(groups: list[Group], as_json: bool, folds: bool) -> None:
     if as_json:
         for group in groups:
             for event in group:
-                print_text(json.dumps(event))
+                print_json(event)
     else:
         show(line_of(group) if folds else line(group[0]) for group in groups)

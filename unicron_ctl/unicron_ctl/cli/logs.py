@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import io
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -13,14 +12,14 @@ from pathlib import Path
 import click
 import msgspec
 
-from unicron_ctl.shared.commands.options import controller_option
+from unicron_ctl.shared.commands.options import controller_option, print_json
 from unicron_ctl.shared.protocol.client import ask_controller
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 from unicron_transition.snapshot.reading import behind_hole, open_plain
 
 POLL_SECONDS = 0.3
-MOST_LINE = 1 << 18  # bytes; an agent ends a line after a quarter of it
+MOST_LINE = 1 << 18  # bytes; an agent ends each line after at most a quarter of this
 TIME = len("2026-11-26T13:11:12.123")
 _FILE = re.compile(r"rank-(\d+)\.log")
 
@@ -34,21 +33,21 @@ class LogLine(msgspec.Struct, kw_only=True):
 
 
 class RankFile:
-    """The whole lines of one file that have not been read yet."""
+    """Reads the lines of one rank's file as they come."""
 
     def __init__(self, rank: int, path: Path) -> None:
         self.rank, self._path, self._position = rank, path, 0
-        self._cut = False  # in the middle of a line whose beginning was shown
+        self._cut = False  # whether the position is within a line whose beginning was shown
 
     def new_lines(self) -> Iterator[LogLine]:
-        """Each once; of one that is longer than any of an agent's, the beginning. Raises UserError."""
+        """Yield each whole line once; of a line longer than MOST_LINE, the beginning. Raises UserError."""
         try:
             with open_plain(self._path, holes=True) as opened, io.BufferedReader(opened, MOST_LINE) as file:  # type: ignore[type-var]
                 file.seek(self._position)
                 while line := file.readline(MOST_LINE):
                     ended, shown = line.endswith(b"\n"), not self._cut
                     if not ended and len(line) < MOST_LINE:
-                        return  # the rest of it comes
+                        return  # the agent has not written the rest yet
                     self._position += len(line)
                     self._cut = not ended
                     if not ended:
@@ -62,7 +61,7 @@ class RankFile:
 
 
 def rank_files(folder: Path, rank: int | None, known: dict[int, RankFile]) -> None:
-    """Adds the files in the folder to the known ones; only that of `rank`, if given."""
+    """Add the files in the folder to the known ones; only that of `rank`, unless it is None."""
     for path in folder.glob("rank-*.log"):
         found = _FILE.fullmatch(path.name)
         if found and rank in (None, number := int(found[1])):
@@ -70,7 +69,7 @@ def rank_files(folder: Path, rank: int | None, known: dict[int, RankFile]) -> No
 
 
 def merge_lines(files: dict[int, RankFile]) -> Iterator[LogLine]:
-    """The new lines of all files in the order of their times."""
+    """Yield the new lines of all files in the order of their times."""
     return heapq.merge(*(files[rank].new_lines() for rank in sorted(files)), key=lambda line: line.time)
 
 
@@ -102,7 +101,11 @@ def command(
     try:
         while True:
             for line in merge_lines(files):
-                print_text(json.dumps(msgspec.to_builtins(line)) if as_json else _line_text(line, rank), lines=True)
+                if as_json:
+                    print_json(line)
+                else:
+                    origin = "" if rank is not None else f"[rank {line.rank}] "
+                    print_text(f"{line.time} {origin}{line.text}", lines=True)
             if not follow:
                 return
             time.sleep(POLL_SECONDS)
@@ -112,13 +115,9 @@ def command(
 
 
 def _log_folder(job: str, controller: str | None) -> Path:
-    """The job's folder. Raises UserError."""
-    found = ask_controller({"kind": "explain", "job": job}, controller)["log_dir"]
-    if not found:
-        what = "submit it with UNICRON_LOG_DIR=FOLDER, or with --log-dir among torchrun's options"
-        raise UserError(f"job {job} has no file for each rank: {what}", WRONG_USE)
-    return Path(found)
-
-
-def _line_text(line: LogLine, rank: int | None) -> str:
-    return f"{line.time} {line.text}" if rank is not None else f"{line.time} [rank {line.rank}] {line.text}"
+    """Return the job's log folder. Raises UserError."""
+    folder = ask_controller({"kind": "explain", "job": job}, controller)["log_dir"]
+    if not folder:
+        advice = "submit it with UNICRON_LOG_DIR=FOLDER, or with --log-dir among torchrun's options"
+        raise UserError(f"job {job} has no file for each rank: {advice}", WRONG_USE)
+    return Path(folder)

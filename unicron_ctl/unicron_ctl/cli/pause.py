@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
-from unicron_ctl.shared.commands.options import DURATION, controller_option
+from unicron_ctl.shared.commands.options import DURATION, controller_option, print_json
 from unicron_ctl.shared.commands.status_tables import paused_lines
 from unicron_ctl.shared.protocol.answer_schema import PauseState
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 
-LONGEST = 365 * 86400.0  # as the controller's own limit
+LONGEST = 365 * 86400.0  # the controller has the same limit
 
 
 @click.command(name="pause")
@@ -44,9 +42,9 @@ def resume(partition: str, as_json: bool, controller: str | None) -> None:
 def _show(order: dict[str, object], as_json: bool, controller: str | None) -> None:
     answer = ask_controller(order, controller)
     if as_json:
-        print_text(json.dumps(answer))
+        print_json(answer)
         return
-    told = as_struct(answer, PauseState)
-    for line in paused_lines(told.until) or ["nothing is paused"]:
+    state = as_struct(answer, PauseState)
+    for line in paused_lines(state.until) or ["nothing is paused"]:
         print_text(line)
-    print_text(", ".join(f"{name}: {mode}" for name, mode in told.modes.items()))
+    print_text(", ".join(f"{name}: {mode}" for name, mode in state.modes.items()))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 
 import click
 import msgspec
 
-from unicron_ctl.shared.commands.options import controller_option
+from unicron_ctl.shared.commands.options import controller_option, print_json
 from unicron_ctl.shared.protocol.answer_schema import Ahead, Alternative, Assignment
 from unicron_ctl.shared.system.columns import Listing, show
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
+from unicron_planner.ahead.lookahead import Lookahead
+from unicron_planner.ahead.whatif import suppose_all
 from unicron_planner.problem.objective import PlanError, Scenario
+from unicron_planner.problem.scenario import check_minima, from_dict, load
+from unicron_planner.solver.explain import explain
+from unicron_planner.solver.plan import flops_text, nodes_text
+from unicron_planner.solver.solve import solve
 
 
 @click.command(name="plan")
@@ -51,30 +56,22 @@ def command(
         raise click.UsageError("give either a SCENARIO.toml or --live")
     try:
         names: dict[str, str] = {}
-        if not scenario:
+        if scenario:
+            before = load(scenario)
+            if not oversubscribed:
+                check_minima(before)
+        else:
             before, names = _live(controller)
             suppositions = tuple(by_id(text, names) for text in suppositions)
             explained = explained and by_id(f"job {explained}", names).removeprefix("job ")
-        else:
-            before = _file(scenario, oversubscribed)
         _run(before, suppositions, explained, ahead, as_json, names)
     except PlanError as error:
         raise UserError(str(error), WRONG_USE) from None
 
 
-def _file(path: str, oversubscribed: bool) -> Scenario:
-    from unicron_planner.problem.scenario import check_minima, load
-
-    scenario = load(path)
-    if not oversubscribed:
-        check_minima(scenario)
-    return scenario
-
-
 def _live(controller: str | None) -> tuple[Scenario, dict[str, str]]:
-    """The scenario, whose jobs go by their ids, and the jobs' names by id."""
+    """Return the controller's scenario, which names jobs by their ids, and the jobs' names by id."""
     from unicron_ctl.shared.protocol.client import ask_controller
-    from unicron_planner.problem.scenario import from_dict
 
     scenario = from_dict(ask_controller({"kind": "scenario"}, controller))
     names = {job["job"]: job["name"] for job in ask_controller({"kind": "jobs"}, controller)}
@@ -82,11 +79,11 @@ def _live(controller: str | None) -> tuple[Scenario, dict[str, str]]:
 
 
 def by_id(text: str, names: Mapping[str, str]) -> str:
-    """The text with "job NAME" said as "job ID". Raises PlanError where several jobs have the name."""
+    """Replace "job NAME" in the text by "job ID". Raises PlanError if several jobs have the name."""
     for name in sorted(set(names.values()) - names.keys(), key=len, reverse=True):
         pattern = re.compile(rf"\bjob {re.escape(name)}(?!\S)", re.I)
         if pattern.search(text):
-            ids = [job for job, its in names.items() if its == name]
+            ids = [job for job, job_name in names.items() if job_name == name]
             if len(ids) > 1:
                 raise PlanError(f"{len(ids)} jobs are called {name}: say which by its id ({', '.join(ids)})")
             return pattern.sub(f"job {ids[0]}", text)
@@ -101,30 +98,21 @@ def _run(
     as_json: bool,
     names: Mapping[str, str],
 ) -> None:
-    from unicron_planner.ahead.whatif import suppose_all
-    from unicron_planner.solver.solve import solve
-
     scenario = suppose_all(before, suppositions)
     plan = solve(scenario)
     out = msgspec.convert(plan.to_dict(), Assignment)
     if explained:
-        from unicron_planner.solver.explain import explain
-
         out.explanation = msgspec.convert(explain(scenario, explained, plan).to_dict(), Alternative)
     if ahead:
-        from unicron_planner.ahead.lookahead import Lookahead
-
         table = Lookahead(scenario, pairs=False)
         out.ahead = [Ahead(event=list(event), assignment=each.assignment) for event, each in table.entries.items()]
     if as_json:
-        print_text(json.dumps(msgspec.to_builtins(out), indent=2), lines=True)
+        print_json(out, indent=2)
     else:
         _show(scenario, out, names)
 
 
 def _show(scenario: Scenario, out: Assignment, names: Mapping[str, str]) -> None:
-    from unicron_planner.solver.plan import flops_text, nodes_text
-
     labels = {job.name: f"{job.name} {names[job.name]}" if job.name in names else job.name for job in scenario.jobs}
     table = Listing("job", "now", "plan", "why", cut=["job"])
     for job in scenario.jobs:

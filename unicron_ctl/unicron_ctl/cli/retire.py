@@ -1,16 +1,16 @@
-"""`unicronctl retire`: gives back to Slurm all that Unicron has taken, before it is removed."""
+"""`unicronctl retire`: gives back to Slurm all that Unicron has taken, before Unicron is removed."""
 
 from __future__ import annotations
 
 import click
 
 from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.slurm import CommandLineClient, SlurmError
 from unicron_ctl.shared.slurm.leftovers import leftovers, take_all_back
-from unicron_ctl.shared.slurm.slurm_client import SlurmError
 from unicron_ctl.shared.system.errors import UserError
 from unicron_ctl.shared.system.printable import print_text
 
-SECONDS = 20.0  # for one call of Slurm's
+SECONDS = 20.0  # for one Slurm command
 
 
 @click.command()
@@ -23,8 +23,6 @@ def command(dry_run: bool, yes: bool) -> None:
     asks Slurm alone and needs a Slurm administrator. Nodes that the health checks proved bad return, too; each line
     says why a node was out.
     """
-    from unicron_ctl.shared.slurm import CommandLineClient
-
     client = CommandLineClient(timeout=SECONDS)
     try:
         found = leftovers(client.nodes(), client.elements())

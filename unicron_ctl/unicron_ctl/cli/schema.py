@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import pkgutil
 
 import click
 import msgspec
 
+from unicron_ctl.shared.commands.options import print_json
 from unicron_ctl.shared.commands.table import rooms
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 
 _ANSWERS = "unicron_ctl.shared.protocol.answer_schema"
-# Command -> `module:attribute` of the type of its JSON; the rooms' own stand in their SCHEMAS.
+# Command -> `module:attribute` of the type of its JSON. Each room behind the fence has its own SCHEMAS.
 SCHEMAS = {
     "status": f"{_ANSWERS}:Status",
     "jobs": f"{_ANSWERS}:Jobs",
@@ -42,6 +42,6 @@ def command(words: tuple[str, ...]) -> None:
     if not name:
         print_text("\n".join(types), lines=True)
     elif name in types:
-        print_text(json.dumps(msgspec.json.schema(pkgutil.resolve_name(types[name])), indent=2), lines=True)
+        print_json(msgspec.json.schema(pkgutil.resolve_name(types[name])), indent=2)
     else:
         raise UserError(f"{name} has no schema: there are {', '.join(types)}", WRONG_USE)

@@ -1,11 +1,7 @@
-"""`unicronctl status`, `jobs`, `nodes` and `explain`: the controller's answers as tables, or with `--json` as they are.
-
-`unicronctl schema` describes the JSON. That of `jobs` and `nodes` is the list of that name in `status`.
-"""
+"""`unicronctl status`, `jobs`, `nodes`, `explain`: the controller's answers as tables, or with `--json` as they are."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 
 import click
@@ -13,21 +9,20 @@ import click
 from unicron_ctl.cli.filter_options import Filters, filter_options
 from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.commands.alternative import alternative
-from unicron_ctl.shared.commands.options import controller_option
+from unicron_ctl.shared.commands.options import controller_option, print_json
 from unicron_ctl.shared.protocol.answer_schema import Explanation, Job, Node, Status
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
 from unicron_ctl.shared.system.columns import Cell, Listing, show, terminal_width
 from unicron_ctl.shared.system.errors import PROBLEM_FOUND, WRONG_USE, UserError
-from unicron_ctl.shared.system.printable import print_text
 
 INTERVAL = 2.0  # seconds
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def _show(data: object, as_json: bool, parts: Callable[[bool], Iterable[Listing | Cell]]) -> None:
-    """Prints an answer. parts: the tables; whether they are folded, as for people."""
+    """Print an answer. parts: makes its tables, folded for people or not."""
     if as_json:
-        print_text(json.dumps(data, indent=2), lines=True)
+        print_json(data, indent=2)
     else:
         show(parts(terminal_width() is not None))
 

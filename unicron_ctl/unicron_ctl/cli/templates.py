@@ -1,4 +1,4 @@
-"""`unicronctl template`: the files that a user copies, from wherever the package is installed."""
+"""`unicronctl template`: the batch scripts that users copy, from wherever the package is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unicron_ctl.shared.settings.places import TEMPLATES as FOLDER
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 
-# name -> (the file, its neighbours, one line)
+# Name -> (the file, the files that it needs, a line for the list).
 TEMPLATES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "rigid": ("rigid.sbatch", (), "any script on N nodes, with or without torchrun: restart mode"),
     "array": ("array.sbatch", (), "any script on as many nodes as there are, one array element each: restart mode"),

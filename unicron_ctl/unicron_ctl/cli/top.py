@@ -1,6 +1,6 @@
 """`unicronctl top`: the controller's status, kept up to date, the worst first. `unicronctl status --watch` is the same.
 
-It is as high as the terminal. What needs an admin comes first and is cut last; of the tables each gets its share.
+It fills the terminal. What needs an admin comes first and is cut last; the tables share the rest.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def command(interval: float, filters: Filters, controller: str | None) -> None:
 
 
 def watch(interval: float, filters: Filters, controller: str | None) -> None:
-    """Shows the status until Ctrl-C. Raises UserError."""
+    """Show the status until Ctrl-C. Raises UserError."""
     console = Console(highlight=False)
     if not console.is_terminal:
         raise UserError(
@@ -63,7 +63,7 @@ def follow(
     interval: float,
     chosen: bool,
 ) -> None:
-    """Shows what `ask` says until Ctrl-C. chosen: it is a part of the status."""
+    """Show the answers of `ask` until Ctrl-C. chosen: they are a part of the status."""
     trouble = ""
     while True:
         width, height = size()
@@ -71,13 +71,15 @@ def follow(
         time.sleep(interval)
         try:
             data, trouble = ask(), ""
-        except UserError as error:  # its death is no event for the jobs, so it is none here either
+        except UserError as error:  # the controller may be gone for a while: jobs train on, and this waits
             trouble = f"{error} (still trying; what is below is old)"
 
 
 def picture(data: Status, width: int, height: int, trouble: str = "", chosen: bool = False) -> list[Text]:
-    """At most `height` - 1 lines, so that nothing scrolls, none longer than `width`. trouble: why they are old.
-    chosen: they are a part of the status."""
+    """Draw at most `height` - 1 lines, so that nothing scrolls, none longer than `width`.
+
+    trouble: why the status is old. chosen: it is a part of the whole.
+    """
     head = [Text(trouble, "bold red")] if trouble else []
     first = lines_of([*head, *status_tables.needs_an_admin(data, folded=True)], width)
     rest = [lines_of([part], width) for part in status_tables.tables(data, folded=True, chosen=chosen)]
@@ -90,17 +92,17 @@ def picture(data: Status, width: int, height: int, trouble: str = "", chosen: bo
 
 
 def share_lines(wanted: Sequence[int], room: int) -> list[int]:
-    """Return the lines that each gets of those that it wants: all of them, or as many as the others."""
-    given = [0] * len(wanted)
+    """Share the room between tables that want so many lines. Those that want more than their share get equal shares."""
+    shares = [0] * len(wanted)
     left = room
     for position, place in enumerate(sorted(range(len(wanted)), key=lambda place: wanted[place])):
-        given[place] = max(0, min(wanted[place], left // (len(wanted) - position)))
-        left -= given[place]
-    return given
+        shares[place] = max(0, min(wanted[place], left // (len(wanted) - position)))
+        left -= shares[place]
+    return shares
 
 
 def cut(lines: list[Text], most: int, hint: str) -> list[Text]:
-    """The first lines, and how many more there are."""
+    """Return the first lines, and as the last one how many more there are."""
     if len(lines) <= most:
         return lines
     more = f"... {len(lines) - most + 1} more lines" + (f": {hint}" if hint else "")

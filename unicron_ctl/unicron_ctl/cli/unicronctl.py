@@ -36,7 +36,7 @@ COMMANDS = {
 
 @functools.cache
 def commands() -> dict[str, Command]:
-    """All commands by name: the core's, and those of the rooms that are installed."""
+    """Return all commands by name: the core's, and those of the installed rooms."""
     found = dict(COMMANDS)
     for room in rooms():
         found |= getattr(room, "COMMANDS", {})
@@ -50,7 +50,7 @@ class LazyGroup(click.Group):
         return sorted(commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        found = COMMANDS.get(cmd_name) or commands().get(cmd_name)  # the core's need no look at the rooms
+        found = COMMANDS.get(cmd_name) or commands().get(cmd_name)  # for the core's, the rooms are not loaded
         if found is None:
             return None
         module_name, attribute = found.target.split(":")
@@ -58,12 +58,12 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        # click's own version imports every command for its help text; the table already has it.
+        # click's own method would import every command for its help text, which the table has.
         with formatter.section("Commands"):
             formatter.write_dl([(name, commands()[name].line) for name in self.list_commands(ctx)])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        # So does this; the shell waits for it.
+        # click's own method would do the same here, while the shell waits.
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
         return [

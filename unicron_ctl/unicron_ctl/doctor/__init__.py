@@ -1,5 +1,4 @@
-"""Setting up: what an installation takes, and what is wrong with one. Facts are collected first and
-judged afterwards."""
+"""Sets up an installation, and finds what is wrong with one. Facts are collected first and judged afterwards."""
 
 from unicron_ctl.shared.commands.table import Command
 

@@ -1,4 +1,4 @@
-"""Checks of Slurm as a whole: each is judged once, whatever host asks. Pure."""
+"""Checks of Slurm as a whole, each of which is judged once. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from unicron_ctl.shared.slurm.slurm_settings import NO_LIMIT, SlurmSettings
 from unicron_detector.words import plural
 
 SUPER_USER = "root"
-PROLOG_REST = 4  # seconds: all that prolog.d/50-unicron does besides the admission checks, at most
-CRED_EXPIRE = 120.0  # Slurm's default, seconds
+PROLOG_REST = 4  # seconds: the most that prolog.d/50-unicron takes besides the admission checks
+CRED_EXPIRE = 120.0  # seconds: Slurm's default
 
 
 def slurm(case: Case) -> Iterator[Finding]:
@@ -43,7 +43,6 @@ def admin_level(case: Case) -> Iterator[Finding]:
     """The controller's user may change nodes."""
     site = case.site
     name, (slurms, _) = site.controller_name, site.settings.user()
-    has_accounts = "slurmdbd" in site.settings.text("AccountingStorageType")
     if not name or site.level_problem:
         yield unknown(site.level_problem or "the controller's user is not known")
         return
@@ -52,7 +51,7 @@ def admin_level(case: Case) -> Iterator[Finding]:
         return
     acts = any(site.config.controller.rules(one.name).mode == ACT for one in site.partitions)
     weigh, later = (problem, "") if acts else (advice, "; this must be so before a partition acts")
-    if has_accounts:
+    if "slurmdbd" in site.settings.text("AccountingStorageType"):
         yield weigh(
             f"{name} is {'an ' + site.admin_level if site.admin_level not in ('', 'None') else 'no administrator'}: "
             f"Slurm refuses every change of a node{later}",
@@ -67,7 +66,7 @@ def admin_level(case: Case) -> Iterator[Finding]:
 
 def job_requeue(case: Case) -> Iterator[Finding]:
     """JobRequeue is on."""
-    return _lines(case, "job-requeue", "a job that lost a node is not started again unless it asks for that")
+    return _missing_lines(case, "job-requeue", "a job that lost a node is not started again unless it asks for that")
 
 
 def return_to_service(case: Case) -> Iterator[Finding]:
@@ -78,7 +77,7 @@ def return_to_service(case: Case) -> Iterator[Finding]:
         if settings.text("ReturnToService") == "2"
         else "a node that was lost does not come back by itself"
     )
-    return _lines(case, "return-to-service", text)
+    return _missing_lines(case, "return-to-service", text)
 
 
 def prolog_flags(case: Case) -> Iterator[Finding]:
@@ -88,16 +87,17 @@ def prolog_flags(case: Case) -> Iterator[Finding]:
             "PrologFlags has NoHold: jobs begin before their node is checked", "take NoHold out of slurm.conf"
         )
         return
-    yield from _lines(case, "prolog-flags", "nodes of a job beyond its first are checked only when a step starts there")
+    text = "nodes of a job beyond its first are checked only when a step starts there"
+    yield from _missing_lines(case, "prolog-flags", text)
 
 
 def prolog_failure(case: Case) -> Iterator[Finding]:
     """A job is not held because its prolog found a bad node."""
-    return _lines(case, "prolog-failure", "if a node is proven bad by the prolog, its job is held")
+    return _missing_lines(case, "prolog-failure", "if a node is proven bad by the prolog, its job is held")
 
 
-def _lines(case: Case, check: str, text: str) -> Iterator[Finding]:
-    """Yield the lines that slurm.conf lacks for this check."""
+def _missing_lines(case: Case, check: str, text: str) -> Iterator[Finding]:
+    """Yield a problem with the lines that slurm.conf lacks for this check."""
     settings = case.site.settings
     wanted = [one for one in CONF_LINES if one.check == check]
     missing = [line for one in wanted if (line := one.line(settings))]
@@ -108,13 +108,15 @@ def _lines(case: Case, check: str, text: str) -> Iterator[Finding]:
 
 
 class Step(NamedTuple):
-    """One rung of the ladder: the sum of `low` must be at most `high`, or `below` it. Names of :func:`limits`; one
-    without a value is not known."""
+    """A rule of the ladder of time-outs, with names of :func:`limits`. It is skipped if a value is not known."""
 
     low: tuple[str, ...]
     high: str
+    """Must be at least the sum of `low`."""
     why: str
+    """The consequence if it is not."""
     below: bool = False
+    """Whether the sum must be less than `high`."""
 
 
 _SAVES = "a script's time to save its state"
@@ -131,7 +133,7 @@ LADDER: tuple[Step, ...] = (
 )
 _RUNGS = (*LADDER, *(Step(tuple(names(rule.low)), rule.high, rule.why, not rule.equal) for rule in RULES))
 OURS = ("lease", "isolate_seconds", "slurm_timeout", "slurm_poll_seconds")
-# What is raised where it is too low, and to what at least.
+# The names that may be raised if they are too low, each to at least this value.
 USUAL = {
     "BatchStartTimeout": 10.0,
     "PrologTimeout": 0.0,
@@ -142,11 +144,11 @@ USUAL = {
     "slurm_timeout": 10.0,
     "MinJobAge": 300.0,
 }
-ROOM = 2.0  # seconds above what it must hold
+ROOM = 2.0  # seconds by which a value is raised above the sum that it must hold
 
 
 def time_outs(case: Case) -> Iterator[Finding]:
-    """Slurm's time-outs fit each other and Unicron's. What is to be done fits, too, and unicrond takes it."""
+    """Slurm's time-outs fit each other and Unicron's. unicrond accepts the values that the findings propose."""
     settings, known = case.site.settings, limits(case)
     better, broken = sufficient_values(known), [step for step in LADDER if _is_broken(step, known)]
     more = [name for name in better if better[name] != known[name] and name not in {step.high for step in broken}]
@@ -169,7 +171,7 @@ def time_outs(case: Case) -> Iterator[Finding]:
 
 
 def limits(case: Case) -> dict[str, float]:
-    """Return the values of the ladder's names here, in seconds, without those that have none."""
+    """Return the values of the ladder's names in seconds, as far as they are known."""
     settings, ours = case.site.settings, case.site.config.controller
     found = {
         "the prolog": float(case.host.health.seconds + PROLOG_REST),
@@ -184,9 +186,9 @@ def limits(case: Case) -> dict[str, float]:
 
 
 def sufficient_values(known: Mapping[str, float]) -> dict[str, float]:
-    """Values with which the whole ladder holds, and unicrond's own rules about the same names."""
+    """Return values with which all rules of the ladder hold, and unicrond's own rules about the same names."""
     better = dict(known)
-    for _ in _RUNGS:  # each raises what a later one depends on at most once
+    for _ in _RUNGS:  # each round raises a value that another rule depends on
         for step in _RUNGS:
             if step.high in USUAL and _is_broken(step, better):
                 better[step.high] = max(USUAL[step.high], sum(better[name] for name in step.low) + ROOM)
@@ -205,7 +207,7 @@ def _label(name: str) -> str:
 
 
 def _line(settings: SlurmSettings, name: str, value: float) -> str:
-    """Return what to write where. Older releases have one limit for prolog and epilog, and take no other name."""
+    """Return the line that sets a value, and its file. Older Slurms know only one limit for prolog and epilog."""
     if name in OURS:
         return f"{name} = {number(value)} in [controller]"
     if name == "cred_expire":
@@ -221,7 +223,7 @@ def _expire(settings: SlurmSettings) -> float:
 
 
 def _prolog_limit(settings: SlurmSettings) -> float | None:
-    """Slurm's limit for a prolog; None without one. Newer releases have one of its own for each hook."""
+    """Return Slurm's limit for a prolog; None if it has none. Newer releases have one for each hook."""
     for name in ("PrologTimeout", "PrologEpilogTimeout"):
         if found := settings.seconds(name):
             return None if found >= NO_LIMIT else found

@@ -1,46 +1,36 @@
-"""`unicronctl doctor`: what is wrong with the installation, on this host or on all nodes."""
+"""`unicronctl doctor`: finds what is wrong with the installation, on this host or on all nodes."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import click
 import msgspec
 
+from unicron_ctl.doctor import host_facts, on_nodes, site_facts
+from unicron_ctl.doctor.examination import DoctorResult, by_weight, examine, no_answer, summary
 from unicron_ctl.doctor.facts import COMPUTE, GOOD, PROBLEM, HostFacts, Ports, Question, Role, SiteFacts
-from unicron_ctl.shared.commands.options import controller_option
+from unicron_ctl.shared.commands.options import controller_option, print_json
+from unicron_ctl.shared.settings.config import Config
+from unicron_ctl.shared.slurm import CommandLineClient
 from unicron_ctl.shared.slurm.host_lists import fold
+from unicron_ctl.shared.slurm.steps import search_path
 from unicron_ctl.shared.system.errors import PROBLEM_FOUND, UserError
 from unicron_ctl.shared.system.printable import print_text
 from unicron_detector.words import plural
 
-if TYPE_CHECKING:
-    from unicron_ctl.doctor.examination import Result
-    from unicron_ctl.doctor.on_nodes import NodeAnswers
-    from unicron_ctl.shared.settings.config import Config
-    from unicron_ctl.shared.slurm import CommandLineClient
-
 NOT_FROM_HERE = "ports are tried from the controller's host: run `unicronctl doctor --all` there"
 
 
-class DoctorResult(msgspec.Struct, kw_only=True):
-    """One finding. verdict: problem, advice, unknown or good. hosts: none for the cluster as a whole."""
-
-    check: str
-    verdict: str
-    text: str
-    do: str
-    hosts: list[str]
-
-
 class DoctorReport(msgspec.Struct, kw_only=True):
-    """The JSON of `unicronctl doctor`. role: what this host was taken for. hosts: all that answered."""
+    """The JSON of `unicronctl doctor`."""
 
     role: str
+    """The role of this host."""
     hosts: list[str]
+    """All hosts that answered."""
     results: list[DoctorResult]
 
 
@@ -73,62 +63,44 @@ def command(
 
     Nothing is changed. The exit status is 3 if there is a problem.
     """
-    from unicron_ctl.doctor import examination, host_facts, site_facts
-    from unicron_ctl.doctor.on_nodes import Wish, interpreter
-    from unicron_ctl.shared.slurm import CommandLineClient
-    from unicron_ctl.shared.slurm.steps import search_path
-
     if step:
         return host_facts.main([step])
     if chosen and not everywhere:
         raise click.UsageError("--partition is for --all")
     if path:
-        os.environ["UNICRON_CONFIG"] = path  # for all that reads the file itself
+        os.environ["UNICRON_CONFIG"] = path  # for functions that find the file themselves
     client = CommandLineClient(env={"PATH": search_path()["PATH"]})
     config, _ = host_facts.read_config(path or "")
     site = site_facts.ask_slurm(client, config)
     mine = role or site_facts.find_role(site, config)
     here = host_facts.collect(site_facts.question_for(mine, site, path or "", controller or ""))
-    site = _with_level(client, site, here)
-    hosts, results, ports = [here], list[examination.Result](), None
+    name, level, why = site_facts.controllers_level(client, site, here)
+    site = dataclasses.replace(site, controller_name=name, admin_level=level, level_problem=why)
+    if name:
+        here.users.setdefault(name, here.controller.uid)
+    hosts = [here]
     if everywhere:
-        wish = Wish(interpreter(python) if python else (), queue=queue)
+        wish = on_nodes.Wish(on_nodes.interpreter(python) if python else (), queue=queue)
         question = site_facts.question_for(COMPUTE, site, path or "", controller or "")
         found, left_out, ports = _ask_nodes(site, config, question, wish, chosen)
         hosts += [host for host in found.hosts if host.name != here.name]
-        results = examination.no_answer(found.silent)
-        results = [*examination.examine(hosts, site, ports, left_out.items()), *results]
+        results = [*examine(hosts, site, ports, left_out.items()), *no_answer(found.silent)]
     else:
-        results = examination.examine(hosts, site)
+        results = examine(hosts, site)
     if as_json:
-        report = DoctorReport(
-            role=mine,
-            hosts=[host.name for host in hosts],
-            results=[DoctorResult(**msgspec.structs.asdict(result)) for result in results],
-        )
-        print_text(json.dumps(msgspec.to_builtins(report), indent=1), lines=True)
+        print_json(DoctorReport(role=mine, hosts=[host.name for host in hosts], results=results), indent=2)
     else:
         _print(hosts, results, verbose)
     return PROBLEM_FOUND if any(result.verdict == PROBLEM for result in results) else 0
 
 
-def _with_level(client: CommandLineClient, site: SiteFacts, here: HostFacts) -> SiteFacts:
-    """The cluster with what is known of the controller's user."""
-    from unicron_ctl.doctor.site_facts import controllers_level
-
-    name, level, why = controllers_level(client, site, here)
-    if name:
-        here.users.setdefault(name, here.controller.uid)
-    return dataclasses.replace(site, controller_name=name, admin_level=level, level_problem=why)
-
-
 def _ask_nodes(
-    site: SiteFacts, config: Config, question: Question, wish: object, chosen: tuple[str, ...]
-) -> tuple[NodeAnswers, dict[str, str], Ports]:
-    """The nodes' answers, the nodes that could not be asked, and their ports. Raises UserError where nobody answers."""
-    from unicron_ctl.doctor import on_nodes, site_facts
-    from unicron_ctl.shared.slurm.steps import search_path
+    site: SiteFacts, config: Config, question: Question, wish: on_nodes.Wish, chosen: tuple[str, ...]
+) -> tuple[on_nodes.NodeAnswers, dict[str, str], Ports]:
+    """Return the nodes' answers, the nodes that could not be asked with the reasons, and the nodes' ports.
 
+    Raises UserError if no node answers.
+    """
     if site.slurm_problem:
         raise UserError(f"the nodes cannot be asked: {site.slurm_problem}")
     marked = site_facts.partitions_in_use(config, site.partitions)
@@ -140,7 +112,6 @@ def _ask_nodes(
         raise UserError(f"no node can be asked now: {why}")
     at_head = site_facts.is_controllers_host(question.controller, config)
     reach = {node.name: node.address for node in site.nodes} if at_head else None
-    assert isinstance(wish, on_nodes.Wish)
     found = on_nodes.Asking(question, wish, search_path(), reach).run(steps)
     if not found.hosts:
         node, why = next(iter(found.silent.items()))
@@ -152,24 +123,17 @@ def _ask_nodes(
     return found, left_out, Ports(agents=found.doors, slurmds=slurmds)
 
 
-def _print(hosts: list[HostFacts], results: list[Result], verbose: bool) -> None:
-    from unicron_ctl.doctor.examination import by_weight, summary
-
-    everybody = [host.name for host in hosts]
-    what = hosts[0].role if len(hosts) == 1 else f"{hosts[0].role}, and {plural(len(hosts) - 1, 'node')}"
-    print_text(f"{hosts[0].name} ({what}), Unicron {hosts[0].release}")
+def _print(hosts: list[HostFacts], results: list[DoctorResult], verbose: bool) -> None:
+    names = [host.name for host in hosts]
+    role = hosts[0].role if len(hosts) == 1 else f"{hosts[0].role}, and {plural(len(hosts) - 1, 'node')}"
+    print_text(f"{names[0]} ({role}), Unicron {hosts[0].release}")
     for result in by_weight(results):
         if result.verdict == GOOD and not verbose:
             continue
-        where = (
-            ""
-            if not result.hosts or len(hosts) == 1
-            else "all hosts"
-            if result.hosts == everybody
-            else fold(result.hosts)
-        )
-        text = f"{result.verdict:8} {result.check}{f' ({where})' if where else ''}: {result.text}"
-        print_text(text)  # a node that somebody has taken over may say anything
+        where = ""
+        if result.hosts and len(hosts) > 1:
+            where = f" ({'all hosts' if result.hosts == names else fold(result.hosts)})"
+        print_text(f"{result.verdict:8} {result.check}{where}: {result.text}")
         if result.do:
             print_text(f"{'':8} > {result.do}")
     print_text(summary(results))

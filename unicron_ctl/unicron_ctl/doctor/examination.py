@@ -1,4 +1,4 @@
-"""The table of checks: who collects the facts of each on a host, and who judges them."""
+"""The table of checks: the functions that collect the facts for each on a host, and the one that judges them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ EVERYWHERE = frozenset((HEAD, LOGIN, COMPUTE))
 WITH_JOBS = frozenset((LOGIN, COMPUTE))
 ON_NODES = frozenset((COMPUTE,))
 CLUSTER: frozenset[str] = frozenset()
-NODES = "nodes"  # what gave no answer; no check of the table
+NODES = "nodes"  # the results about nodes that did not answer, which belong to no check
 _ORDER: tuple[Verdict, ...] = ("problem", "unknown", "advice", "good")
 CHECKS: tuple[Check, ...] = (
     Check("slurm", CLUSTER, cluster.slurm),
-    Check("config", EVERYWHERE, host.config, {"config": host.config_facts}),
+    Check("config", EVERYWHERE, host.config, {"config": lambda asked: asked.config_facts}),
     Check("partitions", CLUSTER, cluster.partitions),
     Check("controller", EVERYWHERE, reach.controller, {"controller": reach.controller_facts}),
     Check("release", EVERYWHERE, reach.release),
@@ -46,9 +46,14 @@ CHECKS: tuple[Check, ...] = (
     Check("clock", EVERYWHERE, reach.clock),
     Check("agent-ports", ON_NODES, reach.agent_ports),
     Check("slurmd-port", ON_NODES, reach.slurmd_port),
-    Check("plugin", WITH_JOBS, reach.plugin, {"plugin": reach.plugin_facts}),
+    Check("plugin", WITH_JOBS, reach.plugin, {"plugin": lambda asked: asked.plugin}),
     Check("agent", ON_NODES, reach.agent, {"agent": reach.agent_facts}),
-    Check("python", WITH_JOBS, host.python, {"torch": host.torch, "megatron": host.megatron}),
+    Check(
+        "python",
+        WITH_JOBS,
+        host.python,
+        {"torch": lambda _: host.release_of("torch"), "megatron": lambda _: host.release_of("megatron-core")},
+    ),
     Check("containers", ON_NODES, host.containers, {"containers": host.container_facts}),
     Check("shared-memory", ON_NODES, host.shared_memory, {"shm": host.shm_facts}),
     Check("limits", EVERYWHERE, host.limits, {"limits": host.step_limits, "unicrond_files": host.unicrond_files}),
@@ -65,67 +70,65 @@ CHECKS: tuple[Check, ...] = (
 NEED_SLURM = frozenset(check.name for check in CHECKS if not check.roles) - {"slurm"}
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One finding and the hosts that have it. hosts: none for the cluster as a whole."""
+class DoctorResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding and the hosts that have it."""
 
     check: str
     verdict: Verdict
     text: str
     do: str
+    """How to mend it."""
     hosts: list[str]
+    """None for a finding about the whole cluster."""
 
 
 def examine(
     hosts: Sequence[HostFacts], site: SiteFacts, ports: Ports | None = None, silent: Iterable[tuple[str, str]] = ()
-) -> list[Result]:
-    """All findings, in the order of the table; the same finding of several hosts is one result.
+) -> list[DoctorResult]:
+    """Return all findings, in the order of the table; the same finding of several hosts is one result.
 
-    hosts: the first is the one on which the doctor was started. silent: (node, why it gave no answer, or none was
-    asked).
+    hosts: the first is the one on which the doctor was started. silent: pairs of a node and the reason why it was not
+    asked.
     """
     found: dict[tuple[str, Finding], list[str]] = {}
     first = hosts[0]
+    node = next((one for one in hosts if one.role == COMPUTE), first)  # a node's prolog counts, if any was asked
     for check in CHECKS:
         if not check.roles:
             if check.name not in NEED_SLURM or not site.slurm_problem:
-                for finding in check.judge(Case(_node_or(hosts), first, site, ports)):
+                for finding in check.judge(Case(node, first, site, ports)):
                     found.setdefault((check.name, finding), [])
             continue
         for one in hosts:
             if one.role in check.roles:
                 for finding in check.judge(Case(one, first, site, ports)):
                     found.setdefault((check.name, finding), []).append(one.name)
-    for node, why in silent:
-        found.setdefault((NODES, unknown(f"not asked: {why}")), []).append(node)
+    for name, why in silent:
+        found.setdefault((NODES, unknown(f"not asked: {why}")), []).append(name)
     return [
-        Result(check=check, verdict=finding.verdict, text=finding.text, do=finding.do, hosts=names)
+        DoctorResult(check=check, verdict=finding.verdict, text=finding.text, do=finding.do, hosts=names)
         for (check, finding), names in found.items()
     ]
 
 
-def no_answer(silent: dict[str, str]) -> list[Result]:
-    """The nodes that were asked and gave no answer."""
+def no_answer(silent: dict[str, str]) -> list[DoctorResult]:
+    """Return a problem for each reason for which nodes that were asked did not answer."""
     found: dict[str, list[str]] = {}
     for node, why in silent.items():
         found.setdefault(why, []).append(node)
     return [
-        Result(check=NODES, verdict=PROBLEM, text=why, do=f"srun -w {names[0]} hostname", hosts=names)
+        DoctorResult(check=NODES, verdict=PROBLEM, text=why, do=f"srun -w {names[0]} hostname", hosts=names)
         for why, names in found.items()
     ]
 
 
-def _node_or(hosts: Sequence[HostFacts]) -> HostFacts:
-    """A compute node, whose prolog is the one that counts; the first host where no node was asked."""
-    return next((one for one in hosts if one.role == COMPUTE), hosts[0])
-
-
-def by_weight(results: Iterable[Result]) -> list[Result]:
-    """Problems first, what is good last; else in the given order."""
+def by_weight(results: Iterable[DoctorResult]) -> list[DoctorResult]:
+    """Sort the results, problems first, and else in the order of the table."""
     return sorted(results, key=lambda result: _ORDER.index(result.verdict))
 
 
-def summary(results: Sequence[Result]) -> str:
-    """Return how many checks are good, and what the others are."""
+def summary(results: Sequence[DoctorResult]) -> str:
+    """Return how many checks are good, have a problem, or could not be made."""
     checks = {result.check for result in results}
     bad = {result.check for result in results if result.verdict == PROBLEM}
     open_ = {result.check for result in results if result.verdict == UNKNOWN} - bad

@@ -1,6 +1,6 @@
-"""The facts that the checks judge, of one host and of the cluster, and what a check is.
+"""The facts about a host and the cluster, and the checks that judge them.
 
-A host's facts travel as JSON (`on_nodes`). `examination.CHECKS` names who collects and who judges each.
+A host's facts travel as JSON (`on_nodes`). `examination.CHECKS` is the table of checks.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ Role = Literal["head", "login", "compute"]
 HEAD: Role = "head"
 LOGIN: Role = "login"
 COMPUTE: Role = "compute"
-NO_LIMIT = -1  # of a resource
+NO_LIMIT = -1  # for a resource
 
 
 class Question(msgspec.Struct, kw_only=True):
-    """The question to a host: where it is to look. Empty texts and lists: Slurm did not say, or it is not set."""
+    """Tells a host where to look. Texts and lists are empty if Slurm did not answer, or has no such setting."""
 
     role: Role
     config: str = ""
-    """unicron.toml, "" where programs find it themselves."""
+    """unicron.toml, "" if programs find it themselves."""
     controller: str = ""
-    """The address to ask in place of that file's."""
+    """The address to ask instead of the file's."""
     plugstack: list[str] = []
-    """Files of which the first that exists counts."""
+    """Paths; the first that exists counts."""
     plugin_dir: str = ""
-    """Slurm's PluginDir, folders with colons."""
+    """Slurm's PluginDir, folders with colons between them."""
     prolog: list[str] = []
     """As in slurm.conf, with wildcards."""
     epilog: list[str] = []
     health_program: str = ""
     users: list[str] = []
-    """Names whose numbers are wanted."""
+    """Names whose uids are wanted."""
     door: float = 0.0
-    """Seconds for which a port is opened, for the controller's host to try; 0 for none."""
+    """Seconds for which the host opens a port that the controller's host tries; 0 for no port."""
 
 
 class ConfigFacts(msgspec.Struct, kw_only=True):
     """A host's unicron.toml."""
 
     path: str = ""
-    """ "" without one."""
+    """ "" if there is none."""
     digest: str = ""
-    """Of its bytes."""
+    """Hash of the file's bytes."""
     problems: list[str] = []
-    """In one line each."""
+    """One line each."""
     address: str = ""
-    """Several have commas between them."""
+    """The controller's; several with commas between them."""
     auth: str = "munge"
     believed: dict[str, int | None] = {}
-    """Uids of `controller_users` on this host; None for a name that it does not know."""
+    """Uids of `controller_users` on this host; None for an unknown name."""
 
 
 class ControllerFacts(msgspec.Struct, kw_only=True):
@@ -65,34 +65,35 @@ class ControllerFacts(msgspec.Struct, kw_only=True):
 
     address: str = ""
     problem: str = ""
-    """Why nothing came, else ""."""
+    """Why there was no answer, else ""."""
     tcp: bool | None = None
-    """Whether its port takes connections; None where that was not tried."""
+    """Whether its port takes connections; None if that was not tried."""
     release: str = ""
     uid: int = 0
     ahead: float = 0.0
-    """Seconds by which its clock is ahead of this host's, known to +- `within`."""
+    """Seconds by which its clock is ahead of this host's."""
     within: float = 0.0
+    """The largest error of `ahead`, in seconds."""
 
 
 class PluginFacts(msgspec.Struct, kw_only=True):
     """The plugin's line and its file."""
 
     plugstack: str = ""
-    """The file that Slurm reads, "" where there is none."""
+    """The file that Slurm reads, "" if there is none."""
     line: str = ""
-    """ "" where none names unicron.so."""
+    """ "" if none names unicron.so."""
     path: str = ""
     is_there: bool = False
     required: bool = False
     release: str = ""
-    """The release that it was built as, "" where the file does not say."""
+    """Its own release, "" if the file does not say."""
     slurm: str = ""
     """The Slurm that it was built for."""
     controller: str = ""
     config: str = ""
     late: list[str] = []
-    """Container plugins that come after it."""
+    """Container plugins that come after it in plugstack.conf."""
 
 
 class AgentFacts(msgspec.Struct, kw_only=True):
@@ -108,34 +109,34 @@ class ScriptFacts(msgspec.Struct, kw_only=True):
     """Programs that Slurm starts on a node."""
 
     found: list[str] = []
-    """Those that the setting leads to."""
+    """All that the setting leads to."""
     ours: list[str] = []
-    """Those among them that call Unicron's."""
+    """Those that are Unicron's or call it."""
     blocked: list[str] = []
-    """Ours that cannot be executed."""
+    """Those of `ours` that cannot be executed."""
 
 
 class HealthFacts(msgspec.Struct, kw_only=True):
     """health.conf and prolog.conf."""
 
     conf: str = ""
-    """ "" without one."""
+    """ "" if there is none."""
     python: str = ""
     """UNICRON_PYTHON, or the scripts' default."""
     problem: str = ""
-    """Why it cannot run the checks, else ""."""
+    """Why this Python cannot run the checks, else ""."""
     seconds: int = 0
-    """The admission checks' time in the prolog; 0 where it does not run them."""
+    """The time limit of the admission checks in the prolog; 0 if it does not run them."""
 
 
 class ShmFacts(msgspec.Struct, kw_only=True):
     """/dev/shm, in bytes."""
 
     size: int = 0
-    """0 where it is not mounted."""
+    """0 if it is not mounted."""
     free: int = 0
     memory: int = 0
-    """The host's."""
+    """The host's memory."""
 
 
 class KernelLogFacts(msgspec.Struct, kw_only=True):
@@ -164,10 +165,10 @@ class ContainerFacts(msgspec.Struct, kw_only=True):
 
 
 class HostFacts(msgspec.Struct, kw_only=True):
-    """One host. Nodes of another release send it, so fields may only be added."""
+    """All facts about one host. Nodes of other releases send them, so fields may only be added."""
 
     name: str
-    """Slurm's name of a node, else the host's."""
+    """Slurm's name for a node, else the host's own."""
     role: Role
     user: str = ""
     uid: int = 0
@@ -178,7 +179,7 @@ class HostFacts(msgspec.Struct, kw_only=True):
     config: ConfigFacts = msgspec.field(default_factory=ConfigFacts)
     controller: ControllerFacts = msgspec.field(default_factory=ControllerFacts)
     munge: str = ""
-    """Why a credential cannot be made and read here, else ""."""
+    """Why munge does not work here, else ""."""
     users: dict[str, int | None] = {}
     """Uids by name, None for an unknown name."""
     plugin: PluginFacts = msgspec.field(default_factory=PluginFacts)
@@ -189,12 +190,12 @@ class HostFacts(msgspec.Struct, kw_only=True):
     health: HealthFacts = msgspec.field(default_factory=HealthFacts)
     shm: ShmFacts = msgspec.field(default_factory=ShmFacts)
     limits: dict[str, int] = {}
-    """By name, :data:`NO_LIMIT` for none."""
+    """By name; :data:`NO_LIMIT` for none."""
     infiniband: bool = False
     kernel_log: KernelLogFacts = msgspec.field(default_factory=KernelLogFacts)
     containers: ContainerFacts = msgspec.field(default_factory=ContainerFacts)
     unicrond_files: int | None = None
-    """Files that the running unicrond may open; None where none runs here, or it cannot be seen."""
+    """The number of files that the running unicrond may open; None if none is seen here."""
 
 
 @dataclass(frozen=True)
@@ -202,76 +203,87 @@ class SiteFacts:
     """The cluster."""
 
     slurm_problem: str = ""
-    """Why Slurm gave no answer, else ""."""
+    """Why Slurm did not answer, else ""."""
     settings: SlurmSettings = field(default_factory=SlurmSettings)
     nodes: tuple[NodeInfo, ...] = ()
     partitions: tuple[PartitionInfo, ...] = ()
     config: Config = field(default_factory=Config)
-    """This host's unicron.toml, as far as it has a meaning."""
+    """The valid part of this host's unicron.toml."""
     controller_name: str = ""
-    """The name of the controller's user on this host, "" while no controller has answered."""
+    """The name of the controller's user on this host, "" if no controller has answered."""
     admin_level: str = ""
-    """That user's level in slurmdbd, "" where it has none."""
+    """This user's level in slurmdbd, "" for none."""
     level_problem: str = ""
     """Why the level is not known."""
 
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of nodes, as the controller's host reaches them: node -> why not, "" where it can."""
+    """Whether the controller's host reaches the nodes' ports: by node the reason why not, or ""."""
 
     agents: dict[str, str] = field(default_factory=dict)
     slurmds: dict[str, str] = field(default_factory=dict)
     why_not: str = ""
-    """Why nothing was tried, else ""."""
+    """Why no port was tried, else ""."""
 
 
 Verdict = Literal["problem", "advice", "unknown", "good"]
-PROBLEM: Verdict = "problem"  # Unicron does less than its documents say, or nothing
-ADVICE: Verdict = "advice"  # it works; this would be better
+PROBLEM: Verdict = "problem"  # Unicron does not work, or not as its documents say
+ADVICE: Verdict = "advice"  # it works, but this would be better
 UNKNOWN: Verdict = "unknown"  # it could not be checked
 GOOD: Verdict = "good"
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One result. do: the command or the line that mends it, "" for what is good."""
+    """A result of a check."""
 
     verdict: Verdict
     text: str
     do: str = ""
+    """The command or the line that mends it, "" if all is well."""
 
 
 class Case(NamedTuple):
-    """The case that a check judges. host: the host in question. first: the host on which the doctor was started; the
-    same host when it judges only that one. ports: None unless the nodes were asked."""
+    """All that a check judges."""
 
     host: HostFacts
+    """The host in question."""
     first: HostFacts
+    """The host on which the doctor was started."""
     site: SiteFacts
     ports: Ports | None = None
+    """None unless the nodes were asked."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """A host that looks at itself."""
+    """All that a host needs to collect its facts."""
 
     question: Question
     config: Config = field(default_factory=Config)
-    """Its unicron.toml, as far as that has a meaning."""
+    """The valid part of its unicron.toml."""
     config_facts: ConfigFacts = field(default_factory=ConfigFacts)
     plugin: PluginFacts = field(default_factory=PluginFacts)
     agent: str = ""
-    """The path in the plugin's line, "" without one."""
+    """The agent's path in the plugin's line, "" if there is none."""
 
 
 class Check(NamedTuple):
-    """One check. roles: hosts on which it makes sense; none for a check of the whole cluster, which is judged once.
-    judge: yields its findings, each worded with what to do. collect: fields of HostFacts -> what makes their values."""
+    """A check of the doctor."""
 
     name: str
     roles: frozenset[str]
+    """The hosts to check; none for a check of the whole cluster, which is judged once."""
     judge: Callable[[Case], Iterator[Finding]]
+    """Yields problems and advice, each with what to do; or what is good."""
     collect: dict[str, Callable[[Inspection], Any]] = {}
+    """Collects the fields of HostFacts that only this check needs."""
+
+
+def or_good(findings: Iterator[Finding], text: str) -> Iterator[Finding]:
+    """Yield the findings, or that the text is good if there are none."""
+    found = list(findings)
+    yield from found or [good(text)]
 
 
 def good(text: str) -> Finding:

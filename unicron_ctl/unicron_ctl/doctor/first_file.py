@@ -1,4 +1,4 @@
-"""The text of the first unicron.toml: what Slurm told, in mode observe, and every other setting as a comment. Pure."""
+"""Writes the first unicron.toml: Slurm's facts, mode observe, and every other setting as a comment. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from unicron_detector.health.checks import HealthConfig
 
 WIDTH = 110
 STATE_DIR = "/var/lib/unicron"
-# What a commented line shows of a setting that has no default of its own.
+# The values in the comments of settings that have no default.
 EXAMPLES: dict[str, object] = {
     "gpus": 8,
     "memory_mb": 500_000,
@@ -49,15 +49,18 @@ TAIL = """\
 
 @dataclass(frozen=True)
 class Wish:
-    """The contents of the first file. host: the controller's, as all hosts know it. user: unicrond's user, "" where
-    everybody believes it anyway (root, SlurmUser). partitions: Slurm's. marked: those that Unicron begins in; all where
-    none is named. gpus: of each node; None where nodes differ or have none."""
+    """The contents of the first file."""
 
     host: str
+    """The controller's host, by a name that all hosts know."""
     user: str = ""
+    """unicrond's user, "" for root and SlurmUser, whom all hosts trust anyway."""
     partitions: tuple[str, ...] = ()
+    """Slurm's partitions."""
     marked: tuple[str, ...] = ()
+    """The partitions in which Unicron begins; none for all."""
     gpus: int | None = None
+    """The GPUs of each node; None if nodes differ or have none."""
 
     @property
     def address(self) -> str:
@@ -66,7 +69,7 @@ class Wish:
 
 
 def unicron_toml(wish: Wish) -> str:
-    """The file. The same wish gives the same text."""
+    """Return the text of the file. It depends on nothing else."""
     parts = [
         HEAD,
         _section("controller", ControllerConfig, {"address": wish.address, "state_dir": STATE_DIR}),
@@ -75,7 +78,7 @@ def unicron_toml(wish: Wish) -> str:
         _section("planner", PlannerConfig, {}),
         "# What each node must have: it can be proven bad. Nodes of another kind need a file of their own.\n"
         + _section("health", HealthConfig, {} if wish.gpus is None else {"gpus": wish.gpus}),
-        "# Whom unicrond tells of what needs an admin, of healed jobs and of nodes that are left.\n"
+        "# Who gets mails and messages: what needs an admin, which jobs were healed, which nodes they left.\n"
         + _section("notify", NotifyConfig, {}),
         TAIL,
     ]
@@ -83,7 +86,7 @@ def unicron_toml(wish: Wish) -> str:
 
 
 def _partitions(wish: Wish) -> list[str]:
-    """[partition.default], a table for each partition that is marked, and a comment for the others."""
+    """Return [partition.default], a table for each marked partition, and a comment for each other one."""
     usual = OFF if wish.marked else OBSERVE
     tables = [_section(f"partition.{DEFAULT}", PartitionConfig, {"mode": usual})]
     for name in wish.marked:
@@ -93,16 +96,16 @@ def _partitions(wish: Wish) -> list[str]:
     return tables
 
 
-def _section(title: str, kind: type[msgspec.Struct], given: Mapping[str, Any]) -> str:
-    """One table: the given keys first, then every other one as a comment, each below its meaning."""
+def _section(title: str, kind: type[msgspec.Struct], values: Mapping[str, Any]) -> str:
+    """Write one table: first the keys with these values, then all others as comments, each below its meaning."""
     texts = meanings(kind)
     fields = [field for field in fields_of(kind) if field.name not in (*OTHER_TABLES, *TABLES)]
-    fields.sort(key=lambda field: field.name not in given)
+    fields.sort(key=lambda field: field.name not in values)
     lines = [f"[{title}]"]
     for field in fields:
         lines += textwrap.wrap(texts[field.name], WIDTH, initial_indent="# ", subsequent_indent="# ")
-        if field.name in given:
-            lines.append(f"{field.name} = {_toml(given[field.name])}")
+        if field.name in values:
+            lines.append(f"{field.name} = {_toml(values[field.name])}")
         else:
             lines.append(f"# {field.name} = {_toml(_default(field))}")
     return "\n".join(lines) + "\n"
@@ -114,7 +117,7 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def _toml(value: Any) -> str:
-    """A value as TOML writes it."""
+    """Write a value as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -128,5 +131,5 @@ def _toml(value: Any) -> str:
 
 
 def _key(name: str) -> str:
-    """A name of a table, in quotes where TOML wants them."""
+    """Write the name of a table, in quotes if TOML wants them."""
     return name if name.isascii() and name.replace("-", "").replace("_", "").isalnum() else json.dumps(name)

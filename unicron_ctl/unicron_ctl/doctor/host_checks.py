@@ -1,6 +1,6 @@
-"""Facts and checks of one host's own things: limits, memory, kernel log, programs, Python.
+"""Facts and checks of one host: limits, memory, kernel log, programs, Python.
 
-What collects a fact judges nothing and raises for nothing that is missing; what judges it is pure.
+Functions that collect facts do not judge, and do not raise if something is missing. Functions that judge are pure.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 import resource
 import subprocess
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from shlex import quote  # what a node says is typed by root
+from shlex import quote  # root types the commands that contain a node's answers
 
 from unicron_ctl.doctor.facts import (
     COMPUTE,
     HEAD,
     NO_LIMIT,
     Case,
-    ConfigFacts,
     ContainerFacts,
     Finding,
     HealthFacts,
@@ -30,6 +30,7 @@ from unicron_ctl.doctor.facts import (
     ShmFacts,
     advice,
     good,
+    or_good,
     problem,
     unknown,
 )
@@ -40,35 +41,22 @@ from unicron_ctl.shared.system.errors import one_line
 from unicron_detector.health.program_output import TooMuchOutput, run_program
 from unicron_transition.seams.table import KNOWN_RELEASES, known
 
-FEWEST_FILES = 4096  # of an agent or a rank: a DataLoader with workers has hundreds
-SHARE_OF_MEMORY = 0.25  # of a node for the copies of training states
+FEWEST_FILES = 4096  # for an agent or a rank: a DataLoader with workers opens hundreds
+SHARE_OF_MEMORY = 0.25  # of a node's memory, for the copies of training states
 HEALTH_CONF = "/etc/unicron/health.conf"
 MEBIBYTE, GIBIBYTE = 1 << 20, 1 << 30
-PROGRAM_SECONDS = 20.0  # for an agent or an interpreter to say which it is, on a busy node
+PROGRAM_SECONDS = 20.0  # for an agent or an interpreter to start, on a busy node
 LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "core": resource.RLIMIT_CORE}
-MARK = b"nicron"  # in a script that is ours, or calls one of ours
+MARK = b"nicron"  # is in each script that is ours or calls one of ours
 MOST_BYTES = 1 << 20  # of a script
 ADMISSION = "unicron_ctl.nodes.admission"
-# The scripts' own defaults
-PROLOG_SECONDS = 4
+PROLOG_SECONDS = 4  # the prolog's own default
 APPTAINER_CONF = "/etc/apptainer/apptainer.conf"
 ENROOT_MOUNTS = "/etc/enroot/mounts.d"
 
 
-def config_facts(asked: Inspection) -> ConfigFacts:
-    return asked.config_facts
-
-
-def torch(_: Inspection) -> str:
-    return _release_of("torch")
-
-
-def megatron(_: Inspection) -> str:
-    return _release_of("megatron-core")
-
-
-def _release_of(distribution: str) -> str:
-    """Return the release of an installed distribution, "" without one. Nothing of it is imported."""
+def release_of(distribution: str) -> str:
+    """Return the release of an installed distribution without importing it, "" if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -83,11 +71,14 @@ def config(case: Case) -> Iterator[Finding]:
             "no unicron.toml", f"copy it from {case.first.name}: {first.path}" if first.path else "unicronctl setup"
         )
         return
-    sound = not mine.problems
+    yield from or_good(_config_problems(case), mine.path)
+
+
+def _config_problems(case: Case) -> Iterator[Finding]:
+    mine, first = case.host.config, case.first.config
     for text in mine.problems:
         yield problem(f"{mine.path}: {text}", f"edit {quote(mine.path)}; unicronctl config check")
     if not mine.address and case.host.role != HEAD:
-        sound = False
         yield problem(
             f"{mine.path} does not say where the controller is",
             'write address = "tcp://HOST:7451" into [controller]',
@@ -96,8 +87,6 @@ def config(case: Case) -> Iterator[Finding]:
         yield problem(
             f"{mine.path} differs from that of {case.first.name}", f"copy {first.path} from {case.first.name}"
         )
-    elif sound:
-        yield good(mine.path)
 
 
 def shm_facts(_: Inspection) -> ShmFacts:
@@ -134,13 +123,13 @@ def shared_memory(case: Case) -> Iterator[Finding]:
 
 
 def step_limits(_: Inspection) -> dict[str, int]:
-    """The limits of this process. Agents raise that of open files as far as they may, so there the hard one counts."""
+    """Return the limits of this process. For open files the hard limit counts, because agents raise the soft one."""
     found = {name: resource.getrlimit(number)[name == "nofile"] for name, number in LIMITS.items()}
     return {name: NO_LIMIT if value == resource.RLIM_INFINITY else value for name, value in found.items()}
 
 
 def processes(name: str) -> list[Path]:
-    """The folders in /proc of the processes that run a program of this name, in an interpreter or not."""
+    """Return the folders in /proc of the processes that run a program of this name, in an interpreter or not."""
     found = []
     for path in Path("/proc").glob("[1-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -151,63 +140,48 @@ def processes(name: str) -> list[Path]:
 
 
 def unicrond_files(_: Inspection) -> int | None:
-    """Return how many files the unicrond of this host may open; None where none runs here, or it is another user's."""
+    """Return how many files this host's unicrond may open; None if none runs here or it is another user's."""
     for folder in processes("unicrond"):
-        with contextlib.suppress(OSError, ValueError, StopIteration):
-            line = next(one for one in (folder / "limits").read_text().splitlines() if one.startswith("Max open files"))
-            return int(line.split()[3])
+        with contextlib.suppress(OSError, ValueError):
+            if found := re.search(r"^Max open files +(\d+)", (folder / "limits").read_text(), re.MULTILINE):
+                return int(found[1])
     return None
 
 
 def limits(case: Case) -> Iterator[Finding]:
     """The limits that Slurm gives to steps, and unicrond's own."""
-    found = [*_step_limits(case), *_unicrond_limits(case)]
-    yield from found or [good("files, locked memory and core dumps")]
+    return or_good(_limit_problems(case), "files, locked memory and core dumps")
 
 
-def _step_limits(case: Case) -> Iterator[Finding]:
-    """Judge the limits of steps on a node. A login's limits are other ones."""
-    if case.host.role != COMPUTE:
-        return
-    found = case.host.limits
-    files, locked = found.get("nofile", NO_LIMIT), found.get("memlock", NO_LIMIT)
+def _limit_problems(case: Case) -> Iterator[Finding]:
+    limits = case.host.limits if case.host.role == COMPUTE else {}  # those of a login are not a step's
+    files = limits.get("nofile", NO_LIMIT)
     if files != NO_LIMIT and files < FEWEST_FILES:
         yield problem(f"a step may open {files} files only", "LimitNOFILE=65536 in slurmd.service")
-    if locked != NO_LIMIT and case.host.infiniband:
+    if limits.get("memlock", NO_LIMIT) != NO_LIMIT and case.host.infiniband:
         yield problem(
             "the node has RDMA devices, and a step may not lock all memory for them",
             "LimitMEMLOCK=infinity in slurmd.service, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
         )
-    if found.get("core", 0):
+    if limits.get("core", 0):
         yield advice(
             "a rank that crashes writes its memory to disk before it ends, and is found only then",
             "LimitCORE=0 in slurmd.service, or `ulimit -c 0` in jobs",
         )
-
-
-def _unicrond_limits(case: Case) -> Iterator[Finding]:
     if case.host.unicrond_files is not None and (text := shortage(case.host.unicrond_files)):
         yield problem(f"unicrond: {text.partition(':')[0]}", "LimitNOFILE=65536 in unicrond.service")
 
 
 def kernel_log_facts(asked: Inspection) -> KernelLogFacts:
-    """Whether agents, which run as any user, can read the kernel log."""
+    """Find out whether agents, which run as any user, can read the kernel log."""
     path = asked.config.agent.kmsg
-    try:
-        restricted = Path("/proc/sys/kernel/dmesg_restrict").read_text().strip() == "1"
-    except OSError:
-        restricted = False
-    try:
-        mode: int | None = os.stat(path).st_mode
-    except OSError:
-        mode = None
-    return KernelLogFacts(
-        watched=asked.config.agent.node_events,
-        path=path,
-        restricted=restricted,
-        is_there=mode is not None,
-        readable=mode is not None and bool(mode & 0o004),
-    )
+    found = KernelLogFacts(watched=asked.config.agent.node_events, path=path, is_there=False, readable=False)
+    with contextlib.suppress(OSError):
+        found.restricted = Path("/proc/sys/kernel/dmesg_restrict").read_text().strip() == "1"
+    with contextlib.suppress(OSError):
+        found.readable = bool(os.stat(path).st_mode & 0o004)
+        found.is_there = True
+    return found
 
 
 def kernel_log(case: Case) -> Iterator[Finding]:
@@ -252,7 +226,7 @@ def _is_ours(path: str) -> bool:
         with open(path, "rb") as file:
             return MARK in file.read(MOST_BYTES)
     except OSError:
-        return "nicron" in os.path.basename(path)  # it is for root's eyes only
+        return "nicron" in os.path.basename(path)  # only root may read it
 
 
 def prolog(case: Case) -> Iterator[Finding]:
@@ -279,11 +253,11 @@ def _hook(case: Case, name: str) -> Iterator[Finding]:
         what = f"{name}={','.join(case.site.settings.words(name))}"
         yield problem(f"{what} does not lead to Unicron's script here", f"let it call {script}, or link that there")
     else:
-        yield good(f"{found.ours[0]}")
+        yield good(found.ours[0])
 
 
 def _keys_of(path: str) -> dict[str, str] | None:
-    """The lines KEY=VALUE of a file; None where it cannot be read."""
+    """Read the lines KEY=VALUE of a file; None if it cannot be read."""
     try:
         text = Path(path).read_text(errors="replace")
     except OSError:
@@ -292,93 +266,94 @@ def _keys_of(path: str) -> dict[str, str] | None:
 
 
 def health(asked: Inspection) -> HealthFacts:
-    """Return the settings of the health checks on a node, as prolog and HealthCheckProgram find them."""
+    """Return the settings of a node's health checks, as the prolog and HealthCheckProgram find them."""
     if asked.question.role != COMPUTE:
         return HealthFacts()
     prolog = _keys_of(os.environ.get("UNICRON_PROLOG_CONF") or "/etc/unicron/prolog.conf") or {}
     conf = os.environ.get("UNICRON_HEALTH_CONF") or prolog.get("UNICRON_HEALTH_CONF") or "/etc/unicron/health.conf"
     keys = _keys_of(conf)
     python = (keys or {}).get("UNICRON_PYTHON") or PACKAGED_PYTHON
-    said = prolog.get("UNICRON_HEALTH_SECONDS", "")
-    seconds = int(said) if said.isdecimal() and 1 <= int(said) <= 49 else PROLOG_SECONDS
+    limit = prolog.get("UNICRON_HEALTH_SECONDS", "")
+    seconds = int(limit) if limit.isdecimal() and 1 <= int(limit) <= 49 else PROLOG_SECONDS
     runs = keys is not None and prolog.get("UNICRON_CHECK_HEALTH") != "off"
     found = "" if keys is None else conf
     return HealthFacts(conf=found, python=python, problem=_cannot_check(python), seconds=seconds if runs else 0)
 
 
 def _cannot_check(python: str) -> str:
-    """Why this interpreter cannot run the admission checks, in one line, or nothing."""
+    """Return why this interpreter cannot run the admission checks, in one line; "" if it can."""
+    _, why = output_of([python, "-P", "-c", f"import {ADMISSION}"])
+    return why
+
+
+def output_of(command: list[str]) -> tuple[str, str]:
+    """Return what a program prints, and in one line why it could not be run or failed; "" if it succeeded."""
     try:
-        done = run_program([python, "-P", "-c", f"import {ADMISSION}"], PROGRAM_SECONDS)
-    except (OSError, subprocess.TimeoutExpired, TooMuchOutput) as error:
-        return one_line(getattr(error, "strerror", None) or str(error))
+        done = run_program(command, PROGRAM_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {PROGRAM_SECONDS:g} s"
+    except (OSError, TooMuchOutput) as error:
+        return "", one_line(getattr(error, "strerror", None) or str(error))
     last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-    return one_line("".join(last)) or f"it ended with {done.returncode}" if done.returncode else ""
+    why = one_line("".join(last)) or f"it ended with {done.returncode}" if done.returncode else ""
+    return done.stdout.decode(errors="replace"), why
 
 
 def health_check(case: Case) -> Iterator[Finding]:
     """HealthCheckProgram is ours, is started, and can run the checks."""
     settings, found, checks = case.site.settings, case.host.health_program, case.host.health
-    if case.site.slurm_problem:
-        yield unknown("Slurm did not say which HealthCheckProgram it starts")
-        return
     lines = [line for wanted in CONF_LINES if wanted.check == "health-check" and (line := wanted.line(settings))]
     program = settings.text("HealthCheckProgram")
-    sound = not lines
-    if not program:
+    if case.site.slurm_problem:
+        yield unknown("Slurm did not say which HealthCheckProgram it starts")
+    elif not program:
         yield problem("Slurm starts no HealthCheckProgram", f"{'; '.join(lines)} in slurm.conf")
-        return
+    else:
+        yield from or_good(_health_problems(program, lines, found, checks), program)
+
+
+def _health_problems(program: str, lines: list[str], found: ScriptFacts, checks: HealthFacts) -> Iterator[Finding]:
+    """Yield what is wrong with HealthCheckProgram. lines: those that slurm.conf lacks."""
     if lines:
         yield problem("HealthCheckProgram is not started on all nodes", f"{'; '.join(lines)} in slurm.conf")
     if not found.found:
-        sound = False
         yield problem(f"HealthCheckProgram={program} is not on this host", f"install it there, or set {HEALTH_PROGRAM}")
     elif found.blocked:
-        sound = False
         yield problem(f"{program} cannot be executed", f"chmod 755 {program}")
     elif not found.ours:
-        sound = False
         yield problem(f"{program} does not call unicron-health", f"let it call {HEALTH_PROGRAM}")
     if checks.problem:
-        sound = False
         yield problem(
             f"UNICRON_PYTHON={checks.python} cannot run the checks: {checks.problem}",
             f"install unicron-agent there, or name the Python that has Unicron in {checks.conf or HEALTH_CONF}",
         )
     elif not checks.conf:
-        sound = False
         yield advice(f"no {HEALTH_CONF}: the prolog does not run these checks", f"touch {HEALTH_CONF}")
-    if sound:
-        yield good(program)
 
 
 def python(case: Case) -> Iterator[Finding]:
     """The releases of Python, torch and Megatron-core in this environment are known, and the same everywhere."""
+    host = case.host
+    return or_good(_python_problems(case), f"Python {host.python} with {_packages(host.torch, host.megatron)}")
+
+
+def _python_problems(case: Case) -> Iterator[Finding]:
     host, first = case.host, case.first
-    sound = True
     for package, release in (("torch", host.torch), ("megatron-core", host.megatron)):
         if release and not known(package, release):
-            sound = False
             yield problem(
                 f"{package} {release} is not known: training with it is refused in session mode",
                 f"install {' or '.join(KNOWN_RELEASES[package])}, or submit with --unicron-mode=restart",
             )
     mine = (host.python.rpartition(".")[0], host.torch, host.megatron)
     firsts = (first.python.rpartition(".")[0], first.torch, first.megatron)
-    if (host.role == first.role and mine != firsts) or _clash(mine, firsts):
-        sound = False
+    clash = any(a != b for a, b in zip(mine, firsts, strict=True) if a and b)  # a login node may have no torch
+    if clash or (host.role == first.role and mine != firsts):
         yield problem(
             f"Python {host.python} with {_packages(host.torch, host.megatron)} differs from {first.name}'s Python "
             f"{first.python} with {_packages(first.torch, first.megatron)}",
             "install the same environment on all nodes",
         )
-    if sound:
-        yield good(f"Python {host.python} with {_packages(host.torch, host.megatron)}")
-
-
-def _clash(mine: tuple[str, str, str], firsts: tuple[str, str, str]) -> bool:
-    """Whether two hosts have different releases of the same thing. One of them need not have torch at all."""
-    return any(a != b for a, b in zip(mine, firsts, strict=True) if a and b)
 
 
 def _packages(torch: str, megatron: str) -> str:
@@ -404,7 +379,7 @@ def container_facts(asked: Inspection) -> ContainerFacts:
 
 
 def _lines(path: str) -> list[str]:
-    """The lines of a configuration file that are no comments."""
+    """Read the lines of a configuration file that are no comments."""
     try:
         text = Path(path).read_text(errors="replace")
     except OSError:
@@ -415,6 +390,11 @@ def _lines(path: str) -> list[str]:
 def containers(case: Case) -> Iterator[Finding]:
     """Containers get what the agent needs (docs/containers.md)."""
     found = case.host.containers
+    text = "containers" if found.enroot or found.apptainer else "no enroot and no Apptainer here"
+    return or_good(_container_problems(found), text)
+
+
+def _container_problems(found: ContainerFacts) -> Iterator[Finding]:
     if found.enroot and not found.enroot_mounts:
         yield problem(
             "enroot is here, and its containers get no agent: steps in them run unprotected",
@@ -430,7 +410,3 @@ def containers(case: Case) -> Iterator[Finding]:
             "Apptainer's containers have no agent's folder: session mode takes an image with the project in it",
             "cat /usr/share/unicron/containers/unicron-apptainer.conf >> /etc/apptainer/apptainer.conf",
         )
-    if not ((found.enroot and not found.enroot_mounts) or found.enroot_missing) and (
-        not found.apptainer or found.apptainer_binds
-    ):
-        yield good("containers" if found.enroot or found.apptainer else "no enroot and no Apptainer here")

@@ -1,4 +1,4 @@
-"""Collects the facts of this host, as the table of checks says.
+"""Collects the facts about this host.
 
 ``python -m unicron_ctl.doctor.host_facts QUESTION`` is the step on each node (`on_nodes`).
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from unicron_ctl.doctor.examination import CHECKS
 from unicron_ctl.doctor.facts import ConfigFacts, HostFacts, Inspection, Question
+from unicron_ctl.doctor.on_nodes import DOOR, FACTS, Door, decode_question, encode, pieces
 from unicron_ctl.doctor.plugstack import plugin_facts
 from unicron_ctl.doctor.reach_checks import uid_of, user_name
 from unicron_ctl.shared.settings.config import Config
@@ -27,12 +28,12 @@ from unicron_ctl.shared.system.release import release
 
 
 def host_name() -> str:
-    """Return Slurm's name of this node, else the host's."""
+    """Return Slurm's name for this node, else the host's own."""
     return os.environ.get("SLURMD_NODENAME", "") or socket.gethostname().split(".")[0]
 
 
 def collect(question: Question) -> HostFacts:
-    """Collect all facts of this host. It takes as long as its programs, at most a minute."""
+    """Collect all facts about this host. That takes at most a minute."""
     asked = Inspection(question, *read_config(question.config), *plugin_facts(question.plugstack, question.plugin_dir))
     return HostFacts(
         name=host_name(),
@@ -47,7 +48,7 @@ def collect(question: Question) -> HostFacts:
 
 
 def read_config(path: str) -> tuple[Config, ConfigFacts]:
-    """The host's configuration as far as it has a meaning, and what there is to say of the file."""
+    """Read the valid part of the host's configuration, and the facts about its file."""
     try:
         config, problems = load_valid_part(path or None)
     except UserError as error:
@@ -66,9 +67,7 @@ def read_config(path: str) -> tuple[Config, ConfigFacts]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The step on a node: opens a port if it is asked to, collects, prints, and waits for the port's caller."""
-    from unicron_ctl.doctor.on_nodes import DOOR, FACTS, Door, decode_question, encode, pieces
-
+    """Run the step on a node: open a port if the question wants one, collect, print, and wait for the port's caller."""
     question = decode_question((arguments or sys.argv[1:])[0])
     if question.config:
         os.environ["UNICRON_CONFIG"] = question.config

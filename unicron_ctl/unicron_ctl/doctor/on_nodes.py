@@ -1,7 +1,7 @@
-"""Asks the nodes: one Slurm step that collects each node's facts, and the ports of the nodes from here.
+"""Asks the nodes: a Slurm step collects each node's facts, and this host tries the nodes' ports.
 
-srun passes on what steps print in pieces of about a kilobyte, and those of several nodes may mix. So facts travel as
-short lines, each of which says whose it is and which part.
+srun passes on the output of steps in pieces of about a kilobyte, in which lines of several nodes mix. So facts travel
+as short lines, each with its node and its place.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from unicron_ctl.shared.system.errors import one_line
 from unicron_ctl.shared.system.printable import printable
 
 MARK = "unicron-doctor:"
-PIECE = 600  # characters
-LINE = 2048  # characters of a line, of which more is not read as one
-MOST_PIECES = 1000  # of one answer; one of ours has some ten
-MOST_FACTS = 4 << 20  # bytes of one, unpacked
-MOST_ERRORS = 1 << 20  # characters that srun writes for people
+PIECE = 600  # characters of an answer in a line
+LINE = 2048  # characters; a longer line is read as several
+MOST_PIECES = 1000  # of an answer; a real one has about ten
+MOST_FACTS = 4 << 20  # bytes of an answer, unpacked
+MOST_ERRORS = 1 << 20  # characters of a step's errors
 DOOR, FACTS = "door", "facts"
 GREETING = b"unicron-doctor\n"
-DOOR_SECONDS = 20.0  # for which a node's port stays open
+DOOR_SECONDS = 20.0  # a node's port stays open for so long
 CONNECT_SECONDS = 3.0
 JOB_NAME = "unicron-doctor-"
-AT_ONCE = 128  # ports that are tried
+AT_ONCE = 128  # ports tried at the same time
 MODULE = "unicron_ctl.doctor.host_facts"
 PortNumber = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
@@ -53,7 +53,7 @@ def encode(facts: HostFacts) -> bytes:
 
 
 def encode_question(question: Question) -> str:
-    """The question as one word of a command line."""
+    """Encode the question as one word of a command line."""
     return base64.urlsafe_b64encode(zlib.compress(msgspec.json.encode(question))).decode()
 
 
@@ -62,21 +62,21 @@ def decode_question(word: str) -> Question:
 
 
 def pieces(node: str, kind: str, data: bytes) -> list[str]:
-    """The lines in which the data travel."""
+    """Divide the data into lines."""
     text = base64.b64encode(zlib.compress(data)).decode()
     parts = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
     return [f"{MARK} {node} {kind} {number} {len(parts)} {part}" for number, part in enumerate(parts)]
 
 
 class Collector:
-    """Puts pieces together again, in whatever order they come. names: of the nodes whose pieces count."""
+    """Puts the pieces of answers together, in any order. names: the nodes whose pieces count."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._parts: dict[tuple[str, str], dict[int, str]] = {}
 
     def add_line(self, line: str) -> tuple[str, str, bytes] | None:
-        """(node, kind, data) with the last piece of something; None for every other line."""
+        """Return (node, kind, data) if the line completes an answer, else None."""
         words = line.split()
         if len(words) != 6 or words[0] != MARK or not (_is_number(words[3]) and _is_number(words[4])):
             return None
@@ -98,7 +98,7 @@ def _is_number(word: str) -> bool:
 
 
 def _unpack(data: bytes) -> bytes:
-    """The data of a node, which may have packed a great deal into little. Raises ValueError and zlib.error."""
+    """Unpack the data of a node, but not more than MOST_FACTS. Raises ValueError and zlib.error."""
     packed = zlib.decompressobj()
     found = packed.decompress(data, MOST_FACTS)
     if not packed.eof:
@@ -110,7 +110,7 @@ def _unpack(data: bytes) -> bytes:
 
 
 class Door:
-    """A port that the system has chosen, as agents open them. It greets one caller."""
+    """A port that the system chooses, as for agents. It greets one caller."""
 
     def __init__(self) -> None:
         self._socket = listen_at("", 8)
@@ -118,13 +118,13 @@ class Door:
 
     @classmethod
     def open_if(cls, seconds: float) -> Door | None:
-        """An open port, or None where none is wanted or none can be had."""
+        """Open a port, unless `seconds` is 0 or no port can be opened."""
         with contextlib.suppress(OSError):
             return cls() if seconds else None
         return None
 
     def serve(self, seconds: float) -> None:
-        """Greets the first caller within the time, and closes."""
+        """Greet the first caller within the time, and close."""
         self._socket.settimeout(seconds)
         with self._socket, contextlib.suppress(OSError):
             caller, _ = self._socket.accept()
@@ -134,7 +134,7 @@ class Door:
 
 
 def cannot_reach(host: str, port: int, greeting: bytes = b"") -> str:
-    """Why a port cannot be reached from here, in words, or nothing. greeting: what its owner must send."""
+    """Return why a port cannot be reached from here, "" if it can. greeting: the bytes that its owner must send."""
     try:
         with socket.create_connection((host, port), CONNECT_SECONDS) as connection:
             connection.settimeout(CONNECT_SECONDS)
@@ -146,10 +146,10 @@ def cannot_reach(host: str, port: int, greeting: bytes = b"") -> str:
 
 
 def cannot_reach_slurmds(nodes: Sequence[NodeInfo]) -> dict[str, str]:
-    """node -> why the port of its slurmd cannot be reached from here, "" where it can."""
+    """Return for each node why the port of its slurmd cannot be reached from here, "" if it can."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = pool.map(lambda node: cannot_reach(node.address, node.port), nodes)
-        return {node.name: said for node, said in zip(nodes, found, strict=True)}
+        reasons = pool.map(lambda node: cannot_reach(node.address, node.port), nodes)
+        return {node.name: reason for node, reason in zip(nodes, reasons, strict=True)}
 
 
 # ------------------------------------------------------------------------------------------------------------- steps
@@ -157,40 +157,44 @@ def cannot_reach_slurmds(nodes: Sequence[NodeInfo]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Wish:
-    """The nodes' program, to which the question is one more word; the seconds for each step, and those to wait for its
-    nodes."""
+    """The wishes for the steps."""
 
     program: tuple[str, ...] = ()
+    """The program to run on the nodes, with the question as its last word; this one by default."""
     seconds: float = 90.0
+    """The time limit of each step."""
     queue: int = 10
+    """Seconds to wait for the nodes."""
 
 
 def own_program() -> tuple[str, ...]:
-    """Return what runs on each node: this `unicronctl`, which is at the same path there, or this interpreter."""
+    """Return the program to run on each node: this `unicronctl`, which is at the same path there, or this Python."""
     path = os.path.abspath(sys.argv[0])
     is_program = os.path.basename(path) == "unicronctl" and os.access(path, os.X_OK)
     return (path, "doctor", "--step") if is_program else interpreter(sys.executable)
 
 
 def interpreter(python: str) -> tuple[str, ...]:
-    """Return what runs there by a Python in which Unicron is installed."""
+    """Return the program to run with a Python in which Unicron is installed."""
     return (python, "-P", "-m", MODULE)  # -P: the user's folder must not hide our modules
 
 
 @dataclass
 class NodeAnswers:
-    """The answers. silent: node -> why it gave none. doors: node -> why its port cannot be reached, "" where it can."""
+    """The answers of all nodes."""
 
     hosts: list[HostFacts] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
+    """Why a node gave no answer."""
     doors: dict[str, str] = field(default_factory=dict)
+    """Why a node's port cannot be reached, "" if it can."""
 
 
 def groups(nodes: Sequence[NodeInfo], marked: Sequence[str]) -> tuple[list[tuple[str, list[str]]], dict[str, str]]:
-    """The steps to start, as (partition, nodes), and the nodes of the marked partitions that take none now: why.
+    """Return the steps to start, as (partition, nodes), and why some nodes of the marked partitions are left out.
 
-    Idle nodes and those that have room beside other jobs are in different steps: if a step cannot start at once on one
-    of its nodes, it starts on none.
+    Idle nodes and those with room beside other jobs are in different steps: if a step cannot start at once on one of
+    its nodes, it starts on none.
     """
     found: dict[tuple[str, bool], list[str]] = {}
     left_out: dict[str, str] = {}
@@ -207,7 +211,7 @@ def groups(nodes: Sequence[NodeInfo], marked: Sequence[str]) -> tuple[list[tuple
 
 
 def command(partition: str, names: Sequence[str], question: Question, wish: Wish, token: str) -> list[str]:
-    """The srun of one step."""
+    """Return the srun command of one step."""
     return [
         "srun",
         f"--job-name={JOB_NAME}{token}",
@@ -235,22 +239,22 @@ def _text(stream: IO[bytes]) -> IO[str]:
 
 
 def _lines(stream: IO[str]) -> Iterator[str]:
-    """The lines of a step. A line that has no end is not read into memory whole."""
+    """Yield the lines of a step. A line without an end is not read into memory whole."""
     while line := stream.readline(LINE):
         yield line
 
 
 def _errors(stream: IO[str]) -> list[str]:
-    """Read what a step writes for people: the beginning, and all the rest is read and dropped."""
-    said = stream.read(MOST_ERRORS)
+    """Read the beginning of a step's errors. All the rest is read and dropped."""
+    beginning = stream.read(MOST_ERRORS)
     while stream.read(MOST_ERRORS):
         pass
-    return [said]
+    return [beginning]
 
 
 class Asking:
-    """Runs the steps side by side. environment: for srun. reach: a node's name -> its address, for the nodes' ports to
-    be tried from here; None where nothing is to be tried."""
+    """Runs the steps side by side. environment: for srun. reach: the nodes' addresses by name, if their ports are
+    tried from here."""
 
     def __init__(
         self, question: Question, wish: Wish, environment: Mapping[str, str], reach: Mapping[str, str] | None
@@ -263,7 +267,7 @@ class Asking:
         self._lock = threading.Lock()
 
     def run(self, steps: Sequence[tuple[str, list[str]]]) -> NodeAnswers:
-        """The answers of all steps. Raises UserError where srun is missing."""
+        """Return the answers of all steps. Raises UserError if there is no srun."""
         with ThreadPoolExecutor(AT_ONCE) as doors:
             try:
                 self._steps.side_by_side(lambda step: self._step(step[0], step[1], doors), steps, len(steps))
@@ -276,7 +280,7 @@ class Asking:
     def _step(self, partition: str, names: list[str], doors: ThreadPoolExecutor) -> None:
         token = secrets.token_hex(6)
         line = command(partition, names, self._question, self._wish, token)
-        late, said = threading.Event(), list[str]()
+        late, errors = threading.Event(), list[str]()
         with self._steps.running(token, line) as process:
 
             def end() -> None:
@@ -288,23 +292,23 @@ class Asking:
             try:
                 assert process.stdout is not None and process.stderr is not None
                 stdout, stderr = _text(process.stdout), _text(process.stderr)
-                reader = threading.Thread(target=lambda: said.extend(_errors(stderr)), daemon=True)
+                reader = threading.Thread(target=lambda: errors.extend(_errors(stderr)), daemon=True)
                 reader.start()
                 self._read(_lines(stdout), set(names), doors)
                 reader.join(END_SECONDS)
             finally:
                 timer.cancel()
-        self._note_silent(names, "".join(said), late.is_set())
+        self._note_silent(names, "".join(errors), late.is_set())
 
     def _read(self, lines: Iterable[str], names: set[str], doors: ThreadPoolExecutor) -> None:
         collector = Collector(names)
-        told = set[tuple[str, str]]()  # each node is heard once
+        heard = set[tuple[str, str]]()  # only a node's first answer of each kind counts
         for line in lines:
             found = collector.add_line(line)
-            if found is None or found[:2] in told:
+            if found is None or found[:2] in heard:
                 continue
             node, kind, data = found
-            told.add((node, kind))
+            heard.add((node, kind))
             with contextlib.suppress(msgspec.DecodeError):
                 if kind == DOOR and self._reach is not None:
                     doors.submit(self._try_door, node, msgspec.json.decode(data, type=PortNumber))
@@ -315,9 +319,9 @@ class Asking:
 
     def _try_door(self, node: str, port: int) -> None:
         assert self._reach is not None
-        said = cannot_reach(self._reach.get(node, node), port, GREETING)
+        why = cannot_reach(self._reach.get(node, node), port, GREETING)
         with self._lock:
-            self._found.doors[node] = said
+            self._found.doors[node] = why
 
     def _note_silent(self, names: list[str], stderr: str, late: bool) -> None:
         lines = [line for line in stderr.splitlines() if line.strip() and "queued and waiting" not in line]
@@ -325,5 +329,5 @@ class Asking:
         if lines:
             why += f": {printable(one_line(lines[-1])[:200])}"
         with self._lock:
-            there = {host.name for host in self._found.hosts}
-            self._found.silent |= {name: why for name in names if name not in there}
+            answered = {host.name for host in self._found.hosts}
+            self._found.silent |= {name: why for name in names if name not in answered}

@@ -1,4 +1,4 @@
-"""plugstack.conf: the plugin's line, and what lies where it points (spank(8))."""
+"""Reads plugstack.conf: the plugin's line, and the file that it names (spank(8))."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from unicron_ctl.doctor.facts import PluginFacts
 from unicron_ctl.shared.settings.places import PACKAGED_AGENT, PACKAGED_PLUGIN
 
 PLUGIN = "unicron.so"
-CONTAINER_PLUGINS = re.compile(r"pyxis|enroot|container")  # they put the task into a container
+CONTAINER_PLUGINS = re.compile(r"pyxis|enroot|container")
 MOST_BYTES = 8 << 20  # of unicron.so
-DEEPEST = 8  # files that include others
+DEEPEST = 8  # levels of included files
 _BUILD_TEXT = re.compile(rb"unicron (\S+), built for Slurm (\d+(?:\.\d+)*)")  # plugin_release in spank/plugin.c
 
 
 class Line(NamedTuple):
-    """One plugin: required or optional, its file, its arguments."""
+    """A line about one plugin."""
 
     kind: str
+    """required or optional."""
     path: str
     arguments: list[str]
 
@@ -32,8 +33,8 @@ class Line(NamedTuple):
 
 
 def lines_of(path: Path, depth: int = 0) -> Iterator[Line]:
-    """The plugins of plugstack.conf and of the files that it includes, in Slurm's order. A file that cannot be read has
-    none."""
+    """Yield the plugins of plugstack.conf and of the files that it includes, in Slurm's order. Files that cannot be
+    read are skipped."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
@@ -48,8 +49,8 @@ def lines_of(path: Path, depth: int = 0) -> Iterator[Line]:
 
 
 def candidates(setting: str, slurm_conf: str, spool: str) -> list[str]:
-    """Return where plugstack.conf may be: where Slurm's setting says, beside this host's slurm.conf, and in the caches
-    of a host whose slurm.conf comes from slurmctld (configless)."""
+    """Return the possible paths of plugstack.conf: Slurm's setting, beside this host's slurm.conf, and the caches of a
+    configless host, whose slurm.conf comes from slurmctld."""
     found = [setting] if setting else []
     found += [os.path.join(os.path.dirname(slurm_conf), "plugstack.conf")] if slurm_conf else []
     found += ["/run/slurm/conf/plugstack.conf"]
@@ -58,7 +59,7 @@ def candidates(setting: str, slurm_conf: str, spool: str) -> list[str]:
 
 
 def plugin_facts(files: Sequence[str], plugin_dir: str) -> tuple[PluginFacts, str]:
-    """The plugin on this host, and the agent's path in its line ("" without one)."""
+    """Return the plugin on this host, and the agent's path in its line ("" if there is none)."""
     plugstack = next((file for file in files if os.path.isfile(file)), "")
     found = list(lines_of(Path(plugstack))) if plugstack else []
     place = next((i for i, line in enumerate(found) if os.path.basename(line.path) == PLUGIN), None)
@@ -66,7 +67,7 @@ def plugin_facts(files: Sequence[str], plugin_dir: str) -> tuple[PluginFacts, st
         return PluginFacts(plugstack=plugstack), ""
     line = found[place]
     path = in_plugin_dir(plugin_dir, line.path)
-    told = dict(word.split("=", 1) for word in line.arguments if "=" in word)
+    arguments = dict(word.split("=", 1) for word in line.arguments if "=" in word)
     release, slurm = built_for(path)
     facts = PluginFacts(
         plugstack=plugstack,
@@ -76,23 +77,27 @@ def plugin_facts(files: Sequence[str], plugin_dir: str) -> tuple[PluginFacts, st
         required=line.kind == "required",
         release=release,
         slurm=slurm,
-        controller=told.get("controller", ""),
-        config=told.get("config", ""),
+        controller=arguments.get("controller", ""),
+        config=arguments.get("config", ""),
         late=[each.path for each in found[place + 1 :] if CONTAINER_PLUGINS.search(os.path.basename(each.path))],
     )
-    return facts, told.get("agent", "")
+    return facts, arguments.get("agent", "")
 
 
 def in_plugin_dir(plugin_dir: str, name: str) -> str:
-    """Return where Slurm looks for a plugin of this name: in the folders of PluginDir, which has colons between them,
-    in their order. An absolute name stands for itself."""
+    """Return the path at which Slurm finds a plugin: the first in the folders of PluginDir, which has colons between
+    them. An absolute name is its own path."""
     folders = [folder for folder in plugin_dir.split(":") if folder] or ["/usr/lib/slurm"]
-    places = [os.path.join(folder, name) for folder in folders]
-    return next((path for path in places if os.path.isfile(path)), places[0])
+    return _first_file([os.path.join(folder, name) for folder in folders])
+
+
+def _first_file(paths: Sequence[str]) -> str:
+    """Return the first path that is a file, or else the first path."""
+    return next((path for path in paths if os.path.isfile(path)), paths[0])
 
 
 def built_for(path: str) -> tuple[str, str]:
-    """The plugin's release and that of the Slurm that it was built for; "" where the file does not say."""
+    """Read the plugin's release and that of the Slurm that it was built for; "" if the file does not say."""
     try:
         with open(path, "rb") as file:
             found = _BUILD_TEXT.search(file.read(MOST_BYTES))
@@ -102,16 +107,10 @@ def built_for(path: str) -> tuple[str, str]:
 
 
 def installed_plugin(plugin_dir: str) -> str:
-    """Return where unicron.so is on this host, or where the package puts it."""
-    places = [
-        PACKAGED_PLUGIN,
-        in_plugin_dir(plugin_dir, PLUGIN),
-        "/usr/local/lib/unicron/unicron.so",
-    ]
-    return next((path for path in places if os.path.isfile(path)), PACKAGED_PLUGIN)
+    """Return the path of unicron.so on this host; the package's if there is none."""
+    return _first_file([PACKAGED_PLUGIN, in_plugin_dir(plugin_dir, PLUGIN), "/usr/local/lib/unicron/unicron.so"])
 
 
 def installed_agent() -> str:
-    """Return where the agent is on this host, or where the package puts it."""
-    places = [PACKAGED_AGENT, os.path.join(sysconfig.get_path("scripts"), "unicron-agent")]
-    return next((path for path in places if os.path.isfile(path)), PACKAGED_AGENT)
+    """Return the path of the agent on this host; the package's if there is none."""
+    return _first_file([PACKAGED_AGENT, os.path.join(sysconfig.get_path("scripts"), "unicron-agent")])

@@ -1,15 +1,15 @@
-"""Facts and checks of what hosts and the controller are to each other: the way between them, users, clocks, releases.
+"""Facts and checks of hosts and the controller together: the network between them, users, clocks, releases.
 
-What collects a fact judges nothing and raises for nothing that is missing; what judges it is pure.
+Functions that collect facts do not judge, and do not raise if something is missing. Functions that judge are pure.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import re
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 
@@ -21,13 +21,13 @@ from unicron_ctl.doctor.facts import (
     ControllerFacts,
     Finding,
     Inspection,
-    PluginFacts,
     advice,
     good,
+    or_good,
     problem,
     unknown,
 )
-from unicron_ctl.doctor.host_checks import PROGRAM_SECONDS
+from unicron_ctl.doctor.host_checks import output_of
 from unicron_ctl.shared.protocol.answer_schema import Pong
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
 from unicron_ctl.shared.protocol.munge import MungeError, make_credential, unmunge
@@ -35,7 +35,6 @@ from unicron_ctl.shared.settings.places import controller_address
 from unicron_ctl.shared.system.addresses import endpoints, resolve_all, split_addresses
 from unicron_ctl.shared.system.errors import UserError, one_line
 from unicron_ctl.shared.system.release import work_together
-from unicron_detector.health.program_output import TooMuchOutput, run_program
 
 ROOT = 0
 _BELONGS = re.compile(r"belongs to (\S+) \(uid \d+\)")  # protocol.controller_discovery
@@ -61,18 +60,15 @@ def controller_facts(asked: Inspection) -> ControllerFacts:
 
 
 def takes_connections(address: str) -> bool | None:
-    """Whether something listens at one of the addresses, tcp://HOST:PORT with commas between; None where none of their
-    hosts is known."""
+    """Whether something listens at one of the addresses, tcp://HOST:PORT with commas between them; None if the name
+    service knows none of the hosts."""
     try:
         targets = resolve_all(endpoints(address))
     except (UserError, OSError):
         return None
     for target in targets:
-        try:
-            with socket.create_connection(target.address[:2], CONNECT_SECONDS):
-                return True
-        except OSError:
-            continue
+        with contextlib.suppress(OSError), socket.create_connection(target.address[:2], CONNECT_SECONDS):
+            return True
     return False
 
 
@@ -85,11 +81,11 @@ def controller(case: Case) -> Iterator[Finding]:
     if case.host.config.problems:
         yield unknown(f"with a mistake in {case.host.config.path} no command asks the controller")
         return
-    yield problem(found.problem, _way_to_controller(case))
+    yield problem(found.problem, _how_to_reach(case))
 
 
-def _way_to_controller(case: Case) -> str:
-    """Return what to do where the controller does not answer."""
+def _how_to_reach(case: Case) -> str:
+    """Return what to do if the controller does not answer."""
     found, port = case.host.controller, case.host.controller.address.rpartition(":")[2]
     if whose := _BELONGS.search(found.problem):
         return f'controller_users = ["{whose[1]}"] in [agent] of {case.host.config.path or "unicron.toml"}'
@@ -119,14 +115,14 @@ def release(case: Case) -> Iterator[Finding]:
 
 
 def _other_release(text: str, mine: str, other: str) -> Finding:
-    """A release that differs from this host's: no problem during an upgrade, minor version by minor version."""
+    """Judge a release that differs from this host's: no problem during an upgrade to the next minor version."""
     if work_together(mine, other):
         return advice(f"{text}: they work together", "finish the upgrade (docs/upgrade.md)")
     return problem(f"{text}: they do not work together", "install one release on all hosts, and restart unicrond")
 
 
 def controller_user(case: Case) -> Iterator[Finding]:
-    """Agents and commands of this host believe the user of the controller."""
+    """Agents and commands on this host trust the controller's user."""
     found, site = case.host.controller, case.site
     _, slurms = site.settings.user()
     if case.host.config.auth != "munge":
@@ -155,7 +151,7 @@ def uid_of(name: str) -> int | None:
 
 
 def user_name(uid: int) -> str:
-    """The user's name on this host, or its number."""
+    """Return the user's name on this host, or the uid if it has none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -169,21 +165,21 @@ def users(case: Case) -> Iterator[Finding]:
     name = case.site.controller_name
     if name and not name.isdecimal() and not case.first.controller.problem:
         wanted.setdefault(name, case.first.controller.uid)
-    sound = True
+    text = ", ".join(f"{name} is uid {uid}" for name, uid in wanted.items()) or "no user is known"
+    return or_good(_user_problems(case.host.users, wanted), text)
+
+
+def _user_problems(users: Mapping[str, int | None], wanted: Mapping[str, int]) -> Iterator[Finding]:
     for name, uid in wanted.items():
-        mine = case.host.users.get(name)
-        if mine is None and name in case.host.users:
-            sound = False
+        mine = users.get(name)
+        if mine is None and name in users:
             yield problem(f"this host knows no user {name}", f"useradd --system --uid {uid} {name}")
         elif mine is not None and mine != uid:
-            sound = False
             yield problem(f"{name} is uid {mine} here, and {uid} to Slurm and Unicron", f"usermod --uid {uid} {name}")
-    if sound:
-        yield good(", ".join(f"{name} is uid {uid}" for name, uid in wanted.items()) or "no user is known")
 
 
 def munge_problem(asked: Inspection) -> str:
-    """Return why munge, if it is used, does not work on this host, in one line, or nothing."""
+    """Return why munge does not work on this host, in one line; "" if it works or is not used."""
     if asked.config_facts.auth != "munge":
         return ""
     try:
@@ -207,29 +203,23 @@ def munge(case: Case) -> Iterator[Finding]:
 
 
 def clock(case: Case) -> Iterator[Finding]:
-    """The host's clock agrees with the controller's: munge refuses old credentials, and logs are compared."""
+    """The host's clock agrees with the controller's: munge refuses old credentials, and people compare logs."""
     found, most = case.host.controller, case.site.config.health.clock_warn
     if found.problem:
         yield unknown("the controller does not answer, so the clocks were not compared")
     elif abs(found.ahead) > most + found.within:
-        word = "behind" if found.ahead > 0 else "ahead of"
+        seconds = f"{abs(found.ahead):.{0 if abs(found.ahead) >= 10 else 1}f} s"
         yield problem(
-            f"the clock is {abs(found.ahead):.0f} s {word} the controller's"
-            if abs(found.ahead) >= 10
-            else f"the clock is {abs(found.ahead):.1f} s {word} the controller's",
+            f"the clock is {seconds} {'behind' if found.ahead > 0 else 'ahead of'} the controller's",
             "timedatectl set-ntp true, or see `chronyc tracking`",
         )
     else:
         yield good("the clock agrees with the controller's")
 
 
-def plugin_facts(asked: Inspection) -> PluginFacts:
-    return asked.plugin
-
-
 def plugin(case: Case) -> Iterator[Finding]:
     """The plugin is named in plugstack.conf, is there, and fits Slurm and this release."""
-    found, host = case.host.plugin, case.host
+    found = case.host.plugin
     if not found.line:
         where = found.plugstack or "no plugstack.conf on this host, and it"
         yield problem(
@@ -242,44 +232,38 @@ def plugin(case: Case) -> Iterator[Finding]:
             f"{found.path} is not there", "install unicron-plugin there, or `make -C slurm_plugin/spank install`"
         )
         return
-    sound = True
-    slurm = case.site.settings.release
+    yield from or_good(_plugin_problems(case), f"{found.path}, Unicron {found.release} for Slurm {found.slurm}")
+
+
+def _plugin_problems(case: Case) -> Iterator[Finding]:
+    found, host, slurm = case.host.plugin, case.host, case.site.settings.release
     if found.slurm and slurm and _major(found.slurm) != _major(slurm):
-        sound = False
         yield problem(
             f"{found.path} was built for Slurm {found.slurm}, and this is {slurm}: Slurm does not load it",
             "install the unicron-plugin for this Slurm, or build it with its headers",
         )
     if found.release != host.release:
-        sound = False
         text = f"{found.path} is of Unicron {found.release or 'an unknown release'}, and {host.release} is installed"
         yield _other_release(text, host.release, found.release)
-    for text, do in _line_problems(case):
-        sound = False
-        yield problem(text, do)
-    if sound:
-        yield good(f"{found.path}, Unicron {found.release} for Slurm {found.slurm}")
-
-
-def _line_problems(case: Case) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the line itself, and what to do."""
-    found, mine = case.host.plugin, case.host.config
+    mine = host.config
     if found.required:
-        yield "the plugin is required: if it is missing on a node, no job runs there", f"optional in {found.plugstack}"
+        text = "the plugin is required: if it is missing on a node, no job runs there"
+        yield problem(text, f"optional in {found.plugstack}")
     if found.late:
-        yield (
+        yield problem(
             f"{found.late[0]} comes after the plugin: steps in containers do not run",
             "call the link in plugstack.conf.d zz-unicron.conf",
         )
     if not found.controller:
-        yield "the plugin's line has no controller=", f"controller={mine.address or 'tcp://HOST:7451'}"
+        yield problem("the plugin's line has no controller=", f"controller={mine.address or 'tcp://HOST:7451'}")
     elif mine.address and split_addresses(found.controller) != split_addresses(mine.address):
-        yield (
+        yield problem(
             f"jobs report to {found.controller}, and commands ask {mine.address}",
             f"the same in {found.plugstack} and {mine.path}",
         )
     if found.config and mine.path and found.config != mine.path:
-        yield f"jobs read {found.config}, and commands {mine.path}", f"config={mine.path} in {found.plugstack}"
+        text = f"jobs read {found.config}, and commands {mine.path}"
+        yield problem(text, f"config={mine.path} in {found.plugstack}")
 
 
 def agent_facts(asked: Inspection) -> AgentFacts:
@@ -287,19 +271,11 @@ def agent_facts(asked: Inspection) -> AgentFacts:
     path = asked.agent
     if not path or asked.question.role != COMPUTE:
         return AgentFacts(path=path)
-    try:
-        done = run_program([path, "--version"], PROGRAM_SECONDS)
-    except OSError as error:
-        return AgentFacts(path=path, problem=error.strerror or str(error))
-    except subprocess.TimeoutExpired:
-        return AgentFacts(path=path, problem=f"no answer within {PROGRAM_SECONDS:g} s")
-    except TooMuchOutput as error:
-        return AgentFacts(path=path, problem=str(error))
-    said = done.stdout.decode(errors="replace").split()
-    if done.returncode or said[:1] != ["unicron-agent"]:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        return AgentFacts(path=path, problem=one_line("".join(last)) or f"it ended with {done.returncode}")
-    return AgentFacts(path=path, release=" ".join(said[1:]))
+    output, why = output_of([path, "--version"])
+    program, _, number = output.strip().partition(" ")
+    if not why and program != "unicron-agent":
+        why = "it is not unicron-agent"
+    return AgentFacts(path=path, problem=why, release="" if why else number)
 
 
 def agent(case: Case) -> Iterator[Finding]:
@@ -333,7 +309,7 @@ def agent_ports(case: Case) -> Iterator[Finding]:
 
 
 def slurmd_port(case: Case) -> Iterator[Finding]:
-    """The controller's host reaches slurmd, by which it tells a dead node from a dead agent."""
+    """The controller's host reaches slurmd, and so can tell a dead node from a dead agent."""
     return _port(
         case,
         case.ports.slurmds if case.ports else {},
@@ -344,20 +320,23 @@ def slurmd_port(case: Case) -> Iterator[Finding]:
 
 
 def _port(case: Case, tried: Mapping[str, str], untried: str, texts: tuple[str, str], do: str) -> Iterator[Finding]:
-    """Judges one kind of port. tried: node -> why it cannot be reached, "" where it can. untried: why the node is not
-    there. texts: what is reached, and what follows where it is not."""
+    """Judge one kind of port.
+
+    tried: by node, why the port cannot be reached, or "". untried: why a node is not in `tried`. texts: the port, and
+    the consequence if it cannot be reached.
+    """
     if case.ports is None or case.host.role != COMPUTE:
         return
-    what, follows = texts
-    said = tried.get(case.host.name)
-    if case.ports.why_not or said is None:
+    port, consequence = texts
+    why = tried.get(case.host.name)
+    if case.ports.why_not or why is None:
         yield unknown(case.ports.why_not or untried)
-    elif said:
-        yield problem(f"the controller's host does not reach {what} ({said}): {follows}", do)
+    elif why:
+        yield problem(f"the controller's host does not reach {port} ({why}): {consequence}", do)
     else:
-        yield good(f"the controller's host reaches {what}")
+        yield good(f"the controller's host reaches {port}")
 
 
 def _major(text: str) -> str:
-    """The part of Slurm's release by which plugins fit: 22.05."""
+    """Return the part of Slurm's release that a plugin is built for: 22.05."""
     return ".".join(re.findall(r"\d+", text)[:2])

@@ -1,4 +1,4 @@
-"""The other parts of an installation: the plugin's line, the lines for slurm.conf, and the steps in order. Pure."""
+"""Makes the plugin's line, the lines for slurm.conf, and the steps of an installation in order. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLUGSTACK_HEAD = """\
 
 @dataclass(frozen=True)
 class Site:
-    """The facts about a site on which the lines and steps depend."""
+    """The facts about a site that the lines and steps depend on."""
 
     settings: SlurmSettings
     address: str
@@ -53,22 +53,22 @@ class Site:
 
 
 def plugin_line(site: Site) -> str:
-    """Returns the plugin's line in plugstack.conf."""
+    """Return the plugin's line in plugstack.conf."""
     return f"optional {site.plugin} agent={site.agent} controller={site.address} config={site.config} default=off"
 
 
 def plugstack_conf(site: Site) -> str:
-    """Returns the contents of the file to which a link in plugstack.conf.d leads."""
+    """Return the contents of the file to which a link in plugstack.conf.d leads."""
     return f"{PLUGSTACK_HEAD}{plugin_line(site)}\n"
 
 
 def slurm_conf_lines(settings: SlurmSettings) -> list[str]:
-    """Returns the lines to add or change in slurm.conf, each below its reason."""
+    """Return the lines to add or change in slurm.conf, each below its reason."""
     return [text for wanted, line in missing(settings) for text in (f"# {wanted.why}", line)]
 
 
 def steps(site: Site) -> list[str]:
-    """Return the steps of the installation, in order. In a step, lines that begin with spaces are commands."""
+    """Return the steps of the installation in order. Lines of a step that begin with spaces are commands."""
     return [*_controller(site), *_nodes(site), *_slurm(site), *_last_steps(site)]
 
 
@@ -98,7 +98,8 @@ def _controller(site: Site) -> list[str]:
 def _nodes(site: Site) -> list[str]:
     folder = os.path.dirname(site.config)
     text = "Install unicron-plugin, unicron-client and unicron-agent on all login and compute nodes, and copy "
-    text += f"{folder} there{' (Slurm, which is configless, does not send it)' if _is_configless(site) else ''}"
+    configless = "enable_configless" in site.settings.words("SlurmctldParameters")
+    text += f"{folder} there{' (Slurm, which is configless, does not send it)' if configless else ''}"
     if site.is_enabled:
         return [f"{text}."]
     links = os.path.join(os.path.dirname(site.settings.text("PlugStackConfig") or "/etc/slurm/x"), PLUGSTACK_FOLDER)
@@ -140,7 +141,3 @@ def _last_steps(site: Site) -> list[str]:
             f"    systemctl edit unicrond    # [Service] User={name}",
         ]
     return [*found, f"{before} change nodes (an operator may not):\n    {administrator(site.user, site.level)}"]
-
-
-def _is_configless(site: Site) -> bool:
-    return "enable_configless" in site.settings.words("SlurmctldParameters")

@@ -7,20 +7,21 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from unicron_ctl.doctor.setting_up import UNIT_USER
+from unicron_ctl.doctor.first_file import Wish, unicron_toml
+from unicron_ctl.doctor.host_facts import read_config
+from unicron_ctl.doctor.plugstack import candidates, installed_agent, installed_plugin, plugin_facts
+from unicron_ctl.doctor.reach_checks import uid_of
+from unicron_ctl.doctor.setting_up import UNIT_USER, Site, plugstack_conf, slurm_conf_lines, steps
+from unicron_ctl.shared.settings.config import DEFAULT_PORT, address_problem
+from unicron_ctl.shared.slurm import CommandLineClient, SlurmError
+from unicron_ctl.shared.slurm.slurm_settings import SlurmSettings
+from unicron_ctl.shared.slurm.steps import search_path
 from unicron_ctl.shared.system.errors import PROBLEM_FOUND, WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 from unicron_ctl.shared.system.whole_file import write_whole
-
-if TYPE_CHECKING:
-    from unicron_ctl.doctor.first_file import Wish
-    from unicron_ctl.doctor.setting_up import Site
-    from unicron_ctl.shared.slurm import CommandLineClient
-    from unicron_ctl.shared.slurm.slurm_settings import SlurmSettings
 
 USUAL = "/etc/unicron/unicron.toml"
 OLD_SUFFIX = ".old"
@@ -42,11 +43,6 @@ def command(path: str, host: str | None, user: str, marked: tuple[str, ...], dry
     A file that is there and differs is left alone. Nothing is changed in Slurm. The exit status is 3 if a file that is
     left alone has a mistake.
     """
-    from unicron_ctl.doctor.first_file import unicron_toml
-    from unicron_ctl.doctor.setting_up import plugstack_conf
-    from unicron_ctl.shared.slurm import CommandLineClient
-    from unicron_ctl.shared.slurm.steps import search_path
-
     client = CommandLineClient(env={"PATH": search_path()["PATH"]})
     settings = client.settings()
     wish = _wish(client, settings, host, user, marked)
@@ -62,15 +58,12 @@ def command(path: str, host: str | None, user: str, marked: tuple[str, ...], dry
 def _wish(
     client: CommandLineClient, settings: SlurmSettings, host: str | None, user: str, marked: tuple[str, ...]
 ) -> Wish:
-    """Return what the file is to say. Raises UserError."""
-    from unicron_ctl.doctor.first_file import Wish
-    from unicron_ctl.shared.settings.config import DEFAULT_PORT, address_problem
-
+    """Return the contents of unicron.toml. Raises UserError."""
     nodes, partitions = client.nodes(), [one.name for one in client.partitions()]
     if odd := [name for name in marked if name not in partitions]:
         raise UserError(f"Slurm has no partition {odd[0]}: it has {', '.join(partitions)}", WRONG_USE)
     host = host or next(iter(settings.head_hosts()), "") or socket.gethostname()
-    # A slice of a GPU (MIG: gpu:1g.5gb:7) is a GPU to Slurm, and none to the driver.
+    # Slurm counts a slice of a GPU (MIG: gpu:1g.5gb:7) as a GPU, and the driver does not.
     gpus = {0 if "." in node.gres else node.gpus for node in nodes}
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     if address_problem(f"tcp://{host}:{DEFAULT_PORT}"):
@@ -89,15 +82,8 @@ def _wish(
 def _site(
     client: CommandLineClient, settings: SlurmSettings, wish: Wish, user: str, path: str
 ) -> tuple[Site, list[str]]:
-    """Return what lines and steps depend on, and what is wrong with the file that is there now."""
-    from unicron_ctl.doctor.host_facts import read_config
-    from unicron_ctl.doctor.plugstack import candidates, installed_agent, installed_plugin, plugin_facts
-    from unicron_ctl.doctor.reach_checks import uid_of
-    from unicron_ctl.doctor.setting_up import Site
-    from unicron_ctl.shared.slurm import SlurmError
-
-    is_there = os.path.isfile(path)
-    facts = read_config(path)[1] if is_there else None
+    """Return the facts that lines and steps depend on, and the problems of the present file."""
+    facts = read_config(path)[1] if os.path.isfile(path) else None
     conf = os.environ.get("SLURM_CONF") or settings.text("SLURM_CONF")
     plugstacks = candidates(settings.text("PlugStackConfig"), conf, settings.text("SlurmdSpoolDir"))
     has_accounts, level = "slurmdbd" in settings.text("AccountingStorageType"), ""
@@ -121,7 +107,7 @@ def _site(
 
 
 def _write(path: Path, text: str, dry_run: bool, force: bool) -> str:
-    """Writes the file where it may. Returns what was done. Raises UserError."""
+    """Write the file, unless another is there. Return what was done. Raises UserError."""
     try:
         old = path.read_text()
     except FileNotFoundError:
@@ -149,13 +135,11 @@ def _write(path: Path, text: str, dry_run: bool, force: bool) -> str:
 
 
 def _print_rest(site: Site) -> None:
-    from unicron_ctl.doctor.setting_up import slurm_conf_lines, steps
-
     if lines := slurm_conf_lines(site.settings):
         print_text("\n---- slurm.conf: add these lines, or change what is there\n" + "\n".join(lines), lines=True)
     else:
         print_text("\n---- slurm.conf has all that is needed", lines=True)
-    if site.found is not None and site.found.line:
+    if site.found and site.found.line:
         print_text(f"\n---- plugstack.conf has the plugin already\n{site.found.line}", lines=True)
     print_text("\n---- then, in this order", lines=True)
     for place, step in enumerate(steps(site), 1):

@@ -1,4 +1,4 @@
-"""Asks Slurm about the cluster, and finds out what this host is."""
+"""Asks Slurm about the cluster, and finds out this host's role."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unicron_ctl.shared.system.errors import UserError
 
 
 def ask_slurm(client: CommandLineClient, config: Config) -> SiteFacts:
-    """All that Slurm says of the cluster; what it does not answer is a `slurm_problem`."""
+    """Ask Slurm about the cluster. If it does not answer, the result has a `slurm_problem`."""
     try:
         settings = client.settings()
         return SiteFacts(
@@ -33,7 +33,7 @@ def ask_slurm(client: CommandLineClient, config: Config) -> SiteFacts:
 
 
 def controllers_level(client: CommandLineClient, site: SiteFacts, here: HostFacts) -> tuple[str, str, str]:
-    """(the name of the controller's user on this host, its AdminLevel, why that is not known)."""
+    """Return the name of the controller's user on this host, its AdminLevel, and why the level is not known."""
     if here.controller.problem:
         return "", "", "the controller does not answer, so its user is not known"
     name = user_name(here.controller.uid)
@@ -46,14 +46,13 @@ def controllers_level(client: CommandLineClient, site: SiteFacts, here: HostFact
 
 
 def find_role(site: SiteFacts, config: Config, environment: Mapping[str, str] = os.environ) -> Role:
-    """Return what this host is: a node within a job, the controller's or slurmctld's host, a node with a slurmd, else a
-    login node."""
+    """Return this host's role: of a node within a job, the controller's or slurmctld's host, a node with a slurmd, or
+    else a login node."""
     if environment.get("SLURMD_NODENAME"):
         return COMPUTE
     here = socket.gethostname().split(".")[0]
-    if processes("unicrond") or processes("slurmctld") or here in site.settings.head_hosts():
-        return HEAD
-    if is_controllers_host("", config):
+    runs_controller = processes("unicrond") or processes("slurmctld")
+    if runs_controller or here in site.settings.head_hosts() or is_controllers_host("", config):
         return HEAD
     if processes("slurmd") or any(node.name == here for node in site.nodes):
         return COMPUTE
@@ -72,7 +71,7 @@ def is_controllers_host(explicit: str, config: Config) -> bool:
 
 
 def question_for(role: Role, site: SiteFacts, config: str = "", controller: str = "") -> Question:
-    """Return what a host of this role is asked."""
+    """Return the question to a host of this role."""
     settings = site.settings
     conf = os.environ.get("SLURM_CONF") or settings.text("SLURM_CONF")
     name, _ = settings.user()
@@ -90,11 +89,11 @@ def question_for(role: Role, site: SiteFacts, config: str = "", controller: str 
 
 
 def patterns(settings: SlurmSettings, name: str) -> list[str]:
-    """Return where Prolog or Epilog lies, with wildcards. A path that is not absolute is beside slurm.conf."""
+    """Return the paths of Prolog or Epilog, with wildcards. A relative path is beside slurm.conf."""
     folder = Path(settings.text("SLURM_CONF") or "/etc/slurm/slurm.conf").parent
     return [str(folder / word) for word in settings.words(name)]
 
 
 def partitions_in_use(config: Config, partitions: Iterable[PartitionInfo]) -> list[str]:
-    """Slurm's partitions in which Unicron is not switched off."""
+    """Return Slurm's partitions in which Unicron is not switched off."""
     return [one.name for one in partitions if config.controller.rules(one.name).mode != OFF]

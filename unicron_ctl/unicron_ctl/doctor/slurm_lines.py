@@ -1,5 +1,4 @@
-"""The lines that slurm.conf needs: one table for `unicronctl setup`, which prints what is missing, and for the
-doctor."""
+"""The lines that slurm.conf needs. `unicronctl setup` prints the missing ones, and the doctor checks them."""
 
 from __future__ import annotations
 
@@ -17,29 +16,31 @@ ADMINISTRATOR = "Administrator"
 
 
 def administrator(user: str, level: str) -> str:
-    """The command that lets a user change nodes. level: the AdminLevel now, "" for one that slurmdbd does not know."""
+    """Return the command that lets a user change nodes. level: the present AdminLevel, "" if slurmdbd does not know
+    the user."""
     if level:
         return f"sacctmgr modify user where name={user} set adminlevel={ADMINISTRATOR}"
     return f"sacctmgr add user {user} account=root adminlevel={ADMINISTRATOR}"
 
 
 class ConfLine(NamedTuple):
-    """One setting. check: the doctor's check that it belongs to. line: the line that is missing or wrong, "" where all
-    is well."""
+    """A setting of Slurm."""
 
     name: str
     check: str
+    """The doctor's check that it belongs to."""
     line: Callable[[SlurmSettings], str]
+    """Returns the line to write, "" if the setting is right."""
     why: str
 
 
 def _value(name: str, value: str) -> Callable[[SlurmSettings], str]:
-    """The setting has this value."""
+    """Require this value."""
     return lambda settings: "" if settings.text(name) == value else f"{name}={value}"
 
 
 def _with_word(name: str, word: str) -> Callable[[SlurmSettings], str]:
-    """The list has this word; the words that it has already stay."""
+    """Require this word in a list, and keep the others."""
 
     def line(settings: SlurmSettings) -> str:
         words = settings.words(name)
@@ -49,7 +50,7 @@ def _with_word(name: str, word: str) -> Callable[[SlurmSettings], str]:
 
 
 def _hook(name: str) -> Callable[[SlurmSettings], str]:
-    """Any program is set; the doctor looks on the nodes whether it is ours."""
+    """Require any program; the doctor checks on the nodes whether it is ours."""
     return lambda settings: "" if settings.words(name) else f"{name}={HOOK_FOLDER[name]}/*"
 
 
@@ -98,5 +99,5 @@ CONF_LINES: tuple[ConfLine, ...] = (
 
 
 def missing(settings: SlurmSettings) -> list[tuple[ConfLine, str]]:
-    """The lines that slurm.conf lacks or has otherwise, in the table's order."""
+    """Return the lines that slurm.conf lacks or has otherwise, in the table's order."""
     return [(wanted, line) for wanted in CONF_LINES if (line := wanted.line(settings))]

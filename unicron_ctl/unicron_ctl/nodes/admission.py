@@ -1,19 +1,20 @@
 """``python -m unicron_ctl.nodes.admission``: the admission test of this node, for Slurm's prolog and
-HealthCheckProgram. It runs the checks of :mod:`health`, drains the node when its hardware is proven bad, and reports to
-the controller.
+HealthCheckProgram. It checks the node, drains it if its hardware is proven bad, and reports to the controller.
 
-Exit status: 100 if the node is proven bad, 0 if it is not (or a check gave no answer), 2 for wrong use. No other status
-says anything of the node: Python itself ends with 1 when this program cannot even be imported, and that must not drain
-a cluster. Each fact goes to the log as one line.
+The exit status is 100 if the node is proven bad, 0 if it is not (or a check gave no result), 2 for wrong use. No other
+status says anything about the node: Python ends with 1 if it cannot even import this program, and that must not drain a
+cluster.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import socket
 import sys
+import syslog
 import threading
 import time
 from collections.abc import Sequence
@@ -31,47 +32,52 @@ from unicron_detector.health.runner import Report, Result, run
 PROVEN_BAD = 100
 BUDGET_SECONDS = 8.0
 USUAL_CONFIG = "/etc/unicron/unicron.toml"
-REPORT_SECONDS = 2.0  # for the controller's answer; a node must not wait for a controller that is away
+REPORT_SECONDS = 2.0  # for the controller's answer: a node must not wait for a controller that is down
 
 
-def report(where: str, node: str, source: str, found: Report, at: float, drain: bool = False) -> None:
-    """Reports to the controller. `at`: this node's clock when the checks began. drain: a bad node is to be drained; the
-    controller does it where the node could not. Raises UserError."""
-    question = {"kind": "health", "node": node, "source": source, "verdict": found.verdict, "at": at, "drain": drain}
-    ask_controller(
-        {**question, "reason": one_line(found.reason)[: drains.REASON_LENGTH]}, where, timeout=REPORT_SECONDS
-    )
+def report(controller: str, node: str, source: str, found: Report, began: float, drain: bool = False) -> None:
+    """Report to the controller. Raises UserError.
+
+    began: the time on this node's clock at which the checks began. drain: whether the controller should drain a bad
+    node that could not drain itself.
+    """
+    question = {"kind": "health", "node": node, "source": source, "verdict": found.verdict, "at": began, "drain": drain}
+    reason = one_line(found.reason)[: drains.REASON_LENGTH]
+    ask_controller({**question, "reason": reason}, controller, timeout=REPORT_SECONDS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks, drains, reports; returns the exit status."""
+    """Check, drain and report. Return the exit status."""
     options = _parser().parse_args(arguments)
     log = _Log(options.log, f"unicron health: node {options.node}: ")
     status = [0]
-    box = threading.Timer(options.seconds, _out_of_time, (log, options.seconds, status))
-    box.daemon = True
-    box.start()
+    timer = threading.Timer(options.seconds, _out_of_time, (log, options.seconds, status))
+    timer.daemon = True
+    timer.start()
     try:
         return _examine(options, log, status)
     finally:
-        box.cancel()  # whoever calls this within a process of its own lives on
+        timer.cancel()  # a caller that imports this function lives on
 
 
 def _examine(options: argparse.Namespace, log: _Log, status: list[int]) -> int:
-    """Checks, drains, reports. `status` is what the process ends with if its time runs out meanwhile."""
+    """Check, drain and report. The process ends with `status` if its time runs out meanwhile."""
     began, mono = time.time(), time.monotonic()
     config, problems = _config(options.config)
     for line in problems:
         log(f"{options.config}: {line}")
-    found = _with_problems(_check(options, config, log), problems)
+    found = _check(options, config, log)
+    if problems:  # so that an admin learns that the settings are not as meant
+        warning = Result("unicron.toml", "warning", problems[0], 0.0, {})
+        found = dataclasses.replace(found, results=(*found.results, warning))
     if found.verdict == "bad":
         status[0] = PROVEN_BAD
         log(f"proven bad: {found.reason}")
         if options.drain == "on" and not _drain(options, found, log):
             status[0] = 0
     try:
-        if where := options.controller or ",".join(config.controller.addresses):
-            report(where, options.node, options.at, found, began, options.drain == "on")
+        if controller := options.controller or ",".join(config.controller.addresses):
+            report(controller, options.node, options.at, found, began, options.drain == "on")
     except UserError as error:
         log(f"the controller was not told: {error}")
     if options.print:
@@ -80,25 +86,18 @@ def _examine(options: argparse.Namespace, log: _Log, status: list[int]) -> int:
 
 
 def _usual_config() -> str | None:
-    """The configuration that is meant when none is named; None where there is none."""
-    path = os.environ.get("UNICRON_CONFIG") or str(USUAL_CONFIG)
+    """Return the default configuration file; None if it does not exist."""
+    path = os.environ.get("UNICRON_CONFIG") or USUAL_CONFIG
     return path if os.path.isfile(path) else None
 
 
 def _config(path: str | None) -> tuple[Config, list[str]]:
-    """Return the valid part of the file, and what is wrong with the rest: one wrong line must not switch the other
-    checks off."""
+    """Return the valid part of the file, and the problems of the rest: a wrong line must not switch other checks
+    off."""
     try:
         return load_valid_part(path) if path else (Config(), [])
     except UserError as error:
         return Config(), [f"{str(error).removeprefix(f'{path}: ')}; the defaults are used"]
-
-
-def _with_problems(found: Report, problems: list[str]) -> Report:
-    """The report, which says to whoever looks at the nodes that its settings are not what was meant."""
-    if not problems:
-        return found
-    return dataclasses.replace(found, results=(*found.results, Result("unicron.toml", "warning", problems[0], 0.0, {})))
 
 
 def _check(options: argparse.Namespace, config: Config, log: _Log) -> Report:
@@ -114,16 +113,13 @@ def _check(options: argparse.Namespace, config: Config, log: _Log) -> Report:
 
 
 def _drain(options: argparse.Namespace, found: Report, log: _Log) -> bool:
-    """Drains the node. False when that, or a failing prolog, would be one node too many."""
+    """Drain the node. Return False if that, or a failing prolog, would be one node too many."""
     from unicron_ctl.shared.slurm.command_line import CommandLineClient
 
     client = CommandLineClient(timeout=options.seconds * 0.25)
+    reason = drains.drain_reason(drains.HEALTH, found.reason)
     try:
-        log(
-            drains.drain_node(
-                client, options.node, drains.drain_reason(drains.HEALTH, found.reason), options.most_drained
-            )
-        )
+        log(drains.drain_node(client, options.node, reason, options.most_drained))
     except drains.TooMany as error:
         log(f"not drained: {error}")
         return False
@@ -133,38 +129,33 @@ def _drain(options: argparse.Namespace, found: Report, log: _Log) -> bool:
 
 
 def _out_of_time(log: _Log, seconds: float, status: list[int]) -> None:
-    """Ends the process, for a thread that hangs in the kernel cannot be ended."""
+    """End the process: a thread that hangs in the kernel cannot be ended."""
     log(f"gave up after {seconds:g} s; nothing more is concluded")
     os._exit(status[0])
 
 
 class _Log:
-    """Lines to a file, to syslog or to stderr. A log that cannot be written is no reason to fail."""
+    """Writes lines to a file, to syslog or to stderr. If that fails, the program goes on."""
 
-    def __init__(self, where: str, prefix: str) -> None:
-        self._where, self._prefix = where, prefix
+    def __init__(self, target: str, prefix: str) -> None:
+        self._target, self._prefix = target, prefix
 
     def __call__(self, text: str) -> None:
         line = self._prefix + one_line(text)
-        try:
-            if self._where == "syslog":
-                import syslog
-
+        with contextlib.suppress(OSError):
+            if self._target == "syslog":
                 syslog.openlog("unicron", 0, syslog.LOG_DAEMON)
                 syslog.syslog(syslog.LOG_WARNING, line)
-            elif self._where:
-                with open(self._where, "a") as file:
+            elif self._target:
+                with open(self._target, "a") as file:
                     file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {line}\n")
             else:
                 print(line, file=sys.stderr, flush=True)
-        except OSError:
-            pass
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m unicron_ctl.nodes.admission", description="Admission test of this node."
-    )
+    name, environment = "python -m unicron_ctl.nodes.admission", os.environ
+    parser = argparse.ArgumentParser(name, description="Admission test of this node.")
     here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
     parser.add_argument("--at", choices=("prolog", "interval"), default="interval", help="who calls")
     parser.add_argument("--node", default=here, metavar="NAME", help="Slurm's name of this node")
@@ -178,12 +169,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--most-drained", type=int, default=drains.MOST_DRAINED, metavar="N", help="then it drains no more"
     )
-    parser.add_argument(
-        "--controller",
-        metavar="ADDRESS",
-        default=os.environ.get("UNICRON_CONTROLLER", ""),
-        help="[address of the configuration]",
-    )
+    controller = environment.get("UNICRON_CONTROLLER", "")
+    parser.add_argument("--controller", metavar="ADDRESS", default=controller, help="[address of the configuration]")
     parser.add_argument("--log", default="", metavar="FILE", help="a file or syslog; default stderr")
     parser.add_argument("--print", action="store_true", help="print the verdict")
     return parser

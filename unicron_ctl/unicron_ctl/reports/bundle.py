@@ -1,7 +1,7 @@
-"""Packs what support needs to know of a job: a list of what a bundle may hold, and nothing else.
+"""Packs a bundle about a job for support.
 
-In it are numbers, names and words that Unicron and Slurm choose. What users write comes with `--with-logs` alone: no
-search finds every secret in it. It asks as whoever calls it, and reads files with that user's rights.
+It contains numbers, names and words that Unicron and Slurm choose. Texts of users are in it only with `--with-logs`,
+because no search finds every secret in them. Questions and files are limited by the caller's rights.
 """
 
 from __future__ import annotations
@@ -36,44 +36,28 @@ from unicron_ctl.shared.system.redaction import secret_values, without_values
 from unicron_detector.words import plural
 
 TAIL_BYTES = 64 << 10  # of each file of output
-MOST_FILES = 64  # ranks whose output is in it, those with failures first
-EVENTS = 5000  # the newest ones
+MOST_FILES = 64  # files of ranks, those with failures first
+EVENTS = 5000  # the newest
 DOCTOR_SECONDS, SLURM_SECONDS, ANSWER_SECONDS = 60.0, 10.0, 10.0
-PACKAGES = (
-    "unicron-slurm",
-    "torch",
-    "megatron-core",
-    "pyzmq",
-    "msgspec",
-    "msgpack",
-    "numpy",
-    "prometheus_client",
-    "pyslurm",
-)
+PACKAGES = "unicron-slurm torch megatron-core pyzmq msgspec msgpack numpy prometheus_client pyslurm".split()
 TEXTS = frozenset(
     "action actions agent assignment auth bounds cause code detected_by event fault job kind kind_of_failure layout"
     " layouts metric metrics mode modes node node_names nodes partition partitions paused peer phase plan_reason"
     " planned planned_layout release rule scope shares slurm source spare_of spares start state states until used_by"
     " user verdict".split()
 )
-"""Fields of answers and records whose texts, and the keys of whose maps, no user writes. All others are left out."""
+"""Fields of answers and records whose texts and keys no user writes. The texts of all others are left out."""
 LEFT_OUT_SETTINGS = {"health": ["programs"], "notify": ["secrets"]}
-"""Settings that may hold a secret: arguments of programs, and where the secrets are."""
+"""Settings that may contain a secret: arguments of programs, and the path of the secrets."""
 SQUEUE = "%i|%T|%r|%P|%q|%Q|%D|%N|%C|%m|%b|%l|%M|%S|%e"
-"""Columns of `squeue -o` (man squeue) that hold none of the user's words."""
-
-
-def _fields() -> frozenset[str]:
-    """Return the names of all fields of answers and records: keys that are not in it may be users' words."""
-    structs = [one for one in vars(answer_schema).values() if isinstance(one, type) and issubclass(one, msgspec.Struct)]
-    return frozenset(name for struct in (*structs, *KINDS.values()) for name in struct.__struct_fields__)
-
-
-_FIELDS = _fields()
+"""Columns of `squeue -o` (man squeue) without users' words."""
+_STRUCTS = [one for one in vars(answer_schema).values() if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+_FIELDS = frozenset(name for struct in (*_STRUCTS, *KINDS.values()) for name in struct.__struct_fields__)
+"""All fields of answers and records. Other keys may be users' words."""
 
 
 def without_users_words(data: Any, field: str = "") -> Any:
-    """Return plain data of an answer with what a bundle may hold: numbers, and the texts of TEXTS."""
+    """Return the part of an answer that a bundle may contain: numbers, and the texts in TEXTS."""
     if isinstance(data, str):
         return data if field in TEXTS else ""
     if isinstance(data, list):
@@ -85,7 +69,7 @@ def without_users_words(data: Any, field: str = "") -> Any:
 
 
 def pack(job: str, output: Path | None, with_logs: bool, controller: str | None) -> tuple[Path, list[str]]:
-    """Write the bundle, mode 0600. Return its path, and what is not in it and why. Raise UserError."""
+    """Write the bundle with mode 0600. Return its path, and what is not in it and why. Raises UserError."""
     left_out: list[str] = []
     members = dict(_collect(job, with_logs, controller, left_out))
     stamp = time.strftime("%Y%m%dT%H%M%S")
@@ -138,7 +122,7 @@ def _readme(job: str, members: Mapping[str, Any], with_logs: bool, left_out: lis
 
 
 def _known_secrets() -> list[str]:
-    """Return the secrets whose values are known here, to take them out wherever they stand."""
+    """Return the known values of secrets, to remove them from all texts."""
     found = secret_values(os.environ)
     with contextlib.suppress(UserError):
         config, _ = load_valid_part()
@@ -148,21 +132,20 @@ def _known_secrets() -> list[str]:
 
 
 def _collect(job: str, with_logs: bool, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (member, text or plain data) of all that there is. Raise UserError if the controller refuses it."""
+    """Yield (member, text or plain data) for each part. Raises UserError if the controller refuses the job."""
     explained: dict[str, Any] = {}
     user = ""
-    allowed = _whole if with_logs else without_users_words
     try:
         explained = ask_controller({"kind": "explain", "job": job}, controller)
     except UserError as error:
         if _answers(controller):
-            raise  # it has answered: there is no such job, or it is not the asker's
+            raise  # there is no such job, or it is another user's
         left_out.append(f"what the controller knows: {error}")
     if explained:
-        yield "explain.json", allowed(explained)
+        yield "explain.json", explained if with_logs else without_users_words(explained)
         for name, answer in _ask_about(explained["job"], controller, left_out):
             user = answer[0]["user"] if name == "job.json" and answer else user
-            yield name, allowed(answer)
+            yield name, answer if with_logs else without_users_words(answer)
     number = str(explained.get("job", job))
     if number.isdecimal():
         yield from _slurm(number, with_logs, left_out)
@@ -171,10 +154,6 @@ def _collect(job: str, with_logs: bool, controller: str | None, left_out: list[s
     yield from _configuration(left_out)
     yield "versions.txt", _versions()
     yield from _doctor(left_out)
-
-
-def _whole(data: Any) -> Any:
-    return data
 
 
 def _answers(controller: str | None) -> bool:
@@ -186,15 +165,18 @@ def _answers(controller: str | None) -> bool:
 
 
 def _ask_about(job: str, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield what else the controller says of the job, to this asker."""
+    """Yield the controller's other answers about the job."""
 
     def answer_to(kind: str, **more: Any) -> Any:
         return ask_controller({"kind": kind, **more}, controller, ANSWER_SECONDS)
 
+    def has_job(node: dict[str, Any]) -> bool:
+        return any(element.partition("_")[0] == job for element in node["used_by"])
+
     makers: dict[str, Callable[[], Any]] = {
         "events.jsonl": lambda: answer_to("events", job=job, limit=EVENTS),
         "job.json": lambda: [one for one in answer_to("jobs") if one["job"] == job],
-        "nodes.json": lambda: [node for node in answer_to("nodes") if _of(job, node["used_by"])],
+        "nodes.json": lambda: list(filter(has_job, answer_to("nodes"))),
         "controller.json": lambda: answer_to("status")["controller"],
     }
     for name, make in makers.items():
@@ -204,14 +186,9 @@ def _ask_about(job: str, controller: str | None, left_out: list[str]) -> Iterato
             left_out.append(f"{name}: {error}")
 
 
-def _of(job: str, elements: list[str]) -> bool:
-    return any(element.partition("_")[0] == job for element in elements)
-
-
 def _slurm(job: str, with_logs: bool, left_out: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield what Slurm shows this user of the job; `scontrol` shows the user's words, too."""
-    listing = ["squeue", "--local", "-t", "all", "-o", SQUEUE, "-j", job]
-    commands = {"slurm-queue.txt": listing}
+    """Yield Slurm's data about the job. `scontrol` prints the user's words, too."""
+    commands = {"slurm-queue.txt": ["squeue", "--local", "-t", "all", "-o", SQUEUE, "-j", job]}
     if with_logs:
         commands["slurm-job.txt"] = ["scontrol", "--local", "show", "job", job]
     for name, command in commands.items():
@@ -223,16 +200,14 @@ def _slurm(job: str, with_logs: bool, left_out: list[str]) -> Iterator[tuple[str
 
 
 def _logs(explained: Mapping[str, Any], job: str, user: str, left_out: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the ends of the ranks' files and of the job's own output that this user can read. user: the owner."""
+    """Yield the ends of the ranks' files and of the job's own output, if this user can read them. user: the owner."""
     folder = Path(explained.get("log_dir") or "/nonexistent")
     failed = [slot for failure in explained.get("failures", []) for slot in failure["slots"]]
-    files = {
-        int(found[1]): path for path in _list_folder(folder) if (found := re.fullmatch(r"rank-(\d+)\.log", path.name))
-    }
+    files = {int(found[1]): path for path in folder.glob("*") if (found := re.fullmatch(r"rank-(\d+)\.log", path.name))}
     order = dict.fromkeys([slot for slot in reversed(failed) if slot in files] + sorted(files))
     paths = {f"logs/rank-{rank}.log": files[rank] for rank in list(order)[:MOST_FILES]}
-    said, _ = _output(["scontrol", "--local", "show", "job", job], SLURM_SECONDS) if job.isdecimal() else ("", "")
-    for number, path in enumerate(dict.fromkeys(re.findall(r"^\s*Std(?:Out|Err)=(.+?)\s*$", said, re.MULTILINE))):
+    shown, _ = _output(["scontrol", "--local", "show", "job", job], SLURM_SECONDS) if job.isdecimal() else ("", "")
+    for number, path in enumerate(dict.fromkeys(re.findall(r"^\s*Std(?:Out|Err)=(.+?)\s*$", shown, re.MULTILINE))):
         paths[f"logs/job-{number}.log"] = Path(path)
     owner = _owner(user, job)
     for name, path in paths.items():
@@ -244,27 +219,20 @@ def _logs(explained: Mapping[str, Any], job: str, user: str, left_out: list[str]
         left_out.append(f"the output of {plural(len(order) - MOST_FILES, 'rank')}")
 
 
-def _list_folder(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
-
-
 def _owner(user: str, job: str) -> int | None:
-    """Return the uid of the job's owner, None if nobody knows. user: the owner's name, "" while it is not known."""
+    """Return the uid of the job's owner, None if it is not known. user: the owner's name, "" if it is not known."""
     with contextlib.suppress(KeyError):
         return pwd.getpwnam(user).pw_uid
-    said = (
-        _output(["squeue", "--local", "-h", "-o", "%U", "-j", job], SLURM_SECONDS)[0].split() if job.isdecimal() else []
-    )
-    return int(said[0]) if said and said[0].isdecimal() else None
+    if not job.isdecimal():
+        return None
+    uid, *_ = _output(["squeue", "--local", "-h", "-o", "%U", "-j", job], SLURM_SECONDS)[0].split() or [""]
+    return int(uid) if uid.isdecimal() else None
 
 
 def _tail(path: Path, owner: int | None) -> str:
     """Read the last TAIL_BYTES of a plain file of the job's owner. Raises OSError.
 
-    The job says where its files are: a link there must not bring what is its reader's into the bundle, and a device
+    The job chooses the paths of its files. So a link must not bring a file of the reader into the bundle, and a device
     must not even be opened.
     """
     named = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -283,7 +251,7 @@ def _tail(path: Path, owner: int | None) -> str:
 
 
 def _configuration(left_out: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that have a meaning, those with their defaults included."""
+    """Yield all valid settings, including defaults."""
     try:
         config, _ = load_valid_part()
     except UserError as error:
@@ -302,21 +270,21 @@ def _versions() -> str:
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             lines.append(f"{name} {version(name)}")
-    said, error = _output(["sinfo", "--version"], SLURM_SECONDS)
-    return "\n".join([*lines, f"slurm: {error or said.strip()}"]) + "\n"
+    release, error = _output(["sinfo", "--version"], SLURM_SECONDS)
+    return "\n".join([*lines, f"slurm: {error or release.strip()}"]) + "\n"
 
 
 def _doctor(left_out: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield what `unicronctl doctor` prints."""
-    said, error = _output([*program("unicronctl", "unicron_ctl.cli.unicronctl"), "doctor"], DOCTOR_SECONDS)
-    if said:
-        yield "doctor.txt", said
+    """Yield the output of `unicronctl doctor`."""
+    text, error = _output([*program("unicronctl", "unicron_ctl.cli.unicronctl"), "doctor"], DOCTOR_SECONDS)
+    if text:
+        yield "doctor.txt", text
     elif error:
         left_out.append(f"doctor: {error}")
 
 
 def _output(command: list[str], seconds: float) -> tuple[str, str]:
-    """Return what a program prints, and why it could not be run, or failed."""
+    """Return the output of a program, and why it could not be run or failed, or ""."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False, errors="replace"

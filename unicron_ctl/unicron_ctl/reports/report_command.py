@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 import msgspec
 
-from unicron_ctl.shared.commands.options import DURATION, controller_option
+from unicron_ctl.reports import week_report
+from unicron_ctl.shared.commands.options import DURATION, controller_option, print_json
 from unicron_ctl.shared.protocol.answer_schema import Report
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
+from unicron_ctl.shared.settings.config_file import load
+from unicron_ctl.shared.settings.notify import load_secrets, wrong_targets
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 
@@ -45,8 +47,6 @@ def week(seconds: float, as_html: bool, as_json: bool, send: bool, path: str | N
 
     Admins see all jobs, others their own.
     """
-    from unicron_ctl.reports import week_report
-
     if not seconds > 0.0:
         raise UserError("--since is how far back: write 7d or 30d", WRONG_USE)
     answer = ask_controller({"kind": "report", "seconds": seconds}, controller)
@@ -54,18 +54,15 @@ def week(seconds: float, as_html: bool, as_json: bool, send: bool, path: str | N
     if send:
         _send(found, path)
     elif as_json:
-        print_text(json.dumps(answer, indent=2), lines=True)
+        print_json(answer, indent=2)
     else:
         print_text(week_report.page(found) if as_html else week_report.text(found), lines=True, nl=False)
 
 
 def _send(report: Report, path: str | None) -> None:
-    """Sends the report to all targets. Raises UserError if there is none, or if some could not be told."""
-    from unicron_ctl.reports import week_report
+    """Send the report to all targets. Raises UserError if there is none, or a delivery failed."""
     from unicron_ctl.shared.notices.notices import Message
     from unicron_ctl.shared.notices.notify_targets import Hooks, NotTold, targets
-    from unicron_ctl.shared.settings.config_file import load
-    from unicron_ctl.shared.settings.notify import load_secrets, wrong_targets
 
     config = load(path)
     if wrong := list(wrong_targets(config.notify).values()):

@@ -1,9 +1,9 @@
-"""The weekly report as text and as a page that needs nothing else."""
+"""Writes the weekly report as text, and as a page in one file."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 
 from unicron_ctl.shared.protocol.answer_schema import Report
@@ -23,7 +23,7 @@ def title(report: Report) -> str:
 
 
 def summary(report: Report) -> list[str]:
-    """The report in a few lines."""
+    """Return the report in a few lines."""
     failures = sum(cause.failures for cause in report.causes)
     lines = [
         f"failures: {failures}; recoveries: {report.healed}",
@@ -39,7 +39,7 @@ def summary(report: Report) -> list[str]:
 
 
 def tables(report: Report) -> Iterator[tuple[str, Listing]]:
-    """(title, table) of failures by cause, of jobs and nodes; those without rows are left out."""
+    """Yield (title, table) of failures by cause, of jobs and of nodes. Empty tables are left out."""
     causes = Listing("failures", "severity", "jobs", "nodes", "cause")
     for cause in report.causes:
         causes.add_row(str(cause.failures), str(cause.severity), str(cause.jobs), str(cause.nodes), cause.cause)
@@ -60,7 +60,7 @@ def tables(report: Report) -> Iterator[tuple[str, Listing]]:
 
 
 def text(report: Report) -> str:
-    """The whole report for a terminal or a mail."""
+    """Return the whole report for a terminal or a mail."""
     parts = [title(report), *summary(report)]
     for name, table in tables(report):
         parts += ["", name, *table.lines()]
@@ -78,7 +78,7 @@ th { border-bottom: 1px solid #999; font-weight: 600 } td { border-bottom: 1px s
 
 
 def page(report: Report) -> str:
-    """The report as HTML, without scripts and without anything from elsewhere."""
+    """Return the report as HTML, without scripts and external files."""
     head = html.escape(title(report))
     lines = "".join(f"<li>{html.escape(line)}</li>" for line in summary(report))
     body = "".join(_table(name, table, index == 0) for index, (name, table) in enumerate(tables(report)))
@@ -90,16 +90,15 @@ def page(report: Report) -> str:
 
 
 def _table(name: str, table: Listing, bars: bool) -> str:
-    """A listing as HTML. bars: its first column is shown as a bar, too."""
+    """Return a listing as HTML. bars: whether its first column is shown as a bar, too."""
     heads = "".join(f"<th>{html.escape(heading)}</th>" for heading in table.headings) + "<th></th>" * bars
     most = max((int(plain(row[0])) for row in table.rows), default=1) if bars else 1
-    rows = "".join(f"<tr>{_cells(row)}{_bar(int(plain(row[0])), most) if bars else ''}</tr>" for row in table.rows)
+    rows = ""
+    for row in table.rows:
+        cells = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)
+        rows += f"<tr>{cells}{_bar(int(plain(row[0])), most) if bars else ''}</tr>"
     notes = "".join(f"<p>{html.escape(plain(note))}</p>" for note in table.notes)
     return f"<h2>{html.escape(name)}</h2><table><tr>{heads}</tr>{rows}</table>{notes}"
-
-
-def _cells(row: Sequence[object]) -> str:
-    return "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)
 
 
 def _bar(count: int, most: int) -> str:

@@ -1,4 +1,4 @@
-"""`unicronctl backup` and `restore`: copies of unicrond's state folder. They work on the folder itself, on its host."""
+"""`unicronctl backup` and `restore`: copy unicrond's state folder into a file and back, on unicrond's host."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from unicron_ctl.shared.commands.times import moment
+from unicron_ctl.shared.log import state_copies
 from unicron_ctl.shared.settings.config_file import load
 from unicron_ctl.shared.settings.places import state_dir
 from unicron_ctl.shared.system.printable import print_text
@@ -25,9 +26,7 @@ def command(file: Path, state: Path | None) -> None:
 
     unicrond may run. FILE holds the secret key: only you can read it. It is read again before this ends.
     """
-    from unicron_ctl.shared.log.state_copies import backup
-
-    found = backup(state or state_dir(load()), file)
+    found = state_copies.backup(state or state_dir(load()), file)
     key = "and the key" if found.key else "no key (auth = none)"
     print_text(
         f"{file}: {plural(found.events, 'event')} up to {found.last} of {_clock(found.at)}, {key}; read again: sound"
@@ -43,10 +42,8 @@ def restore(file: Path, state: Path | None) -> None:
     No unicrond may run on the folder. What is in it now is kept beside. After the start nothing in Slurm is changed
     until `unicronctl resume`; jobs heal on their own nodes.
     """
-    from unicron_ctl.shared.log.state_copies import restore as put_back
-
     folder = state or state_dir(load())
-    found, kept = put_back(file, folder)
+    found, kept = state_copies.restore(file, folder)
     print_text(f"{folder}: {plural(found.events, 'event')} up to {_clock(found.at)}")
     if kept is not None:
         print_text(f"what was there is in {kept}")

@@ -1,5 +1,5 @@
-"""`unicronctl check-folder`: whether a folder can be the state folder of a controller and its standby, and what the
-event log costs there."""
+"""`unicronctl check-folder`: finds out whether a controller and its standby can share a state folder, and the cost of
+the event log there."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from unicron_ctl.shared.system.owner import as_owner, as_root_again
 from unicron_ctl.shared.system.printable import print_text
 
 TIMES = 300
-LARGE_BYTES = 130_000_000  # the largest log
-LIMIT = 30.0  # seconds for another process
+LARGE_BYTES = 130_000_000  # of the largest log
+LIMIT = 30.0  # seconds for the answer of another process
 OTHERS_LOCK = "fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 OTHERS_WRITE = "sqlite3.connect(sys.argv[1], timeout=0.1).execute('BEGIN IMMEDIATE')"
 OTHERS_READ = "print(sqlite3.connect(sys.argv[1]).execute('SELECT max(id) FROM event').fetchone()[0])"
@@ -69,7 +69,7 @@ def command(folder: Path) -> int:
 
 
 def problems(folder: Path) -> list[str]:
-    """Why the folder does not do. Raises OSError, subprocess.TimeoutExpired."""
+    """Return why the folder cannot be shared. Raises OSError, subprocess.TimeoutExpired."""
     found = []
     lock = folder / "lock"
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
@@ -97,21 +97,20 @@ def problems(folder: Path) -> list[str]:
 
 
 def other(program: str, path: Path) -> subprocess.CompletedProcess[str]:
-    """A program in another process, with this one's rights. Raises subprocess.TimeoutExpired."""
-    mine = f"import fcntl, os, sqlite3, sys; os.setegid({os.getegid()}); os.seteuid({os.geteuid()}); "
-    command = [sys.executable, "-I", "-c", mine + program, str(path)]
-    with as_root_again():  # this Python may be where only root comes
+    """Run a program in another process, with this one's rights. Raises subprocess.TimeoutExpired."""
+    start = f"import fcntl, os, sqlite3, sys; os.setegid({os.getegid()}); os.seteuid({os.geteuid()}); "
+    command = [sys.executable, "-I", "-c", start + program, str(path)]
+    with as_root_again():  # only root may be able to read this Python's folder
         return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 def event(number: int) -> Event:
-    """One as long as a step, of which there are most."""
-    step = records.WorldProved(reason="x" * 220)
-    return Event(number, 1e9 + number, "1", 1, step)
+    """Return an event as long as that of a step, the most frequent one."""
+    return Event(number, 1e9 + number, "1", 1, records.WorldProved(reason="x" * 220))
 
 
 def measure(work: Callable[[int], object]) -> list[float]:
-    """Milliseconds of each of TIMES calls."""
+    """Return the milliseconds of each of TIMES calls."""
     found = []
     for number in range(TIMES):
         began = time.perf_counter()
@@ -121,7 +120,7 @@ def measure(work: Callable[[int], object]) -> list[float]:
 
 
 def costs(folder: Path, shared: bool) -> dict[str, list[float]]:
-    """Milliseconds of each kind of transaction: one record, twenty, one that must last, a renewal of the lease."""
+    """Return the milliseconds of each kind of transaction."""
     store = Store(folder / f"{'shared' if shared else 'alone'}.sqlite", shared)
     store.begin_term(Holder(1, "check-folder", LEASE_SECONDS), Holder())
     asked = records.SlurmAction(action="hold", element=1, node="")
@@ -136,7 +135,7 @@ def costs(folder: Path, shared: bool) -> dict[str, list[float]]:
 
 
 def longest_renewal(folder: Path) -> float:
-    """Seconds of the longest renewal while a backup of a log of LARGE_BYTES is made."""
+    """Return the seconds of the longest renewal of a lease during a backup of a log of LARGE_BYTES."""
     state = folder / "state"
     state.mkdir()
     store = Store(state / LOG_FILE, shared=True)
@@ -157,6 +156,6 @@ def longest_renewal(folder: Path) -> float:
 
 
 def row(name: str, cells: Sequence[list[float]]) -> str:
-    """The name, and median and 99th percentile of each cell."""
-    told = "".join(f"{(cut := quantiles(cell, n=100))[49]:>12.2f}{cut[98]:>8.2f}" for cell in cells)
-    return f"{name:<22}{told}"
+    """Return a line with the median and the 99th percentile of each cell."""
+    columns = "".join(f"{(cut := quantiles(cell, n=100))[49]:>12.2f}{cut[98]:>8.2f}" for cell in cells)
+    return f"{name:<22}{columns}"

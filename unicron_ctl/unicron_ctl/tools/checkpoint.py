@@ -1,62 +1,61 @@
-"""`unicronctl checkpoint`: what is in a checkpoint of any format, and one format made from another. Needs no GPU and no
-controller; torch only to write `torch_dist` and `dcp`."""
+"""`unicronctl checkpoint`: shows and verifies checkpoints of any format, and converts them. It needs neither a GPU nor
+a controller, and torch only to write `torch_dist` and `dcp`."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
-from unicron_ctl.shared.commands.options import Number
+from unicron_ctl.shared.commands.options import Number, print_json
 from unicron_ctl.shared.system.errors import FAILURE, PROBLEM_FOUND, WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
+from unicron_detector.health.program_output import run_program
 from unicron_detector.words import plural
 from unicron_transition.snapshot import folders, reading
 from unicron_transition.snapshot.formats import convert, opening, own
 from unicron_transition.snapshot.formats.format_table import BY_NAME, EXPORTS
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 WAIT_SECONDS = 600.0
 LOOK_SECONDS = 0.5
 
 
 class TensorReport(msgspec.Struct, kw_only=True):
-    """One tensor. dtype: as torch calls it."""
+    """One tensor."""
 
     name: str
     shape: list[int]
     dtype: str
+    """The name that torch gives it."""
 
 
 class CheckpointReport(msgspec.Struct, kw_only=True):
-    """The JSON of `unicronctl checkpoint show`. format: unicron, torch_dist, torch, dcp or safetensors; iteration: the
-    one to go on with; layout: of the ranks that wrote it, "" where it does not say."""
+    """The JSON of `unicronctl checkpoint show`."""
 
     format: str
+    """unicron, torch_dist, torch, dcp or safetensors."""
     iteration: int
+    """The iteration to go on with."""
     layout: str
+    """The layout of the ranks that wrote it, "" if the checkpoint does not say."""
     tensors: list[TensorReport]
 
 
 def report(index: Index) -> CheckpointReport:
-    """Return what `show` prints."""
+    """Return the data that `show` prints."""
     tensors = [TensorReport(name=t.name, shape=list(t.shape), dtype=t.dtype) for t in index.tensors.values()]
     return CheckpointReport(format=index.format, iteration=index.iteration, layout=index.layout, tensors=tensors)
 
 
 @contextlib.contextmanager
 def _tidy() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does: it lets go of the checkpoint, and nothing half written is left."""
+    """Let SIGTERM end the command as Ctrl-C does: it releases the checkpoint, and leaves nothing half written."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -66,8 +65,10 @@ def _tidy() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _of_folder(folder: Path) -> Iterator[Index]:
-    """The index of a checkpoint that has no damage: a copy of a damaged one would have checksums that fit. No job
-    removes it meanwhile. Raises OSError."""
+    """Yield the index of an undamaged checkpoint, which no job removes meanwhile. Raises UserError and OSError.
+
+    A copy of a damaged checkpoint would have valid checksums, so a damaged one is refused.
+    """
     with reading.files_of(folder), opening.holding(folder) as at:
         index, wrong = opening.verify(at)
         if index is None or wrong:
@@ -111,7 +112,7 @@ def show(folder: Path, as_json: bool) -> None:
     """List the tensors of the newest checkpoint in FOLDER. None is read."""
     index = _open(folder)
     if as_json:
-        print_text(json.dumps(msgspec.to_builtins(report(index))))
+        print_json(report(index))
         return
     size = sum(tensor.nbytes for tensor in index.tensors.values())
     layout = f", written by {index.layout}" if index.layout else ""
@@ -197,33 +198,31 @@ def import_command(folder: Path, out: Path, names: str, config: Path | None) -> 
 
 # ------------------------------------------------------------ from a running job
 def _folder_of(job: str) -> Path:
-    """The folder into which a job saves, as its ranks have told the controller."""
+    """Return the folder into which a job saves, which the controller knows from its ranks."""
     from unicron_ctl.shared.protocol.client import ask_controller
 
     hint = "name the folder of its checkpoints with --from"
     try:
-        told = ask_controller({"kind": "explain", "job": job.partition("_")[0]})["checkpoints"]
+        folder = ask_controller({"kind": "explain", "job": job.partition("_")[0]})["checkpoints"]
     except UserError as error:
         raise UserError(f"{error}; or {hint}") from None
-    if not told:
+    if not folder:
         raise UserError(f"job {job} does not say where it saves: {hint}", WRONG_USE)
-    if not Path(told).is_dir():
-        raise UserError(f"job {job} saves in {told}, and there is no such folder here: {hint}", WRONG_USE)
-    return Path(told)
+    if not Path(folder).is_dir():
+        raise UserError(f"job {job} saves in {folder}, and there is no such folder here: {hint}", WRONG_USE)
+    return Path(folder)
 
 
 @contextlib.contextmanager
 def _of_job(job: str, saves: Path, wait: float) -> Iterator[Index]:
-    """The index of a checkpoint for which the job is asked. The job does not remove it meanwhile. Raises
-    BadCheckpoint."""
+    """Ask the job for a checkpoint, and yield its index. The job does not remove it meanwhile. Raises BadCheckpoint."""
     found = _request(job, saves, wait)
     with reading.files_of(saves), folders.holding(found.folder):
         yield own.read_sound(found)
 
 
 def _request(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> folders.WholeCheckpoint:
-    """Ask a running job for a checkpoint, as SIGUSR2 does; returns it when it is whole."""
-    from unicron_detector.health.program_output import run_program
+    """Ask a running job for a checkpoint by SIGUSR2, and return it when it is whole."""
 
     def whole() -> dict[tuple[int, str], folders.WholeCheckpoint]:
         return {(each.iteration, each.mark): each for each in folders.whole(saves)}
@@ -231,8 +230,8 @@ def _request(job: str, saves: Path, wait: float, now: Callable[[], float] = time
     before = whole()
     asked = run_program(["scancel", "--state=RUNNING", "--signal=USR2", job], 30.0)
     if asked.returncode != 0:
-        said = asked.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(f"job {job} was not asked for a checkpoint: {said[-1] if said else 'scancel failed'}")
+        errors = asked.stderr.decode(errors="replace").strip().splitlines() or ["scancel failed"]
+        raise UserError(f"job {job} was not asked for a checkpoint: {errors[-1]}")
     deadline = now() + wait
     newest = max((iteration for iteration, _ in before), default=0)
     while not (fresh := [each for key, each in whole().items() if key not in before and each.iteration >= newest]):

@@ -1,39 +1,26 @@
-"""`unicronctl pair-test`: which of some nodes is bad, from real tests between pairs of them."""
+"""`unicronctl pair-test`: finds out which nodes are bad, by real tests between pairs of them."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import shlex
 import time
-from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from unicron_ctl.shared.commands.options import Number, controller_option
+from unicron_ctl.shared.commands.options import Number, controller_option, print_json
+from unicron_ctl.shared.protocol.client import ask_controller
+from unicron_ctl.shared.slurm import CommandLineClient, drains
+from unicron_ctl.shared.slurm.steps import search_path
 from unicron_ctl.shared.system.columns import Listing, show
 from unicron_ctl.shared.system.errors import PROBLEM_FOUND, UserError
 from unicron_ctl.shared.system.printable import print_text
+from unicron_ctl.tools import pairs
+from unicron_ctl.tools.pairs import Findings, PairTest
 from unicron_detector.health.pair_probe import BACKENDS
 
-if TYPE_CHECKING:
-    from unicron_ctl.tools.pairs import Findings
-
-TELL_SECONDS = 2.0
-HEADINGS = ("round", "nodes", "result", "backend", "GB/s", "us", "what")
-FITTING: dict[str, list[str]] = {"optional": ["us"]}
-
-
-class PairTest(msgspec.Struct, kw_only=True):
-    """One test. passed: null when it did not run. bandwidth: bytes/s; latency: seconds."""
-
-    round: int
-    nodes: list[str]
-    passed: bool | None
-    reason: str
-    backend: str
-    bandwidth: float | None
-    latency: float | None
+REPORT_SECONDS = 2.0  # for the controller's answer to a verdict
 
 
 class PairReport(msgspec.Struct, kw_only=True):
@@ -53,11 +40,7 @@ class PairReport(msgspec.Struct, kw_only=True):
 @click.option("--helpers", is_flag=True, help="Let idle nodes help that are not named, as for a single one.")
 @click.option("--seconds", type=Number(0.1, 600), default=2.0, show_default=True, help="Seconds of measuring per pair.")
 @click.option(
-    "--backend",
-    type=click.Choice(BACKENDS),
-    default="auto",
-    show_default=True,
-    help="auto: the best that both nodes have.",
+    "--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="auto: the best of both nodes."
 )
 @click.option(
     "--slower",
@@ -97,12 +80,6 @@ def command(
 
     The exit status is 3 if a node is bad.
     """
-    import dataclasses
-
-    from unicron_ctl.shared.slurm.command_line import CommandLineClient
-    from unicron_ctl.shared.slurm.steps import search_path
-    from unicron_ctl.tools import pairs
-
     environment = search_path()
     client = CommandLineClient(env={"PATH": environment["PATH"]})
     known = client.nodes()
@@ -123,60 +100,45 @@ def command(
     found = runner.play(tested, others)
     found.left_out = {**left_out, **found.left_out}
     drained = _drain(client, found) if drain else {}
-    told = _report_verdicts(found, controller)
+    problem = _report_verdicts(found, controller)
     if as_json:
-        print_text(json.dumps(msgspec.to_builtins(report_of(found, drained)), indent=2), lines=True)
+        print_json(report_of(found, drained), indent=2)
     else:
-        _print(found, drained, told)
+        _print(found, drained, problem)
     return PROBLEM_FOUND if found.judgement.bad else 0
 
 
-def _drain(client: Any, found: Findings) -> dict[str, str]:
-    from unicron_ctl.shared.slurm import drains
-
+def _drain(client: CommandLineClient, found: Findings) -> dict[str, str]:
+    """Drain the bad nodes. Return for each what was done."""
     done = {}
     for name in found.judgement.bad:
+        reason = drains.drain_reason(drains.HEALTH, f"{drains.PAIR_TEST}{found.why_bad(name)}")
         try:
-            done[name] = drains.drain_node(
-                client, name, drains.drain_reason(drains.HEALTH, f"{drains.PAIR_TEST}{found.why_bad(name)}")
-            )
+            done[name] = drains.drain_node(client, name, reason)
         except UserError as error:
             done[name] = f"{name} could not be drained: {error}"
     return done
 
 
 def _report_verdicts(found: Findings, controller: str | None) -> str:
-    """Reports the verdicts to the controller. Returns why it could not be told, or nothing."""
-    from unicron_ctl.shared.protocol.client import ask_controller
-
+    """Report the verdicts to the controller. Return why that failed, or ""."""
     verdicts = {name: ("bad", found.why_bad(name)) for name in found.judgement.bad}
     verdicts |= {name: ("warning", why) for name, why in found.judgement.slow.items()}
     verdicts |= {name: ("good", "passed") for name in found.judgement.good}
     for name, (verdict, reason) in verdicts.items():
         question = {"kind": "health", "node": name, "source": "pair-test", "verdict": verdict, "reason": reason[:300]}
         try:
-            ask_controller({**question, "at": time.time()}, controller, timeout=TELL_SECONDS)
+            ask_controller({**question, "at": time.time()}, controller, timeout=REPORT_SECONDS)
         except UserError as error:
             return str(error)
     return ""
 
 
 def report_of(found: Findings, drained: dict[str, str]) -> PairReport:
-    """The findings as --json prints them."""
+    """Return the findings as --json prints them."""
     judgement = found.judgement
     return PairReport(
-        tests=[
-            PairTest(
-                round=test.round,
-                nodes=list(test.group),
-                passed=None if test.outcome is None else test.outcome.passed,
-                reason=test.reason,
-                backend=test.backend,
-                bandwidth=test.bandwidth,
-                latency=test.latency,
-            )
-            for test in found.tests
-        ],
+        tests=found.tests,
         bad={name: found.why_bad(name) for name in judgement.bad},
         slow=dict(judgement.slow),
         good=list(judgement.good),
@@ -187,24 +149,23 @@ def report_of(found: Findings, drained: dict[str, str]) -> PairReport:
 
 
 def table(found: Findings) -> Listing:
-    shown = Listing(*HEADINGS, **FITTING)
+    """Return a table with a line for each test."""
+    tests = Listing("round", "nodes", "result", "backend", "GB/s", "us", "what", optional=["us"])
     for test in found.tests:
-        passed = None if test.outcome is None else test.outcome.passed
-        shown.add_row(
+        tests.add_row(
             str(test.round),
-            ",".join(test.group),
-            {None: "not-run", True: "passed", False: "failed"}[passed],
+            ",".join(test.nodes),
+            {None: "not-run", True: "passed", False: "failed"}[test.passed],
             test.backend or "-",
             f"{test.bandwidth / 1e9:.3g}" if test.bandwidth else "-",
             f"{test.latency * 1e6:.0f}" if test.latency else "-",
             test.reason or "-",
         )
-    return shown
+    return tests
 
 
-def _print(found: Findings, drained: dict[str, str], told: str) -> None:
-    from unicron_ctl.tools import pairs
-
+def _print(found: Findings, drained: dict[str, str], problem: str) -> None:
+    """Print the findings for people. problem: why the controller did not get the verdicts, or ""."""
     judgement = found.judgement
     show([table(found)])
     for name in judgement.bad:
@@ -222,5 +183,5 @@ def _print(found: Findings, drained: dict[str, str], told: str) -> None:
         print_text(f"fewer than {pairs.PAIRS_WANTED} pairs passed round 1: no speeds were compared")
     if judgement.good:
         print_text(f"good: {' '.join(judgement.good)}")
-    if told:
-        print_text(f"the controller was not told: {told}", err=True)
+    if problem:
+        print_text(f"the controller was not told: {problem}", err=True)

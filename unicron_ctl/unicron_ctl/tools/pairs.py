@@ -1,8 +1,7 @@
-"""Runs the two-round paired test as Slurm jobs: it plans pairs, starts a probe on each node, reads their output, and
-judges.
+"""Runs the pair test as Slurm jobs: plans pairs, starts a probe on each node, reads their output, and judges.
 
-Each pair is an srun of its own with a time limit. Witnesses are proven: where only some nodes are to be tested, idle
-ones are paired with each other beside them in round 1, and only those that pass can testify against a node in round 2
+Each pair is an srun of its own with a time limit. If only some nodes are tested, idle nodes are paired with each other
+beside them in round 1, and only those that pass can testify against a node in round 2
 (:mod:`unicron_detector.health.pair_test`).
 """
 
@@ -25,61 +24,73 @@ from unicron_detector.health.pair_probe import CONNECT_SECONDS, MARK
 from unicron_detector.health.pair_test import Group, Judgement, Outcome, first_round, judge, second_round
 from unicron_detector.health.program_output import MOST_BYTES, Output, TooMuchOutput
 
-PAIRS_WANTED = 3  # with fewer times than three nothing can be called slow (unicron_detector.health.pair_test)
+PAIRS_WANTED = 3  # fewer times are too few to call a pair slow (unicron_detector.health.pair_test)
 AT_ONCE = 32
 JOB_NAME = "unicron-pair-test-"
-START_SECONDS = 30.0  # for Slurm to start the job and Python to come up
+START_SECONDS = 30.0  # for Slurm to start the job, and for Python to start
 
 
 @dataclass(frozen=True)
 class Wish:
-    """The user's request. `slower`: a pair is slow from so many times the median. `patience`: seconds for one answer of
-    a peer. `queue`: seconds to wait for the nodes."""
+    """The user's request."""
 
     seconds: float = 2.0
     backend: str = "auto"
     slower: float = 3.0
+    """A pair is slow if it takes so many times the median."""
     patience: float = 15.0
+    """Seconds for one answer of a peer."""
     queue: int = 10
+    """Seconds to wait for the nodes."""
     partition: str = ""
     python: str = field(default_factory=nodes_python)
     gpus: bool = True
 
 
-@dataclass(frozen=True)
-class Test:
-    """One group's test. outcome: None when it did not run; `reason` says why."""
+class PairTest(msgspec.Struct, frozen=True):
+    """The test of one group, as the JSON has it."""
 
     round: int
-    group: Group
-    outcome: Outcome | None
+    nodes: Group
+    passed: bool | None
+    """None if it did not run."""
     reason: str = ""
+    """Why it failed or did not run."""
     backend: str = ""
     bandwidth: float | None = None
+    """Bytes a second."""
     latency: float | None = None
+    """Seconds."""
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The outcome to judge, with the seconds for a gigabyte; None if the test did not run."""
+        seconds = 1e9 / self.bandwidth if self.bandwidth else None
+        return None if self.passed is None else Outcome(self.passed, seconds if self.passed else None)
 
 
 @dataclass
 class Findings:
-    """All tests and what they prove. `left_out`: nodes that could not be tested, with the reason."""
+    """All tests, and the judgement."""
 
-    tests: list[Test] = field(default_factory=list)
+    tests: list[PairTest] = field(default_factory=list)
     judgement: Judgement = field(default_factory=Judgement)
     left_out: dict[str, str] = field(default_factory=dict)
+    """Why nodes could not be tested."""
 
     def why_bad(self, node: str) -> str:
-        """The judgement, with the probes' own words beside good nodes."""
-        said = [t.reason for t in self.tests if t.round == 2 and node in t.group and t.reason]
-        return f"{self.judgement.bad[node]}: {said[-1][:120]}" if said else self.judgement.bad[node]
+        """Return the judgement, with the last reason that a probe gave beside a good node."""
+        reasons = [t.reason for t in self.tests if t.round == 2 and node in t.nodes and t.reason]
+        return f"{self.judgement.bad[node]}: {reasons[-1][:120]}" if reasons else self.judgement.bad[node]
 
 
 def choose(
     nodes: Sequence[NodeInfo], wanted: Sequence[str], with_others: bool = False
 ) -> tuple[list[str], list[str], dict[str, str]]:
-    """(nodes to test, idle helpers to prove witnesses with, nodes that cannot be tested: why). No wish: all idle ones.
-    with_others: idle nodes that were not named may help; a single one has no other partner.
+    """Return the nodes to test, idle helpers, and why some nodes cannot be tested.
 
-    Raises UserError for a node that Slurm does not know or that is named twice.
+    wanted: all idle nodes if it is empty. with_others: idle nodes that were not named may help, as they always do for
+    a single node. Raises UserError for a node that Slurm does not know or that is named twice.
     """
     known = {node.name: node for node in nodes}
     _check_names(wanted, known)
@@ -103,25 +114,23 @@ def _check_names(wanted: Sequence[str], known: Collection[str]) -> None:
 
 
 def _why_not(node: NodeInfo) -> str:
-    """Return why a node cannot be tested, and how to make it fit where a test may be what it waits for."""
+    """Return why a node cannot be tested, and how to resume it if it may be waiting for a test."""
     why = why_not_idle(node)
     ours = node.reason.startswith(OURS) and "RESUME" not in why
     return f"{why}; for a test `scontrol update NodeName={node.name} State=RESUME` first" if ours else why
 
 
 def pairs(tested: Sequence[str], helpers: Sequence[str]) -> list[Group]:
-    """The pairs of round 1: the nodes to be tested and then the helpers, in turn, so that helpers also meet each
-    other."""
-    order = list(tested)
-    spare = list(helpers)
-    if len(order) < len(spare):  # each suspect beside a helper, and the other helpers among themselves
-        mixed = [name for pair in zip(order, spare, strict=False) for name in pair]
-        return first_round([*mixed, *spare[len(order) :]])
-    return first_round([*order, *spare])
+    """Return the pairs of round 1. With more helpers than suspects, each suspect meets a helper, and the others meet
+    each other."""
+    if len(tested) < len(helpers):
+        mixed = [name for pair in zip(tested, helpers, strict=False) for name in pair]
+        return first_round([*mixed, *helpers[len(tested) :]])
+    return first_round([*tested, *helpers])
 
 
 def command(group: Group, nodes: Mapping[str, NodeInfo], wish: Wish, token: str) -> list[str]:
-    """The srun of one group."""
+    """Return the srun command of one group."""
     count = len(group)
     total = limit(wish, count)
     gpus = min(nodes[name].gpus for name in group) if wish.gpus else 0
@@ -157,12 +166,12 @@ def command(group: Group, nodes: Mapping[str, NodeInfo], wish: Wish, token: str)
 
 
 def limit(wish: Wish, count: int = 2) -> float:
-    """Seconds after which a test that has started is given up."""
+    """Return the seconds after which a test that has started is given up."""
     return START_SECONDS + CONNECT_SECONDS + 2 * wish.patience + wish.seconds * count
 
 
 class Runner:
-    """Starts tests and ends those that are left. `environment`: for srun (SLURM_CONF of a private cluster)."""
+    """Starts tests, and ends those that still run. environment: for srun."""
 
     def __init__(
         self, nodes: Iterable[NodeInfo], wish: Wish, environment: Mapping[str, str], tell: Callable[[str], None]
@@ -172,33 +181,31 @@ class Runner:
         self._steps = Steps(JOB_NAME, environment)
 
     def play(self, tested: Sequence[str], helpers: Sequence[str]) -> Findings:
-        """Runs both rounds."""
-        found = Findings()
+        """Run both rounds."""
         groups = pairs(tested, helpers)
         if not groups:
-            found.left_out = {name: "no second idle node to test it with" for name in tested}
-            return found
-        self._tell(f"round 1: {_words(groups)}")
-        first = self.wave(1, groups)
-        outcomes = {test.group: test.outcome for test in first if test.outcome is not None}
-        second: list[Test] = []
+            return Findings(left_out={name: "no second idle node to test it with" for name in tested})
+        first = self._play_wave(1, groups)
+        outcomes = _outcomes(first)
+        second: list[PairTest] = []
         for wave in second_round(outcomes, slower=self._wish.slower):
-            self._tell(f"round 2: {_words(wave)}")
-            second += self.wave(2, wave)
-        found.tests = [*first, *second]
-        again = {test.group: test.outcome for test in second if test.outcome is not None}
-        found.judgement = judge(outcomes, again, slower=self._wish.slower)
-        met = {name for test in found.tests if test.outcome is not None for name in test.group}
+            second += self._play_wave(2, wave)
+        found = Findings([*first, *second], judge(outcomes, _outcomes(second), slower=self._wish.slower))
+        met = {name for test in found.tests if test.passed is not None for name in test.nodes}
         for test in found.tests:
-            if test.outcome is None:
-                found.left_out |= {name: test.reason for name in test.group if name not in met}
+            if test.passed is None:
+                found.left_out |= {name: test.reason for name in test.nodes if name not in met}
         return found
 
-    def wave(self, number: int, groups: Sequence[Group]) -> list[Test]:
-        """Runs the groups' tests side by side; they share no node."""
+    def _play_wave(self, number: int, groups: Sequence[Group]) -> list[PairTest]:
+        self._tell(f"round {number}: {', '.join('+'.join(group) for group in groups)}")
+        return self.wave(number, groups)
+
+    def wave(self, number: int, groups: Sequence[Group]) -> list[PairTest]:
+        """Run the tests of groups that share no node side by side."""
         return self._steps.side_by_side(lambda group: self._test(number, group), groups, AT_ONCE)
 
-    def _test(self, number: int, group: Group) -> Test:
+    def _test(self, number: int, group: Group) -> PairTest:
         token = secrets.token_hex(6)
         late = False
         with self._steps.running(token, command(group, self._nodes, self._wish, token)) as process:
@@ -214,6 +221,10 @@ class Runner:
         return read(number, group, out, err, process.returncode, late)
 
 
+def _outcomes(tests: Iterable[PairTest]) -> dict[Group, Outcome]:
+    return {test.nodes: outcome for test in tests if (outcome := test.outcome)}
+
+
 class Answer(msgspec.Struct):
     """A line of a probe (unicron_detector.health.pair_probe)."""
 
@@ -226,25 +237,24 @@ class Answer(msgspec.Struct):
     latency: float | None = None
 
 
-def read(number: int, group: Group, out: str, err: str, status: int, late: bool) -> Test:
-    """Read the outcome in one srun's output. Pure."""
+def read(number: int, group: Group, out: str, err: str, status: int, late: bool) -> PairTest:
+    """Read the outcome from the output of srun. Pure."""
     answers = list(_answers(out))
     started = {one.node for one in answers if one.started}
     results = {one.node: one for one in answers if one.ok is not None and one.node in group}
-    if not started and not late and _not_granted(err):
-        return Test(number, group, None, f"Slurm gave no nodes to test on: {_last_line(err)}"[:300])
+    if not started and not late and any(words in err for words in _NOT_GRANTED):
+        return PairTest(number, group, None, f"Slurm gave no nodes to test on: {_last_line(err)}"[:300])
     if len(results) == len(group) and all(one.ok for one in results.values()) and status == 0:
         lead = results[group[0]]
-        seconds = 1e9 / lead.bandwidth if lead.bandwidth else None  # for a gigabyte: what judge() compares
-        return Test(number, group, Outcome(True, seconds), "", lead.backend, lead.bandwidth, lead.latency)
+        return PairTest(number, group, True, "", lead.backend, lead.bandwidth, lead.latency)
     errors = [*_errors(group, started, results), *(["the test did not end in time"] if late else [])]
     reason = "; ".join(errors) or _last_line(err) or f"srun ended with {status}"
     backend = next((one.backend for one in results.values() if one.backend), "")
-    return Test(number, group, Outcome(False), reason[:300], backend)
+    return PairTest(number, group, False, reason[:300], backend)
 
 
 def _errors(group: Group, started: Collection[str], results: Mapping[str, Answer]) -> list[str]:
-    """Return what went wrong. A peer that vanished is what the others saw; what failed by itself says more."""
+    """Return the errors. Those about a peer that vanished come last: another error explains more."""
     errors = [f"{name}: {one.error}" for name, one in results.items() if not one.ok]
     errors.sort(key=lambda text: "closed the connection" in text or "Connection" in text)
     missing = [name for name in group if name not in started]
@@ -253,15 +263,11 @@ def _errors(group: Group, started: Collection[str], results: Mapping[str, Answer
     return errors
 
 
-def _not_granted(err: str) -> bool:
-    """Whether srun says that the job did not start, which says nothing of the nodes' hardware."""
-    return any(words in err for words in _NOT_GRANTED)
-
-
 def _last_line(err: str) -> str:
     return one_line(err.strip().splitlines()[-1]) if err.strip() else ""
 
 
+# Errors of srun if the job did not start: they say nothing about the nodes' hardware.
 _NOT_GRANTED = (
     "Unable to allocate resources",
     "Unable to contact slurm controller",
@@ -278,7 +284,3 @@ def _answers(out: str) -> Iterable[Answer]:
         if mark:
             with contextlib.suppress(msgspec.DecodeError):
                 yield msgspec.json.decode(text, type=Answer)
-
-
-def _words(groups: Sequence[Group]) -> str:
-    return ", ".join("+".join(group) for group in groups)

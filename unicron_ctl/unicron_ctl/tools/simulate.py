@@ -1,45 +1,50 @@
-"""`unicronctl simulate`: what a failure trace would have cost under several policies."""
+"""`unicronctl simulate`: the cost of a failure trace under several policies."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from unicron_ctl.shared.commands.options import Number
+from unicron_ctl.shared.commands.options import Number, print_json
 from unicron_ctl.shared.system.columns import Listing, show
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 from unicron_detector.words import plural
-from unicron_planner.problem.objective import PlanError
-
-if TYPE_CHECKING:
-    from unicron_planner.simulate.engine import Result
-    from unicron_planner.simulate.history import Costs, History
-    from unicron_planner.simulate.policies import Policy
-    from unicron_planner.simulate.trace import Trace
+from unicron_planner.problem.objective import PlanError, number
+from unicron_planner.problem.scenario import load as load_scenario
+from unicron_planner.simulate import history, simulate
+from unicron_planner.simulate.cases import CASE, NODES, case
+from unicron_planner.simulate.engine import Result
+from unicron_planner.simulate.figure import draw, draw_history, page
+from unicron_planner.simulate.generate import DAYS, FIXED_DAYS, GENERATORS
+from unicron_planner.simulate.policies import BOUND_NAME, Policy, policy
+from unicron_planner.simulate.trace import Trace, load, make, with_notice, write
+from unicron_planner.solver.plan import flops_text
 
 
 class PolicyResult(msgspec.Struct, kw_only=True):
-    """One item of the JSON of `unicronctl simulate`. efficiency and the values of lost are shares of the ideal that add
-    up to 1. failures: how many hit a job; plans: how often nodes were redistributed. all_running: mean_waf, ideal_waf
-    and efficiency where each of the six jobs keeps a node."""
+    """One item of the JSON of `unicronctl simulate`."""
 
     policy: str
     mean_waf: float
     ideal_waf: float
     efficiency: float
+    """A share of the ideal."""
     lost: dict[str, float]
+    """Shares of the ideal, which add up to 1 with `efficiency`."""
     failures: int
+    """The number of failures that hit a job."""
     plans: int
+    """How often nodes were redistributed."""
     sources: list[str] | UnsetType = UNSET
     all_running: dict[str, float] | UnsetType = UNSET
+    """mean_waf, ideal_waf and efficiency if each of the six jobs keeps a node."""
 
 
 PolicyResults = list[PolicyResult]
@@ -86,10 +91,7 @@ class Options:
     "Cluster,JobID,User,JobName,State,ExitCode,Submit,Start,End,NNodes`.",
 )
 @click.option(
-    "--checkpoint-minutes",
-    type=Number(0),
-    metavar="MINUTES",
-    help="Minutes between two checkpoints there [30].",
+    "--checkpoint-minutes", type=Number(0), metavar="MINUTES", help="Minutes between two checkpoints there [30]."
 )
 @click.option("--setup-minutes", type=Number(0), metavar="MINUTES", help="Minutes that a start takes there [14].")
 @click.option(
@@ -120,9 +122,9 @@ class Options:
 @click.option("--html", type=click.Path(), metavar="FILE", help="Write a self-contained page.")
 @click.option("--sources", is_flag=True, help="Also say where each policy's figures come from.")
 @click.option("--json", is_flag=True, help="Print JSON.")
-def command(**given: Any) -> None:
+def command(**values: Any) -> None:
     """Replay a failure trace under several policies, or say what a site's failures have cost."""
-    options = Options(**given)
+    options = Options(**values)
     if [bool(options.trace), bool(options.generate), bool(options.from_sacct)].count(True) != 1:
         raise click.UsageError("give one of --trace FILE, --generate NAME and --from-sacct FILE")
     alone = (options.days, options.seed, options.nodes, options.notice, options.until)
@@ -146,12 +148,6 @@ def command(**given: Any) -> None:
 
 
 def _replay_trace(options: Options) -> None:
-    from unicron_planner.problem.scenario import load as load_scenario
-    from unicron_planner.simulate import simulate
-    from unicron_planner.simulate.cases import CASE, NODES, case
-    from unicron_planner.simulate.policies import policy
-    from unicron_planner.simulate.trace import with_notice, write
-
     policies = [policy(name) for name in options.policy or ("unicron",)]
     nodes = options.nodes or NODES
     cluster = load_scenario(options.scenario) if options.scenario else case(CASE, nodes)
@@ -161,7 +157,7 @@ def _replay_trace(options: Options) -> None:
     if path := options.save_trace:
         _write_file(path, lambda: write(trace, path))
     results = [simulate(cluster, trace, each) for each in policies]
-    # Of the six jobs the best plan leaves some without nodes; the controller gives each its least.
+    # The best plan for the six jobs leaves some without nodes, but the controller gives each its minimum.
     all_running = (
         [] if options.scenario else [simulate(case(CASE, nodes, all_run=True), trace, each) for each in policies]
     )
@@ -177,14 +173,10 @@ def _replay_trace(options: Options) -> None:
 
 
 def _draw(options: Options, results: Sequence[Result], trace: Trace, title: str) -> None:
-    """Write the figure and the page, where they are wanted."""
+    """Write the figure and the page, if they are wanted."""
     if options.figure:
-        from unicron_planner.simulate.figure import draw
-
         draw(results, trace.until, options.figure, title)
     if options.html:
-        from unicron_planner.simulate.figure import page
-
         file = Path(options.html)
         _write_file(options.html, lambda: file.write_text(page(results, trace.until, title), encoding="utf-8"))
 
@@ -196,14 +188,10 @@ def _print_json(results: Sequence[Result], all_running: Sequence[Result], source
     for item, result in zip(items, all_running, strict=False):
         whole = result.to_dict()
         item.all_running = {name: whole[name] for name in ("mean_waf", "ideal_waf", "efficiency")}
-    print_text(json.dumps(msgspec.to_builtins(items), indent=2), lines=True)
+    print_json(items, indent=2)
 
 
 def _judge_history(path: str, options: Options) -> None:
-    from unicron_planner.problem.objective import number
-    from unicron_planner.simulate import history
-    from unicron_planner.simulate.figure import draw_history
-
     def seconds(minutes: float | None, option: str, default: float) -> float:
         return default if minutes is None else 60.0 * number(minutes, option)
 
@@ -214,22 +202,23 @@ def _judge_history(path: str, options: Options) -> None:
     left_out: list[str] = []
     found = history.judge(history.load(path, left_out), costs)
     if left_out:
-        said = f"{plural(len(left_out), 'record')} left out as unreadable; the first: {left_out[0]}"
-        print_text(f"unicronctl: {said}", err=True)
+        records = plural(len(left_out), "record")
+        print_text(f"unicronctl: {records} left out as unreadable; the first: {left_out[0]}", err=True)
     if options.figure:
         draw_history(found, options.figure, f"{Path(path).name}: node-hours lost to failures")
-    print_text(
-        json.dumps(found.to_dict(), indent=2) if options.json else "\n".join(_history_text(found, costs)), lines=True
-    )
+    if options.json:
+        print_json(found.to_dict(), indent=2)
+    else:
+        print_text("\n".join(_history_text(found, costs)), lines=True)
 
 
-def _history_text(found: History, costs: Costs) -> Iterator[str]:
-    """The history in words."""
-    told = found.to_dict()
-    hours = told["node_hours"] or 1.0
-    causes = ", ".join(f"{count} {name}" for name, count in told["causes"].items())
+def _history_text(found: history.History, costs: history.Costs) -> Iterator[str]:
+    """Yield the history as lines."""
+    data = found.to_dict()
+    hours = data["node_hours"] or 1.0
+    causes = ", ".join(f"{count} {name}" for name, count in data["causes"].items())
     runs = f"{plural(found.runs, 'run')} of {plural(costs.least_nodes, 'node')} or more"
-    yield f"{runs}: {told['node_hours']:.1f} node-hours"
+    yield f"{runs}: {data['node_hours']:.1f} node-hours"
     yield f"{plural(len(found.failures), 'failure')} after which the job went on{f' ({causes})' if causes else ''}"
     rows = (
         ("lost as it was", "lost_node_hours"),
@@ -240,7 +229,7 @@ def _history_text(found: History, costs: Costs) -> Iterator[str]:
         ("  of it waiting", "saved_waiting_node_hours"),
     )
     for what, name in rows:
-        yield f"  {what:<18}{told[name]:>12.1f} node-hours {100 * told[name] / hours:>8.2f} %"
+        yield f"  {what:<18}{data[name]:>12.1f} node-hours {100 * data[name] / hours:>8.2f} %"
     yield "waiting delays the jobs, on all of their nodes; others may have used these meanwhile"
     yield (
         f"not counted: {found.early} that failed soon after their start (the script's own errors), {found.left} after "
@@ -257,14 +246,10 @@ def _history_text(found: History, costs: Costs) -> Iterator[str]:
 
 
 def _trace(options: Options, nodes: int) -> Trace:
-    """The trace of the file, or a generated one for so many nodes."""
-    from unicron_planner.problem.objective import number
-    from unicron_planner.simulate.generate import DAYS, FIXED_DAYS, GENERATORS
-    from unicron_planner.simulate.trace import load, make
-
+    """Return the trace of the file, or a generated one for so many nodes."""
     name, until = options.generate, options.until
     if name is None:
-        assert options.trace is not None  # command() has looked
+        assert options.trace is not None  # command() has checked it
         trace = load(options.trace, until)
         for note in trace.notes:
             print_text(note, err=True)
@@ -289,9 +274,6 @@ def _write_file(path: str, write: Callable[[], object]) -> None:
 
 
 def _show(results: Sequence[Result], policies: Sequence[Policy]) -> None:
-    from unicron_planner.simulate.policies import BOUND_NAME
-    from unicron_planner.solver.plan import flops_text
-
     parts = ("detection", "transition", "sub_healthy", "recompute")
     bound = next((result.mean_waf for result in results if result.policy == BOUND_NAME), 0.0)
     more = ("bound",) if bound else ()

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from unicron_ctl.doctor.examination import CHECKS, Result, by_weight, examine, no_answer, summary
+from unicron_ctl.doctor.examination import CHECKS, DoctorResult, by_weight, examine, no_answer, summary
 from unicron_ctl.doctor.facts import (
     COMPUTE,
     HEAD,
@@ -222,11 +222,11 @@ CLUSTER: list[tuple[str, dict[str, str]]] = [
 ]
 
 
-def found(results: list[Result], check: str) -> list[Result]:
+def found(results: list[DoctorResult], check: str) -> list[DoctorResult]:
     return [result for result in results if result.check == check]
 
 
-def judged(node: HostFacts, cluster: SiteFacts | None = None, ports: Ports = REACHED) -> list[Result]:
+def judged(node: HostFacts, cluster: SiteFacts | None = None, ports: Ports = REACHED) -> list[DoctorResult]:
     """All results of a login node and one compute node."""
     return examine([host("login1", LOGIN), node], cluster or site(), ports)
 
@@ -298,7 +298,7 @@ def test_once_all_is_done_that_is_said_no_problem_is_left_and_unicrond_starts(
     assert time_outs(settings, ours) == [], "and unicrond takes what is written for it"
 
 
-def time_outs(settings: dict[str, str], ours: dict[str, float]) -> list[Result]:
+def time_outs(settings: dict[str, str], ours: dict[str, float]) -> list[DoctorResult]:
     """What is found; raises UserError where unicrond would not start."""
     cluster = dataclasses.replace(site(**settings), config=parse({"controller": ours}))
     return [one for one in found(judged(host(), cluster), "time-outs") if one.verdict != "good"]

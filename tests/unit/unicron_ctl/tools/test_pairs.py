@@ -150,9 +150,9 @@ class Scripted(pairs.Runner):
 
     def _result(self, number, group):
         if self.busy & set(group):
-            return pairs.Test(number, group, None, "busy")
+            return pairs.PairTest(number, group, None, "busy")
         wrong = self.bad & set(group)
-        return pairs.Test(number, group, Outcome(not wrong, None if wrong else 1.0), "wrong sum" if wrong else "")
+        return pairs.PairTest(number, group, not wrong, "wrong sum") if wrong else pairs.PairTest(number, group, True)
 
 
 def play(tested, helpers, bad=(), busy=()) -> pairs.Findings:

@@ -12,19 +12,19 @@ _ADDRESS, _DATABASE, _USER = "127.0.0.1", "slurm_acct_db", "slurm"
 
 
 def slurm_lines(layout: Layout, spec: Spec) -> list[str]:
-    """Lines for slurm.conf."""
+    """Return the lines for slurm.conf."""
     if not spec.accounting:
         return ["AccountingStorageType=accounting_storage/none"]
     return [
         "AccountingStorageType=accounting_storage/slurmdbd",
         f"AccountingStorageHost={_ADDRESS}",
         f"AccountingStoragePort={_slurmdbd_port(spec)}",
-        *([f"AccountingStoragePass={layout.munge_socket}"] if spec.auth == "munge" else []),  # no password: munge's
+        *([f"AccountingStoragePass={layout.munge_socket}"] if spec.auth == "munge" else []),  # munge needs no password
     ]
 
 
 def ports_needed(spec: Spec) -> int:
-    """The number of ports beside those of slurmctld and the nodes."""
+    """Return the number of ports besides those of slurmctld and the nodes."""
     return 2 if spec.accounting else 0
 
 
@@ -37,8 +37,8 @@ def _database_port(spec: Spec) -> int:
 
 
 def write_files(layout: Layout, spec: Spec, user: str) -> None:
-    """Writes slurmdbd.conf and MariaDB's first commands. Both hold the password of a database that only this machine
-    reaches."""
+    """Write slurmdbd.conf and MariaDB's first commands. Both contain the password of the database, which only this
+    machine reaches."""
     password = secrets.token_hex(16)
     auth_info = f"AuthInfo=socket={layout.munge_socket}" if spec.auth == "munge" else ""
     lines = [
@@ -69,18 +69,18 @@ def write_files(layout: Layout, spec: Spec, user: str) -> None:
 
 def _write_private(layout: Layout, name: str, text: str) -> None:
     path = layout.etc_dir / name
-    path.touch(mode=0o600)  # slurmdbd refuses one that others may read
+    path.touch(mode=0o600)  # slurmdbd refuses a file that other users may read
     path.write_text(text)
 
 
 def install_command(program: str, layout: Layout, user: str) -> list[str]:
-    """The command that makes an empty database."""
+    """Return the command that makes an empty database."""
     options = ("--skip-test-db", "--auth-root-authentication-method=normal", "--skip-name-resolve")
     return [program, "--no-defaults", f"--datadir={layout.database_dir}", f"--user={user}", *options]
 
 
 def database_command(program: str, layout: Layout, spec: Spec, user: str) -> list[str]:
-    """The command that runs MariaDB. Its sizes follow slurmdbd.conf(5), as small as a test cluster may have them."""
+    """Return the command that runs MariaDB, with the settings of slurmdbd.conf(5) and small sizes."""
     return [
         program,
         "--no-defaults",

@@ -1,4 +1,4 @@
-"""Finds the Slurm and munge programs, and says which Debian packages bring those that are missing."""
+"""Finds the programs of Slurm and munge, and names the Debian packages of missing ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PACKAGE_OF = {
 
 
 def locate(names: list[str]) -> dict[str, str]:
-    """Absolute path of each program. Raises UserError naming the apt line when one is missing."""
+    """Return the absolute path of each program. Raises UserError with the apt line if one is missing."""
     found = {name: shutil.which(name, path=SEARCH_PATH) for name in names}
     missing = [name for name, path in found.items() if path is None]
     if missing:
@@ -42,7 +42,7 @@ def locate(names: list[str]) -> dict[str, str]:
 
 
 def slurm_version(slurmctld: str) -> tuple[int, int]:
-    """Major release of a slurmctld program, e.g. (22, 5)."""
+    """Return the major release of a slurmctld program, such as (22, 5)."""
     text = subprocess.run([slurmctld, "-V"], capture_output=True, text=True, timeout=10).stdout
     match = re.search(r"(\d+)\.(\d+)", text)
     if match is None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import json
 import os
 import re
 import stat
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from unicron_ctl.lab.cluster.cluster_processes import Marks
 from unicron_ctl.lab.cluster.network import BOTH, IPV4, IPV6, Network
@@ -21,8 +23,7 @@ SHORT_FOLDERS = Path("/tmp")
 
 @dataclass(frozen=True)
 class Spec:
-    """The user's request, and what was free: `ports[0]` is slurmctld's, `ports[i]` node n{i}'s, the last two the
-    accounting's; with links, the network, for example 198.18.4.0/23."""
+    """The user's request, and the ports and the network that the cluster got."""
 
     nodes: int
     gpus_per_node: int
@@ -31,13 +32,15 @@ class Spec:
     config_lines: tuple[str, ...] = ()
     topology_lines: tuple[str, ...] = ()
     ports: tuple[int, ...] = ()
+    """slurmctld's, one for each node, and the last two for the accounting."""
     links: bool = False
     network: str = ""
+    """With links, for example 198.18.4.0/23."""
     accounting: bool = False
     family: str = IPV4
 
     def check(self) -> None:
-        """Raises UserError (wrong use) for values that no cluster can have."""
+        """Raise UserError (wrong use) for values that no cluster can have."""
         if not 1 <= self.nodes <= 256:
             raise UserError(f"a local cluster has 1 to 256 nodes, not {self.nodes}", WRONG_USE)
         if not 0 <= self.gpus_per_node <= 64:
@@ -52,7 +55,7 @@ class Spec:
             raise UserError("a cluster with links has no accounting: choose one of --links and --accounting", WRONG_USE)
 
     def address(self, host: str) -> str:
-        """The numeric address by which Slurm finds a host of a cluster with links."""
+        """Return the numeric address by which Slurm finds a host of a cluster with links."""
         return Network.address(self.network, host, IPV6 if self.family == IPV6 else IPV4)
 
     @property
@@ -60,18 +63,16 @@ class Spec:
         return tuple(f"n{i}" for i in range(1, self.nodes + 1))
 
     def same_wish(self, other: Spec) -> bool:
-        """True when both ask for the same cluster, whatever it got for it."""
-        got: dict[str, object] = {"ports": (), "network": ""}
-        return asdict(self) | got == asdict(other) | got
+        """Whether both ask for the same cluster, whatever ports and network it got."""
+        return dataclasses.replace(self, ports=(), network="") == dataclasses.replace(other, ports=(), network="")
 
 
 class Layout:
     """Paths of one cluster.
 
-    Long-lived files (configuration, logs, controller state) are in the state folder. Everything that holds a Unix
-    socket is in a short folder in SHORT_FOLDERS, named after the state folder, since a socket's path may have 107
-    characters at most; munge's files are there too, as munged refuses keys and logs below folders that a group may
-    write.
+    Long-lived files (configuration, logs, controller state) are in the state folder. Unix sockets are in a folder with
+    a short name in SHORT_FOLDERS, since a socket's path may have 107 characters at most. munge's files are there too,
+    since munged refuses keys and logs below folders that a group may write.
     """
 
     def __init__(self, state_dir: str | os.PathLike[str]) -> None:
@@ -83,7 +84,7 @@ class Layout:
                 WRONG_USE,
             )
         self.digest = hashlib.sha256(str(self.state_dir).encode()).hexdigest()[:10]
-        self.cluster_name = f"unicron_{self.digest}"  # job ids and node names are alike in all of them
+        self.cluster_name = f"unicron_{self.digest}"  # job ids and node names are the same in all local clusters
         self.short_dir = SHORT_FOLDERS / f"unicron-{self.digest}"
         self.etc_dir = self.state_dir / "etc"
         self.slurm_conf = self.etc_dir / "slurm.conf"
@@ -92,7 +93,7 @@ class Layout:
         self.gpu_dir = self.state_dir / "dev"
         self.spool_dir = self.short_dir / "spool"
         self.task_prolog = self.short_dir / "task_prolog"  # any user's jobs execute it
-        self.memory_dir = self.short_dir / "memory"  # what would be /dev/shm on a node of its own
+        self.memory_dir = self.short_dir / "memory"  # each node's /dev/shm
         self.database_dir = self.short_dir / "database"
         self.munge_dir = self.short_dir / "munge"
         self.munge_socket = self.munge_dir / "socket"
@@ -106,7 +107,7 @@ class Layout:
         return Marks(str(self.slurm_conf), str(self.munge_socket), logs, database, self.network.prefix)
 
     def make_short_dir(self) -> None:
-        """Makes the folder for sockets. Raises UserError when somebody else put something in its place."""
+        """Make the folder for sockets. Raises UserError if another user put something in its place."""
         try:
             self.short_dir.mkdir(mode=0o755)
         except FileExistsError:
@@ -117,25 +118,21 @@ class Layout:
         self.short_dir.chmod(0o755)  # whatever the umask: users' jobs reach munge and their scripts through it
 
     def save(self, spec: Spec) -> None:
-        """Writes the state file at once or not at all."""
-        write_whole(self.state_file, json.dumps(asdict(spec), indent=1) + "\n")
+        """Write the state file, whole or not at all."""
+        write_whole(self.state_file, msgspec.json.encode(spec).decode())
 
     def load(self) -> Spec | None:
-        """The saved spec; None when there never was a cluster here. Raises UserError for a damaged file."""
+        """Return the saved spec; None if there never was a cluster here. Raises UserError for a damaged file."""
         try:
-            values = json.loads(self.state_file.read_text())
+            return msgspec.json.decode(self.state_file.read_bytes(), type=Spec)
         except FileNotFoundError:
             return None
-        except ValueError:
-            values = None
-        if not isinstance(values, dict) or set(values) != {field.name for field in fields(Spec)}:
-            raise UserError(f"{self.state_file} is damaged; run 'unicronctl cluster down' and remove it")
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return Spec(**(values | lists))
+        except ValueError:  # and msgspec's errors
+            raise UserError(f"{self.state_file} is damaged; run 'unicronctl cluster down' and remove it") from None
 
 
 def default_state_dir() -> Path:
-    """$UNICRON_CLUSTER_DIR, else unicron/cluster below the user's XDG state folder."""
+    """Return $UNICRON_CLUSTER_DIR, or else unicron/cluster below the user's XDG state folder."""
     if chosen := os.environ.get("UNICRON_CLUSTER_DIR"):
         return Path(chosen)
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"

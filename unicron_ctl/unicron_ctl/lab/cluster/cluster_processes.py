@@ -1,10 +1,10 @@
 """Finds and ends the processes of one local cluster.
 
-Nothing relies on remembered process ids, which the kernel uses again: each process is recognised at the moment of the
-signal. A daemon has the cluster's path in its command line. A slurmstepd, whose command line and environment Slurm
-overwrites with a title, holds a file of the cluster open. A task has SLURM_CONF and SLURMD_NODENAME in its environment,
-or descends from a stepd. Where a cluster has links, everything in one of its network namespaces belongs to it. The
-signal goes through a pidfd that is opened before the check.
+Process ids are not remembered, since the kernel uses them again: each process is identified at the moment of the
+signal, which goes through a pidfd that was opened before. A daemon has the cluster's path in its command line. A
+slurmstepd, whose command line and environment Slurm overwrites with a title, has a file of the cluster open. A task has
+SLURM_CONF and SLURMD_NODENAME in its environment, or descends from a stepd. If a cluster has links, all processes in
+its network namespaces belong to it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from unicron_ctl.lab.cluster import tombstone
 from unicron_ctl.lab.cluster.network import MOUNTS
@@ -26,36 +27,36 @@ DAEMONS = ("slurmd", "slurmctld", "slurmdbd", "mariadbd", "munged")
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the cluster. `kind`: munged, slurmctld, slurmdbd, mariadbd, slurmd, stepd, task or tombstone (of a
-    node that was switched off); the first four have no node. With links there are others on the head: tasks of the
-    node `head`."""
+    """One process of the cluster."""
 
     pid: int
     kind: str
+    """munged, slurmctld, slurmdbd, mariadbd, slurmd, stepd, task, or tombstone (of a node that is switched off)."""
     node: str | None
-    started: int  # field 22 of /proc/PID/stat, clock ticks since boot: with the pid it names a process for good
+    """None for the first four kinds; with links, `head` for other processes on the head."""
+    started: int
+    """Clock ticks since boot, field 22 of /proc/PID/stat. With the pid it identifies a process for good."""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """The marks of one cluster's processes: its slurm.conf, its munge socket, its folders of logs and database, and the
-    prefix of its network namespaces."""
+    """The paths that identify a cluster's processes."""
 
     slurm_conf: str
     munge_socket: str
     log_dir: str
     database_dir: str
     namespaces: str = ""
+    """The prefix of the names of its network namespaces."""
 
 
-@dataclass(frozen=True)
-class _Stat:
+class _Stat(NamedTuple):
     parent: int
     started: int
 
 
 def _stat(pid: int) -> _Stat | None:
-    """Parent and start time of a process; None when it is gone or a zombie (which only waits for its parent)."""
+    """Return the parent and start time of a process; None if it is gone or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -65,7 +66,7 @@ def _stat(pid: int) -> _Stat | None:
 
 
 def _words(pid: int, file: str) -> list[str]:
-    """/proc/PID/cmdline or environ as a list; empty when it cannot be read."""
+    """Read /proc/PID/cmdline or environ as a list; empty if it cannot be read."""
     try:
         return os.fsdecode(Path(f"/proc/{pid}/{file}").read_bytes()).split("\0")
     except OSError:
@@ -73,20 +74,14 @@ def _words(pid: int, file: str) -> list[str]:
 
 
 def _open_files(pid: int) -> Iterator[str]:
-    try:
-        with os.scandir(f"/proc/{pid}/fd") as entries:
-            links = [entry.path for entry in entries]
-    except OSError:
-        return
-    for link in links:
-        try:
-            yield os.readlink(link)
-        except OSError:
-            continue
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                yield os.readlink(f"/proc/{pid}/fd/{name}")
 
 
 def _program(pid: int, command_line: list[str]) -> str:
-    """Name of the executable; by the command line where /proc/PID/exe is not ours to read."""
+    """Return the name of the executable, from the command line if /proc/PID/exe is not readable."""
     try:
         path = os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)")
     except OSError:
@@ -95,7 +90,7 @@ def _program(pid: int, command_line: list[str]) -> str:
 
 
 def _identify(pid: int, marks: Marks) -> tuple[str, str | None] | None:
-    """(kind, node) when the process shows by itself that it belongs to the cluster."""
+    """Return (kind, node) if the process's own data show that it belongs to the cluster."""
     command_line = _words(pid, "cmdline")
     program = _program(pid, command_line)
     if TOMBSTONE in command_line and marks.slurm_conf in command_line:
@@ -116,7 +111,7 @@ def _identify(pid: int, marks: Marks) -> tuple[str, str | None] | None:
 
 
 def _identify_by_files(pid: int, program: str, marks: Marks) -> tuple[str, str | None] | None:
-    """Recognises a process with a title over its command line: a slurmstepd, a forked slurmd, slurmctld's script
+    """Identify a process whose command line has a title instead: a slurmstepd, a forked slurmd, slurmctld's script
     runner."""
     kind = "stepd" if program == "slurmstepd" else program
     for path in _open_files(pid):
@@ -128,8 +123,8 @@ def _identify_by_files(pid: int, program: str, marks: Marks) -> tuple[str, str |
 
 
 def _namespaces(marks: Marks) -> dict[str, str]:
-    """Return what processes in a host's network namespace show: NET:[INODE] by the kernel, or the way in -> the
-    host."""
+    """Return the hosts of the cluster's network namespaces, by the kernel's name (net:[INODE]) and by the option of
+    nsenter that leads there."""
     found: dict[str, str] = {}
     try:
         names = [name for name in os.listdir(MOUNTS) if marks.namespaces and name.startswith(marks.namespaces)]
@@ -144,7 +139,7 @@ def _namespaces(marks: Marks) -> dict[str, str]:
 
 
 def _inhabitant(pid: int, namespaces: dict[str, str]) -> tuple[str, str | None] | None:
-    """Recognises any other process in a namespace of the cluster, or on its way into one."""
+    """Identify any other process in a namespace of the cluster, or on its way into one."""
     if not namespaces:
         return None
     try:
@@ -156,7 +151,7 @@ def _inhabitant(pid: int, namespaces: dict[str, str]) -> tuple[str, str | None] 
 
 
 def find(marks: Marks) -> list[Process]:
-    """All living processes of the cluster, tasks after the daemons that they descend from."""
+    """Return all living processes of the cluster, tasks after the daemons that they descend from."""
     stats: dict[int, _Stat] = {}
     for entry in os.listdir("/proc"):
         if entry.isdecimal() and (stat := _stat(int(entry))) is not None:
@@ -171,7 +166,7 @@ def find(marks: Marks) -> list[Process]:
     children: dict[int, list[int]] = {}
     for pid, stat in stats.items():
         children.setdefault(stat.parent, []).append(pid)
-    # Descendants of stepds and tasks that hide their environment; of slurmctld too (its script runner).
+    # Add descendants of stepds and tasks that hide their environment, and of slurmctld (its script runner).
     queue = list(found.values())
     while queue:
         parent = queue.pop()
@@ -185,7 +180,7 @@ def find(marks: Marks) -> list[Process]:
 
 
 def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> bool:
-    """A signal to exactly this process, never to a later one with its number. False when it was gone already.
+    """Send a signal to exactly this process, never to a later one with its number. Return False if it was gone.
 
     Raises PermissionError for another user's process.
     """
@@ -206,14 +201,14 @@ def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> bool:
 
 
 def kill_all(look: Callable[[], Iterable[Process]], limit: float) -> list[Process]:
-    """Kills what `look` finds until it finds nothing (processes fork while they are being killed).
+    """Kill what `look` finds until it finds nothing, since processes fork meanwhile. Return all that was killed.
 
-    Returns everything that was killed. Raises TimeoutError when something is still there after `limit` seconds.
+    Raises TimeoutError if something is still there after `limit` seconds.
     """
     deadline = time.monotonic() + limit
     killed: dict[tuple[int, int], Process] = {}
     while remaining := list(look()):
-        for process in remaining:  # at once: none is to see another one's end, as an srun would its slurmstepd's
+        for process in remaining:  # so that none sees the end of another, as an srun would see that of its slurmstepd
             kill(process, signal.SIGSTOP)
         # Children first: the kernel wakes a stopped process whose parent has ended, and an srun then cancels its step.
         for process in sorted(remaining, key=lambda process: (process.started, process.pid), reverse=True):
@@ -226,5 +221,5 @@ def kill_all(look: Callable[[], Iterable[Process]], limit: float) -> list[Proces
 
 
 def is_alive(pid: int) -> bool:
-    """True for a process that runs; a zombie does not."""
+    """Whether a process runs; a zombie does not."""
     return _stat(pid) is not None

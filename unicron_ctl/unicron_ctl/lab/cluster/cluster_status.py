@@ -9,49 +9,50 @@ import msgspec
 from unicron_ctl.lab.cluster import accounting
 from unicron_ctl.lab.cluster.cluster_layout import Layout, Spec
 from unicron_ctl.lab.cluster.cluster_processes import Process
+from unicron_ctl.lab.cluster.link_faults import Faults
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 
 
-class LinksStatus(msgspec.Struct, kw_only=True):
-    """A cluster's links: addresses by host, and what is wrong: hosts without power, hosts that are cut off, pairs that
-    are cut apart, and the share of packets lost by host."""
+class LinksStatus(Faults, kw_only=True):
+    """A cluster's links and their faults."""
 
     network: str
     addresses: dict[str, str]
-    off: list[str]
-    cut: list[str]
-    apart: list[tuple[str, str]]
-    loss: dict[str, float]
+    """By host."""
 
 
 class ClusterNode(msgspec.Struct, kw_only=True):
-    """A virtual node. slurmd: its process id; tasks: how many processes of jobs run there."""
+    """A virtual node."""
 
     name: str
     slurmd: int | None
+    """Its process id."""
     states: list[str]
     reason: str
     gpus: int
     tasks: int
+    """The number of jobs' processes there."""
 
 
 class ClusterStatus(msgspec.Struct, kw_only=True):
-    """The JSON of `unicronctl cluster status`. state: up, partial (something is missing or does not answer) or down.
-    slurmctld, munged: process ids."""
+    """The JSON of `unicronctl cluster status`."""
 
     state: str
+    """up, partial (something is missing or does not answer) or down."""
     state_dir: str
     slurm_conf: str
     auth: str
     port: int | None
     links: LinksStatus | None
     slurmctld: int | None
+    """Its process id."""
     munged: int | None
+    """Its process id."""
     nodes: list[ClusterNode]
 
 
 def slurmds_of(running: Sequence[Process]) -> dict[str, int]:
-    """Node name -> process id of its slurmd (the first: a forking slurmd shows twice for a moment)."""
+    """Return the process id of each node's slurmd (the first: a forking slurmd shows twice for a moment)."""
     found: dict[str, int] = {}
     for process in running:
         if process.kind == "slurmd" and process.node is not None:
@@ -62,7 +63,7 @@ def slurmds_of(running: Sequence[Process]) -> dict[str, int]:
 def cluster_status(
     layout: Layout, spec: Spec, running: Sequence[Process], known: Mapping[str, NodeInfo], links: LinksStatus | None
 ) -> ClusterStatus:
-    """The status of the cluster of which these processes run. known: the nodes that Slurm shows, by name."""
+    """Return the status of the cluster with these processes. known: Slurm's nodes by name."""
     slurmds = slurmds_of(running)
     heads: dict[str, int] = {}
     for process in running:

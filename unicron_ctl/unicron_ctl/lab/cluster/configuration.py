@@ -1,4 +1,4 @@
-"""The text of slurm.conf, gres.conf, plugstack.conf and topology.conf. Pure (docs/local-cluster.md, slurm.conf(5))."""
+"""Writes slurm.conf and gres.conf of a local cluster. Pure (docs/local-cluster.md, slurm.conf(5))."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ MEMORY_MB = 2000
 
 
 def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tuple[int, int]) -> str:
-    """slurm.conf for `version` of Slurm, the release as (year, month). `hostname` is this machine's; a cluster with
-    links has names of its own."""
+    """Return the text of slurm.conf for a release of Slurm, (year, month). `hostname` is this machine's; a cluster with
+    links has its own names."""
+    head = f"{HEAD}({spec.address(HEAD)})" if spec.links else f"{hostname}(127.0.0.1)"
     auth_info = ["cred_expire=5"]  # a requeued job waits this long before it may start again; the default is 120 s
     if spec.auth == "munge":
         auth_info.insert(0, f"socket={layout.munge_socket}")
     gres = f" Gres=gpu:{spec.gpus_per_node}" if spec.gpus_per_node else ""
     lines = [
         f"ClusterName={layout.cluster_name}",
-        f"SlurmctldHost={_head(spec, hostname)}",
+        f"SlurmctldHost={head}",
         f"SlurmctldPort={spec.ports[0]}",
         f"SlurmUser={user}",
         f"SlurmdUser={user}",
@@ -79,7 +80,7 @@ def slurm_conf(layout: Layout, spec: Spec, user: str, hostname: str, version: tu
 
 
 def _with_socket(line: str, auth_info: list[str]) -> str:
-    """A line of the user's; one of AuthInfo keeps the cluster's own munge, without which nobody is heard."""
+    """Return a user's line. In AuthInfo the socket of the cluster's own munge is kept: nothing works without it."""
     key, _, value = line.partition("=")
     sockets = [part for part in auth_info if part.startswith("socket=")]
     if key.strip().lower() != "authinfo" or not sockets or "socket=" in value:
@@ -88,8 +89,9 @@ def _with_socket(line: str, auth_info: list[str]) -> str:
 
 
 def task_prolog(layout: Layout) -> str:
-    """A script that gives each virtual node a shared memory of its own. The nodes share one /dev/shm, which would
-    outlive the cluster and a node's power failure. A step's tasks have the batch script's, which is its node's."""
+    """Return a script that gives each virtual node its own shared memory. The nodes share one /dev/shm, which would
+    outlive the cluster and a node's power failure. A step inherits the setting of the batch script, which may run on
+    another node."""
     return f"""#!/bin/sh
 case "$UNICRON_MEMORY_DIR" in
 "" | {layout.memory_dir}/*) echo "export UNICRON_MEMORY_DIR={layout.memory_dir}/$SLURMD_NODENAME" ;;
@@ -97,32 +99,18 @@ esac
 """
 
 
-def _head(spec: Spec, hostname: str) -> str:
-    """The host of slurmctld and its address."""
-    return f"{HEAD}({spec.address(HEAD)})" if spec.links else f"{hostname}(127.0.0.1)"
-
-
 def _place(spec: Spec, node: str, hostname: str) -> str:
-    """Return how slurmctld reaches a node's slurmd. A node with a namespace of its own is called by its own name
-    there."""
+    """Return how slurmctld reaches a node's slurmd. With links, a node's own name is its hostname."""
     if spec.links:
         return f"NodeAddr={spec.address(node)}"
     return f"NodeHostname={hostname} NodeAddr=127.0.0.1"
 
 
 def gres_conf(layout: Layout, spec: Spec) -> str:
-    """gres.conf with one (empty, ordinary) file per GPU: a count without files makes Slurm call the node invalid."""
+    """Return the text of gres.conf, with an empty file for each GPU: without files Slurm calls the node invalid."""
     return "".join(f"Name=gpu File={path}\n" for path in gpu_files(layout, spec))
 
 
 def gpu_files(layout: Layout, spec: Spec) -> list[str]:
-    """The files that stand for GPUs. All virtual nodes share them."""
+    """Return the files that stand for GPUs. All virtual nodes share them."""
     return [f"{layout.gpu_dir}/gpu{i}" for i in range(spec.gpus_per_node)]
-
-
-def topology_conf(spec: Spec) -> str:
-    return "".join(line + "\n" for line in spec.topology_lines)
-
-
-def plugstack_conf(spec: Spec) -> str:
-    return "".join(line + "\n" for line in spec.plugstack_lines)

@@ -1,4 +1,4 @@
-"""Starts a cluster's daemons, and says why one did not start."""
+"""Starts a cluster's daemons, and reports why one did not start."""
 
 from __future__ import annotations
 
@@ -15,26 +15,17 @@ from unicron_ctl.shared.system.errors import UserError
 
 
 def launch(layout: Layout, name: str, command: list[str]) -> int:
-    """Starts a daemon in a session of its own, as a child of init, and returns its process id."""
-    # The daemons run in the foreground of a background shell job: the id is known before anything can fail, and
-    # init, not a long-living caller, collects what is left of them. No stream is inherited: a reader would hang.
+    """Start a daemon in its own session, as a child of init, and return its process id."""
+    # A shell starts the daemon in the background: its id is known before anything can fail, and init reaps it, not a
+    # caller that may live long. It inherits no stream: whoever reads the caller's output would wait for its end.
     script = 'out=$1; shift; setsid "$@" </dev/null >"$out" 2>&1 & echo $!'
-    out = layout.log_dir / f"{name}.out"
+    words = ["/bin/sh", "-c", script, "sh", str(layout.log_dir / f"{name}.out"), *command]
     env = {"PATH": binaries.SEARCH_PATH, "LC_ALL": "C.UTF-8", "SLURM_CONF": str(layout.slurm_conf)}
-    done = subprocess.run(
-        ["/bin/sh", "-c", script, "sh", str(out), *command],
-        env=env,
-        cwd="/",
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=10,
-    )
-    return int(done.stdout)
+    return int(subprocess.check_output(words, env=env, cwd="/", stderr=subprocess.PIPE, text=True, timeout=10))
 
 
 def wait_until_ready(layout: Layout, name: str, pid: int, ready: Callable[[], bool], limit: float) -> None:
-    """Waits until a daemon is ready. Raises UserError with the end of its output when it ends or takes too long."""
+    """Wait until a daemon is ready. Raises UserError with the end of its output if it ends or takes too long."""
     deadline = time.monotonic() + limit
     while not ready():
         alive = processes.is_alive(pid)
@@ -45,28 +36,16 @@ def wait_until_ready(layout: Layout, name: str, pid: int, ready: Callable[[], bo
 
 
 def last_words(layout: Layout, name: str) -> str:
-    """Return what a daemon said last, its errors where it named any."""
+    """Return the last three lines of a daemon's output, or its last errors if there are any."""
     path = layout.log_dir / f"{name}.out"
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    telling = [line for line in lines if "error:" in line or "fatal:" in line] or lines
-    return f"{'; '.join(line.strip() for line in telling[-3:]) or 'it said nothing'} (all of it: {path})"
+    errors = [line for line in lines if "error:" in line or "fatal:" in line] or lines
+    return f"{'; '.join(line.strip() for line in errors[-3:]) or 'it said nothing'} (all of it: {path})"
 
 
-def serves(port: int) -> bool:
-    """Whether something accepts connections on this port of this host."""
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
-
-
-def connects(path: Path) -> bool:
-    """Whether something accepts connections on this Unix socket."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+def accepts(address: int | Path) -> bool:
+    """Whether something accepts connections on this port of this host, or on this Unix socket."""
+    family = socket.AF_INET if isinstance(address, int) else socket.AF_UNIX
+    with socket.socket(family) as probe:
         probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-    return True
+        return probe.connect_ex(("127.0.0.1", address) if isinstance(address, int) else str(address)) == 0

@@ -1,4 +1,4 @@
-"""Admission checks on a local cluster: HealthCheckProgram (and the prolog) with a configuration per virtual node."""
+"""Admission checks on a local cluster: HealthCheckProgram and the prolog, with a configuration for each node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEALTH, PROLOG = shipped.health_program(), shipped.prolog()
 
 
 def health_conf(folder: Path, layout: Layout, controller: str = "", **more: str) -> str:
-    """The text of health.conf for nodes of that cluster."""
+    """Return the text of health.conf for the cluster's nodes."""
     keys = {
         "UNICRON_PYTHON": nodes_python(),
         "UNICRON_CONTROLLER": controller,
@@ -26,8 +26,8 @@ def health_conf(folder: Path, layout: Layout, controller: str = "", **more: str)
 
 
 def wrapper(folder: Path, script: Path, variable: str) -> Path:
-    """A program for slurm.conf that calls `script` with `variable` naming SCRIPT-NODE.conf in `folder`, where that is
-    there, else SCRIPT.conf: slurmd hands its programs no variable of ours, and all virtual nodes share /etc."""
+    """Write a program for slurm.conf that calls `script`. It sets `variable` to SCRIPT-NODE.conf in `folder` if that
+    exists, and else to SCRIPT.conf: slurmd passes no variable of ours, and all virtual nodes share /etc."""
     name = script.parent.name.removesuffix(".d")
     path = folder / name
     own, usual = f'{shlex.quote(str(folder))}/{name}-"$SLURMD_NODENAME".conf', shlex.quote(f"{path}.conf")
@@ -40,7 +40,7 @@ def wrapper(folder: Path, script: Path, variable: str) -> Path:
 
 
 def health_lines(folder: Path, layout: Layout, controller: str = "", interval: int = 60) -> list[str]:
-    """Lines for slurm.conf (``LocalCluster(config_lines=...)``); writes what they need into `folder`."""
+    """Return lines for slurm.conf (``LocalCluster(config_lines=...)``), and write the files that they name."""
     (folder / "health.conf").write_text(health_conf(folder, layout, controller))
     program = wrapper(folder, HEALTH, "UNICRON_HEALTH_CONF")
     return [f"HealthCheckProgram={program}", f"HealthCheckInterval={interval}", "HealthCheckNodeState=ANY,CYCLE"]

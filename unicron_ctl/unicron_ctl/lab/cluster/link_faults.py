@@ -1,38 +1,41 @@
 """Faults of a cluster's links: nodes that are cut off, pairs that are cut apart, lost packets.
 
-Packets are dropped in the switch, so nobody is told: no FIN, no RST, and the carrier stays. All rules come from one
-file that nft(8) takes at once, so no change is ever half done.
+The switch drops the packets, so no host sees a FIN or RST, and the carrier stays. nft(8) applies all rules in one
+transaction, so no change is ever half done.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from unicron_ctl.lab.cluster.network import HEAD, Network
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.whole_file import write_whole
 
-_PARTS = 10_000  # a share of packets is told to the kernel in parts of this
+_PARTS = 10_000  # the kernel counts a share of packets in parts of this
 
 
-@dataclass
-class Faults:
-    """Hosts without power, hosts that are cut off, pairs that are cut apart, and the share of packets lost by host."""
+class Faults(msgspec.Struct):
+    """All faults at present."""
 
-    off: list[str] = field(default_factory=list)
-    cut: list[str] = field(default_factory=list)
-    apart: list[tuple[str, str]] = field(default_factory=list)
-    loss: dict[str, float] = field(default_factory=dict)
+    off: list[str] = []
+    """Hosts without power."""
+    cut: list[str] = []
+    """Hosts that are cut off."""
+    apart: list[tuple[str, str]] = []
+    """Pairs that are cut apart."""
+    loss: dict[str, float] = {}
+    """The share of packets that a host loses."""
 
 
 def rules(faults: Faults) -> str:
-    """The switch's whole rule set, for `nft -f`."""
+    """Return the switch's whole rule set, for `nft -f`."""
     drops = []
     if silent := sorted({*faults.off, *faults.cut}):
         names = f"{{ {', '.join(silent)} }}"
@@ -43,13 +46,13 @@ def rules(faults: Faults) -> str:
         some = f"numgen random mod {_PARTS} < {round(share * _PARTS)} drop"
         drops += [f"iifname {host} {some}", f"oifname {host} {some}"]
     chain = "; ".join(["type filter hook forward priority 0", *drops])
-    # Added so that it can be deleted: nft has no "delete if there".
+    # Added first, since nft cannot delete a table that is not there.
     fresh = "add table bridge links\ndelete table bridge links\n"
     return fresh + f"table bridge links {{ chain forward {{ {chain}; }}; }}\n"
 
 
 def share_of(text: str) -> float:
-    """A share of packets as a number from 0 to 1: "10%", "0.5 %". Raises UserError (wrong use)."""
+    """Read a share of packets ("10%", "0.5 %") as a number from 0 to 1. Raises UserError (wrong use)."""
     match = re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?%", text.strip())
     if match is None or float(match[1]) > 100:
         raise UserError(f"a share of packets must be 0% to 100%, not {text!r}", WRONG_USE)
@@ -64,15 +67,14 @@ class Links:
         self._file: Path = network.folder / "links.json"
 
     def faults(self) -> Faults:
-        """The faults at present."""
+        """Return the faults at present."""
         try:
-            known = json.loads(self._file.read_text())
+            return msgspec.json.decode(self._file.read_bytes(), type=Faults)
         except FileNotFoundError:
             return Faults()
-        return Faults(**known | {"apart": [(a, b) for a, b in known["apart"]]})
 
     def cut(self, hosts: Iterable[str], others: Iterable[str] = ()) -> None:
-        """Cuts each of the hosts off from everything; with `others`, only from those, and those only from them."""
+        """Cut each of the hosts off from everything; with `others`, cut the two groups apart."""
         hosts, others = self._check_hosts(hosts), self._check_hosts(others)
         if both := sorted(hosts & others):
             raise UserError(f"{both[0]} cannot be cut from itself; name different hosts", WRONG_USE)
@@ -83,10 +85,8 @@ class Links:
                 faults.cut = sorted({*faults.cut, *hosts})
 
     def heal(self, hosts: Iterable[str] = (), others: Iterable[str] = ()) -> None:
-        """Mends all that is wrong with the links of the hosts, or of all; with `others`, only what is between them.
-
-        A node without power stays without.
-        """
+        """Mend the links of the hosts, or of all; with `others`, only those between the two groups. A node without
+        power stays off."""
         hosts, others = self._check_hosts(hosts) or {HEAD, *self._nodes}, self._check_hosts(others)
         with self._change() as faults:
             if others:
@@ -97,27 +97,26 @@ class Links:
             faults.loss = {host: share for host, share in faults.loss.items() if host not in hosts}
 
     def loss(self, hosts: Iterable[str], share: float) -> None:
-        """Loses that share (0 to 1) of the packets to and from each of the hosts; 0 ends it."""
+        """Lose this share (0 to 1) of the packets to and from each of the hosts; 0 ends it."""
         hosts = self._check_hosts(hosts)
         with self._change() as faults:
             kept = {host: known for host, known in faults.loss.items() if host not in hosts}
             faults.loss = kept | (dict.fromkeys(sorted(hosts), share) if share else {})
 
     def power(self, nodes: Iterable[str], on: bool) -> None:
-        """Switches a node's link off or on: a node without power neither answers nor refuses, whatever has been done to
-        its processes."""
+        """Switch the nodes' links off or on: a node without power neither answers nor refuses."""
         with self._change() as faults:
             faults.off = sorted(set(faults.off) - set(nodes) if on else {*faults.off, *nodes})
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[Faults]:
-        """Yield the faults to be changed, and give the new ones to the switch."""
+        """Yield the faults to be changed, and then apply them."""
         with open(self._file.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             faults = self.faults()
             yield faults
             self._network.rules(rules(faults))
-            write_whole(self._file, json.dumps(asdict(faults)))
+            write_whole(self._file, msgspec.json.encode(faults).decode())
 
     def _check_hosts(self, hosts: Iterable[str]) -> set[str]:
         found = set(hosts)
@@ -127,11 +126,11 @@ class Links:
 
 
 def check_host(host: str, nodes: Collection[str]) -> None:
-    """Raises UserError (wrong use) for a name that is neither a node nor the head."""
+    """Raise UserError (wrong use) for a name that is neither a node nor the head."""
     if host != HEAD and host not in nodes:
         raise UserError(f"no node {host!r}; this cluster has n1 to n{len(nodes)} and {HEAD}", WRONG_USE)
 
 
 def _pairs(hosts: Collection[str], others: Collection[str]) -> set[tuple[str, str]]:
-    """Each of the one with each of the other, in the order in which pairs are kept."""
+    """Return all pairs of a host of each group, each pair in order."""
     return {(min(a, b), max(a, b)) for a in hosts for b in others}

@@ -30,19 +30,19 @@ from unicron_ctl.shared.slurm.slurm_client import NodeInfo, SlurmError
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 
 _START_LIMIT = 30.0  # seconds from the first daemon to nodes that answer
-_KILL_LIMIT = 60.0  # on a busy machine what was killed takes its time to go
+_KILL_LIMIT = 60.0  # on a busy machine killed processes take a while to go
 _ATTEMPTS = 3
-_SLURM_PORTS = (6817, 6818)  # slurmctld's and slurmd's, where each host has all ports for itself
+_SLURM_PORTS = (6817, 6818)  # slurmctld's and slurmd's, if each host has its own network
 
 
 class LocalCluster:
     """A private Slurm cluster of virtual nodes n1 ... nN, each with its own slurmd, in one partition, `main`.
 
     `plugstack_lines` go to plugstack.conf, `config_lines` to slurm.conf (before the nodes), `topology_lines`, a tree of
-    switches, to topology.conf. With `links`, which needs root, each node and the head are in a network namespace of
-    their own, `links` cuts and mends what is between them, and `family` is that of their addresses. With
+    switches, to topology.conf. With `links`, which needs root, each node and the head have their own network namespace,
+    and the property `links` cuts and mends the links between them; `family` is the family of their addresses. With
     `with_accounting` there are slurmdbd and a MariaDB, for `sacct`. Jobs and their history live as long as the cluster
-    is up. Methods raise UserError, one line, for whatever people can mend.
+    is up. Methods raise UserError, with one line, for problems that users can mend.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LocalCluster:
 
     @classmethod
     def load(cls, state_dir: str | os.PathLike[str]) -> LocalCluster:
-        """The cluster that was last started in this folder. Raises UserError when there was none."""
+        """Return the cluster that was last started in this folder. Raises UserError if there was none."""
         spec = Layout(state_dir).load()
         if spec is None:
             raise UserError(f"no cluster in {state_dir}; start one with: unicronctl cluster up")
@@ -74,33 +74,33 @@ class LocalCluster:
         return cluster
 
     def env(self) -> dict[str, str]:
-        """Variables with which Slurm's and munge's programs reach this cluster; add them to the environment."""
+        """Return the variables with which Slurm's and munge's programs reach this cluster."""
         added = {"SLURM_CONF": str(self.layout.slurm_conf), "PATH": binaries.SEARCH_PATH}
         if self.spec.auth == "munge":
             added["MUNGE_SOCKET"] = str(self.layout.munge_socket)
         return added
 
     def client(self, timeout: float = 10.0) -> CommandLineClient:
-        """A Slurm client for this cluster."""
+        """Return a Slurm client for this cluster."""
         return CommandLineClient(env=self.env(), timeout=timeout)
 
     # --- links -------------------------------------------------------------------------------------------------------
 
     @property
     def links(self) -> Links:
-        """The links, to cut and mend. Raises UserError (wrong use) for a cluster without links."""
+        """Return the links, to cut and mend. Raises UserError (wrong use) for a cluster without links."""
         self._check_links()
         return Links(self.layout.network, self.spec.node_names)
 
     def address(self, host: str) -> str:
-        """The address of a node or of `head`, of IPv4 unless they have none. Raises UserError (wrong use) for a cluster
-        without links."""
+        """Return the address of a node or of `head`, of IPv4 unless it has none. Raises UserError (wrong use) for a
+        cluster without links."""
         self._check_links()
         check_host(host, self.spec.node_names)
         return self.spec.address(host)
 
     def command_prefix(self, host: str) -> list[str]:
-        """The words before a command that make it run on a node or on `head`. Raises UserError (wrong use)."""
+        """Return the words that make a command run on a node or on `head`. Raises UserError (wrong use)."""
         self._check_links()
         check_host(host, self.spec.node_names)
         return self.layout.network.command_prefix(host)
@@ -114,7 +114,7 @@ class LocalCluster:
     # --- up and down -------------------------------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Starts whatever of the cluster does not run; returns when every node answers. Leaves nothing if it fails."""
+        """Start all of the cluster that does not run, and wait until every node answers. If it fails, nothing runs."""
         programs = self._programs()
         with self._lock():
             saved, running = self.layout.load(), self.processes()
@@ -131,7 +131,7 @@ class LocalCluster:
                 self._start_fresh(programs)
 
     def _is_partly_up(self, running: Sequence[Process]) -> bool:
-        """Whether what runs can be completed, rather than begun anew."""
+        """Whether the missing parts can be started, so that the cluster need not begin anew."""
         kinds = {process.kind for process in running}
         return (
             ("slurmctld" in kinds or bool(slurmds_of(running)))
@@ -148,14 +148,14 @@ class LocalCluster:
             self._start_controller(programs["slurmctld"])
         missing = [name for name in self.spec.node_names if name not in slurmds_of(running)]
         busy = {process.node for process in running if process.kind == "stepd"}
-        # Slurm takes a node for broken that says it was rebooted: said only where a job is gone with it.
+        # A node that reports a reboot is broken to Slurm, so only nodes that lost a job report one.
         taken = {e.node for e in self.client().elements() if e.node} if missing else set[str]()
         if rebooted := (taken - busy) & set(missing):
             _next_second()
         self._start_nodes(programs, missing, rebooted)
 
     def down(self) -> None:
-        """Ends every process of the cluster and of its jobs at once and removes its sockets. The logs stay."""
+        """End all processes of the cluster and of its jobs at once, and remove its sockets. The logs stay."""
         layout = self.layout
         if not (layout.state_dir.is_dir() or layout.short_dir.is_dir() or layout.network.present()):
             return
@@ -175,9 +175,9 @@ class LocalCluster:
     # --- single nodes ------------------------------------------------------------------------------------------------
 
     def power_off(self, node: str) -> list[Process]:
-        """Kills all that runs on a node at once, as a power failure would; Slurm is not told. Returns the victims.
+        """Kill all that runs on a node at once, as a power failure would. Slurm is not informed. Return the victims.
 
-        With links the node is cut off first, so that no end of a connection is heard.
+        With links the node is cut off first, so that no host sees the end of a connection.
         """
         self._check_node(node)
         here = [process for process in self.processes() if process.node == node]
@@ -194,7 +194,7 @@ class LocalCluster:
         return killed
 
     def power_on(self, node: str) -> None:
-        """Starts the slurmd of a node again and waits until it has registered. A node that was set down stays down."""
+        """Start the slurmd of a node again, and wait until it has registered. A node that was set down stays down."""
         self._check_node(node)
         with self._lock():
             running = self.processes()
@@ -207,7 +207,7 @@ class LocalCluster:
                 self._start_again(node)
 
     def _start_again(self, node: str) -> None:
-        """Other clusters that look for free ports take each for a moment."""
+        """Start a slurmd, and try again if its port is taken: other clusters take ports for a moment to test them."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return self._start_nodes(self._programs(), [node], {node})
@@ -217,7 +217,7 @@ class LocalCluster:
             _next_second()
 
     def start_slurmctld(self) -> None:
-        """Starts slurmctld again where it has ended, and no node."""
+        """Start slurmctld again if it has ended, but no node."""
         with self._lock():
             if not any(process.kind == "slurmctld" for process in self.processes()):
                 self._start_controller(self._programs()["slurmctld"])
@@ -229,11 +229,11 @@ class LocalCluster:
     # --- looking -----------------------------------------------------------------------------------------------------
 
     def processes(self) -> list[Process]:
-        """All living processes of the cluster and its jobs."""
+        """Return all living processes of the cluster and its jobs."""
         return processes.find(self.layout.marks)
 
     def status(self) -> ClusterStatus:
-        """The daemons, the links and Slurm's nodes."""
+        """Return the state of the daemons, the links and Slurm's nodes."""
         running, known = self.processes(), dict[str, NodeInfo]()
         if any(process.kind == "slurmctld" for process in running):
             with contextlib.suppress(SlurmError):
@@ -241,13 +241,12 @@ class LocalCluster:
         return cluster_status(self.layout, self.spec, running, known, self._links_status())
 
     def _links_status(self) -> LinksStatus | None:
-        """The links' status; None without links, or while they are down."""
+        """Return the links' status; None if there are no links, or they are down."""
         if not self.spec.links or not self.layout.network.complete(self.spec.node_names):
             return None
-        hosts = (HEAD, *self.spec.node_names, OUTSIDE)
-        addresses = {host: self.spec.address(host) for host in hosts}
-        faults = dataclasses.asdict(self.links.faults())
-        return msgspec.convert({"network": self.spec.network, "addresses": addresses, **faults}, LinksStatus)
+        addresses = {host: self.spec.address(host) for host in (HEAD, *self.spec.node_names, OUTSIDE)}
+        faults = msgspec.structs.asdict(self.links.faults())
+        return LinksStatus(network=self.spec.network, addresses=addresses, **faults)
 
     # --- starting ----------------------------------------------------------------------------------------------------
 
@@ -262,7 +261,7 @@ class LocalCluster:
         return binaries.locate(wanted + (["munged"] if self.spec.auth == "munge" else []))
 
     def _start_fresh(self, programs: dict[str, str]) -> None:
-        """Starts everything from nothing; again with other ports when somebody took one of them in between."""
+        """Start everything from nothing; again with other ports if another program took one of them meanwhile."""
         if self.spec.links:
             for folder in network.abandoned_folders():
                 LocalCluster(folder)._clear()
@@ -298,7 +297,7 @@ class LocalCluster:
         else:
             count = 1 + self.spec.nodes + accounting.ports_needed(self.spec)
             self.spec = dataclasses.replace(self.spec, ports=ports.choose(count, seed))
-        layout.save(self.spec)  # before the first process, so that `down` finds them all whatever happens
+        layout.save(self.spec)  # before the first process, so that `down` always finds all of them
         if self.spec.links:
             layout.network.make(self.spec.network, self.spec.node_names, self.spec.family)
         for path in configuration.gpu_files(layout, self.spec):
@@ -309,13 +308,13 @@ class LocalCluster:
         if self.spec.accounting:
             accounting.write_files(layout, self.spec, user)
         (layout.etc_dir / "gres.conf").write_text(configuration.gres_conf(layout, self.spec))
-        (layout.etc_dir / "plugstack.conf").write_text(configuration.plugstack_conf(self.spec))
-        (layout.etc_dir / "topology.conf").write_text(configuration.topology_conf(self.spec))
+        for name, lines in (("plugstack", self.spec.plugstack_lines), ("topology", self.spec.topology_lines)):
+            (layout.etc_dir / f"{name}.conf").write_text("".join(f"{line}\n" for line in lines))
         layout.task_prolog.write_text(configuration.task_prolog(layout))
         layout.task_prolog.chmod(0o755)
 
     def _empty_memory(self, node: str) -> None:
-        """Empties a node's memory folder, as a power failure does. Any user's jobs may write there."""
+        """Empty a node's memory folder, as a power failure does. Any user's jobs may write there."""
         self.layout.memory_dir.mkdir(exist_ok=True)
         self.layout.memory_dir.chmod(0o755)  # whatever the umask
         folder = self.layout.memory_dir / node
@@ -332,11 +331,10 @@ class LocalCluster:
         key.write_bytes(os.urandom(128))
         options = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         command = [program, "--foreground", *(f"--{option}={folder / file}" for option, file in options.items())]
-        pid = self._launch("munged", command, HEAD)
-        self._wait_for_daemon("munged", pid, lambda: daemons.connects(self.layout.munge_socket), _START_LIMIT)
+        self._start_daemon("munged", command, lambda: daemons.accepts(self.layout.munge_socket))
 
     def _start_accounting(self, programs: dict[str, str], running: Collection[str] = ()) -> None:
-        """Starts what does not run of MariaDB and slurmdbd. The cluster names itself to slurmdbd when it comes up."""
+        """Start MariaDB and slurmdbd, as far as they do not run. slurmctld registers the cluster with slurmdbd."""
         layout, user = self.layout, _user_name()
         if not layout.database_dir.is_dir():
             layout.database_dir.mkdir(mode=0o700)
@@ -351,22 +349,25 @@ class LocalCluster:
         }
         for name, port in zip(commands, reversed(self.spec.ports), strict=False):
             if name not in running:
-                pid = self._launch(name, commands[name], HEAD)
-                self._wait_for_daemon(name, pid, functools.partial(daemons.serves, port), _START_LIMIT)
+                self._start_daemon(name, commands[name], functools.partial(daemons.accepts, port))
 
     def _start_controller(self, program: str) -> None:
-        pid = self._launch("slurmctld", [program, "-D", "-f", str(self.layout.slurm_conf)], HEAD)
-        self._wait_for_daemon("slurmctld", pid, self._answers, _START_LIMIT)
+        self._start_daemon("slurmctld", [program, "-D", "-f", str(self.layout.slurm_conf)], self._answers)
+
+    def _start_daemon(self, name: str, command: list[str], ready: Callable[[], bool]) -> None:
+        """Start a daemon on the head, and wait until it is ready."""
+        daemons.wait_until_ready(self.layout, name, self._launch(name, command, HEAD), ready, _START_LIMIT)
 
     def _start_nodes(self, programs: dict[str, str], names: Sequence[str], rebooted: Collection[str] = ()) -> None:
-        """Starts slurmds, waits until all have registered. A `rebooted` one tells Slurm that what ran there is gone."""
+        """Start slurmds, and wait until all have registered. Those of `rebooted` nodes report to Slurm that their jobs
+        are gone."""
         if self.spec.links:
             self.links.power(names, on=True)
-        began = float(int(time.time()))  # Slurm tells start times in whole seconds
+        began = float(int(time.time()))  # Slurm reports start times in whole seconds
         pids = {}
         for name in names:
             if name in rebooted:
-                # As on a diskless node. A requeued job that came back here would else stumble over its own old script.
+                # As on a diskless node. Otherwise a requeued job that comes back here would find its own old script.
                 shutil.rmtree(self.layout.spool_dir / name, ignore_errors=True)
                 (self.layout.spool_dir / name).mkdir()
             command = [programs["slurmd"], "-D", "-f", str(self.layout.slurm_conf), "-N", name]
@@ -374,14 +375,11 @@ class LocalCluster:
         deadline = time.monotonic() + _START_LIMIT
         for name, pid in pids.items():
             ready = functools.partial(self._registered, name, began)
-            self._wait_for_daemon(f"slurmd-{name}", pid, ready, deadline - time.monotonic())
+            daemons.wait_until_ready(self.layout, f"slurmd-{name}", pid, ready, deadline - time.monotonic())
 
     def _launch(self, name: str, command: list[str], host: str) -> int:
-        """Starts a daemon on a node or on `head`, and returns its process id."""
+        """Start a daemon on a node or on `head`, and return its process id."""
         return daemons.launch(self.layout, name, (self.command_prefix(host) if self.spec.links else []) + command)
-
-    def _wait_for_daemon(self, name: str, pid: int, ready: Callable[[], bool], limit: float) -> None:
-        daemons.wait_until_ready(self.layout, name, pid, ready, limit)
 
     def _answers(self) -> bool:
         try:
@@ -403,12 +401,12 @@ class LocalCluster:
 
     @contextlib.contextmanager
     def _lock(self, limit: float = 60.0) -> Iterator[None]:
-        """One up or down at a time per state folder. The kernel gives the lock back when its holder dies."""
+        """Allow one up or down at a time in a state folder. The kernel releases the lock if its holder dies."""
+        folder = self.layout.state_dir
         try:
-            self.layout.state_dir.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             handle = open(self.layout.lock_file, "w")
         except OSError as error:
-            folder = self.layout.state_dir
             raise UserError(f"cannot write {folder} ({error.strerror}); name another with --state-dir") from None
         with handle:
             deadline = time.monotonic() + limit
@@ -418,14 +416,13 @@ class LocalCluster:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        folder = self.layout.state_dir
                         raise UserError(f"another 'unicronctl cluster' is using {folder}; try again") from None
                     time.sleep(0.05)
             yield
 
 
 def _next_second() -> None:
-    """Slurm compares times in whole seconds and takes a reboot within one for no reboot."""
+    """Wait for the next second: Slurm compares times in whole seconds, and does not notice a reboot within one."""
     time.sleep(1.0 - time.time() % 1.0)
 
 

@@ -1,15 +1,14 @@
-"""The network of a cluster with links: the head and each node in a namespace of its own, all on one bridge. Needs root.
+"""The network of a cluster with links: the head and each node have their own namespaces, on one bridge. Needs root.
 
-A third kind of namespace, the switch, holds the bridge, so that only one interface shows in the machine's own network:
-the leg by which ordinary clients reach the head. All names hold the cluster's digest, so clusters live side by side,
-and what a crash has left is known by its name. The registry says which cluster has which addresses.
+The bridge is in a namespace too, the switch, so that the machine's own network has only one more interface: the leg by
+which ordinary clients reach the head. All names contain the cluster's digest, so clusters live side by side, and names
+identify what a crash has left. The registry has the addresses of each cluster.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import ipaddress
 import json
 import os
 import subprocess
@@ -23,17 +22,17 @@ from unicron_ctl.shared.system.errors import UserError, one_line
 from unicron_ctl.shared.system.whole_file import write_whole
 
 HEAD, SWITCH, OUTSIDE = "head", "switch", "outside"
-# RFC 2544's network for testing network devices, which nobody routes, and a private one where somebody does.
+# RFC 2544's network for testing network devices, and a private one in case the first is in use.
 POOLS = (IPv4Network("198.18.0.0/15"), IPv4Network("10.192.0.0/12"))
-IPV4, IPV6, BOTH = "ipv4", "ipv6", "both"  # families of addresses that a cluster's hosts may have
-_LOCAL_IPV6, SIZE_IPV6 = 0xFD75_6E63 << 96, 64  # unique local addresses (RFC 4193), one /64 for each network of IPv4
+IPV4, IPV6, BOTH = "ipv4", "ipv6", "both"  # families of the addresses of a cluster's hosts
+_LOCAL_IPV6, SIZE_IPV6 = 0xFD75_6E63 << 96, 64  # unique local addresses (RFC 4193), a /64 for each IPv4 network
 SIZE = 23  # bits: 510 addresses, for 256 nodes, the head and the leg outside
 MOUNTS = Path("/run/netns")  # where ip-netns(8) keeps the names
 REGISTRY = Path("/run/unicron-links")
 CALL_SECONDS = 20.0  # for one call of ip or nft
 _FIRST_NODE = 10
-# A network namespace's processes must not see the machine's own interfaces in /sys/class/net. A new /sys comes without
-# the cgroups below it, which slurmd needs: they are put back. Mounts are of this process and its children only.
+# Processes in a network namespace must not see the machine's own interfaces in /sys/class/net. A new /sys lacks the
+# cgroups, which slurmd needs, so they are mounted again. Only this process and its children see these mounts.
 _SETTLE = """set -e
 hostname "$1"; mount --bind "$2" /etc/hosts
 mkdir -p "$3"; mount --rbind /sys/fs/cgroup "$3"; mount -t sysfs sysfs /sys
@@ -43,7 +42,7 @@ shift 3; exec "$@"
 
 
 class Network:
-    """Names and commands of one cluster's network. `digest` names the cluster, `folder` holds /etc/hosts and so on."""
+    """Names and commands of one cluster's network. `digest` names the cluster; `folder` contains its /etc/hosts."""
 
     def __init__(self, digest: str, folder: Path) -> None:
         self.digest, self.folder = digest, folder
@@ -55,8 +54,8 @@ class Network:
 
     @staticmethod
     def address(network: str, host: str, family: str = IPV4) -> str:
-        """The address of the head, of a node n1 ... n256 or of the leg outside, in a network such as 198.18.4.0/23, or
-        in the one of IPv6 that belongs to it."""
+        """Return the address of the head, of a node n1 ... n256 or of the leg outside, in a network such as
+        198.18.4.0/23 or in the IPv6 network that belongs to it."""
         place = {HEAD: 1, OUTSIDE: 2}.get(host) or _FIRST_NODE + int(host[1:])
         if family != IPV6:
             return str(IPv4Network(network)[place])
@@ -64,30 +63,26 @@ class Network:
         return str(IPv6Network((_LOCAL_IPV6 + (number << 64), SIZE_IPV6))[place])
 
     def namespace(self, host: str) -> str:
-        """The name of a host's namespace, as `ip netns` lists it."""
+        """Return the name of a host's namespace, as `ip netns` lists it."""
         return self.prefix + host
 
     def present(self) -> bool:
-        """True when there is anything of this network, or the registry says that there was to be."""
-        return self._entry.exists() or any(True for _ in self._namespaces())
+        """Whether any part of this network exists, or is in the registry."""
+        return self._entry.exists() or bool(self._namespaces())
 
     def complete(self, hosts: Sequence[str]) -> bool:
-        """True when each of these hosts has its namespace."""
+        """Whether each of these hosts has its namespace."""
         return {SWITCH, HEAD, *hosts} <= {name.removeprefix(self.prefix) for name in self._namespaces()}
 
-    def _namespaces(self) -> Iterator[str]:
-        try:
-            names = os.listdir(MOUNTS)
-        except OSError:
-            return
-        yield from (name for name in names if name.startswith(self.prefix))
+    def _namespaces(self) -> list[str]:
+        return [path.name for path in MOUNTS.glob(f"{self.prefix}*")]
 
     # --- making and removing -----------------------------------------------------------------------------------------
 
     def register(self, state_dir: Path) -> str:
-        """Takes a network that nobody on this machine uses, and notes it before anything is made of it; returns it.
+        """Choose a network that nothing on this machine uses, and write it to the registry. Return it.
 
-        Raises UserError when none is free.
+        Raises UserError if none is free.
         """
         REGISTRY.mkdir(mode=0o755, exist_ok=True)
         with open(REGISTRY / "lock", "w") as lock:
@@ -103,7 +98,7 @@ class Network:
             return str(network)
 
     def make(self, network: str, nodes: Sequence[str], family: str = IPV4) -> None:
-        """Makes all namespaces and links, and brings them up. Raises UserError with the tool's word."""
+        """Make all namespaces and links, and bring them up. Raises UserError with the tool's error."""
         hosts = (HEAD, *nodes)
         kinds = [kind for kind in (IPV6, IPV4) if family in (kind, BOTH)]
         hosts_file = [f"{self.address(network, host, kind)} {host}" for host in (*hosts, OUTSIDE) for kind in kinds]
@@ -127,14 +122,14 @@ class Network:
         _ip([*has(OUTSIDE, self.leg), f"link set {self.leg} up"])
 
     def remove(self) -> None:
-        """Removes all that `make` has made, or has begun to; the links and the rules go with the namespaces.
+        """Remove all that `make` has made. The links and the rules go with the namespaces, in which no process may run.
 
-        Processes in them must have been ended before. Raises UserError with the tool's word.
+        Raises UserError with the tool's error.
         """
         if not self.present():
             return
         if Path(f"/sys/class/net/{self.leg}").exists():
-            _ip([f"link del {self.leg}"])  # now: it would go with the switch, but some time later
+            _ip([f"link del {self.leg}"])  # it would go with the switch, but some time later
         if names := sorted(self._namespaces()):
             _ip([f"netns del {name}" for name in names])
         self._entry.unlink(missing_ok=True)
@@ -142,31 +137,30 @@ class Network:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def command_prefix(self, host: str) -> list[str]:
-        """Return what to put before a command's words so that it runs on that host."""
+        """Return the words that make a command run on that host."""
         namespace = f"--net={MOUNTS / self.namespace(host)}"
         settle = ["/bin/sh", "-c", _SETTLE, "sh", host, str(self.folder / "hosts"), str(self.folder / "cgroup")]
         return ["nsenter", namespace, "unshare", "--mount", "--uts", "--propagation", "slave", *settle]
 
     def rules(self, text: str) -> None:
-        """Gives the switch these rules, in nft(8)'s language; all of them at once or none."""
-        command = ["nsenter", f"--net={MOUNTS / self.namespace(SWITCH)}", "nft", "-f", "-"]
-        _call(command, text)
+        """Set the switch's rules, in nft(8)'s language: all of them or none."""
+        _call(["nsenter", f"--net={MOUNTS / self.namespace(SWITCH)}", "nft", "-f", "-"], text)
 
 
 def abandoned_folders() -> list[Path]:
-    """State folders that are gone while parts of their clusters' networks may still be there."""
+    """Return state folders that are gone while parts of their clusters' networks may still exist."""
     return [folder for _, known in _registry_entries() if not (folder := Path(known["state_dir"])).exists()]
 
 
 def _registry_entries() -> Iterator[tuple[Path, dict[str, str]]]:
-    """Each cluster's entry in the registry; others may come and go meanwhile."""
+    """Yield each cluster's entry in the registry. Other programs may add and remove entries meanwhile."""
     for entry in REGISTRY.glob("*.json"):
         with contextlib.suppress(FileNotFoundError):
             yield entry, json.loads(entry.read_text())
 
 
 def _candidates(seed: str) -> Iterator[IPv4Network]:
-    """All networks of the pools, each pool from a place given by `seed`."""
+    """Yield all networks of the pools. The seed decides with which one of each pool it begins."""
     for pool in POOLS:
         networks = list(pool.subnets(new_prefix=SIZE))
         start = zlib.crc32(seed.encode()) % len(networks)
@@ -174,20 +168,19 @@ def _candidates(seed: str) -> Iterator[IPv4Network]:
 
 
 def _routes() -> list[IPv4Network]:
-    """Return where this machine sends packets to elsewhere than by its default route."""
+    """Return the networks for which this machine has other routes than the default one."""
     routes = json.loads(_call(["ip", "-json", "-4", "route", "show", "table", "all"], ""))
-    found = [ipaddress.ip_network(r["dst"], strict=False) for r in routes if r.get("dst", "default") != "default"]
-    # A VPN's "everything" is no reason: a closer route wins.
-    return [net for net in found if isinstance(net, IPv4Network) and net.prefixlen >= 8]
+    found = [IPv4Network(r["dst"], strict=False) for r in routes if r.get("dst", "default") != "default"]
+    return [net for net in found if net.prefixlen >= 8]  # a VPN's route for everything loses against a closer one
 
 
 def _ip(lines: Sequence[str], namespace: str = "") -> None:
-    """Runs lines of ip(8) in one process."""
+    """Run lines of ip(8) in one process."""
     _call(["ip", *(["-netns", namespace] if namespace else []), "-batch", "-"], "\n".join(lines) + "\n")
 
 
 def _call(command: Sequence[str], text: str) -> str:
-    """Runs a program with `text` as its input. Raises UserError with its last word."""
+    """Run a program with `text` as its input. Raises UserError with its error."""
     environment = {"PATH": binaries.SEARCH_PATH, "LC_ALL": "C.UTF-8"}
     try:
         done = subprocess.run(

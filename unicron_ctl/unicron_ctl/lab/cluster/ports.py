@@ -1,7 +1,8 @@
-"""Free TCP ports for a cluster's daemons."""
+"""Finds free TCP ports for a cluster's daemons."""
 
 from __future__ import annotations
 
+import itertools
 import socket
 import zlib
 
@@ -10,7 +11,7 @@ FIRST, LAST = 20000, 32000
 
 
 def is_free(port: int) -> bool:
-    """True when a daemon could listen on the port, on every address of this machine, now."""
+    """Whether a daemon could listen on the port now, on every address of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -22,17 +23,14 @@ def is_free(port: int) -> bool:
 
 
 def choose(count: int, seed: str) -> tuple[int, ...]:
-    """`count` free ports. Raises OSError when there are not enough.
+    """Return `count` free ports. Raises OSError if there are not enough.
 
-    The search starts at a place given by `seed`, so that two clusters that start together look at different ports.
+    The seed decides where the search begins, so that two clusters that start together look at different ports.
     """
     size = LAST - FIRST
-    start = zlib.crc32(seed.encode()) % size
-    free: list[int] = []
-    for offset in range(size):
-        port = FIRST + (start + offset) % size
-        if is_free(port):
-            free.append(port)
-            if len(free) == count:
-                return tuple(free)
-    raise OSError(f"no {count} free ports between {FIRST} and {LAST}")
+    start = zlib.crc32(seed.encode())
+    candidates = (FIRST + (start + offset) % size for offset in range(size))
+    free = tuple(itertools.islice(filter(is_free, candidates), count))
+    if len(free) < count:
+        raise OSError(f"no {count} free ports between {FIRST} and {LAST}")
+    return free

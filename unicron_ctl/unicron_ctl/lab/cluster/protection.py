@@ -1,7 +1,8 @@
-"""Unicron on a local cluster: a unicrond beside slurmctld, and the plugin's line."""
+"""Runs Unicron on a local cluster: a unicrond beside slurmctld, and the plugin's line."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -20,8 +21,8 @@ from unicron_ctl.shared.system.errors import UserError
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
 HANG_FLOOR_SECONDS = 5.0
-# The virtual nodes share this machine's cores: measured throughput would say that a node more is worth nothing, and an
-# iteration takes several times as long while another rank starts.
+# The virtual nodes share this machine's cores. So another node adds no throughput, and an iteration takes several times
+# as long while another rank starts.
 CONFIGURATION = """[controller]
 listen = "{listen}"
 auth = "none"
@@ -38,7 +39,8 @@ max_weight = 10
 
 
 def plugin_line(address: str) -> str:
-    """The line of plugstack.conf for jobs that report to `address`. Raises UserError where the plugin is not built."""
+    """Return the line of plugstack.conf for jobs that report to `address`. Raises UserError if the plugin is not
+    built."""
     plugin = shipped.plugin()
     if not plugin.is_file():
         raise UserError(f"no {plugin.name} in {plugin.parent}: build it with `make plugin`")
@@ -49,43 +51,30 @@ def _unicrond() -> list[str]:
     return program("unicrond", "unicron_ctl.controller.unicrond")
 
 
-def scripts() -> Path:
-    """The folder of this environment's programs."""
-    return Path(sysconfig.get_path("scripts"))
-
-
 def search_path(programs: Path | None = None) -> str:
-    """These programs first (this environment's), so that a script's `python` is theirs; Slurm's may be in sbin."""
-    return os.pathsep.join(
-        [str(programs or scripts()), os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin"]
-    )
+    """Return a PATH with the programs first (by default this environment's), so that a script's `python` is theirs, and
+    with Slurm's in sbin."""
+    own, path = str(programs or sysconfig.get_path("scripts")), os.environ.get("PATH", "")
+    return os.pathsep.join([own, path, "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin"])
 
 
 def spawn(
     folder: Path, layout: Layout, listen: str = "tcp://127.0.0.1:0", hang_floor: float = HANG_FLOOR_SECONDS
 ) -> tuple[subprocess.Popen[bytes], str]:
-    """A unicrond with its files in `folder`, and its address. It asks Slurm only when a job registers, so it may be up
-    before the cluster, whose plugin must know its port. hang_floor: its setting, in seconds. Raises UserError when it
-    does not start.
+    """Start a unicrond with its files in `folder`, and return it with its address. Raises UserError if it fails.
+
+    It asks Slurm only when a job registers, so it can start before the cluster, whose plugin must know its port.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config, state = folder / "unicron.toml", folder / "controller"
     config.write_text(CONFIGURATION.format(listen=listen, hang_floor=hang_floor))
-    environment = os.environ | {
-        "SLURM_CONF": str(layout.slurm_conf),
-        "PATH": search_path(),
-        "UNICRON_CONFIG": str(config),
-    }
+    added = {"SLURM_CONF": str(layout.slurm_conf), "PATH": search_path(), "UNICRON_CONFIG": str(config)}
     address = state / "address"
     address.unlink(missing_ok=True)
+    command = [*_unicrond(), "--config", str(config), "--state-dir", str(state)]
     with (folder / "unicrond.log").open("ab") as log:
         process = subprocess.Popen(
-            [*_unicrond(), "--config", str(config), "--state-dir", str(state)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | added, start_new_session=True
         )
     complaint = f"unicrond did not start: see {folder / 'unicrond.log'}"
     try:
@@ -99,10 +88,10 @@ def spawn(
 
 
 def start(layout: Layout) -> str:
-    """The cluster's own unicrond, where it does not run; returns its address, which stays the same."""
+    """Start the cluster's own unicrond if it does not run. Return its address, which stays the same."""
     folder = _folder(layout)
     if running(layout):
-        return (folder / "controller" / "address").read_text().strip()
+        return address(layout)
     known = folder / "listen"
     if not known.is_file():
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -113,14 +102,14 @@ def start(layout: Layout) -> str:
 
 
 def forget(layout: Layout) -> None:
-    """Removes what the cluster's own unicrond remembers of a Slurm that is gone: a new one gives its jobs the same
-    numbers again, and the port may be somebody else's by now. The log stays."""
+    """Remove the state of the cluster's own unicrond: a new Slurm gives its jobs the same ids again, and another
+    program may have the port by now. The log stays."""
     shutil.rmtree(_folder(layout) / "controller", ignore_errors=True)
     (_folder(layout) / "listen").unlink(missing_ok=True)
 
 
 def stop(layout: Layout) -> None:
-    """Ends the cluster's own unicrond, if there is one. Raises UserError when it does not end."""
+    """End the cluster's own unicrond, if there is one. Raises UserError if it does not end."""
     for pid in running(layout):
         descriptor = os.pidfd_open(pid)
         try:
@@ -133,7 +122,7 @@ def stop(layout: Layout) -> None:
 
 
 def address(layout: Layout) -> str:
-    """Return where the cluster's own unicrond listens, "" without one."""
+    """Return the address of the cluster's own unicrond, "" if there is none."""
     try:
         return (_folder(layout) / "controller" / "address").read_text().strip()
     except OSError:
@@ -141,20 +130,18 @@ def address(layout: Layout) -> str:
 
 
 def running(layout: Layout) -> list[int]:
-    """The process id of the cluster's unicrond, if it runs: known by its command line, as the other daemons are."""
+    """Return the process id of the cluster's unicrond, if it runs, as its command line shows."""
     found, state, unicrond = [], str(_folder(layout) / "controller"), _unicrond()[-1]
     for entry in Path("/proc").glob("[1-9]*/cmdline"):
-        try:
+        with contextlib.suppress(OSError):
             words = os.fsdecode(entry.read_bytes()).split("\0")
-        except OSError:
-            continue
-        if unicrond in words and state in words:
-            found.append(int(entry.parent.name))
+            if unicrond in words and state in words:
+                found.append(int(entry.parent.name))
     return found
 
 
 def _folder(layout: Layout) -> Path:
-    """The folder of the cluster's own unicrond: its configuration, log and state."""
+    """Return the folder of the cluster's own unicrond, with its configuration, log and state."""
     return layout.state_dir / "unicron"
 
 

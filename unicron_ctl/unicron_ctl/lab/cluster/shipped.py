@@ -1,4 +1,4 @@
-"""Finds the parts of Slurm's side: in the checkout, else where the packages have put them (docs/install.md)."""
+"""Finds the parts for Slurm's side: in the checkout, or else where the packages put them (docs/install.md)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def _first(checkout: str, packaged: str) -> Path:
 
 
 def plugin() -> Path:
-    """The SPANK plugin, built or to be built."""
+    """Return the path of the SPANK plugin, which may have to be built."""
     return _first("spank/unicron.so", "unicron.so")
 
 
 def health_program() -> Path:
-    """The script for HealthCheckProgram."""
+    """Return the script for HealthCheckProgram."""
     return _first("health/unicron-health", "unicron-health")
 
 
 def prolog() -> Path:
-    """The script for Prolog."""
+    """Return the script for Prolog."""
     return _first("prolog.d/50-unicron", "prolog.d/50-unicron")
 
 
 def agent() -> Path:
-    """The agent of this environment, else the packaged one."""
+    """Return the agent of this environment, or else the packaged one."""
     own = Path(sysconfig.get_path("scripts")) / "unicron-agent"
     there = Path(PACKAGED_AGENT)
     return there if there.is_file() and not own.is_file() else own

@@ -1,7 +1,7 @@
-"""Keeps the ports of a virtual node silent that is switched off, where all nodes share one address.
+"""Keeps the ports of a switched-off node silent, on a cluster whose nodes share one address.
 
-A machine without power refuses no connection; it does not answer. `python tombstone.py SLURM_CONF NODE PORT...` holds
-the ports until the node is switched on again or the cluster goes down.
+A machine without power does not refuse connections; it does not answer. `python tombstone.py SLURM_CONF NODE PORT...`
+holds the ports until the node is switched on again or the cluster goes down.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LISTENS = "0A"  # a state of proc_net_tcp(5)
 
 
 def ports_of(pids: Iterable[int]) -> list[int]:
-    """The TCP ports at which these processes listen."""
+    """Return the TCP ports on which these processes listen."""
     inodes: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -38,21 +38,24 @@ def ports_of(pids: Iterable[int]) -> list[int]:
 
 
 def hold_port(port: int) -> tuple[socket.socket, ...]:
-    """Sockets that keep the port silent: the queue is full, so the kernel drops who knocks (listen(2)). It is what any
-    user may do; some kernels refuse users a filter. Empty while the port is somebody's."""
+    """Return sockets that keep the port silent, or none while another process has the port.
+
+    The queue of the listening socket is full, so the kernel drops new connections (listen(2)). Any user may do that,
+    unlike a filter on some kernels.
+    """
     try:
-        one = socket.create_server(("", port), backlog=0)
+        listening = socket.create_server(("", port), backlog=0)
     except OSError:
         return ()
-    knock = socket.socket()
-    knock.setblocking(False)
-    knock.connect_ex(("127.0.0.1", port))
-    return one, knock
+    waiting = socket.socket()
+    waiting.setblocking(False)
+    waiting.connect_ex(("127.0.0.1", port))
+    return listening, waiting
 
 
 def main() -> None:
-    """Holds the ports. Their former owners may still be ending: a large process takes a while to close its files. A
-    port that somebody else has taken meanwhile is left alone."""
+    """Hold the ports. A large process takes a while to close them, so each is tried for some time. A port that another
+    program has taken is left alone."""
     held: dict[int, tuple[socket.socket, ...]] = {}
     wanted, deadline = [int(word) for word in sys.argv[3:]], time.monotonic() + ENDING_SECONDS
     while len(held) < len(wanted) and time.monotonic() < deadline:

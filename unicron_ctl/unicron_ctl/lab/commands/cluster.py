@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from pathlib import Path
 
 import click
-import msgspec
 
 from unicron_ctl.lab.cluster import LocalCluster, protection
 from unicron_ctl.lab.cluster.cluster_layout import Layout, default_state_dir
 from unicron_ctl.lab.cluster.cluster_status import LinksStatus
 from unicron_ctl.lab.cluster.link_faults import share_of
+from unicron_ctl.shared.commands.options import print_json
 from unicron_ctl.shared.system.columns import Listing, show
 from unicron_ctl.shared.system.printable import print_text
 from unicron_detector.words import plural
 
-_state_dir = click.option(
+STATE_DIR = click.option(
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),
     default=default_state_dir,
@@ -49,7 +48,7 @@ def command() -> None:
 )
 @click.option("--links", is_flag=True, help="Each node in a network namespace of its own, with a link. Needs root.")
 @click.option("--accounting", is_flag=True, help="With slurmdbd and a private MariaDB, for sacct.")
-@_state_dir
+@STATE_DIR
 def up(
     nodes: int,
     gpus_per_node: int,
@@ -86,7 +85,7 @@ def up(
 
 
 @command.command()
-@_state_dir
+@STATE_DIR
 def env(state_dir: Path) -> None:
     """Print what a shell needs to use the cluster: eval "$(unicronctl cluster env)"."""
     cluster = LocalCluster.load(state_dir)
@@ -98,7 +97,7 @@ def env(state_dir: Path) -> None:
 
 
 @command.command()
-@_state_dir
+@STATE_DIR
 def down(state_dir: Path) -> None:
     """End the cluster and everything that runs on it."""
     cluster = LocalCluster(state_dir)
@@ -109,26 +108,25 @@ def down(state_dir: Path) -> None:
 
 @command.command()
 @click.option("--json", "as_json", is_flag=True, help="For programs; the keys are stable.")
-@_state_dir
+@STATE_DIR
 def status(as_json: bool, state_dir: Path) -> None:
     """Show the daemons and what Slurm says of each node."""
     state = LocalCluster.load(state_dir).status()
     if as_json:
-        print_text(json.dumps(msgspec.to_builtins(state), indent=1), lines=True)
+        print_json(state, indent=2)
         return
     print_text(f"cluster  {state.state}  in {state.state_dir}  port {state.port}  auth {state.auth}")
     if state.links:
-        print_text(f"network  {state.links.network}  {_wrong(state.links) or 'all links are whole'}")
+        print_text(f"network  {state.links.network}  {_fault_text(state.links) or 'all links are whole'}")
     table = Listing("node", "slurmd", "tasks", "state")
     for node in state.nodes:
-        said = "+".join(node.states) or "unknown"
         why = f"  ({node.reason})" if node.reason else ""
-        table.add_row(node.name, str(node.slurmd or "-"), str(node.tasks), f"{said}{why}")
+        states = "+".join(node.states) or "unknown"
+        table.add_row(node.name, str(node.slurmd or "-"), str(node.tasks), f"{states}{why}")
     show([table])
 
 
-def _wrong(links: LinksStatus) -> str:
-    """Return what is wrong with the links, in words."""
+def _fault_text(links: LinksStatus) -> str:
     parts = [f"{host} without power" for host in links.off]
     parts += [f"{host} cut off" for host in links.cut]
     parts += [f"{a} and {b} cut apart" for a, b in links.apart]
@@ -137,27 +135,27 @@ def _wrong(links: LinksStatus) -> str:
 
 
 def _hosts(word: str) -> list[str]:
-    """The hosts in a word: n1,n2 or head."""
+    """Read a group of hosts: n1,n2 or head."""
     return [host for host in word.split(",") if host]
 
 
-_one_or_two = click.argument("hosts", nargs=-1, metavar="[HOSTS [HOSTS]]", callback=lambda _c, _p, words: _sides(words))
-
-
-def _sides(words: tuple[str, ...]) -> tuple[list[str], list[str]]:
+def _groups(_context: click.Context, _parameter: click.Parameter, words: tuple[str, ...]) -> list[list[str]]:
+    """Read one or two groups of hosts, and always return two."""
     if len(words) > 2:
         raise click.UsageError("name one or two groups of hosts; those of a group with a comma between: n1,n2")
-    first, second = (*map(_hosts, words), [], [])[:2]
-    return first, second
+    return [*map(_hosts, words), [], []][:2]
+
+
+_one_or_two = click.argument("hosts", nargs=-1, metavar="[HOSTS [HOSTS]]", callback=_groups)
 
 
 @command.command()
 @_one_or_two
-@_state_dir
-def cut(hosts: tuple[list[str], list[str]], state_dir: Path) -> None:
+@STATE_DIR
+def cut(hosts: list[list[str]], state_dir: Path) -> None:
     """Drop all packets to and from HOSTS (nodes or head, n1,n2), or, with two groups, all between the two.
 
-    Nobody is told: no connection is closed, and the links' carriers stay.
+    No host notices: no connection is closed, and the links' carriers stay.
     """
     if not hosts[0]:
         raise click.UsageError("name a node, or head")
@@ -167,8 +165,8 @@ def cut(hosts: tuple[list[str], list[str]], state_dir: Path) -> None:
 
 @command.command()
 @_one_or_two
-@_state_dir
-def heal(hosts: tuple[list[str], list[str]], state_dir: Path) -> None:
+@STATE_DIR
+def heal(hosts: list[list[str]], state_dir: Path) -> None:
     """Mend all links, or those of HOSTS, or those between two groups. A node without power stays off."""
     LocalCluster.load(state_dir).links.heal(*hosts)
     print_text("healed")
@@ -177,7 +175,7 @@ def heal(hosts: tuple[list[str], list[str]], state_dir: Path) -> None:
 @command.command()
 @click.argument("hosts", callback=lambda _c, _p, word: _hosts(word))
 @click.argument("share", callback=lambda _c, _p, word: share_of(word))
-@_state_dir
+@STATE_DIR
 def loss(hosts: list[str], share: float, state_dir: Path) -> None:
     """Lose SHARE (10%) of the packets to and from each of HOSTS, at random; 0% ends it."""
     LocalCluster.load(state_dir).links.loss(hosts, share)
@@ -187,7 +185,7 @@ def loss(hosts: list[str], share: float, state_dir: Path) -> None:
 @command.command(context_settings={"ignore_unknown_options": True})
 @click.argument("host")
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND")
-@_state_dir
+@STATE_DIR
 def run(host: str, words: tuple[str, ...], state_dir: Path) -> None:
     """Run COMMAND on a node or on head, in its network and under its name; the exit status is the command's."""
     cluster = LocalCluster.load(state_dir)
@@ -197,7 +195,7 @@ def run(host: str, words: tuple[str, ...], state_dir: Path) -> None:
 
 @command.command("power-off")
 @click.argument("node")
-@_state_dir
+@STATE_DIR
 def power_off(node: str, state_dir: Path) -> None:
     """Kill everything that runs on NODE at once, as a power failure would."""
     victims = LocalCluster.load(state_dir).power_off(node)
@@ -206,7 +204,7 @@ def power_off(node: str, state_dir: Path) -> None:
 
 @command.command("power-on")
 @click.argument("node")
-@_state_dir
+@STATE_DIR
 def power_on(node: str, state_dir: Path) -> None:
     """Start NODE again. If Slurm set it down, or never noticed that it was gone, it stays down until it is resumed."""
     LocalCluster.load(state_dir).power_on(node)

@@ -67,7 +67,7 @@ def _size(job: DemoJob) -> str:
 
 
 def console() -> Console:
-    """The terminal, or wide lines where there is none."""
+    """Return the terminal, or wide lines if there is none."""
     from rich.console import Console
 
     here = Console()
@@ -75,7 +75,7 @@ def console() -> Console:
 
 
 def play(stage: Stage, console: Console, json_path: Path | None) -> None:
-    """Set the stage, play the story, show and check the result. Raises UserError when something is not as promised."""
+    """Set the stage, play the story, show and check the result. Raises UserError if something is wrong."""
     from unicron_ctl.lab.demo import report
     from unicron_ctl.lab.demo.live_view import View
     from unicron_ctl.lab.demo.story import Story

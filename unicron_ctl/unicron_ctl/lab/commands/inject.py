@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from pathlib import Path
 
 import click
-import msgspec
 from msgspec.structs import asdict, replace
 
 from unicron_ctl.lab.cluster import LocalCluster
-from unicron_ctl.lab.cluster.cluster_layout import default_state_dir
-from unicron_ctl.shared.commands.options import Number, controller_option
+from unicron_ctl.lab.commands.cluster import STATE_DIR
+from unicron_ctl.shared.commands.options import Number, controller_option, print_json
 from unicron_ctl.shared.protocol.answer_schema import Injection
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
 from unicron_ctl.shared.protocol.questions import InjectOrder
@@ -25,16 +23,8 @@ from unicron_detector.words import plural
 DEFAULT_FAULTS = (
     "rank-kill,exception:python,exception:nccl,hang-stop,slow:1.5,full-disk,corrupt-message,corrupt-checkpoint"
 )
-_controller = controller_option()
-_state_dir = click.option(
-    "--state-dir",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=default_state_dir,
-    show_default="$UNICRON_CLUSTER_DIR or ~/.local/state/unicron/cluster",
-    help="Folder of the local cluster, for lost-node.",
-)
-REFUSABLE = ("oom-kill",)  # what an agent may be unable to do
-REFUSED_SECONDS = 1.0  # by then it has said so
+REFUSABLE = ("oom-kill",)  # faults that an agent may refuse
+REFUSED_SECONDS = 1.0  # in which the agent refuses
 LOST_NODE = "lost-node"
 _HELP = "\b\n" + "\n".join(f"{name:16} {line}" for name, (_, _, line) in FAULTS.items())
 _CLASSES = f"CLASS: {', '.join(EXCEPTIONS)}."
@@ -50,7 +40,7 @@ def _check_fault(fault: str) -> str:
 
 def _print(done: Injection, as_json: bool) -> None:
     if as_json:
-        print_text(json.dumps(msgspec.to_builtins(done)))
+        print_json(done)
         return
     verb = "would inject" if done.dry_run else "injected"
     lasts = f" for {done.seconds:g} s" if done.seconds else ""
@@ -58,7 +48,7 @@ def _print(done: Injection, as_json: bool) -> None:
 
 
 def _order(order: InjectOrder, controller: str | None) -> Injection:
-    """Asks the controller to inject a fault."""
+    """Ask the controller to inject a fault."""
     return as_struct(ask_controller({"kind": "inject", **asdict(order)}, controller), Injection)
 
 
@@ -70,8 +60,8 @@ def _order(order: InjectOrder, controller: str | None) -> Injection:
 @click.option("--seconds", type=Number(0, 86400), default=0.0, metavar="T", help="How long it lasts.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be broken.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@_state_dir
-@_controller
+@STATE_DIR
+@controller_option()
 def command(
     fault: str,
     job: str | None,
@@ -95,7 +85,7 @@ def command(
 
 
 def _only_job(controller: str | None, node: str | None) -> str:
-    """The job that is meant when none is named. Raises UserError unless there is exactly one."""
+    """Return the only job, or the only one on the node. Raises UserError unless there is exactly one."""
     found = [
         job["job"]
         for job in ask_controller({"kind": "jobs"}, controller)
@@ -108,7 +98,7 @@ def _only_job(controller: str | None, node: str | None) -> str:
 
 
 def _lose_node(done: Injection, controller: str | None, state_dir: Path) -> Injection:
-    """Cuts the node's power, on the local cluster. The order is logged first."""
+    """Cut the node's power, on the local cluster. The controller logs the order first."""
     node = done.node
     try:
         cluster = LocalCluster.load(state_dir)
@@ -121,13 +111,13 @@ def _lose_node(done: Injection, controller: str | None, state_dir: Path) -> Inje
             f"`ipmitool -H {node}-bmc chassis power off` or `ssh {node} 'echo b > /proc/sysrq-trigger'`"
         )
     order = InjectOrder(job=done.job, fault=done.fault, slot=done.slot, node=node, seconds=done.seconds)
-    done = _order(order, controller)
+    logged = _order(order, controller)
     cluster.power_off(node)
-    return done
+    return logged
 
 
 def _raise_refusal(done: Injection, controller: str | None) -> None:
-    """Raises UserError when the agent says that it cannot do it."""
+    """Raise UserError if the agent refuses the order."""
     deadline = time.monotonic() + REFUSED_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.1)
@@ -143,8 +133,8 @@ def _raise_refusal(done: Injection, controller: str | None) -> None:
 @click.option("--job", metavar="JOB", help="Only this job, by id or name.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the times, faults, jobs and slots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
-@_state_dir
-@_controller
+@STATE_DIR
+@controller_option()
 def punish(
     mtbf: float,
     minutes: float,
@@ -161,7 +151,7 @@ def punish(
         raise UserError("--faults is empty: name at least one, see `unicronctl inject --help`", WRONG_USE)
     rng = random.Random(seed)
     until = time.monotonic() + 60.0 * minutes
-    off: dict[str, float] = {}  # node -> when its power comes back
+    off: dict[str, float] = {}  # node -> the time at which its power returns
     count = idle = refused = 0
     try:
         while (wait := rng.expovariate(1.0 / mtbf)) < until - time.monotonic():
@@ -174,7 +164,7 @@ def punish(
             name, slot = rng.choice(victims)
             order = InjectOrder(job=name, fault=rng.choice(kinds), slot=slot)
             if order.fault == "corrupt-checkpoint":
-                order.slot = None  # of whoever sends the state next
+                order.slot = None  # the rank that sends the state next
             try:
                 if order.fault == LOST_NODE:
                     done = _lose_node(_order(replace(order, dry_run=True), controller), controller, state_dir)
@@ -191,24 +181,23 @@ def punish(
     finally:
         _restore(off, state_dir, float("inf"))
     if not as_json:
-        words = (f", {plural(idle, 'time')} nobody trained" if idle else "") + (
-            f", {refused} not injected" if refused else ""
-        )
+        rest = f", {plural(idle, 'time')} nobody trained" if idle else ""
+        rest += f", {refused} not injected" if refused else ""
         print_text(
-            f"{plural(count, 'fault')} in {minutes:g} minutes (seed {seed}){words}; "
+            f"{plural(count, 'fault')} in {minutes:g} minutes (seed {seed}){rest}; "
             "`unicronctl status` shows what became of them"
         )
 
 
 def _restore(off: dict[str, float], state_dir: Path, now: float) -> None:
-    """Powers the nodes on that have been off for long enough."""
+    """Power on the nodes that have been off for long enough."""
     for node in [node for node, at in off.items() if at <= now]:
         del off[node]
         LocalCluster.load(state_dir).power_on(node)
 
 
 def _victims(controller: str | None, only: str | None) -> list[tuple[str, int]]:
-    """(job, slot) of all members of jobs that train."""
+    """Return (job, slot) for all members of jobs that train."""
     jobs = ask_controller({"kind": "jobs"}, controller)
     return [
         (job["job"], slot)

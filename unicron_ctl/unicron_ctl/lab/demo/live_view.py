@@ -1,5 +1,4 @@
-"""The live view: jobs and nodes at present, and the last lines of the story. On a pipe it prints the story's lines
-only."""
+"""The live view: jobs and nodes, and the last lines of the story. On a pipe it prints only the story's lines."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from collections import deque
 from rich.console import Console, Group
 from rich.text import Text
 
+from unicron_ctl.shared.commands.status_tables import Column, listing, number
 from unicron_ctl.shared.protocol.answer_schema import Status
 from unicron_ctl.shared.system.columns import Listing
 from unicron_ctl.shared.system.live_region import LiveRegion
@@ -32,14 +32,14 @@ class View(LiveRegion):
                 self._console.print(Text(line))
 
     def add_line(self, text: str) -> None:
-        """Adds a line to the story, with the seconds since the start."""
+        """Add a line to the story, with the seconds since the start."""
         line = f"{time.time() - self._began:6.1f} s  {text}"
         self._lines.append(line)
         if not self._live:
             self._console.print(Text(line), soft_wrap=True)
 
     def show(self, status: Status) -> None:
-        """Shows the controller's status."""
+        """Show the controller's status."""
         last = max(status.failures, key=lambda failure: failure.id, default=None)
         if last and last.reason != self._last_event:
             self._last_event = last.reason
@@ -49,44 +49,29 @@ class View(LiveRegion):
 
 
 def _jobs(status: Status) -> Listing:
-    table = Listing(
-        "job",
-        "state",
-        "generation",
-        "nodes",
-        "iteration",
-        "s/iteration",
-        "loss",
-        "weight",
-        "WAF (GFLOP/s)",
-        cut=["job"],
+    return listing(
+        (
+            Column("job", lambda job: job.name, cut=True),
+            Column("state", lambda job: job.state),
+            Column("generation", lambda job: str(job.generation)),
+            Column("nodes", lambda job: f"{job.nodes} of {job.max_nodes}"),
+            Column("iteration", lambda job: f"{job.iteration} of {job.train_iterations}"),
+            Column("s/iteration", lambda job: number(job.iteration_seconds or None, 2)),
+            Column("loss", lambda job: number(job.loss, 4)),
+            Column("weight", lambda job: f"{job.weight:g}"),
+            Column("WAF (GFLOP/s)", lambda job: f"{job.waf / 1e9:.1f}"),
+        ),
+        status.jobs,
     )
-    for job in status.jobs:
-        seconds = job.iteration_seconds
-        table.add_row(
-            job.name,
-            job.state,
-            str(job.generation),
-            f"{job.nodes} of {job.max_nodes}",
-            f"{job.iteration} of {job.train_iterations}",
-            f"{seconds:.2f}" if seconds else "-",
-            f"{job.loss:.4f}" if job.loss is not None else "-",
-            f"{job.weight:g}",
-            f"{job.waf / 1e9:.1f}",
-        )
-    return table
 
 
 def _nodes(status: Status) -> Text:
     names = {job.job: job.name for job in status.jobs}
-    words = Text("nodes  ")
+    line = Text("nodes  ")
     for node in status.nodes:
-        users = " ".join(
-            f"{names.get(user.rpartition('_')[0], '')}[{user.rpartition('_')[2]}]" for user in node.used_by
-        )
-        words.append(f"{node.node} ", style="bold")
-        words.append(
-            f"{users or ('idle' if node.healthy else '+'.join(node.states).lower())}   ",
-            style="green" if node.healthy else "red",
-        )
-    return words
+        elements = [user.rpartition("_") for user in node.used_by]
+        state = "idle" if node.healthy else "+".join(node.states).lower()
+        users = " ".join(f"{names.get(job, '')}[{number}]" for job, _, number in elements)
+        line.append(f"{node.node} ", style="bold")
+        line.append(f"{users or state}   ", style="green" if node.healthy else "red")
+    return line

@@ -1,5 +1,4 @@
-"""The demo's result: the cost of each failure, and each job's losses compared with an undisturbed run's. All numbers
-are read from the runs."""
+"""The demo's result: the cost of each failure, and a comparison of each job with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -11,12 +10,13 @@ import msgspec
 
 from unicron_ctl.lab.demo.stage import Stage
 from unicron_ctl.lab.demo.story import Injury, Story
+from unicron_ctl.shared.commands.status_tables import Column, listing, number
 from unicron_ctl.shared.settings.places import TEMPLATES
 from unicron_ctl.shared.system.columns import Listing
 from unicron_ctl.shared.system.errors import UserError
 
-LOSS_TOLERANCE = 1e-3  # relative: fp32 sums in another order differ by 1e-7, which adds up over Adam's steps
-GRADIENT_TOLERANCE = 1e-6  # absolute, fp32: only the order of sums differs
+LOSS_TOLERANCE = 1e-3  # relative: fp32 sums in another order differ by 1e-7, which grows over Adam's steps
+GRADIENT_TOLERANCE = 1e-6  # absolute: only the order of fp32 sums differs
 
 
 class DemoFailure(msgspec.Struct, kw_only=True):
@@ -42,19 +42,16 @@ class DemoFailure(msgspec.Struct, kw_only=True):
 
 
 class DemoJoin(msgspec.Struct, kw_only=True):
-    """A repaired node that came back at `at` and trained at `used_at`."""
+    """A repaired node that came back."""
 
     job: str
     at: float
     used_at: float | None
+    """The time at which the job trained on it."""
 
 
 class DemoJobResult(msgspec.Struct, kw_only=True):
-    """A job compared with its undisturbed run.
-
-    gradient_differences: by iteration, for the first one of each generation. Each is the difference between the
-    gradient that the optimizer got and one computed undisturbed from the same parameters (`verify.py`).
-    """
+    """A job compared with its undisturbed run."""
 
     name: str
     iterations: int
@@ -63,6 +60,8 @@ class DemoJobResult(msgspec.Struct, kw_only=True):
     max_loss_difference: float
     max_gradient_difference: float
     gradient_differences: dict[str, float]
+    """For the first iteration of each generation: the difference between the optimizer's gradient and one computed
+    without failures from the same parameters (`verify.py`)."""
     ledger_violations: int
 
 
@@ -75,14 +74,11 @@ class DemoResult(msgspec.Struct, kw_only=True):
 
 
 def collect(story: Story) -> DemoResult:
-    """Reads the result from the finished runs."""
+    """Read the result from the finished runs."""
+    joins = [injury for injury in story.injuries if injury.kind == "join"]
     return DemoResult(
         failures=[_failure(story, injury) for injury in story.injuries if injury.kind != "join"],
-        joins=[
-            DemoJoin(job=injury.job, at=injury.injected_at, used_at=injury.healed_at)
-            for injury in story.injuries
-            if injury.kind == "join"
-        ],
+        joins=[DemoJoin(job=join.job, at=join.injected_at, used_at=join.healed_at) for join in joins],
         jobs=[_job(story.stage, job.name) for job in story.stage.jobs],
     )
 
@@ -91,7 +87,7 @@ def _failure(story: Story, injury: Injury) -> DemoFailure:
     record = story.record(injury)
     if record is None:
         raise UserError(f"the controller has no record of: {injury.what}")
-    seen = {
+    observed = {
         "kind": injury.kind,
         "job": injury.job,
         "what": injury.what,
@@ -100,30 +96,30 @@ def _failure(story: Story, injury: Injury) -> DemoFailure:
         "restored_at": injury.healed_at,
         "neighbours_kept": len(injury.neighbours),
     }
-    return msgspec.convert(msgspec.structs.asdict(record) | seen, DemoFailure)
+    return msgspec.convert(msgspec.structs.asdict(record) | observed, DemoFailure)
 
 
 def _job(stage: Stage, name: str) -> DemoJobResult:
     read_metrics = runpy.run_path(str(TEMPLATES / "training_metrics.py"))["read_metrics"]
-    records, reference = (
-        read_metrics(stage.metrics(name), LOSS_TOLERANCE),
-        read_metrics(stage.folder / f"{name}-reference" / "metrics"),
+    losses, expected = (
+        {record["iteration"]: record["loss"] for record in records}
+        for records in (
+            read_metrics(stage.metrics(name), LOSS_TOLERANCE),
+            read_metrics(stage.folder / f"{name}-reference" / "metrics"),
+        )
     )
-    by_iteration = {record["iteration"]: record["loss"] for record in reference}
-    losses = {record["iteration"]: record["loss"] for record in records}
     last = max(losses)
-    missing = set(range(last + 1)) - (losses.keys() & by_iteration.keys())
-    if missing:
+    if missing := set(range(last + 1)) - (losses.keys() & expected.keys()):
         raise UserError(
             f"{name}: no loss of iterations {sorted(missing)[:10]} in one of the two runs: see {stage.folder}"
         )
-    differences = [abs(losses[i] - by_iteration[i]) / abs(by_iteration[i]) for i in losses]
+    differences = [abs(losses[i] - expected[i]) / abs(expected[i]) for i in losses]
     gradients = stage.verify_gradients(name)
     return DemoJobResult(
         name=name,
         iterations=len(losses),
         loss=losses[last],
-        reference_loss=by_iteration[last],
+        reference_loss=expected[last],
         max_loss_difference=max(differences),
         max_gradient_difference=max(gradients.values(), default=0.0),
         gradient_differences=gradients,
@@ -132,82 +128,64 @@ def _job(stage: Stage, name: str) -> DemoJobResult:
 
 
 def problems(result: DemoResult) -> list[str]:
-    """Return a line for each number that is out of tolerance; none when all is well."""
+    """Return a line for each number that is out of tolerance."""
     found = []
     for job in result.jobs:
-        if job.max_loss_difference > LOSS_TOLERANCE:
-            found.append(
-                f"{job.name}: losses differ from the reference by {job.max_loss_difference:.1e}, more "
-                f"than {LOSS_TOLERANCE:.0e}"
-            )
-        if job.max_gradient_difference > GRADIENT_TOLERANCE:
-            found.append(
-                f"{job.name}: a gradient differs by {job.max_gradient_difference:.1e}, more than "
-                f"{GRADIENT_TOLERANCE:.0e}"
-            )
+        for what, difference, most in (
+            ("losses differ from the reference", job.max_loss_difference, LOSS_TOLERANCE),
+            ("a gradient differs", job.max_gradient_difference, GRADIENT_TOLERANCE),
+        ):
+            if difference > most:
+                found.append(f"{job.name}: {what} by {difference:.1e}, more than {most:.0e}")
         if job.ledger_violations:
             found.append(f"{job.name}: {job.ledger_violations} iterations did not count every micro-batch exactly once")
     return found
 
 
+FAILURE_COLUMNS = (
+    Column("job", lambda failure: failure.job),
+    Column("what", lambda failure: failure.kind),
+    Column("sev", lambda failure: str(failure.severity)),
+    Column("cause", lambda failure: failure.cause),
+    Column("by", lambda failure: failure.detected_by.replace(" ", "-"), leaves=1),
+    Column("found", lambda failure: _after(failure.detected_at, failure.injected_at), leaves=2),
+    Column("again", lambda failure: _after(failure.resumed_at, failure.injected_at)),
+    Column("kept", lambda failure: str(failure.reused_micro_batches)),
+    Column("taken", lambda failure: str(failure.redistributed_micro_batches), leaves=3),
+    Column("twice", lambda failure: str(failure.recomputed_micro_batches)),
+    Column("whole", lambda failure: _after(failure.restored_at, failure.injected_at)),
+)
+LOSS_COLUMNS = (
+    Column("job", lambda job: job.name),
+    Column("iterations", lambda job: str(job.iterations)),
+    Column("loss", lambda job: f"{job.loss:.6f}"),
+    Column("reference", lambda job: f"{job.reference_loss:.6f}"),
+    Column("loss diff", lambda job: f"{job.max_loss_difference:.1e}"),
+    Column("gradient diff", lambda job: f"{job.max_gradient_difference:.1e}"),
+)
+
+
 def tables(result: DemoResult) -> list[Listing]:
-    """Returns the two tables that the demo prints at its end."""
-    failures = Listing(
-        "job",
-        "what",
-        "sev",
-        "cause",
-        "by",
-        "found",
-        "again",
-        "kept",
-        "taken",
-        "twice",
-        "whole",
-        optional=["by", "found", "taken"],
-    )
-    for f in result.failures:
-        began = f.injected_at
-        failures.add_row(
-            f.job,
-            f.kind,
-            str(f.severity),
-            f.cause,
-            f.detected_by.replace(" ", "-"),
-            f"{f.detected_at - began:.2f}",
-            _after(f.resumed_at, began),
-            str(f.reused_micro_batches),
-            str(f.redistributed_micro_batches),
-            str(f.recomputed_micro_batches),
-            _after(f.restored_at, began),
-        )
+    """Return the two tables that the demo prints at its end."""
+    failures = listing(FAILURE_COLUMNS, result.failures)
     for join in result.joins:
         failures.add_row(join.job, "join", *["-"] * 8, _after(join.used_at, join.at))
     failures.add_note("rank: kill -9 of one; node: power-off; join: a repaired node comes back and goes to this job")
     failures.add_note("found, again, whole: seconds until the failure was detected, the next step, full strength")
     failures.add_note("kept, taken: micro-batches in survivors' gradients, and taken over from the lost rank")
     failures.add_note("twice: micro-batches taken over although the lost rank had finished them")
-    losses = Listing("job", "iterations", "loss", "reference", "loss diff", "gradient diff")
-    for job in result.jobs:
-        losses.add_row(
-            job.name,
-            str(job.iterations),
-            f"{job.loss:.6f}",
-            f"{job.reference_loss:.6f}",
-            f"{job.max_loss_difference:.1e}",
-            f"{job.max_gradient_difference:.1e}",
-        )
+    losses = listing(LOSS_COLUMNS, result.jobs)
     losses.add_note("reference: an undisturbed run with the same seed; diff: the largest difference of all iterations,")
     losses.add_note("relative for losses, absolute for gradients")
     return [failures, losses]
 
 
 def _after(when: float | None, began: float) -> str:
-    return "-" if when is None else f"{when - began:.2f}"
+    return number(None if when is None else when - began, 2)
 
 
 def write_json(result: DemoResult, path: Path) -> None:
-    """Writes the result as JSON. Raises UserError if the file cannot be written."""
+    """Write the result as JSON. Raises UserError if the file cannot be written."""
     try:
         path.write_text(json.dumps(msgspec.to_builtins(result), indent=2) + "\n")
     except OSError as error:

@@ -1,10 +1,8 @@
-"""The demo's stage: a private Slurm with the plugin, a controller, a dataset, jobs and their reference runs, all of
-them real."""
+"""The demo's stage: a real private Slurm with the plugin, a controller, a dataset, jobs and their reference runs."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -15,6 +13,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from unicron import WHEELS
 from unicron_ctl.lab.cluster import LocalCluster, protection
@@ -30,34 +30,25 @@ CHECK = Path(__file__).with_name("verify.py")
 SCRIPT_SECONDS = 120.0
 HANG_FLOOR_SECONDS = 60.0  # ten processes share the cores, and an iteration takes long while another rank starts
 # A model small enough that two cores train seven ranks of it and two reference runs.
-MODEL_OPTIONS = (
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "128",
-    "--seq-length",
-    "128",
-    "--micro-batch-size",
-    "2",
-    "--micro-batches",
-    "12",
-)
-# Of the jobs, not of their references: ranks that always computed would leave no core to the ranks that start.
+MODEL = "--num-layers 2 --hidden-size 128 --seq-length 128 --micro-batch-size 2 --micro-batches 12"
+MODEL_OPTIONS = tuple(MODEL.split())
+# The jobs sleep within a micro-batch: ranks that always computed would leave no core to ranks that start.
 MICRO_BATCH_SECONDS = 0.25
-REFERENCE_SECONDS = 0.03  # about what it takes
-TRAIN_ITERATIONS = 5000  # of the learning-rate schedule; the demo ends the jobs when its story is over
+REFERENCE_SECONDS = 0.03  # of the reference runs, about as long as the computation
+TRAIN_ITERATIONS = 5000  # for the learning-rate schedule; the demo ends the jobs when its story is over
 MODULES = sorted(("megatron", "numpy", "torch", *WHEELS))
 FRESH_SECONDS = 0.25
 ANSWER_SECONDS = 20.0  # the cores are busy with ten processes that import torch
 
 
 def check_python(python: Path) -> None:
-    """Raises UserError for a Python that cannot train the demo's jobs."""
+    """Raise UserError for a Python that cannot train the demo's jobs."""
     look = f"import importlib.util as u; print('lacks', *(name for name in {MODULES} if not u.find_spec(name)))"
     words: list[str] = []
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run([python, "-c", look], capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=True)
-        words = said.stdout.split()
+        words = subprocess.run(
+            [python, "-c", look], capture_output=True, text=True, timeout=SCRIPT_SECONDS, check=True
+        ).stdout.split()
     if words[:1] != ["lacks"]:
         raise UserError(f"{python} is no Python that runs here: choose one with --python", WRONG_USE)
     if words[1:]:
@@ -66,10 +57,11 @@ def check_python(python: Path) -> None:
 
 @dataclass(frozen=True)
 class DemoJob:
-    """One training job of the demo. `elements` is the most nodes it can use."""
+    """One training job of the demo."""
 
     name: str
     elements: int
+    """The most nodes that it can use."""
     weight: float
     min_nodes: int
     seed: int
@@ -96,7 +88,7 @@ class Stage:
     # ------------------------------------------------------------ up and down
     @contextlib.contextmanager
     def open(self) -> Iterator[Stage]:
-        """The stage is set inside; afterwards nothing of it runs."""
+        """Set the stage, and afterwards end all that runs."""
         protection.plugin_line("")  # before anything is started
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -116,7 +108,7 @@ class Stage:
             self.close()
 
     def close(self) -> None:
-        """End everything, in any state of set-up, however often."""
+        """End everything, however much of it runs."""
         for process in [*self._references.values(), self._controller]:
             if process is not None and process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -130,43 +122,21 @@ class Stage:
 
     # ------------------------------------------------------------ dataset, jobs, references
     def build_dataset(self) -> None:
-        """Megatron's indexed dataset of the source of Python's standard library."""
-        prefix = self.folder / "stdlib"
-        self._options = ["--data-path", str(prefix), *MODEL_OPTIONS]
-        self._run_python(
-            [
-                str(TEMPLATES / "build_dataset.py"),
-                "--input",
-                sysconfig.get_path("stdlib"),
-                "--suffix",
-                ".py",
-                "--output",
-                str(prefix),
-            ]
-        )
+        """Make Megatron's indexed dataset of the source of Python's standard library."""
+        prefix = str(self.folder / "stdlib")
+        self._options = ["--data-path", prefix, *MODEL_OPTIONS, "--train-iterations", str(TRAIN_ITERATIONS)]
+        script, source = str(TEMPLATES / "build_dataset.py"), sysconfig.get_path("stdlib")
+        self._run_python([script, "--input", source, "--suffix", ".py", "--output", prefix])
 
     def verify_gradients(self, name: str) -> dict[str, float]:
-        """Iteration -> difference of its gradient from an undisturbed one, for the first iteration of every generation
-        of the job."""
+        """Return how much the gradient of the first iteration of each generation differs from an undisturbed one."""
         seed = str(next(job.seed for job in self.jobs if job.name == name))
-        found: dict[str, float] = json.loads(
-            self._run_python(
-                [
-                    str(CHECK),
-                    str(TEMPLATES),
-                    str(self.folder / name / "gradients"),
-                    *self._options,
-                    "--seed",
-                    seed,
-                    "--train-iterations",
-                    str(TRAIN_ITERATIONS),
-                ]
-            )
-        )
-        return found
+        gradients = str(self.folder / name / "gradients")
+        output = self._run_python([str(CHECK), str(TEMPLATES), gradients, *self._options, "--seed", seed])
+        return msgspec.json.decode(output, type=dict[str, float])
 
     def _environment(self) -> dict[str, str]:
-        """Gives a training outside Slurm what it imports: its Python need not have Unicron."""
+        """Return the environment of a training outside Slurm, whose Python need not have Unicron."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("UNICRON", "SLURM"))}
         return kept | {"PYTHONPATH": os.pathsep.join(filter(None, [*rank_roots(), kept.get("PYTHONPATH", "")]))}
 
@@ -189,7 +159,7 @@ class Stage:
         return done.stdout
 
     def submit(self, job: DemoJob) -> str:
-        """sbatch the template as a user would; returns the array job's id."""
+        """Submit the template as a user would. Return the array job's id."""
         work = self.folder / job.name
         work.mkdir(exist_ok=True)
         command = [
@@ -202,14 +172,9 @@ class Stage:
             f"--unicron-min-nodes={job.min_nodes}",
             str(TEMPLATES / "gpt_elastic.sbatch"),
             *self._options,
-            "--seed",
-            str(job.seed),
-            "--train-iterations",
-            str(TRAIN_ITERATIONS),
-            "--micro-batch-seconds",
-            str(MICRO_BATCH_SECONDS),
-            "--save-gradients",
-            str(work / "gradients"),
+            f"--seed={job.seed}",
+            f"--micro-batch-seconds={MICRO_BATCH_SECONDS}",
+            f"--save-gradients={work / 'gradients'}",
         ]
         path = protection.search_path(self.python.parent)
         environment = os.environ | self.cluster.env() | {"PATH": path, "UNICRON_TEMPLATES": str(TEMPLATES)}
@@ -224,46 +189,35 @@ class Stage:
         return self.ids[job.name]
 
     def start_reference(self, job: DemoJob) -> None:
-        """Starts the job's script, data and seed in one undisturbed process outside Slurm, at a lower priority."""
+        """Start the job's script, data and seed in one undisturbed process outside Slurm, at a lower priority."""
         work = self.folder / f"{job.name}-reference"
         work.mkdir(exist_ok=True)
+        command = [
+            *("nice", "-n", "5"),  # nicer than the jobs, but not so nice that it never ends beside other work
+            str(self.python),
+            str(TEMPLATES / "train_gpt.py"),
+            *self._options,
+            f"--seed={job.seed}",
+            f"--micro-batch-seconds={REFERENCE_SECONDS}",
+            f"--metrics={work / 'metrics'}",
+        ]
         with (work / "log").open("wb") as log:
             self._references[job.name] = subprocess.Popen(
-                [
-                    "nice",  # than the jobs, and not so much that they never end beside other work
-                    "-n",
-                    "5",
-                    str(self.python),
-                    str(TEMPLATES / "train_gpt.py"),
-                    *self._options,
-                    "--seed",
-                    str(job.seed),
-                    "--train-iterations",
-                    str(TRAIN_ITERATIONS),
-                    "--micro-batch-seconds",
-                    str(REFERENCE_SECONDS),
-                    "--metrics",
-                    str(work / "metrics"),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environment(),
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment()
             )
 
     def references_reached(self, iterations: dict[str, int]) -> bool:
-        """The references have trained so many iterations, by job name. Raises UserError when one failed."""
+        """Whether the reference run of each job has trained so many iterations. Raises UserError if one failed."""
         for name, process in self._references.items():
             if process.poll() is not None:
                 raise UserError(f"the reference run of {name} failed: see {self.folder / f'{name}-reference' / 'log'}")
+        files = {name: self.folder / f"{name}-reference" / "metrics.slot0" for name in iterations}
         return all(
-            (self.folder / f"{name}-reference" / "metrics.slot0").is_file()
-            and _lines(self.folder / f"{name}-reference" / "metrics.slot0") >= wanted
-            for name, wanted in iterations.items()
+            file.is_file() and file.read_bytes().count(b"\n") >= iterations[name] for name, file in files.items()
         )
 
     def finish(self, job: DemoJob) -> None:
-        """Ask the job to end after its present iteration, as Slurm's --signal would before a time limit."""
+        """Ask the job to end after its present iteration, as Slurm's --signal does before a time limit."""
         subprocess.run(
             ["scancel", "--state=RUNNING", "--signal=USR1", self.ids[job.name]],
             env=os.environ | self.cluster.env(),
@@ -273,7 +227,7 @@ class Stage:
 
     # ------------------------------------------------------------ looking and breaking
     def status(self) -> Status:
-        """The status of `unicronctl status`, not older than FRESH_SECONDS: the cores are for the training."""
+        """Return the controller's status, at most FRESH_SECONDS old: the training needs the cores."""
         if self._status is None or time.monotonic() - self._asked_at > FRESH_SECONDS:
             answer = ask_controller({"kind": "status"}, address=self.address, timeout=ANSWER_SECONDS)
             self._status = as_struct(answer, Status)
@@ -281,48 +235,44 @@ class Stage:
         return self._status
 
     def job(self, name: str) -> Job | None:
-        """One job of the status, None before its first agent has registered."""
+        """Return one job of the status, None before its first agent has registered."""
         return next((job for job in self.status().jobs if job.job == self.ids[name]), None)
 
     def known_job(self, name: str) -> Job:
-        """One job of the status. Raises LookupError before its first agent has registered."""
+        """Return one job of the status. Raises LookupError before its first agent has registered."""
         found = self.job(name)
         if found is None:
             raise LookupError(f"the controller knows no job {name}")
         return found
 
     def kill_rank(self, name: str, element: int) -> float:
-        """kill -9 of the element's last rank; returns the time."""
+        """Kill the element's last rank by SIGKILL. Return the time."""
         victim = self.pids(name, element)[-1]
         now = time.time()
         os.kill(victim, signal.SIGKILL)
         return now
 
     def pids(self, name: str, element: int) -> list[int]:
-        """The processes of the element's ranks."""
+        """Return the processes of the element's ranks."""
         return [rank.pid for rank in self._element(name, element).ranks]
 
     def node_of(self, name: str, element: int) -> str:
-        """The node on which the element runs now."""
+        """Return the node on which the element runs now."""
         return self._element(name, element).node
 
     def _element(self, name: str, element: int) -> Element:
         return next(e for e in self.known_job(name).elements if e.element == element)
 
     def power_off(self, node: str) -> float:
-        """slurmd, stepd and every process of the node are gone at once; returns the time."""
+        """Kill every process of the node at once, slurmd too. Return the time."""
         now = time.time()
         self.cluster.power_off(node)
         return now
 
     def metrics(self, name: str) -> Path:
-        """Prefix of the job's metrics files."""
+        """Return the prefix of the job's metrics files."""
         return self.folder / name / "metrics" / f"{name}-{self.ids[name]}"
 
     def remove(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n")

@@ -1,4 +1,4 @@
-"""The demo's four chapters; each waits, with a time limit, until the one before is healed."""
+"""The demo's four chapters. Each begins when the failure of the one before is healed."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ POLL_SECONDS = 0.25
 
 @dataclass
 class Injury:
-    """One failure that the demo causes: `what` for people, `kind` as in the contract (docs/design/README.md).
-
-    neighbours: the processes beside the one that dies, which must live on.
-    """
+    """One failure that the demo causes."""
 
     kind: str
+    """As in the contract (docs/design/README.md)."""
     job: str
     what: str
+    """A text for people."""
     injected_at: float
     healed_at: float = 0.0
     neighbours: tuple[int, ...] = ()
+    """The processes beside the one that dies, which must live on."""
 
 
 class Story:
-    """Plays the chapters on `stage`; `add_line(text)` is called at every turn and `show(status)` at every poll."""
+    """Plays the chapters on a stage. It calls `add_line(text)` for each event and `show(status)` at each poll."""
 
     def __init__(self, stage: Stage, add_line: Callable[[str], None], show: Callable[[Status], None]):
         self.stage, self.add_line, self.show = stage, add_line, show
         self.injuries: list[Injury] = []
 
     def play(self) -> None:
-        """Plays all chapters. Raises UserError when one is not healed in time."""
+        """Play all chapters. Raises UserError if one is not healed in time."""
         large, small = self.stage.jobs
         self._wait_until(
             lambda: all(self._at(job, job.elements, FIRST_ITERATION) for job in self.stage.jobs),
-            HEAL_SECONDS,
             "the jobs did not start training",
         )
         for job in self.stage.jobs:
@@ -57,21 +56,19 @@ class Story:
             self.stage.finish(job)
         self._wait_until(
             lambda: all((known := self.stage.job(job.name)) and known.ended for job in self.stage.jobs),
-            FINISH_SECONDS,
             "the jobs did not finish",
+            FINISH_SECONDS,
         )
         trained = {job.name: self.stage.known_job(job.name).iteration + 1 for job in self.stage.jobs}
-        self.add_line(
-            "waiting for the undisturbed runs to reach "
-            f"{', '.join(f'iteration {count} of {name}' for name, count in trained.items())}"
-        )
+        iterations = ", ".join(f"iteration {count} of {name}" for name, count in trained.items())
+        self.add_line(f"waiting for the undisturbed runs to reach {iterations}")
         self._wait_until(
-            lambda: self.stage.references_reached(trained), FINISH_SECONDS, "the reference runs did not get there"
+            lambda: self.stage.references_reached(trained), "the reference runs did not get there", FINISH_SECONDS
         )
 
     # ------------------------------------------------------------ chapters
     def _ranks_die(self, large: DemoJob, small: DemoJob) -> None:
-        """Kills a rank of each job at the same time; that of the second has a neighbour on its node."""
+        """Kill a rank of each job at the same time. The rank of the second job has a neighbour on its node."""
         for job in (large, small):
             element = job.elements - 1
             neighbours = tuple(self.stage.pids(job.name, element)[:-1])
@@ -88,7 +85,7 @@ class Story:
             raise UserError(f"{small.name}: a rank died alone, and its neighbour was started again with it")
 
     def _whole(self, injury: Injury, job: DemoJob) -> bool:
-        """Whether the job has its rank again; notes when that was seen first."""
+        """Whether the job has its rank again. Notes the time at which that was first seen."""
         if not injury.healed_at and self.record(injury) is not None and self._at(job, job.elements):
             injury.healed_at = time.time()
         return bool(injury.healed_at)
@@ -122,24 +119,21 @@ class Story:
 
     # ------------------------------------------------------------ helpers
     def _at(self, job: DemoJob, nodes: int, iteration: int = 0) -> bool:
-        """The job trains on exactly so many nodes, nothing under way, and has passed the iteration."""
+        """Whether the job trains on exactly so many nodes, and has reached the iteration. Raises UserError if it has
+        ended."""
         found = self.stage.job(job.name)
-        if found is None or found.ended:
-            return found is not None and self._over(job)
+        if found is None:
+            return False
+        if found.ended:
+            raise UserError(f"{job.name} ended before the demo was over; run it again with --keep and read its logs")
         whole = len(found.members) == nodes * job.ranks_per_node and found.nodes == nodes
         return found.state == "running" and whole and found.iteration >= iteration
 
-    @staticmethod
-    def _over(job: DemoJob) -> bool:
-        raise UserError(f"{job.name} ended before the demo was over; run it again with --keep and read its logs")
-
     def record(self, injury: Injury) -> Failure | None:
-        """The controller's record of this failure: the first one of the job that was detected after it was caused."""
+        """Return the controller's record of this failure: the job's first one that was detected after it was caused."""
         job = self.stage.ids[injury.job]
-        return next(
-            (f for f in self.stage.status().failures if f.job == job and f.detected_at >= injury.injected_at),
-            None,
-        )
+        failures = self.stage.status().failures
+        return next((f for f in failures if f.job == job and f.detected_at >= injury.injected_at), None)
 
     def _add_injury(self, kind: str, job: DemoJob, what: str, when: float) -> None:
         self.injuries.append(Injury(kind, job.name, what, when))
@@ -148,19 +142,17 @@ class Story:
     def _await_healing(self, done: Callable[[], bool], complaint: str) -> None:
         injury = self.injuries[-1]
         if injury.kind != "join":
-            self._wait_until(lambda: self.record(injury) is not None, HEAL_SECONDS, f"nobody noticed: {injury.what}")
-        self._wait_until(done, HEAL_SECONDS, complaint)
+            self._wait_until(lambda: self.record(injury) is not None, f"nobody noticed: {injury.what}")
+        self._wait_until(done, complaint)
         injury.healed_at = injury.healed_at or time.time()
         self.add_line(f"healed after {injury.healed_at - injury.injected_at:.1f} s")
 
     def _plan(self) -> str:
-        """Why each job has the nodes it has, as the controller says."""
-        reasons = self.stage.status().plan.reasons or {}
-        return "; ".join(
-            f"{job.name} {reasons[id]}" for job in self.stage.jobs if (id := self.stage.ids.get(job.name)) in reasons
-        )
+        """Return the controller's reasons for the nodes of each job."""
+        reasons, ids = self.stage.status().plan.reasons or {}, self.stage.ids
+        return "; ".join(f"{name} {reasons[job]}" for name, job in ids.items() if job in reasons)
 
-    def _wait_until(self, done: Callable[[], bool], seconds: float, complaint: str) -> None:
+    def _wait_until(self, done: Callable[[], bool], complaint: str, seconds: float = HEAL_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not done():
             if time.monotonic() > deadline:

@@ -1,10 +1,9 @@
 """Checks that the gradient of a recovered iteration was right: `python verify.py TEMPLATES FOLDER TRAIN_GPT_OPTIONS...`
 
-For each iteration of which `train_gpt.py --save-gradients FOLDER` wrote files, one undisturbed process computes the
-gradient from the same parameters, over all micro-batches, by Megatron's own schedule and without a Session. The process
-has the whole model, whatever the job's layout. It prints {"ITERATION": largest absolute difference of any element, ...}
-as JSON. It is a process of its own because it needs torch, and a script because the Python that trains has only what
-ranks import: nothing of `unicron_ctl`.
+For each iteration for which `train_gpt.py --save-gradients FOLDER` wrote files, one process with the whole model
+computes the gradient from the same parameters, over all micro-batches, by Megatron's own schedule and without a
+Session. It prints {"ITERATION": largest absolute difference of any element, ...} as JSON. It is a script because the
+Python that trains has torch, but not `unicron_ctl`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 def main() -> None:
     """See the module's text."""
     templates, saved, *words = sys.argv[1:]
-    sys.path.insert(0, templates)  # as for the script itself
+    sys.path.insert(0, templates)  # Python does the same for train_gpt.py
     import gpt_options
     import train_gpt
 
@@ -36,7 +35,7 @@ def main() -> None:
 
 
 class ReferenceRun:
-    """One process with the whole model, which computes any iteration's gradient from given parameters."""
+    """One process with the whole model, which computes the gradient of any iteration from given parameters."""
 
     def __init__(self, options: Any, device: Any, backend: str):
         import gpt_model
@@ -52,12 +51,12 @@ class ReferenceRun:
         options.decoder_first_pipeline_num_layers = options.decoder_last_pipeline_num_layers = None
         self._options = options
         self._chunks = gpt_model.build_model(options, device)
-        self._whole = torch.optim.SGD(self._chunks[0].parameters())  # says which parameters there are; makes no step
+        self._whole = torch.optim.SGD(self._chunks[0].parameters())  # only lists the parameters, and makes no step
         self._fetch = train_gpt.make_fetch(train_gpt.build_dataset(options), options)
         self._forward_step = gpt_model.make_forward_step(options, device)
 
     def difference(self, iteration: int, paths: Iterable[Path]) -> float:
-        """The largest absolute difference between the gradients in the files of an iteration and the one computed
+        """Return the largest absolute difference between the gradients in an iteration's files and the one computed
         here."""
         import torch
 
@@ -83,7 +82,7 @@ class ReferenceRun:
         parts.restore(self._chunks, self._whole, parts.AssembledBlocks(by_name, {}))
 
     def _gradient(self, iteration: int) -> list[tuple[Any, Any]]:
-        """(part, flat gradient) of the whole model."""
+        """Return (part, flat gradient) for each part of the whole model."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from unicron_transition.iteration import randomness
@@ -108,7 +107,7 @@ class ReferenceRun:
         return [(part, part.parameter.main_grad.detach().float().reshape(-1).cpu()) for part in held]
 
     def _clip(self, gradient: list[tuple[Any, Any]]) -> dict[str, list[Any]]:
-        """Clips as Megatron's optimizer does: by the norm over all parameters. Returns the parts by name."""
+        """Clip as Megatron's optimizer does: by the norm over all parameters. Return the parts by name."""
         from unicron_transition.snapshot.parts import Source
 
         limit = self._options.clip_grad

@@ -1,13 +1,17 @@
-"""Options that several commands share."""
+"""Options that several commands share, and how `--json` prints."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 import click
+import msgspec
+
+from unicron_ctl.shared.system.printable import print_text
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
@@ -39,6 +43,11 @@ def _finite(
     if not math.isfinite(number):
         kind.fail(f"{value!r} is no finite number", param, ctx)
     return number
+
+
+def print_json(data: object, indent: int | None = None) -> None:
+    """Print plain data or structs as JSON, on one line unless `indent` is set."""
+    print_text(json.dumps(msgspec.to_builtins(data), indent=indent), lines=True)
 
 
 DURATION = Duration()

@@ -1,7 +1,7 @@
 """The controller's answers as listings; shared by status, top, jobs, nodes, explain, pause and the page.
 
-On a pipe each item has its line, in the order of the answer. `folded`, for people: the worst comes first, and nodes of
-which the same is to be said are one line, with a host list.
+On a pipe each item has its line, in the order of the answer. `folded` is for people: the worst comes first, and nodes
+with the same values are one line, with a host list. `chosen` means that options have left a part out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from unicron_ctl.shared.system.columns import Cell, Listing
 from unicron_detector.words import plural
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
-_HEALTHS = {"bad": "red"}
 STATE_STYLES = {
     "running": "green",
     "offering": "green",
@@ -33,18 +32,18 @@ STATE_STYLES = {
 
 
 def status(data: Status, folded: bool = False, chosen: bool = False) -> list[Listing | Text]:
-    """The controller's status as listings and lines, what needs an admin first. chosen: it is a part of it."""
+    """Return the controller's status as listings and lines, what needs an admin first."""
     return [*needs_an_admin(data, folded), *tables(data, folded, chosen)]
 
 
 def tables(data: Status, folded: bool = False, chosen: bool = False) -> list[Listing | Text]:
     """Return the status without what needs an admin."""
-    there = [job for job in data.jobs if not job.ended]
-    held = [*_doubts(data), *paused_lines(data.controller.paused)]
-    parts: list[Listing | Text] = [Text(line, style="yellow") for line in held]
-    parts += [jobs(there, folded, chosen)] if there or not data.jobs else []
-    if over := len(data.jobs) - len(there):
-        parts.append(Text(f"jobs that have ended: {over} (`unicronctl jobs`)", style="dim"))
+    living = [job for job in data.jobs if not job.ended]
+    limits = [*_restraints(data), *paused_lines(data.controller.paused)]
+    parts: list[Listing | Text] = [Text(line, style="yellow") for line in limits]
+    parts += [jobs(living, folded, chosen)] if living or not data.jobs else []
+    if ended := len(data.jobs) - len(living):
+        parts.append(Text(f"jobs that have ended: {ended} (`unicronctl jobs`)", style="dim"))
     parts.append(nodes(data.nodes, folded))
     if data.failures:
         last = data.failures[-8:]
@@ -55,12 +54,12 @@ def tables(data: Status, folded: bool = False, chosen: bool = False) -> list[Lis
 
 
 def needs_an_admin(data: Status, folded: bool) -> list[Text]:
-    """A line each."""
+    """Return a line for each thing that needs an admin."""
     return [Text(line, style="bold red") for line in trouble.needs_an_admin(data.attention, folded)]
 
 
-def _doubts(data: Status) -> list[str]:
-    """Why the controller does less than it may."""
+def _restraints(data: Status) -> list[str]:
+    """Return the reasons why the controller does less than its configuration allows."""
     controller, found = data.controller, []
     if controller.alone_since is not None:
         found.append(f"unicrond hears no agent for {duration(controller.time - controller.alone_since)}: does nothing")
@@ -83,22 +82,22 @@ def _foot(data: Status) -> str:
 
 
 class Column(NamedTuple):
-    """One column of a table: all that it needs beside its field in `answer_schema`."""
+    """A column of a table. A new one needs an entry here and a field in `answer_schema`."""
 
     heading: str
     cell: Callable[[Any], Cell]
-    """Makes the cell of one item."""
+    """Makes the cell of an item."""
     leaves: int = 0
-    """Its place in the order in which a narrow terminal leaves columns out; 0: it stays."""
+    """Its place in the order in which a narrow terminal leaves columns out; 0 if it stays."""
     cut: bool = False
-    """A narrow terminal cuts its cells."""
+    """Whether a narrow terminal cuts its cells."""
 
 
 JOB_COLUMNS = (
     Column("jobid", lambda job: job.job),
     Column("name", lambda job: job.name, cut=True),
     Column("state", lambda job: Text(job_state(job), style=STATE_STYLES.get(job.state, ""))),
-    Column("nodes", lambda job: f"{job.nodes}/{job.max_nodes}"),  # those that train, and the most that it can use
+    Column("nodes", lambda job: f"{job.nodes}/{job.max_nodes}"),  # those that train, of the most that it can use
     Column("plan", lambda job: "-" if job.ended or job.planned_nodes is None else str(job.planned_nodes)),
     Column("iteration", lambda job: iterations(job)),
     Column("s/iter", lambda job: number(job.iteration_seconds, 3), leaves=5),
@@ -122,21 +121,22 @@ FAILURE_COLUMNS = (
 )
 
 
+def droppable(columns: Sequence[Column]) -> list[str]:
+    """Return the headings of the columns that a narrow terminal leaves out, the first to go first."""
+    return [column.heading for column in sorted(columns, key=lambda column: column.leaves) if column.leaves]
+
+
 def listing(columns: Sequence[Column], items: Iterable[object]) -> Listing:
     """Return the table with a row for each item."""
-    optional = sorted((column for column in columns if column.leaves), key=lambda column: column.leaves)
-    table = Listing(
-        *(column.heading for column in columns),
-        optional=[column.heading for column in optional],
-        cut=[column.heading for column in columns if column.cut],
-    )
+    cut = [column.heading for column in columns if column.cut]
+    table = Listing(*(column.heading for column in columns), optional=droppable(columns), cut=cut)
     for item in items:
         table.add_row(*(column.cell(item) for column in columns))
     return table
 
 
 def jobs(listed: Sequence[Job], folded: bool = False, chosen: bool = False) -> Listing:
-    """Return the table of jobs. chosen: they are a part of them."""
+    """Return the table of jobs."""
     ordered = trouble.jobs_by_trouble(listed) if folded else listed
     table = listing(JOB_COLUMNS, ordered)
     for job in ordered:
@@ -148,13 +148,13 @@ def jobs(listed: Sequence[Job], folded: bool = False, chosen: bool = False) -> L
 
 
 def iterations(job: Job) -> str:
-    """Return the job's iteration, and how many it is to do where that is known."""
-    wanted = f"/{job.train_iterations}" if job.train_iterations else ""
-    return f"{job.iteration}{wanted}" if job.iteration >= 0 else "-"
+    """Return the job's iteration, and the number of all its iterations if that is known."""
+    total = f"/{job.train_iterations}" if job.train_iterations else ""
+    return f"{job.iteration}{total}" if job.iteration >= 0 else "-"
 
 
 def job_state(job: Job) -> str:
-    """A job's state in one word."""
+    """Return the job's state in one word."""
     if job.ended:
         return f"ended({job.ended.code})"
     return "aside" if job.set_aside else str(job.state)
@@ -162,15 +162,14 @@ def job_state(job: Job) -> str:
 
 def job_notes(job: Job) -> list[str]:
     """Return the notes of one job below the table."""
+    apart = f"left out, since it and others do not reach each other: element {', '.join(job.left_out)}"
     found = [
         *_obstacle_notes(job),
         replicas(job),
         spares(job),
         blocks(job),
         f"silent, not lost: element {', '.join(job.silent)}" if job.silent else "",
-        f"left out, since it and others do not reach each other: element {', '.join(job.left_out)}"
-        if job.left_out
-        else "",
+        apart if job.left_out else "",
         "restart mode" if job.mode == "restart" and not job.ended else "",
         goodput(job),
         *_rank_notes(job),
@@ -201,35 +200,33 @@ def _rank_notes(job: Job) -> Iterator[str]:
 
 
 def replicas(job: JobBase) -> str:
-    """Return how a job's ranks make replicas, who waits to complete one, and how else it could run; "" where a rank is
-    a replica and nothing else is possible."""
+    """Return a job's replicas and standbys, and its other layouts; "" if each rank is a replica and there is no other
+    layout."""
     others = [name for name in job.layouts if name != job.layout]
     if (job.replica == 1 and not others) or job.ended:
         return ""
-    count, standbys = job.replicas, job.standbys
-    named = f"{job.layout}: " if job.layout else ""
-    waiting = f", standbys: slots {_few(standbys)}" if standbys else ""
-    size = plural(job.replica, "rank")
+    layout = f"{job.layout}: " if job.layout else ""
+    waiting = f", standbys: slots {_few(job.standbys)}" if job.standbys else ""
     planned = job.planned_layout or job.layout
     also = f"; goes on as {planned}" if planned != job.layout else f"; or {', '.join(others)}" if others else ""
-    return f"{named}{plural(count, 'replica')} of {size}{waiting}{also}"
+    return f"{layout}{plural(job.replicas, 'replica')} of {plural(job.replica, 'rank')}{waiting}{also}"
 
 
 def goodput(job: JobBase) -> str:
-    """Return the share of the job's time that was not lost; empty while nothing was lost."""
+    """Return the share of the job's time that was not lost; "" if none was lost."""
     if job.goodput is None or not job.lost_seconds:
         return ""
     return f"goodput {100.0 * job.goodput:.1f} %, {duration(job.lost_seconds)} lost"
 
 
 def _few(slots: list[int]) -> str:
-    """The first slots, and how many more there are."""
+    """Return the first slots, and how many more there are."""
     more = f" and {len(slots) - 8} more" if len(slots) > 8 else ""
     return f"{' '.join(map(str, slots[:8]))}{more}"
 
 
 def spares(job: JobBase) -> str:
-    """The spares that wait to take a lost element's place; empty where none are wanted."""
+    """Return the spares that wait to take a lost element's place; "" if the job wants none."""
     if not job.spares_wanted or job.ended:
         return ""
     waiting = [f"element {one.element} ({one.node}): spare, {one.state}" for one in job.spares[:8]]
@@ -238,21 +235,20 @@ def spares(job: JobBase) -> str:
 
 
 def blocks(job: JobBase) -> str:
-    """The elements that have several nodes each, with these; empty where they have one."""
+    """Return the elements with their nodes; "" if each has one node."""
     more = f"; and {len(job.blocks) - 8} more" if len(job.blocks) > 8 else ""
     return "; ".join(job.blocks[:8]) + more
 
 
 def not_finite(job: JobBase) -> str:
-    """Since when the loss is NaN; empty while it is a number."""
-    since = job.nan_since
-    return f"loss is nan since iteration {since}" if since is not None else ""
+    """Return the iteration since which the loss is NaN; "" while it is a number."""
+    return f"loss is nan since iteration {job.nan_since}" if job.nan_since is not None else ""
 
 
 def _slow(job: Job) -> str:
     """Return the straggler of a degraded job, and the peers that stand out, in a few words."""
-    slow, found = job.degraded, []
-    if slow:
+    found = []
+    if slow := job.degraded:
         factor = f" {slow.slowdown:.1f}x" if slow.slowdown else ""
         who = f"slot {slow.slot}{factor} in {slow.phase}"
         found.append(f"slow: {who if slow.slot is not None else slow.phase or 'all ranks'}")
@@ -262,98 +258,91 @@ def _slow(job: Job) -> str:
 
 
 def nodes(listed: Sequence[Node], folded: bool = False) -> Listing:
-    """The table of nodes."""
+    """Return the table of nodes."""
     if folded:
         return folded_nodes(listed)
     table = Listing("node", "state", "jobs", "health", "reason")
     for node in listed:
-        said = health(node)
-        table.add_row(
-            node.node,
-            _states(node),
-            ",".join(node.used_by) or "-",
-            Text(said.plain.split()[0].rstrip(":;"), style=said.style),
-            _remarks(node) or "-",
-        )
-        if not _short(said.plain):
-            table.add_note(Text(f"{node.node}: health {said.plain}", style=said.style))
+        report = health(node)
+        word = Text(_first_word(report), style=report.style)
+        table.add_row(node.node, _states(node), ",".join(node.used_by) or "-", word, _remarks(node) or "-")
+        if not _is_short(report.plain):
+            table.add_note(Text(f"{node.node}: health {report.plain}", style=report.style))
         if node.last_event:
             table.add_note(f"{node.node}: {node_event(node.last_event)}")
     return table
 
 
 def folded_nodes(listed: Sequence[Node]) -> Listing:
-    """The table of nodes for people: the worst first, and those together of which the same is to be said."""
+    """Return the table of nodes for people: the worst first, and nodes with equal values on one line."""
     table = Listing("nodes", "count", "state", "jobs", "health", "reason")
-    rows, notes = Together(), Together()
+    rows, notes = NodeGroups(), NodeGroups()
     for node in sorted(listed, key=lambda one: (trouble.of_node(one), natural(one.node))):
-        said = health(node, aged=False)
+        report = health(node, aged=False)
         users = sorted({user.rpartition("_")[0] or user for user in node.used_by}, key=natural)
-        word = said.plain.split()[0].rstrip(":;")
-        rows.add(node.node, str(_states(node)), ",".join(users) or "-", word, _remarks(node) or "-")
-        if not _short(said.plain):
-            notes.add(node.node, f"health {said.plain}")
+        rows.add(node.node, str(_states(node)), ",".join(users) or "-", _first_word(report), _remarks(node) or "-")
+        if not _is_short(report.plain):
+            notes.add(node.node, f"health {report.plain}")
         if node.last_event:
             notes.add(node.node, node_event(node.last_event, timed=False))
     healthy = {node.node for node in listed if node.healthy}
-    for names, (state, users_, word, reason) in rows:
-        style = "" if names[0] in healthy else "red"
-        table.add_row(
-            fold(names),
-            str(len(names)),
-            Text(state, style=style),
-            users_,
-            Text(word, style=_HEALTHS.get(word, "")),
-            reason,
-        )
-    for names, (said_,) in notes:
-        table.add_note(f"{fold(names)}: {said_}")
+    for names, (state, jobs_, word, reason) in rows:
+        states = Text(state, style="" if names[0] in healthy else "red")
+        verdict = Text(word, style="red" if word == "bad" else "")
+        table.add_row(fold(names), str(len(names)), states, jobs_, verdict, reason)
+    for names, (note,) in notes:
+        table.add_note(f"{fold(names)}: {note}")
     return table
 
 
-class Together:
-    """Nodes by what is said of them, in the order in which it was said first; their own names in it do not count."""
+class NodeGroups:
+    """Groups nodes with equal texts, in the order of each group's first node. A node's own name in a text does not
+    count."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, ...], list[str]] = {}
 
-    def add(self, node: str, *words: str) -> None:
-        """Takes what is said of a node."""
-        self._groups.setdefault(tuple(trouble.nameless(word, node) for word in words), []).append(node)
+    def add(self, node: str, *texts: str) -> None:
+        """Add a node with its texts."""
+        self._groups.setdefault(tuple(trouble.nameless(text, node) for text in texts), []).append(node)
 
     def __iter__(self) -> Iterator[tuple[list[str], tuple[str, ...]]]:
-        for words, names in self._groups.items():
-            yield names, tuple(trouble.with_names(word, names) for word in words)
+        for texts, names in self._groups.items():
+            yield names, tuple(trouble.with_names(text, names) for text in texts)
 
 
 def _states(node: Node) -> Text:
     return Text("+".join(node.states).lower() or "-", style="" if node.healthy else "red")
 
 
-def _short(said: str) -> bool:
-    """A health that one word tells: passed, or never looked at."""
-    return said in ("unknown", "ok") or (said.startswith("ok (") and said.endswith(")") and ";" not in said)
+def _first_word(report: Text) -> str:
+    return report.plain.split()[0].rstrip(":;")
+
+
+def _is_short(report: str) -> bool:
+    """Whether one word says all about a node's health: it passed, or it was never checked."""
+    return report in ("unknown", "ok") or (report.startswith("ok (") and report.endswith(")") and ";" not in report)
 
 
 def _remarks(node: Node) -> str:
-    """Slurm's reason, whether it is asked who reaches the node, and by what it stands out among its peers."""
-    odd = (
-        ["its agent is silent or gone; others are asked whether they reach it"] if node.asked_since is not None else []
-    )
-    odd += [anomaly.reason for anomaly in node.anomalies]
-    odd += [f"{element}: spare, {how}" for element, how in node.spare_of.items()]
-    return "; ".join([node.reason, *odd] if node.reason else odd)
+    """Return Slurm's reason, and why the node stands out."""
+    asked = "its agent is silent or gone; others are asked whether they reach it"
+    found = [node.reason] if node.reason else []
+    found += [asked] if node.asked_since is not None else []
+    found += [anomaly.reason for anomaly in node.anomalies]
+    found += [f"{element}: spare, {how}" for element, how in node.spare_of.items()]
+    return "; ".join(found)
 
 
 def node_event(event: NodeEvent, timed: bool = True) -> str:
-    """Return the node's last event, and what became of it."""
+    """Return the node's last event, and the action that it led to."""
     times = f" ({event.count} times)" if event.count > 1 and timed else ""
     when = f"{short(event.time)} " if timed else ""
     return f"{when}{event.source}: {event.text[:70]}{times}: {event.cause}, {event.action}"
 
 
 def health(node: Node, aged: bool = True) -> Text:
-    """Return the words of the admission checks and the paired test, their age, and whether the node is a suspect."""
+    """Return the results of the admission checks and the pair test, their age, and whether the node is a suspect."""
     words, style, now = [], "", time.time()
     for name, report in (("", node.health), ("pair test ", node.pair_test)):
         if report is None:
@@ -383,6 +372,7 @@ def again_after(failure: Failure) -> float | None:
 
 
 def explanation(data: Explanation) -> list[Listing | Text]:
+    """Return a job's state, obstacles, decisions and failures."""
     table = Listing("when", "gen", "what", "why")
     for decision in data.decisions:
         table.add_row(short(decision.time), str(decision.generation or "-"), decision.kind, decision.reason)
@@ -393,36 +383,28 @@ def explanation(data: Explanation) -> list[Listing | Text]:
 
 
 def standing(data: Explanation) -> list[str]:
-    """The job's state, replicas and spares, one fact a line."""
+    """Return the job's state, replicas and spares, one fact a line."""
     lines = [f"job {data.job} ({data.name}): {data.state}, generation {data.generation}"]
     if data.mode == "restart":
         lines.append(f"restart mode: all processes start again when one fails ({data.mode_reason})")
-    if said := goodput(data):
-        lines.append(f"{said} of {duration(data.trained_seconds + data.lost_seconds)} from the first step to the last")
+    if share := goodput(data):
+        lines.append(f"{share} of {duration(data.trained_seconds + data.lost_seconds)} from the first step to the last")
     if data.ended:
         lines.append(f"ended with {data.ended.code}: {data.ended.reason}")
     if data.set_aside and not data.ended:
         lines.append(f"set aside: {data.set_aside}")
-    if said := replicas(data):
-        lines.append(f"replicas: {said}")
-    if said := spares(data):
-        lines.append(f"spares: {said}")
-    if said := blocks(data):
-        lines.append(f"elements: {said}")
-    if data.waits:
-        lines.append(f"waits: {data.waits}")
-    return lines
+    facts = {"replicas": replicas(data), "spares": spares(data), "elements": blocks(data), "waits": data.waits}
+    return lines + [f"{name}: {text}" for name, text in facts.items() if text]
 
 
 def obstacles(data: Explanation) -> list[str]:
     """Return the limits of the job, and its plan."""
     lines = []
-    if said := not_finite(data):
-        lines.append(f"{said}: the training goes on, and its snapshots and checkpoints have the same loss")
-    for reason, slots in data.cold.items():
-        lines.append(f"started cold: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")
-    for reason, slots in data.forgets.items():
-        lines.append(f"keeps no state in memory: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")
+    if loss := not_finite(data):
+        lines.append(f"{loss}: the training goes on, and its snapshots and checkpoints have the same loss")
+    for what, by_reason in (("started cold", data.cold), ("keeps no state in memory", data.forgets)):
+        for reason, slots in by_reason.items():
+            lines.append(f"{what}: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")
     for one in data.waiting:
         after = "" if one.starts else ": they cannot start until that changes"
         lines.append(
@@ -439,7 +421,7 @@ def obstacles(data: Explanation) -> list[str]:
 
 
 def failure_text(failure: Failure) -> str:
-    """A failure and its remedy in a few words."""
+    """Return a failure and the time of its recovery in a few words."""
     where = failure.node if failure.kind == "node" else f"slot {failure.slot}"
     again = again_after(failure)
     done = f", trained again after {again:.2f} s" if again is not None else ""
@@ -447,7 +429,7 @@ def failure_text(failure: Failure) -> str:
 
 
 def rate(flops: float | None, unit: str = "FLOP/s") -> str:
-    """The rate with a prefix: 1.9 PFLOP/s."""
+    """Write a rate with a prefix: 1.9 PFLOP/s."""
     if not flops:
         return "-"
     for size, prefix in PREFIXES:
@@ -457,15 +439,15 @@ def rate(flops: float | None, unit: str = "FLOP/s") -> str:
 
 
 def number(value: float | None, digits: int) -> str:
+    """Write a number with so many decimals, or "-" for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def paused_lines(until: dict[str, float]) -> list[str]:
-    """Return a line for each pause. until: by partition; 0 for no end."""
+    """Return a line for each pause. until: the end of each partition's pause, 0 for none."""
     found = []
     for name, end in until.items():
-        what = f"partition {name}" if name else "everything"
         command = f"unicronctl resume {name}".strip()
-        over = f"{datetime.fromtimestamp(end):%Y-%m-%dT%H:%M}" if end else f"`{command}`"
-        found.append(f"{what} is paused until {over}")
+        limit = f"{datetime.fromtimestamp(end):%Y-%m-%dT%H:%M}" if end else f"`{command}`"
+        found.append(f"{f'partition {name}' if name else 'everything'} is paused until {limit}")
     return found

@@ -1,6 +1,6 @@
 """The rooms behind the fence: each has a table of commands and is an entry point of the distribution (setup.cfg).
 
-The core names none of them. A room whose folder is gone takes its commands with it, and nothing else changes.
+The core names no room. If a room's folder is removed, its commands are gone, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from unicron_ctl.shared.system.release import DISTRIBUTION
 
-GROUP = "unicronctl.rooms"  # of the entry points; each names a package with COMMANDS and, maybe, SCHEMAS
+GROUP = "unicronctl.rooms"  # of entry points; each names a package with COMMANDS and perhaps SCHEMAS
 
 
 class Command(NamedTuple):
@@ -24,12 +24,12 @@ class Command(NamedTuple):
 
 
 def rooms() -> Iterator[ModuleType]:
-    """The packages of all rooms that are installed."""
+    """Yield the packages of all installed rooms."""
     from importlib import metadata  # slow to import, and not needed for the core's commands
 
     try:
         entries = metadata.distribution(DISTRIBUTION).entry_points
-    except metadata.PackageNotFoundError:  # a copy that nobody has installed
+    except metadata.PackageNotFoundError:  # a copy that is not installed
         return
     for entry in entries.select(group=GROUP):
         try:

@@ -1,4 +1,4 @@
-"""Times as commands print and read them: local, with the offset where a line may be kept."""
+"""Times as commands print and read them: local, and with the offset in lines that people keep."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import click
 
 from unicron_ctl.shared.commands.options import DURATION
 
-RECENT_SECONDS = 180 * 86400.0  # a short date has no year before that
+RECENT_SECONDS = 180 * 86400.0  # the short date of anything older has the year
 
 
 def moment(at: float) -> str:
-    """Seconds since the epoch in ISO 8601, with the offset: 2026-11-27T17:39:15.123+01:00."""
+    """Write seconds since the epoch in ISO 8601, with the offset: 2026-11-27T17:39:15.123+01:00."""
     return datetime.fromtimestamp(at).astimezone().isoformat(timespec="milliseconds")
 
 
 def short(at: float, now: float | None = None) -> str:
-    """For columns: 11-27T17:39:15, or 2026-01-27T17:39 of what is half a year away."""
+    """Write a time for a column: 11-27T17:39:15, or 2026-01-27T17:39 if it is half a year away."""
     near = abs((time.time() if now is None else now) - at) < RECENT_SECONDS
     return f"{datetime.fromtimestamp(at):{'%m-%dT%H:%M:%S' if near else '%Y-%m-%dT%H:%M'}}"
 
@@ -45,11 +45,11 @@ class Since(click.ParamType[float]):
         now = datetime.now().astimezone()
         found = _ago(value, now) or _time_of_day(value, now) or _date(value)
         if found is None:
-            said = re.match(r"(\d+) *([smhdw])", value)
-            near = (
-                f"; did you mean {said[1]}{said[2]}?" if said else ": write 2h, 14:30, 2026-11-27 or 2026-11-27T14:30"
+            near = re.match(r"(\d+) *([smhdw])", value)
+            hint = (
+                f"; did you mean {near[1]}{near[2]}?" if near else ": write 2h, 14:30, 2026-11-27 or 2026-11-27T14:30"
             )
-            self.fail(f"{value!r} is no date, time or duration{near}", param, ctx)
+            self.fail(f"{value!r} is no date, time or duration{hint}", param, ctx)
         if found > now:
             self.fail(f"{found.isoformat(timespec='seconds')} is still to come: give a time that is past", param, ctx)
         return found.timestamp()
@@ -66,17 +66,15 @@ def _ago(text: str, now: datetime) -> datetime | None:
 
 
 def _time_of_day(text: str, now: datetime) -> datetime | None:
-    """Today, or yesterday where that is still to come."""
+    """Read a time of today, or of yesterday if it is still to come today."""
     found = re.fullmatch(r"(\d\d?):(\d\d)(?::(\d\d))?", text)
+    if found is None:
+        return None
     try:
-        at = (
-            now.replace(hour=int(found[1]), minute=int(found[2]), second=int(found[3] or 0), microsecond=0)
-            if found
-            else None
-        )
+        at = now.replace(hour=int(found[1]), minute=int(found[2]), second=int(found[3] or 0), microsecond=0)
     except ValueError:
         return None
-    return at - timedelta(days=1) if at is not None and at > now else at
+    return at - timedelta(days=1) if at > now else at
 
 
 def _date(text: str) -> datetime | None:

@@ -14,7 +14,7 @@ _HURT = ("breaking", "entering", "forming")
 
 
 def of_job(job: Job) -> int:
-    """WRONG: it is not looked after, or not training as it should. HURT: it trains not, or without some of its nodes.
+    """Rank a job. WRONG: Unicron does not heal it, or its training is wrong. HURT: it does not train, or lacks nodes.
     ODD: it is slow."""
     if job.ended:
         return OVER
@@ -26,7 +26,8 @@ def of_job(job: Job) -> int:
 
 
 def of_node(node: Node) -> int:
-    """WRONG: it is out of service, or a check has found it bad. HURT: silent, or a suspect. ODD: it stands out."""
+    """Rank a node. WRONG: it is out of service, or a check found it bad. HURT: it is silent or a suspect. ODD: its
+    values stand out."""
     if not node.healthy or any(report and report.verdict == "bad" for report in (node.health, node.pair_test)):
         return WRONG
     if node.asked_since is not None or node.suspect:
@@ -35,23 +36,23 @@ def of_node(node: Node) -> int:
 
 
 def jobs_by_trouble(listed: Iterable[Job]) -> list[Job]:
-    """The worst first, then by number."""
+    """Sort jobs, the worst first, and then by number."""
     return sorted(listed, key=lambda job: (of_job(job), natural(job.job)))
 
 
 def needs_an_admin(listed: Iterable[Attention], together: bool) -> list[str]:
-    """Return a line for each thing that needs an admin. together: one line for the same words about several nodes."""
+    """Return a line for each thing that needs an admin. together: one line for the same reason of several nodes."""
     groups: dict[str, list[str]] = {}
     for item in listed:
         groups.setdefault(nameless(item.reason, item.node) if together else item.reason, []).append(item.node)
-    return [f"needs an admin: {with_names(said, names)}" for said, names in groups.items()]
+    return [f"needs an admin: {with_names(reason, names)}" for reason, names in groups.items()]
 
 
 def nameless(text: str, node: str, mark: str = _MARK) -> str:
-    """The text with a mark in place of the node's name."""
+    """Replace the node's name in the text by a mark."""
     return re.sub(rf"(?<![\w.-]){re.escape(node)}(?![\w-])", mark, text) if node and node in text else text
 
 
 def with_names(text: str, nodes: Sequence[str], mark: str = _MARK) -> str:
-    """The text with these nodes' names, as a host list, where the mark is."""
+    """Replace the mark in the text by these nodes' names, as a host list."""
     return text.replace(mark, fold(nodes)) if mark in text else text
