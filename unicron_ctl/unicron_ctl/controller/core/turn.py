@@ -9,10 +9,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from unicron_ctl.controller.job import adoption, job_events, recoveries, spares, transitions
+from unicron_ctl.controller.job import adoption, job_events, spares, transitions
 from unicron_ctl.controller.job.modes import Trigger
 from unicron_ctl.controller.job.orders import Order, StandingOrders, due_orders, next_start
-from unicron_ctl.controller.job.runtime import JobRuntime
+from unicron_ctl.controller.job.runtime import JobRuntime, report_healed
 from unicron_ctl.controller.judge.rank_failures import revive
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import JobState, Phase
@@ -71,7 +71,7 @@ class Turns:
             else:
                 raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
             self._revive_outsiders(job, view)
-            self._carry_out(recoveries.report_healed(self._view, view))
+            self._carry_out(report_healed(view))
             self._carry_out(spares.report_spares(self._view, view, self._runtime(job).spares))
         if not job.set_aside and (view.touched or job.job in self.begun):
             self._send_orders(job)

@@ -255,7 +255,8 @@ def _processes(job: JobView, agent: AgentView, now: float) -> Iterator[tuple[str
             order = wire.StopRank(slot=slot, incarnation=status.incarnation, reason=known.why, save=save)
             yield f"{'save' if save else 'stop'} {slot} {status.incarnation}", order
         elif now >= known.not_before and not _saving(job, now):
-            yield f"start {slot} {known.wanted}", start_order(state, slot)
+            start = wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why, layout=state.layout)
+            yield f"start {slot} {known.wanted}", start
 
 
 def _saving(job: JobView, now: float) -> bool:
@@ -268,12 +269,6 @@ def _saving(job: JobView, now: float) -> bool:
         job.saves = any(status.incarnation < state.slot(slot).wanted for slot, status in stopped)
         job.saves_look_at = look_again(now, len(job.agents), SAVING_LOOK_SECONDS)
     return job.saves
-
-
-def start_order(job: JobState, slot: int) -> wire.StartRank:
-    """The order to start the process that is to be in the slot."""
-    known = job.slot(slot)
-    return wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why, layout=job.layout)
 
 
 def next_start(job: JobView, agent: AgentView, now: float) -> float | None:
