@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.scale.slurm import LiveSlurm
 from unicron_ctl.controller import unicrond
-from unicron_ctl.controller.core import core, listings
+from unicron_ctl.controller.core import core
 from unicron_ctl.controller.model import view
 from unicron_ctl.controller.server import server
 from unicron_detector.failures.fault_history import Policy
@@ -59,7 +59,7 @@ def observe(options: dict[str, Any]) -> dict[str, array[float]]:
     outbox, one decision of the planner (its inputs included), all that follows from a listing, one message."""
     times = {name: array("d") for name in PARTS}
     core.fold = timed(core.fold, times["fold"])  # type: ignore[attr-defined]
-    listings.replan = timed(listings.replan, times["plan"])  # type: ignore[attr-defined]
+    core.replan = timed(core.replan, times["plan"])  # type: ignore[attr-defined]
     core.Turns.advance = timed(core.Turns.advance, times["turn"])  # type: ignore[attr-defined]
     core.Core.on_listing = timed(core.Core.on_listing, times["listing"])
     core.Core.receive = timed(core.Core.receive, times["message"])

@@ -1,10 +1,9 @@
-"""Plans that look at what is likely to come next, not only at the state now (after Parcae's expected throughput,
-NSDI'24).
+"""Plans that weigh the next failure, not only the state now (after Parcae's expected throughput, NSDI'24).
 
-The optimum of G gives every node to somebody. A node kept as a spare can be worth more: when a job whose next smaller
-size is far below loses a node, the spare keeps it at its size. So a few candidates are compared, the optima with 0,
-1, 2, ... nodes held back, by their own objective plus the expected objective of the plan after the next failure,
-which hits each node alike.
+The optimum of G gives every node to some job. A spare node can be worth more: if a job loses a node, and its next
+smaller size is far below, the spare keeps it at its size. So a few candidates are compared, the optima with 0, 1, 2,
+... nodes held back, by their own objective plus the expected objective of the plan after the next failure, which is
+equally likely on each node.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ first (`tables.Bound`); when the optimum is known, an assignment is traced over 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -34,12 +34,11 @@ class Entry:
     assignment: dict[str, int]
     base: Scenario
     event: Event
-    queue: tuple[Job, ...] = ()
 
     @cached_property
     def scenario(self) -> Scenario:
         """The scenario after the event."""
-        return after(self.base, self.event, self.queue)
+        return after(self.base, self.event)
 
     @cached_property
     def plan(self) -> Plan:
@@ -48,69 +47,61 @@ class Entry:
 
 
 class Lookahead:
-    """The table of plans for `scenario`. `get(event)` is a dict look-up; None for an event that isn't in it."""
+    """The table of plans for `scenario`. `get(event)` is a dict look-up; None for an event that isn't in it.
 
-    def __init__(self, scenario: Scenario, queue: Iterable[Job] = (), pairs: bool | None = None):
-        self.scenario, self.queue = scenario, tuple(queue)
-        events = single_events(scenario, self.queue)
-        if pairs is None:
-            pairs = len(scenario.jobs) <= MOST_JOBS_FOR_PAIRS
-        if pairs:
+    pairs: whether two losses at once are among the events; by default, unless the jobs are many."""
+
+    def __init__(self, scenario: Scenario, pairs: bool | None = None):
+        self.scenario = scenario
+        events = single_events(scenario)
+        if pairs or (pairs is None and len(scenario.jobs) <= MOST_JOBS_FOR_PAIRS):
             events += pairs_of_losses(scenario)
-        events = [event for event in events if self._possible(event)]
-        alike = len(scenario.owners) == 1 and not any(job.owner for job in self.queue)
-        found = self._by_tables(events) if alike else self._one_by_one(events)
-        self.entries = {event: Entry(found[event], scenario, event, self.queue) for event in events}
+        events = [event for event in events if event[0] != "lost" or scenario.nodes >= len(event) - 1]
+        found = self._by_tables(events) if len(scenario.owners) == 1 else self._one_by_one(events)
+        self.entries = {event: Entry(found[event], scenario, event) for event in events}
 
     def get(self, event: Event) -> Entry | None:
         """The plan for an event, whatever the order of the losses in it."""
         entry = self.entries.get(event)
         return entry if entry is not None else self.entries.get(normal(event))
 
-    def _possible(self, event: Event) -> bool:
-        return event[0] != "lost" or self.scenario.nodes >= len(event) - 1
-
     def _one_by_one(self, events: list[Event]) -> dict[Event, dict[str, int]]:
-        """Each event solved; what an owner does with as many nodes is worked out once."""
-        known: dict[tuple[int, int, tuple[int, ...]], dict[str, int]] = {}
+        """Solves each event. The best plan of an owner's jobs on as many nodes is computed once."""
+        best_plans: dict[tuple[int, int, tuple[int, ...]], dict[str, int]] = {}
         found, alive = {}, []
         for event in events:
-            scenario = after(self.scenario, event, self.queue)
-            alive.append(scenario)  # `known` goes by the identity of its jobs
-            found[event] = _solve(scenario, known)
+            scenario = after(self.scenario, event)
+            alive.append(scenario)  # `best_plans` goes by the identity of its jobs
+            found[event] = _solve(scenario, best_plans)
         return found
 
     def _by_tables(self, events: list[Event]) -> dict[Event, dict[str, int]]:
         classes: dict[int, list[Event]] = {}
         for event in events:
-            classes.setdefault(self.scenario.nodes + _change(event), []).append(event)
+            change = {"lost": 1 - len(event), "spare": -1, "join": 1}.get(event[0], 0)
+            classes.setdefault(self.scenario.nodes + change, []).append(event)
         found: dict[Event, dict[str, int]] = {}
         for nodes, members in classes.items():
-            found |= _Class(replace(self.scenario, nodes=nodes), self.queue, members).solve()
+            found |= _Class(replace(self.scenario, nodes=nodes), members).solve()
         return found
 
 
-def _solve(scenario: Scenario, known: dict[tuple[int, int, tuple[int, ...]], dict[str, int]]) -> dict[str, int]:
-    """The assignment of `solve`. known: those of owners that were worked out before, by n', the nodes that were
-    offered, and the jobs (which live as long as `known`)."""
+def _solve(scenario: Scenario, best_plans: dict[tuple[int, int, tuple[int, ...]], dict[str, int]]) -> dict[str, int]:
+    """The assignment of `solve`. best_plans: those of owners so far, by n', the nodes offered, and the jobs."""
 
     def assign(jobs: Sequence[Job], room: int) -> dict[str, int]:
         key = (scenario.nodes, room, tuple(id(job) for job in jobs))
-        if key not in known:
-            known[key] = best(scenario, jobs, room)
-        return known[key]
+        if key not in best_plans:
+            best_plans[key] = best(scenario, jobs, room)
+        return best_plans[key]
 
     return by_owner(scenario, assign)[0]
 
 
-def _change(event: Event) -> int:
-    return {"lost": 1 - len(event), "spare": -1, "join": 1}.get(event[0], 0)
-
-
 @dataclass
 class _Case:
-    """One event as a change of rows: `changed` holds the row of each job (by index) that differs; None is a job that is
-    gone; the index len(rows) stands for a job that starts."""
+    """One event as a change of rows: `changed` holds the new row of each job (by index) that differs; None for a job
+    that is gone."""
 
     event: Event
     changed: dict[int, Row | None]
@@ -121,28 +112,18 @@ class _Case:
 class _Class:
     """All events after which `scenario.nodes` nodes are left."""
 
-    def __init__(self, scenario: Scenario, queue: tuple[Job, ...], events: list[Event]):
+    def __init__(self, scenario: Scenario, events: list[Event]):
         self.nodes = scenario.nodes
         self.jobs = sorted(scenario.jobs, key=lambda job: job.name)
         index = {job.name: i for i, job in enumerate(self.jobs)}
-        waiting = {job.name: replace(job, nodes=0, lost_worker=False) for job in queue}
-        variants: dict[str, Job] = {}
-        for kind, *names in events:
-            for name in names:
-                if kind == "lost":
-                    variants[name] = replace(self.jobs[index[name]], lost_worker=True)
-                elif kind == "start":
-                    variants[name] = waiting[name]
-        made = keys.rows(scenario, [*self.jobs, *variants.values()])
-        self.rows, changed = made[: len(self.jobs)], dict(zip(variants, made[len(self.jobs) :], strict=True))
-        self.cases = []
-        for event in events:
-            rows: dict[int, Row | None]
-            if event[0] == "start":
-                rows = {len(self.jobs): changed[event[1]]}
-            else:
-                rows = {index[name]: changed[name] if event[0] == "lost" else None for name in event[1:]}
-            self.cases.append(_Case(event, rows))
+        lost = {name for kind, *names in events if kind == "lost" for name in names}
+        losers = {name: replace(self.jobs[index[name]], lost_worker=True) for name in sorted(lost)}
+        rows = keys.rows(scenario, [*self.jobs, *losers.values()])
+        self.rows, changed = rows[: len(self.jobs)], dict(zip(losers, rows[len(self.jobs) :], strict=True))
+        self.cases = [
+            _Case(event, {index[name]: changed[name] if event[0] == "lost" else None for name in event[1:]})
+            for event in events
+        ]
 
     def solve(self) -> dict[Event, dict[str, int]]:
         """The assignment after each event."""
@@ -159,9 +140,8 @@ class _Class:
         return {case.event: self._trace(bound, case) for case in self.cases}
 
     def _bound_change(self, bound: tables.Bound, i: int, row: Row | None) -> int:
-        """Return what the change of one row adds to the bound."""
-        before = bound.best[i] if i < len(self.rows) else 0
-        return (0 if row is None else int((row.keys - bound.price * row.sizes).max())) - before
+        """The change of the bound for one changed row."""
+        return (0 if row is None else int((row.keys - bound.price * row.sizes).max())) - bound.best[i]
 
     def _values(self, bound: tables.Bound, gap: int) -> None:
         """Sets `best` of every case: the optimum over the sizes within `gap` of the bound."""
@@ -187,8 +167,7 @@ class _Class:
                         run.append(tables.add(run[-1], other))
                     shared[first] = run
                 table, row = shared[first][last - first - 1], second
-            rest = behind[last + 1] if last < len(rows) else behind[-1]
-            case.best = _merge(table, row, rest)
+            case.best = _merge(table, row, behind[last + 1])
 
     def _trace(self, bound: tables.Bound, case: _Case) -> dict[str, int]:
         """The assignment that reaches `case.best`; ties as in `solve`."""
@@ -203,23 +182,17 @@ class _Class:
             if row is not None:
                 names.append(job.name)
                 rows.append(row)
-        starting = _near(bound.price, case.changed.get(len(self.rows)), gap)
-        if starting is not None:
-            names.append(case.event[1])
-            rows.append(starting)
         if len(case.changed) <= 1 and sum(len(row.sizes) for row in rows if len(row.sizes) > 1) > MOST_TRACE_SIZES:
             return self._walk(case)
-        order = sorted(range(len(names)), key=lambda i: names[i])
-        sizes = _reach([rows[i] for i in order], self.nodes)
-        return {names[i]: size for i, size in zip(order, sizes, strict=True)}
+        return dict(zip(names, _reach(rows, self.nodes), strict=True))
 
     def _walk(self, case: _Case) -> dict[str, int]:
-        """An assignment that reaches `case.best`, read off the tables at hand. Equal in gain, jobs disturbed and total
-        move to that of `solve`; but among such equals, jobs before the changed one are decided last name first. For
-        large clusters of jobs that scale alike, where tracing them all in order of name would cost seconds."""
+        """An assignment that reaches `case.best`, read off the tables at hand. Its gain, disturbed jobs and total move
+        are those of `solve`; but among such equals, jobs before the changed one are decided last name first. It is for
+        large clusters of jobs that scale alike, where tracing all of them in order of name would take seconds."""
         i, row = next(iter(case.changed.items()), (0, None))
         whole = not case.changed
-        behind = self.behind[0 if whole else min(i + 1, len(self.kept))]
+        behind = self.behind[0 if whole else i + 1]
         sizes = [0] if row is None else row.sizes.tolist()
         gains = [0] if row is None else row.keys.tolist()
         for size, gain in sorted(zip(sizes, gains, strict=True), reverse=True):
@@ -230,7 +203,7 @@ class _Class:
                 if gain + int(sums[at]) == case.best:
                     break
         chosen = dict.fromkeys(range(len(self.kept)), 0)
-        if i < len(self.kept) and not whole:
+        if not whole:
             chosen[i] = size
         room = at
         for j in reversed(range(0 if whole else i)):
@@ -240,8 +213,7 @@ class _Class:
         for j in range(0 if whole else i + 1, len(self.kept)):
             chosen[j] = _last(self.kept[j], self.behind[j + 1], room)
             room -= chosen[j]
-        out = {self.jobs[j].name: size for j, size in chosen.items() if j not in case.changed or case.changed[j]}
-        return out | ({case.event[1]: size} if case.event[0] == "start" else {})
+        return {self.jobs[j].name: size for j, size in chosen.items() if j not in case.changed or case.changed[j]}
 
 
 def _last(row: Row, rest: np.ndarray, room: int) -> int:
@@ -265,14 +237,14 @@ def _near(price: int, row: Row | None, gap: int) -> Row | None:
 
 
 def _merge(before: np.ndarray, row: Row | None, behind: np.ndarray) -> int:
-    """max over k, a of row(k) + before(a) + behind(n - k - a); no row: a job that is gone."""
+    """The maximum over k, a of row(k) + before(a) + behind(n - k - a). row: None for a job that is gone."""
     if row is None:
         return int((before + behind[::-1]).max())
     return int((tables.add(before, row) + behind[::-1]).max())
 
 
 def _reach(rows: list[Row], nodes: int) -> list[int]:
-    """The best assignment over rows that hold an optimum; where one size is left, it is taken out first."""
+    """The best assignment over rows that contain an optimum; rows with one size are taken out first."""
     free = [i for i, row in enumerate(rows) if len(row.sizes) > 1]
     sizes = [int(row.sizes[0]) for row in rows]
     left = nodes - sum(size for i, size in enumerate(sizes) if i not in set(free))
@@ -284,12 +256,11 @@ def _reach(rows: list[Row], nodes: int) -> list[int]:
 
 
 class Keeper:
-    """Keeps a Lookahead fresh in the background: `update` returns at once, the latest scenario wins, `get` never
+    """Keeps a Lookahead fresh in the background. `update` returns at once, the latest scenario wins, `get` never
     waits."""
 
-    def __init__(self, pairs: bool | None = None):
-        self._pairs = pairs
-        self._wanted: tuple[Scenario, tuple[Job, ...]] | None = None
+    def __init__(self) -> None:
+        self._wanted: Scenario | None = None
         self._table: Lookahead | None = None
         self._changed = threading.Condition()
         self._stopped = False
@@ -297,25 +268,24 @@ class Keeper:
         self._thread = threading.Thread(target=self._work, name="unicron-lookahead", daemon=True)
         self._thread.start()
 
-    def update(self, scenario: Scenario, queue: Iterable[Job] = ()) -> None:
-        """Something has changed: the table for `scenario` is wanted."""
+    def update(self, scenario: Scenario) -> None:
+        """Asks for the table of another scenario."""
         with self._changed:
-            self._wanted, self._error = (scenario, tuple(queue)), None
+            self._wanted, self._error = scenario, None
             self._changed.notify_all()
 
     def get(self, event: Event) -> tuple[Entry, bool]:
-        """(plan for `event`, whether it was ready). Not ready: the scenario has changed since the table was made, and
+        """(plan for `event`, whether it was ready). Otherwise the scenario has changed since the table was made, and
         the plan is computed now."""
         with self._changed:
-            table, wanted = self._table, self._wanted
-        if wanted is None:
+            table, scenario = self._table, self._wanted
+        if scenario is None:
             raise RuntimeError("update() comes before get()")
-        scenario, queue = wanted
-        if table is not None and table.scenario is scenario and table.queue == queue:
+        if table is not None and table.scenario is scenario:
             entry = table.get(event)
             if entry is not None:
                 return entry, True
-        return Entry(solve(after(scenario, event, queue)).assignment, scenario, normal(event), queue), False
+        return Entry(solve(after(scenario, event)).assignment, scenario, normal(event)), False
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -325,22 +295,21 @@ class Keeper:
         self._thread.join()
 
     def _fresh(self) -> bool:
-        return self._wanted is not None and self._table is not None and self._table.scenario is self._wanted[0]
-
-    def _search_due(self) -> bool:
-        return self._wanted is not None and not self._fresh() and self._error is None
+        return self._table is not None and self._table.scenario is self._wanted
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._stopped or self._search_due())
+                self._changed.wait_for(
+                    lambda: self._stopped or (self._wanted and not self._fresh() and not self._error)
+                )
                 if self._stopped:
                     return
-                assert self._wanted is not None  # else nothing is due
-                scenario, queue = self._wanted
+                scenario = self._wanted
+                assert scenario is not None
             table, error = None, None
             try:
-                table = Lookahead(scenario, queue, self._pairs)
+                table = Lookahead(scenario)
             except Exception as failure:  # the thread must live on: get() still plans
                 error = failure
             with self._changed:

@@ -1,12 +1,11 @@
 """Events that can happen next to a cluster, and the scenario after each.
 
 An event is a tuple: ("lost", job, ...) one node of each job named (twice where a job loses two), ("spare",) a spare
-node lost, ("join",) a node joins, ("finish", job) and ("start", job) for a job that is known to wait.
+node lost, ("join",) a node joins, ("finish", job) a job ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from unicron_planner.problem.objective import Job, PlanError, Scenario
@@ -14,15 +13,13 @@ from unicron_planner.problem.objective import Job, PlanError, Scenario
 Event = tuple[str, ...]
 
 
-def single_events(scenario: Scenario, queue: Iterable[Job] = ()) -> list[Event]:
+def single_events(scenario: Scenario) -> list[Event]:
     """Every event that can come next, one at a time."""
     events: list[Event] = [("lost", job.name) for job in scenario.jobs if job.nodes > 0]
     if scenario.nodes > sum(job.nodes for job in scenario.jobs):
         events.append(("spare",))
     events.append(("join",))
-    events += [("finish", job.name) for job in scenario.jobs if len(scenario.jobs) > 1]
-    events += [("start", job.name) for job in queue]
-    return events
+    return events + [("finish", job.name) for job in scenario.jobs if len(scenario.jobs) > 1]
 
 
 def pairs_of_losses(scenario: Scenario) -> list[Event]:
@@ -41,7 +38,7 @@ def normal(event: Event) -> Event:
     return ("lost", *sorted(event[1:])) if event[0] == "lost" else event
 
 
-def after(scenario: Scenario, event: Event, queue: Iterable[Job] = ()) -> Scenario:
+def after(scenario: Scenario, event: Event) -> Scenario:
     """The scenario to plan for once `event` has happened. A job that lost a node keeps its x_t (see Job.nodes)."""
     kind = event[0]
     if kind == "lost":
@@ -60,21 +57,14 @@ def after(scenario: Scenario, event: Event, queue: Iterable[Job] = ()) -> Scenar
         if len(scenario.jobs) == 1:
             raise PlanError(f"{gone.name} is the only job: nothing is left to plan for when it finishes")
         return replace(scenario, jobs=tuple(job for job in scenario.jobs if job is not gone))
-    if kind == "start":
-        new = next((job for job in queue if job.name == event[1]), None)
-        if new is None:
-            raise PlanError(f"no queued job is named {event[1]!r}")
-        return replace(scenario, jobs=(*scenario.jobs, replace(new, nodes=0, lost_worker=False)))
-    raise PlanError(f"unknown event {kind!r}: use lost, spare, join, finish or start")
+    raise PlanError(f"unknown event {kind!r}: use lost, spare, join or finish")
 
 
 def _after_loss(job: Job, count: int) -> Job:
-    """The job after the loss of `count` nodes."""
     return replace(job, lost_worker=True, keep=min(job.keep, job.nodes - count))
 
 
 def _with_nodes(scenario: Scenario, change: int) -> Scenario:
-    """The scenario with `change` nodes more."""
     if scenario.nodes + change < 0:
         raise PlanError("there is no node left to lose")
     return replace(scenario, nodes=scenario.nodes + change)

@@ -19,7 +19,7 @@ _FORMS = (
 
 
 def suppose(scenario: Scenario, text: str) -> Scenario:
-    """The scenario after one supposition; raises PlanError where it can't be understood or can't happen."""
+    """The scenario after one supposition. Raises PlanError if it can't be understood or can't happen."""
     words = " ".join(text.split()).rstrip(".")
     for form, pattern in _FORMS:
         match = pattern.fullmatch(words)

@@ -1,9 +1,9 @@
-"""Several ways to split one job's model: which can be run on how many nodes, and how fast each is.
+"""Several ways to split one job's model: which can run on how many nodes, and how fast each is.
 
-What a way brings is what has been measured of it. Where nothing has, the Megatron cost model says it, if the model is
-known: its scale factors are fitted to what was measured of all ways together. Else each GPU is taken to bring as much
-as in the ways that were measured. A way that has never been run counts for less by the error that is expected of such
-an estimate, so that nobody restarts for a gain that may be none.
+Measured sizes count as measured. For the others the Megatron cost model gives an estimate, if the model is known: its
+scale factors are fitted to the measurements of all ways together. Else each GPU counts as much as in the ways that were
+measured. A way that has never run counts for less by the expected error of such an estimate, so that no job restarts
+for a gain that may not exist.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ NodeRates = Mapping[int, float]  # aggregate FLOP/s by node count
 
 @dataclass(frozen=True)
 class Split:
-    """One way to split the model: name, and what it stands for. virtual: pipeline stages of a rank."""
+    """One way to split the model."""
 
     name: str
     tp: int = 1
     pp: int = 1
     virtual: int = 1
+    """Pipeline stages of a rank."""
 
     @property
     def gpus(self) -> int:
@@ -43,7 +44,7 @@ def smallest(split: Split, gpus: int) -> int:
 def parallel(
     split: Split, nodes: int, model: Gpt, hardware: Hardware, micro_batch: int = 1, recompute: bool = False
 ) -> Parallel | None:
-    """Return the model's form on `nodes` nodes; None where no replica fits, be it into the GPUs or their memory."""
+    """The model's form on `nodes` nodes; None if no replica fits, into the GPUs or their memory."""
     dp = min(nodes * hardware.gpus // split.gpus, -(-model.global_batch // micro_batch))
     if dp < 1 or model.heads % split.tp or model.layers % (split.pp * split.virtual):
         return None
@@ -53,12 +54,14 @@ def parallel(
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Facts about a job. gpus: of a node. model: None where it is not told. per_node: FLOP/s of a node where
-    nothing has been measured."""
+    """Facts about a job."""
 
     gpus: int
+    """GPUs of a node."""
     per_node: float
+    """FLOP/s of a node before anything has been measured."""
     model: Gpt | None = None
+    """None if unknown."""
     hardware: Hardware = field(default_factory=Hardware)
     micro_batch: int = 1
     recompute: bool = False
@@ -72,7 +75,7 @@ class JobFacts:
 def rates(
     splits: Sequence[Split], known: JobFacts, measured: Mapping[str, NodeRates], sizes: Iterable[int]
 ) -> dict[str, dict[int, float]]:
-    """T(t,x) by split and node count, for each split that can be run on any of these sizes; 0 where it cannot.
+    """T(t,x) by split and node count, for each split that can run on any of these sizes; 0 at those where it cannot.
 
     Nodes that complete no replica bring nothing. measured: by the splits' names.
     """
@@ -90,14 +93,14 @@ def rates(
 
 
 def _whole(split: Split, known: JobFacts, table: NodeRates, nodes: int) -> float:
-    """Return the throughput of the replicas that `nodes` nodes complete: that of the fewest nodes with as many."""
+    """The throughput of the replicas that `nodes` nodes complete: that of the fewest nodes with as many."""
     replicas = nodes * known.gpus // split.gpus
     least = -(-replicas * split.gpus // known.gpus)
     return table.get(least, table.get(nodes, 0.0)) if replicas else 0.0
 
 
 def _through(seen: NodeRates, guess: NodeRates) -> dict[int, float]:
-    """Return the measured sizes, and the guess scaled to go through the nearest of them."""
+    """The measured sizes, and the guess scaled to go through the nearest of them."""
     found = {}
     for nodes, rate in guess.items():
         near = min(seen, key=lambda size: (abs(size - nodes), size))
@@ -109,7 +112,7 @@ def _through(seen: NodeRates, guess: NodeRates) -> dict[int, float]:
 def _by_gpus(
     splits: Sequence[Split], known: JobFacts, measured: Mapping[str, NodeRates], sizes: Sequence[int]
 ) -> dict[str, dict[int, float]]:
-    """Each node as fast as in the split that was measured; where several sizes were, by a fit through them."""
+    """Takes each node to be as fast as in the measured split; with several measured sizes, fits through them."""
     best: NodeRates = {}
     for split in splits:
         seen = {nodes: rate for nodes, rate in measured.get(split.name, {}).items() if rate > 0}
@@ -134,7 +137,7 @@ def _by_gpus(
 def _by_model(
     splits: Sequence[Split], known: JobFacts, measured: Mapping[str, NodeRates], sizes: Sequence[int]
 ) -> dict[str, dict[int, float]]:
-    """By the cost model, scaled to all that was measured."""
+    """Estimates with the cost model, scaled to all measurements."""
     assert known.model is not None
     work = known.model.flops_per_iteration
     by_name = {split.name: split for split in splits}

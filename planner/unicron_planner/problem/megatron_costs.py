@@ -54,15 +54,18 @@ class Gpt:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of node. peak: FLOP/s of a GPU in 16 bits; memory: bytes of a GPU; nvlink, network: bytes/s per GPU, one
-    way; efficiency: the part of the peak that matrix products reach (a start value; calibration scales it)."""
+    """One kind of node."""
 
     gpus: int = 8
     peak: float = 312e12
+    """FLOP/s of a GPU in 16 bits."""
     memory: float = 80e9
+    """Bytes of a GPU."""
     nvlink: float = 200e9
+    """Bytes/s per GPU, one way; so is `network`."""
     network: float = 20e9
     efficiency: float = 0.55
+    """The part of the peak that matrix products reach (a start value; calibration scales it)."""
 
 
 A100 = Hardware()  # A100/A800 80 GB: 312 TFLOP/s dense bf16 (NVIDIA's data sheet), 8 x 200 Gbit/s network per node
@@ -71,16 +74,18 @@ A800 = A100
 
 @dataclass(frozen=True)
 class Parallel:
-    """One way to split a model: tensor, pipeline and data parallel sizes, sequences per micro-batch, full activation
-    recomputation or not, virtual pipeline stages of a rank. Replicas may span nodes; GPUs beyond tp x pp x dp idle;
-    micro-batches may split unevenly."""
+    """One way to split a model. Replicas may span nodes; GPUs beyond tp x pp x dp idle; micro-batches may split
+    unevenly."""
 
     tp: int
     pp: int
     dp: int
     micro_batch: int = 1
+    """Sequences per micro-batch."""
     recompute: bool = False
+    """Full activation recomputation."""
     virtual: int = 1
+    """Virtual pipeline stages of a rank."""
 
 
 def parts(model: Gpt, hardware: Hardware, how: Parallel) -> tuple[float, float, float]:
@@ -117,13 +122,11 @@ def memory(model: Gpt, how: Parallel) -> float:
     return state + activations + logits
 
 
-def ways(
-    model: Gpt, hardware: Hardware, nodes: int, tp: int | None = None, pp: int | None = None
-) -> Iterator[Parallel]:
-    """All splits that fit into memory on `nodes` nodes; tp, pp: fixed by the job where given."""
+def ways(model: Gpt, hardware: Hardware, nodes: int) -> Iterator[Parallel]:
+    """All splits that fit into memory on `nodes` nodes."""
     total = nodes * hardware.gpus
-    tps = [tp] if tp else [t for t in (1, 2, 4, 8) if t <= hardware.gpus and model.heads % t == 0]
-    pps = [pp] if pp else [p for p in range(1, model.layers + 1) if model.layers % p == 0]
+    tps = [t for t in (1, 2, 4, 8) if t <= hardware.gpus and model.heads % t == 0]
+    pps = [p for p in range(1, model.layers + 1) if model.layers % p == 0]
     for t in tps:
         for p in pps:
             dp = min(total // (t * p), model.global_batch)

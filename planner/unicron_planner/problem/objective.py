@@ -71,41 +71,39 @@ def _rates(flops: object, what: str) -> Rates:
 
 @dataclass(frozen=True)
 class Job:
-    """One training run.
-
-    flops: achieved aggregate FLOP/s by node count; a count that is not listed cannot be run; 0 nodes is always allowed.
-    nodes: x_t. After a failure this is the count *before* it, with `lost_worker` true: the transition is charged at the
-        throughput that the job had.
-    transition_seconds: D_transition of this job, else the cluster's. transition: the same by kind (see `kind`).
-    restart_only: no survivor holds the whole state, so every change is a restart from a checkpoint.
-    layouts, layout: in place of flops, the throughput of each way to split the model ("TP2 PP2") by node count, the
-        preferred first, and the way it runs now; None while it is free. Going to another is a restart.
-    spares: sizes above all that `flops` lists, at which the nodes above do not work but wait as hot spares -> what
-        these save, FLOP/s (`solver.spares`). It counts in G and not in F; another number of them disturbs nobody.
-    owner: whose job it is. FLOP/s are compared among the jobs of one owner only (`unicron_planner.solver.shares`).
-    unit: nodes of a whole replica: only multiples of it, and the minimum, are worth asking for.
-    keep: nodes that hold the state of a running job; its owner has at least as many.
-    must_run: it gets no nodes only where there are too few for all such jobs.
-    """
+    """One training run."""
 
     name: str
     flops: Mapping[int, float] = field(default_factory=dict)
+    """Achieved aggregate FLOP/s by node count. The job cannot run on other counts; 0 nodes are always allowed."""
     weight: float = 1.0
     min_nodes: int = 1
     max_nodes: int | None = None
     nodes: int = 0
+    """x_t; after a failure the count *before* it, so that the transition is charged at the throughput of then."""
     lost_worker: bool = False
     transition_seconds: float | None = None
+    """D_transition of this job; by default the cluster's."""
     transition: Mapping[str, float] = field(default_factory=dict)
+    """D_transition by kind (see `kind`)."""
     restart_only: bool = False
+    """No survivor has the whole state, so every change is a restart from a checkpoint."""
     node_names: tuple[str, ...] = ()
     layouts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """In place of `flops`: FLOP/s by way to split the model ("TP2 PP2") and node count, the preferred way first."""
     layout: str | None = None
+    """The present one; None while it is free. Another one takes a restart."""
     spares: Mapping[int, float] = field(default_factory=dict)
+    """Sizes above those in `flops`, whose extra nodes wait as hot spares -> the FLOP/s that these save
+    (`solver.spares`). They count in G and not in F; another number of them disturbs no job."""
     owner: str = ""
+    """FLOP/s are compared among the jobs of one owner only (`solver.shares`)."""
     unit: int = 1
+    """Nodes of a whole replica: only multiples of it, and the minimum, are worth asking for."""
     keep: int = 0
+    """Nodes that hold the state of a running job; its owner has at least as many."""
     must_run: bool = False
+    """It gets no nodes only if there are too few for all such jobs."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or not self.name.isprintable():
@@ -135,7 +133,7 @@ class Job:
         object.__setattr__(self, "flops", _rates(self.flops, what))
 
     def _check_spares(self, what: str) -> None:
-        """At the sizes with spares the job does what it does without them."""
+        """Adds the sizes with spares to `flops`; there the job is as fast as without them."""
         if not isinstance(self.spares, Mapping):
             raise PlanError(f"{what}: spares must be a table of FLOP/s by node count")
         if not self.spares:
@@ -164,11 +162,11 @@ class Job:
         return next(iter(self.spares)) - 1 if self.spares else 10**9
 
     def spare_gain(self, nodes: int) -> float:
-        """Return what the spares among `nodes` nodes save, weighted FLOP/s."""
+        """Weighted FLOP/s that the spares among `nodes` nodes save."""
         return self.weight * self.spares.get(nodes, 0.0) if self.runs(nodes) else 0.0
 
     def _check_layouts(self, what: str) -> None:
-        """`flops` becomes the best of the layouts at each size."""
+        """Sets `flops` to the best of the layouts at each size."""
         if not isinstance(self.layouts, Mapping):
             raise PlanError(f"{what}: layouts must be a table of throughputs by layout")
         if self.layout is not None and self.layout not in self.layouts:
@@ -199,7 +197,7 @@ class Job:
 
     @property
     def holds(self) -> int:
-        """The nodes that it has left: one fewer than x_t after a loss."""
+        """The nodes that are left: one fewer than x_t after a loss."""
         return max(0, self.nodes - self.lost_worker)
 
     @property
@@ -218,7 +216,7 @@ class Job:
         return [0, *(size for size in self.flops if size <= nodes and self.runs(size))]
 
     def changes(self, layout: str | None) -> bool:
-        """`layout` is another than the job runs in."""
+        """Whether `layout` differs from the one that the job runs in."""
         return layout is not None and self.layout is not None and layout != self.layout
 
     def disturbed(self, nodes: int, layout: str | None = None) -> bool:
@@ -227,8 +225,8 @@ class Job:
         return self.lost_worker or moved or (nodes > 0 and self.changes(layout))
 
     def kind(self, nodes: int, layout: str | None = None) -> str | None:
-        """Return the way from x_t to `nodes`: None (nothing happens), continue (the survivors go on), restart, move
-        (a replacement takes the lost node's place) or grow."""
+        """The way from x_t to `nodes`: None (nothing happens), continue (the survivors go on), restart, move (a
+        replacement takes the lost node's place) or grow."""
         if not self.disturbed(nodes, layout) or (nodes == 0 and self.nodes == 0):
             return None
         if self.restart_only or self.nodes == 0 or self.changes(layout):
@@ -241,14 +239,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster and its jobs at one moment. nodes: n', the nodes that can be given out. elsewhere: nodes that owners
-    have been given beside these; they count as a part of their shares."""
+    """A cluster and its jobs at one moment."""
 
     nodes: int
+    """n', the nodes that can be given out."""
     jobs: tuple[Job, ...]
     mtbf_node_hours: float = 1000.0
     transition_seconds: float = 60.0
     elsewhere: Mapping[str, int] = field(default_factory=dict)
+    """Other nodes that owners have already; they count as part of their shares."""
 
     def __post_init__(self) -> None:
         whole(self.nodes, "cluster: nodes")
@@ -290,7 +289,7 @@ class Scenario:
         return self.transition_seconds if job.transition_seconds is None else job.transition_seconds
 
     def g(self, job: Job, nodes: int) -> float:
-        """G(t,x'), in weighted FLOP over the next running period; -inf where the size can't be run."""
+        """G(t,x'), in weighted FLOP over the next running period; -inf if the size can't be run."""
         if not job.runs(nodes):
             return -math.inf
         return self.g_in(job, nodes, self.layout(job, nodes))
@@ -301,8 +300,8 @@ class Scenario:
         return gain - job.now * self.d_transition(job, nodes, layout) if job.disturbed(nodes, layout) else gain
 
     def layout(self, job: Job, nodes: int) -> str | None:
-        """The layout in which `nodes` nodes bring most, the way there included; the present one, then the first, where
-        several do. None where the job names none, or gets no nodes."""
+        """The layout with the largest G on `nodes` nodes; among equals the present one, then the first. None if the job
+        names none, or gets no nodes."""
         if not job.layouts or not nodes:
             return None
         names = sorted(job.layouts, key=lambda name: name != job.layout)
@@ -310,9 +309,8 @@ class Scenario:
 
     def job(self, name: str) -> Job:
         """The job of that name; raises PlanError."""
-        for job in self.jobs:
-            if job.name == name:
-                return job
+        if found := next((job for job in self.jobs if job.name == name), None):
+            return found
         raise PlanError(f"there is no job {name!r}: the jobs are {', '.join(job.name for job in self.jobs)}")
 
     def with_job(self, changed: Job) -> Scenario:

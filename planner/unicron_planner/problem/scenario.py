@@ -18,9 +18,9 @@ flops = { 2 = 1.0e15, 4 = 1.9e15 }       # T(t,x) by node count
 layouts = { "TP2 PP2" = { 2 = 1.0e15 }, TP2 = { 1 = 0.6e15 } }  # optional, in place of flops: the same by layout
 layout = "TP2 PP2"           # the one it runs in
 spares = { 5 = 1.0e12 }      # optional: sizes above those in flops, with hot spares; what these save, FLOP/s
-owner = "ann"                # optional: whose job it is; the nodes are divided among owners by weight
+owner = "ann"                # optional: the job's owner; the nodes are divided among owners by weight
 unit = 1                     # optional: nodes of a whole replica
-keep = 0                     # optional: nodes that hold the state of a running job, which its owner keeps in any case
+keep = 0                     # optional: nodes that hold the state of a running job; its owner always keeps them
 ```
 """
 
@@ -29,31 +29,14 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from unicron_planner.problem.objective import Job, PlanError, Scenario
 
 CLUSTER_KEYS = ("nodes", "mtbf_node_hours", "transition_seconds")
-JOB_KEYS = (
-    "name",
-    "weight",
-    "min_nodes",
-    "max_nodes",
-    "nodes",
-    "lost_worker",
-    "transition_seconds",
-    "transition",
-    "flops",
-    "restart_only",
-    "node_names",
-    "layouts",
-    "layout",
-    "spares",
-    "owner",
-    "unit",
-    "keep",
-)
+JOB_KEYS = tuple(field.name for field in fields(Job) if field.name != "must_run")
 
 
 def load(path: str | Path) -> Scenario:
@@ -138,8 +121,8 @@ def from_dict(data: Mapping[str, Any]) -> Scenario:
 
 
 def check_minima(scenario: Scenario) -> None:
-    """Refuses a scenario whose jobs can't all run at once. The planner itself can stop jobs; a file that asks for more
-    than there is, is more often a mistake."""
+    """Refuses a scenario whose jobs can't all run at once. The planner itself can stop jobs, but a file that asks for
+    more than there is usually is a mistake."""
     total = sum(job.min_nodes for job in scenario.jobs)
     if total > scenario.nodes:
         raise PlanError(

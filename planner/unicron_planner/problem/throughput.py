@@ -35,8 +35,6 @@ class Estimate:
     """Its standard error, FLOP/s"""
     measured: bool
     """Whether the job has run at this size"""
-    parallel: Parallel | None = None
-    """The fastest split, if the job has a cost model"""
 
 
 def isotonic(values: Iterable[float], weights: Iterable[float]) -> list[float]:
@@ -86,10 +84,6 @@ class Throughput:
     model: Gpt | None = None
     """The model, if Megatron's cost model covers the job"""
     hardware: Hardware = field(default_factory=Hardware)
-    tp: int | None = None
-    """Tensor-parallel size, if the job's script fixes it"""
-    pp: int | None = None
-    """Pipeline-parallel size, if the job's script fixes it"""
     samples: dict[int, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,7 +100,7 @@ class Throughput:
         del kept[:-MOST_SAMPLES]
 
     def medians(self) -> dict[int, tuple[float, float]]:
-        """Returns (median seconds, standard error) by size. The error is at least 1 % of the median."""
+        """(median seconds, standard error) by size. The error is at least 1 % of the median."""
         out = {}
         for nodes, seconds in self.samples.items():
             middle = statistics.median(seconds)
@@ -115,27 +109,25 @@ class Throughput:
         return out
 
     def table(self, sizes: Iterable[int]) -> dict[int, Estimate]:
-        """Returns an Estimate for each size at which the job can run. The throughput never falls with size."""
+        """An Estimate for each size at which the job can run. The throughput never falls with size."""
         sizes = sorted(set(sizes))
         seen = self.medians()
         factors, covariance = self._fit(seen)
         raw: dict[int, Estimate] = {}
         for nodes in sizes:
-            best = self._best(nodes, factors)
-            if best is None and nodes not in seen:
-                continue
-            split, features = best if best else (None, None)
             if nodes in seen:
                 seconds, error = seen[nodes]
+            elif (best := self._best(nodes, factors)) is not None:
+                seconds = float(best @ factors)
+                error = math.sqrt(float(best @ covariance @ best) + (MODEL_ERROR * seconds / 2) ** 2)
             else:
-                seconds = float(features @ factors)
-                error = math.sqrt(float(features @ covariance @ features) + (MODEL_ERROR * seconds / 2) ** 2)
+                continue
             rate = self.flops_per_iteration / seconds
-            raw[nodes] = Estimate(rate, rate * error / seconds, nodes in seen, split)
+            raw[nodes] = Estimate(rate, rate * error / seconds, nodes in seen)
         return _make_monotone(raw)
 
     def flops(self, sizes: Iterable[int]) -> dict[int, float]:
-        """Returns the FLOP/s by size, in the form of `Job.flops`."""
+        """The FLOP/s by size, in the form of `Job.flops`."""
         return {nodes: estimate.flops for nodes, estimate in self.table(sizes).items()}
 
     def _features(self, nodes: int, split: Parallel | None) -> np.ndarray:
@@ -143,20 +135,17 @@ class Throughput:
             return np.array([1.0, 1.0 / nodes])
         return np.array([*megatron_costs.parts(self.model, self.hardware, split), 1.0])
 
-    def _best(self, nodes: int, factors: np.ndarray) -> tuple[Parallel | None, np.ndarray] | None:
-        """Returns (split, features) of the fastest split; None if no split fits into memory."""
+    def _best(self, nodes: int, factors: np.ndarray) -> np.ndarray | None:
+        """The features of the fastest split; None if no split fits into memory."""
         if self.model is None:
-            return None, self._features(nodes, None)
-        found: tuple[float, Parallel, np.ndarray] | None = None
-        for split in megatron_costs.ways(self.model, self.hardware, nodes, self.tp, self.pp):
-            features = self._features(nodes, split)
-            seconds = float(features @ factors)
-            if found is None or seconds < found[0]:
-                found = (seconds, split, features)
-        return None if found is None else found[1:]
+            return self._features(nodes, None)
+        splits = megatron_costs.ways(self.model, self.hardware, nodes)
+        return min(
+            (self._features(nodes, split) for split in splits), key=lambda row: float(row @ factors), default=None
+        )
 
     def _fit(self, seen: Mapping[int, tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the fitted factors and their covariance."""
+        """The fitted factors and their covariance."""
         if self.model is None:
             return self._fit_scaling(seen)
         factors, covariance = PRIOR, np.diag(SPREAD**2)
@@ -165,7 +154,7 @@ class Throughput:
             pairs = [(best, value) for best, value in fitting if best is not None]
             if not pairs:
                 break
-            features = np.array([best[1] for best, _ in pairs])
+            features = np.array([best for best, _ in pairs])
             seconds = np.array([value[0] for _, value in pairs])
             noise = np.hypot([value[1] for _, value in pairs], NOISE * seconds)
             factors, covariance = ridge(features, seconds, PRIOR, SPREAD, noise)
@@ -184,11 +173,11 @@ class Throughput:
 
 
 def _make_monotone(raw: dict[int, Estimate]) -> dict[int, Estimate]:
-    """Returns the estimates, corrected so that the throughput never falls with size."""
+    """The estimates, corrected so that the throughput never falls with size."""
     weights = [1.0 / max(estimate.sigma, 1e-9 * estimate.flops, 1e-300) ** 2 for estimate in raw.values()]
     largest = max(weights, default=1.0)
     rates = isotonic([estimate.flops for estimate in raw.values()], [weight / largest for weight in weights])
     return {
-        nodes: Estimate(rate, estimate.sigma, estimate.measured, estimate.parallel)
+        nodes: Estimate(rate, estimate.sigma, estimate.measured)
         for (nodes, estimate), rate in zip(raw.items(), rates, strict=True)
     }

@@ -39,7 +39,7 @@ def _flops(model: str, nodes: int) -> dict[int, float]:
 def case(number: int = CASE, nodes: int = NODES, all_run: bool = False) -> Scenario:
     """One of the five cases. Jobs are named after their place and size, for example task4-7b.
 
-    all_run: each keeps a node, as the controller's plans leave it (`unicron_ctl.controller.plan.planning`). Without it
+    all_run: each job keeps a node, as in the controller's plans (`unicron_ctl.controller.plan.planning`). Without it
     the plan of most FLOP/s of cases 3 to 5 leaves four of the six jobs without any.
     """
     models, weights = CASES[number]

@@ -1,16 +1,15 @@
 """An upper bound on the work that any plan gets out of a cluster whose future is known.
 
-Sizes change where the trace has an event, which is no worse than any other moment, for between two events nothing else
-changes. A change costs D_transition at the throughput of the new size, as it does for every policy of the simulator; a
-failure of severity 1 takes its node, and any other one costs one job, of the plan's choice, the repair in place or a
-change, unless a node is idle. What is lost until a lost node is noticed, and which nodes a job has, is left out; what
-comes while an earlier failure may not be noticed costs what is least: the bound is above every real plan.
+Sizes change only at events of the trace; between two events no other moment is better. A change costs D_transition at
+the throughput of the new size, as for every policy of the simulator. A failure of severity 1 takes its node. Any other
+failure costs one job, which the plan chooses, the repair in place or a change, unless a node is idle. The time until a
+loss is noticed, and which nodes a job has, are left out; what happens while an earlier failure may not be noticed yet
+is charged at the lowest cost. So the bound is above every real plan.
 
-The sum over jobs is held together by the number of nodes at each moment alone. With a price for that (Lagrange
-multipliers) each job is a shortest path over (event, size), and the sum is a bound whatever the prices are; a
-subgradient method looks for the prices that make it small. So no solver is needed, and a year of 400 nodes takes a
-minute. The sum of the best splits at each moment, without any cost of changes, is another bound, which knows that nodes
-are whole: the smaller one counts.
+Only the number of nodes at each moment couples the jobs. With a price for it (Lagrange multipliers) each job is a
+shortest path over (event, size), and the sum is a bound for any prices; a subgradient method looks for prices that make
+it small. So no solver is needed, and a year of 400 nodes takes a minute. The sum of the best splits at each moment,
+without any cost of changes, is another bound; the smaller one counts.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from unicron_planner.simulate.trace import Trace
 from unicron_planner.solver.solve import solve
 
 STEPS = 150  # of the search for prices
-CLOSE = 2e-4  # share: so near to what has been reached it ends
+CLOSE = 2e-4  # the search ends within this share of what has been reached
 TINY = 1e-9  # instead of 0: what cannot be run stays minus infinity
-PATIENCE = 8  # steps without a smaller bound; then they are halved
+PATIENCE = 8  # steps without a smaller bound before the step size is halved
 LONGEST_DETECTION = max(max(policy.detect.values()) for policy in POLICIES.values())  # seconds that a loss may be
 
 Floats = NDArray[np.float64]
@@ -39,18 +38,20 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Span:
-    """Between two events: seconds, nodes that are up, and the failures of these with which it begins. soon: after a
-    node was lost, which may not be noticed yet."""
+    """The time between two events."""
 
     begin: float
     seconds: float
     nodes: int
+    """Nodes that are up."""
     failures: tuple[Cause, ...] = ()
+    """Failures of these nodes at its beginning."""
     soon: bool = False
+    """A node was lost just before, which may not be noticed yet."""
 
 
 def spans(scenario: Scenario, trace: Trace) -> tuple[list[Span], int]:
-    """(all of the replay, nodes ever there)."""
+    """(all spans of the replay, the number of nodes that were ever there)."""
     events, up, most = node_slots(trace, scenario.nodes)
     out: list[Span] = []
     begin, soon, lost, present = 0.0, False, -np.inf, set(up)
@@ -79,7 +80,7 @@ def spans(scenario: Scenario, trace: Trace) -> tuple[list[Span], int]:
             if event.failure.severity == 1:
                 present.discard(number)
                 lost = when
-                failed[:] = [each for each in failed if each[0] != number]  # it disturbs nobody who is left
+                failed[:] = [each for each in failed if each[0] != number]  # it disturbs no node that is left
             else:
                 failed.append((number, event.failure))
     until(trace.until)
@@ -87,7 +88,7 @@ def spans(scenario: Scenario, trace: Trace) -> tuple[list[Span], int]:
 
 
 class _Jobs:
-    """All jobs as arrays, a row each; the columns are sizes. What cannot be run is minus infinity."""
+    """All jobs as arrays, one row each; the columns are sizes. Sizes that cannot be run are minus infinity."""
 
     def __init__(self, scenario: Scenario, policy: Policy, most: int):
         self.sizes = np.arange(most + 1, dtype=float)
@@ -102,8 +103,8 @@ class _Jobs:
         self.level = np.where(np.isfinite(self.work), self.work, 0.0)
 
     def _seconds(self, scenario: Scenario, row: int, job: Job, before: int, size: int, after: int | None) -> None:
-        """Sets the seconds of a change to `size` from a smaller size, a larger one, none and the same, and the least
-        of these. The kind of change does not depend on how much smaller or larger."""
+        """Sets the seconds of a change to `size` from a smaller size, a larger one, none and the same, and their
+        minimum. The cost does not depend on how much smaller or larger."""
 
         def seconds(nodes: int, lost: bool) -> float:
             return scenario.d_transition(replace(job, nodes=nodes, lost_worker=lost), size)
@@ -118,24 +119,26 @@ class _Jobs:
 
 @dataclass
 class _Prices:
-    """Prices by span. node: for a node, weighted FLOP/s. hit: for the job that the failure at its beginning hits, FLOP.
-    whole: for work, a share of it: what all jobs do together is no more than the best split does."""
+    """Prices by span."""
 
     node: Floats
+    """For a node, weighted FLOP/s."""
     hit: Floats
+    """For the job that the failure at its beginning hits, FLOP."""
     whole: Floats
+    """For work, as a share of it: all jobs together do no more than the best split."""
 
 
 @dataclass
 class _Steps:
-    """Into one span, by job and size: from which size it is best, and whether the failure has hit the job then."""
+    """The best way into one span, by job and size: from which size, and whether the failure then hits the job."""
 
     source: Floats
     hit: Floats
 
 
 class _Search:
-    """Prices that make the bound small."""
+    """Searches for prices that make the bound small."""
 
     def __init__(self, scenario: Scenario, policy: Policy, found: list[Span], best: Mapping[int, float]):
         most = max(best)
@@ -149,7 +152,7 @@ class _Search:
         self.repair = _repairs(policy, found)
 
     def least(self, reached: float) -> float:
-        """The smallest bound that is found, weighted FLOP."""
+        """The smallest bound that the search finds, weighted FLOP."""
         slopes = self._slopes()
         none, all_of_it = np.zeros(len(self.spans)), np.ones(len(self.spans))
         starts = [_Prices(slopes, none.copy(), none.copy()), _Prices(none.copy(), none.copy(), all_of_it)]
@@ -173,7 +176,7 @@ class _Search:
         return float(least)
 
     def _units(self, slopes: Floats) -> tuple[Floats, Floats, Floats]:
-        """Squares of what each price may be, so that one length of a step is fit for all."""
+        """The square of each price's scale, so that one step length suits all."""
         best = float(self.best.max())
         slope = max(float(np.mean(slopes)), 1e-3 * best / max(self.most, 1))
         mean = float(np.mean(self.seconds))
@@ -181,15 +184,15 @@ class _Search:
         return slope**2 * mean / self.seconds, np.full(len(self.spans), stake**2), mean / self.seconds
 
     def _slopes(self) -> Floats:
-        """Return what the last node brings, without any change."""
+        """The gain by the last node, without any change."""
         less = {span.nodes: solve(replace(self.scenario, nodes=max(span.nodes - 1, 0))).waf for span in self.spans}
         lower: Floats = np.array([less[span.nodes] for span in self.spans])
         slopes: Floats = self.best - lower
         return slopes
 
     def _value(self, prices: _Prices) -> tuple[float, tuple[Floats, Floats, Floats]]:
-        """(the bound; how far the jobs, each for itself, are beyond what they may, in the order of the prices: nodes
-        and seconds in each span, failures that have hit nobody, FLOP)."""
+        """(the bound; by how much the jobs together violate each constraint, in the order of the prices: nodes times
+        seconds in each span, failures that have hit no job, FLOP)."""
         rows, steps = np.arange(len(self.scenario.jobs)), [_Steps(np.zeros(0), np.zeros(0))]
         value = self._gain(0, prices)
         for number in range(1, len(self.spans)):
@@ -211,17 +214,17 @@ class _Search:
         return float(total), (over * self.seconds, unhit, more * self.seconds)
 
     def _gain(self, number: int, prices: _Prices) -> Floats:
-        """The gain in one span, by job and size: work less what the nodes cost. An idle node may fail, too."""
+        """The gain in one span, by job and size: work less the price of the nodes. An idle node may fail, too."""
         span, sizes = self.spans[number], self.jobs.sizes
         gain = self.jobs.work * (span.seconds * max(1.0 - prices.whole[number], TINY))
         gain = gain - (prices.node[number] * span.seconds + prices.hit[number]) * sizes
         return np.where(sizes <= span.nodes, gain, -np.inf)
 
     def _step(self, number: int, reward: float, value: Floats) -> tuple[Floats, _Steps]:
-        """Into the next span. value: of each size in the one before."""
+        """Takes the values of one span into the next."""
         jobs, seconds = self.jobs, self.spans[number].seconds
         grow, shrink, start, move = jobs.grow, jobs.shrink, jobs.start, jobs.move
-        if self.spans[number].soon:  # who has not missed the lost node yet pays one change where there are two here
+        if self.spans[number].soon:  # a policy that has not noticed the loss yet pays one change instead of two
             grow = shrink = start = move = jobs.least
         level, index = jobs.level, np.broadcast_to(jobs.sizes, value.shape)
         runs = index > 0
@@ -246,7 +249,7 @@ class _Search:
 
 
 def _best_below(value: Floats) -> tuple[Floats, Floats]:
-    """For each column the largest value in those before it, and where."""
+    """For each column the largest value in the columns before it, and its column."""
     most = np.maximum.accumulate(value, axis=1)
     columns = np.arange(value.shape[1], dtype=float)
     where = np.maximum.accumulate(np.where(value >= most, columns, 0.0), axis=1)
@@ -255,8 +258,8 @@ def _best_below(value: Floats) -> tuple[Floats, Floats]:
 
 
 def _repairs(policy: Policy, found: list[Span]) -> Floats:
-    """Seconds, of each span, that the repair of its failures in place costs a job at least; infinite: only a change
-    repairs them. Several at one moment are repaired together, and so are those before an earlier one is noticed."""
+    """For each span, the least seconds that the repair of its failures in place costs a job; infinite if only a change
+    repairs them. Failures at one moment, or before an earlier one is noticed, are repaired together."""
     out, known = [], list[float]()  # when failures are noticed
     for span in found:
         noticed = [span.begin + detection_seconds(policy, cause) for cause in span.failures]
@@ -268,9 +271,8 @@ def _repairs(policy: Policy, found: list[Span]) -> Floats:
 
 
 def bound(scenario: Scenario, trace: Trace, policy: Policy, reached: float) -> Result:
-    """Returns the bound as a Result, in `mean_waf`. reached: what a policy has got on average, weighted FLOP/s: the
-    search ends near to it. `lost`: what missing nodes take (sub_healthy) and, at least, changes. Raises
-    PlanError."""
+    """The bound as a Result, in `mean_waf`. reached: the mean weighted FLOP/s of some policy; the search ends near it.
+    `lost`: the share lost to missing nodes (sub_healthy) and, at least, to changes. Raises PlanError."""
     fresh = replace(scenario, jobs=tuple(replace(job, nodes=0, lost_worker=False) for job in scenario.jobs))
     found, most = spans(scenario, trace)
     best = {nodes: solve(replace(fresh, nodes=nodes)).waf for nodes in {span.nodes for span in found} | {most}}

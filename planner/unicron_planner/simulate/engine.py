@@ -1,9 +1,8 @@
 """Replays a trace under a policy: event-driven, deterministic, with the planner that the controller uses.
 
 Every job is in one phase, and the WAF of the cluster is split by phase at every moment: run (counts), detect (a failure
-that nobody has noticed yet), transition, recompute (work done before), idle. What is not at work because nodes are
-gone, badly split or slower than they could be is `sub_healthy`. The parts add up to the ideal: the WAF of the best
-split of all nodes without failures.
+that is not noticed yet), transition, recompute (work done before), idle. The loss by missing nodes, a poor split or a
+lower speed is `sub_healthy`. The parts add up to the ideal: the WAF of the best split of all nodes without failures.
 """
 
 from __future__ import annotations
@@ -11,61 +10,52 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unicron_planner.problem.objective import PlanError, Scenario
+from unicron_planner.ahead.expected import solve_expected
+from unicron_planner.problem.objective import Job, PlanError, Scenario
 from unicron_planner.simulate.causes import HARMLESS
-from unicron_planner.simulate.placements import placement_of
 from unicron_planner.simulate.policies import ITERATION, Policy, detection_seconds
-from unicron_planner.simulate.simulated_job import (
-    DETECT,
-    IDLE,
-    NO_FAILURE,
-    RECOMPUTE,
-    RUN,
-    TRANSITION,
-    SimulatedJob,
-)
+from unicron_planner.simulate.splits import split
 from unicron_planner.simulate.trace import Trace, TraceEvent
 from unicron_planner.solver.solve import solve
 
+RUN, DETECT, TRANSITION, RECOMPUTE, IDLE = "run", "detect", "transition", "recompute", "idle"
+NO_FAILURE = 4  # above every severity
 LOSS_NAMES = {DETECT: "detection", TRANSITION: "transition", RECOMPUTE: "recompute"}
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one policy on a trace. Shares are of the ideal and add up to 1 with `efficiency`. series: (seconds,
-    WAF), steps; failures: seconds of the failures that hit a job; plans: how often nodes were redistributed."""
+    """The result of one policy on a trace."""
 
     policy: str
     mean_waf: float
     ideal_waf: float
     efficiency: float
     lost: dict[str, float]
+    """Shares of the ideal; with `efficiency` they add up to 1."""
     series: tuple[tuple[float, float], ...]
+    """Steps of (seconds, WAF)."""
     failures: tuple[float, ...]
+    """Seconds of the failures that hit a job."""
     plans: int
+    """How often nodes were redistributed."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `unicronctl simulate`."""
-        return {
-            "policy": self.policy,
-            "mean_waf": self.mean_waf,
-            "ideal_waf": self.ideal_waf,
-            "efficiency": self.efficiency,
-            "lost": self.lost,
-            "failures": len(self.failures),
-            "plans": self.plans,
-        }
+        found = vars(self) | {"failures": len(self.failures)}
+        return {name: value for name, value in found.items() if name != "series"}
 
 
 def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, int]], set[int], int]:
-    """(events with node numbers, nodes that are there at the start, nodes ever there).
+    """(events with node numbers, nodes that are there at the start, number of nodes ever there).
 
-    Names get numbers by order of appearance. A node whose first event is a join is absent until then. When all numbers
-    are taken, a new name takes the place of a node that is gone; where none is, the cluster grows. A node
+    Names get numbers by order of appearance. A node whose first event is a join is absent until then. If all numbers
+    are taken, a new name takes the number of a node that is gone, and without such a node the cluster grows. A node
     that returns after its number was given to another gets a new number."""
     first: dict[str, str] = {}
     for event in trace.events:
@@ -108,6 +98,31 @@ def node_slots(trace: Trace, nodes: int) -> tuple[list[tuple[float, TraceEvent, 
     return out, start, most
 
 
+@dataclass
+class SimulatedJob:
+    """One job of a replay: its phase, its nodes, and the work that it has to do again."""
+
+    spec: Job
+    size: int = 0
+    """Nodes that it runs on, as planned."""
+    nodes: set[int] = field(default_factory=set)
+    """Nodes that it holds, dead ones included until they are noticed."""
+    target: int = 0
+    phase: str = IDLE
+    level: float = 0.0
+    """F while it runs."""
+    epoch: int = 0
+    until: float = 0.0
+    worst: int = NO_FAILURE
+    """The severity of the worst failure that is not noticed yet."""
+    ready: float = 0.0
+    """When the present transition is over, whether a failure comes or not."""
+    worked: float = 0.0
+    """Seconds of progress, for checkpoints."""
+    debt: float = 0.0
+    """Seconds to compute again."""
+
+
 class Simulation:
     """One policy on one trace."""
 
@@ -129,7 +144,7 @@ class Simulation:
         self.lost = dict.fromkeys((*LOSS_NAMES.values(), "sub_healthy"), 0.0)
         self.series: list[tuple[float, float]] = []
         self.failures: list[float] = []
-        self.placement = placement_of(policy)
+        self.placement = _placement_of(policy)
 
     def run(self) -> Result:
         """Replays the whole trace."""
@@ -161,7 +176,6 @@ class Simulation:
         )
 
     # ---------------------------------------------------------------- time
-
     def _push(self, when: float, act: Callable[[], None]) -> None:
         heapq.heappush(self.queue, (when, next(self.order), act))
 
@@ -188,8 +202,8 @@ class Simulation:
     def enter_phase(
         self, job: SimulatedJob, phase: str, seconds: float, then: Callable[[SimulatedJob], None] | None
     ) -> None:
-        """The job is in `phase` for `seconds`, then `then` happens, unless something else comes in between. What comes
-        during a transition ends it no sooner; a planned change during a recompute leaves the rest of it due."""
+        """Puts the job into `phase` for `seconds`, and calls `then` after it unless another event comes first. An event
+        during a transition does not shorten it; a planned change during a recompute leaves the rest of it due."""
         if job.phase == RECOMPUTE and phase in (TRANSITION, IDLE) and self.policy.graceful:
             job.debt = job.until - self.now
         if phase == TRANSITION:
@@ -204,9 +218,8 @@ class Simulation:
             self._push(job.until, lambda: then(job) if job.epoch == epoch else None)
 
     # ---------------------------------------------------------------- what happens
-
     def _start(self) -> None:
-        """The first placement costs nothing: the replay starts with all jobs running."""
+        """Places the jobs at no cost: the replay starts with all of them running."""
         plan = self.placement.first_plan(self)
         for job in self.jobs:
             job.target = plan[job.spec.name]
@@ -222,7 +235,7 @@ class Simulation:
                 self.up.add(number)
                 self.free.add(number)
                 holder = self.owner.get(number)
-                if holder is not None:  # it came back before anyone noticed that it was gone: its state is lost
+                if holder is not None:  # it came back before its loss was noticed: its state is lost
                     self.drop(holder, number)
                 self.placement.on_join(self)
             return
@@ -240,8 +253,8 @@ class Simulation:
         self._hit(job, event)
 
     def _leave_node(self, number: int) -> None:
-        """The node is about to be lost, as was announced: its job leaves it at an iteration boundary, and loses no
-        work. A job that recovers just then is hit by the loss itself."""
+        """The job leaves the node, whose loss was announced, at an iteration boundary, and loses no work. A job that is
+        just recovering is hit by the loss itself."""
         job = self.owner.get(number)
         if number not in self.up or (job is not None and job.phase in (DETECT, TRANSITION)):
             return
@@ -260,7 +273,7 @@ class Simulation:
         job.worst = min(job.worst, event.failure.severity)
 
     def add_lost_work(self, job: SimulatedJob) -> None:
-        """Add what the failure makes the job compute again, in seconds of its own work."""
+        """Adds the work that the failure makes the job repeat, in seconds of its own work."""
         if self.policy.checkpoint is not None:
             since = job.worked % self.policy.checkpoint
             job.debt += since
@@ -284,7 +297,7 @@ class Simulation:
         self.enter_phase(job, TRANSITION, seconds, self.recompute)
 
     def recompute(self, job: SimulatedJob) -> None:
-        """All that is due; until then a failure makes all of it due again."""
+        """Repeats the work that is due. A failure before its end makes all of it due again."""
         if job.debt > 0:
             self.enter_phase(job, RECOMPUTE, job.debt, self._on_recompute)
         else:
@@ -299,18 +312,17 @@ class Simulation:
         self.enter_phase(job, RUN if job.size else IDLE, 0.0, None)
 
     # ---------------------------------------------------------------- what placements use
-
     def throughput(self, job: SimulatedJob, size: int) -> float:
-        """FLOP/s of the job on so many nodes under this policy."""
+        """FLOP/s of the job on `size` nodes under this policy."""
         return self.policy.healthy * job.spec.f(size)
 
     def planned_seconds(self, job: SimulatedJob, size: int, lost: bool) -> float:
-        """Seconds of the scenario's transition to so many nodes. lost: the job has lost a node."""
+        """Seconds of the scenario's transition to `size` nodes. lost: the job has lost a node."""
         planned = replace(job.spec, nodes=job.size, lost_worker=lost)
         return self.scenario.d_transition(planned, size)
 
     def drop(self, job: SimulatedJob, number: int) -> None:
-        """The job holds this node no more."""
+        """Takes the node from the job."""
         job.nodes.discard(number)
         self.owner.pop(number, None)
 
@@ -327,7 +339,7 @@ class Simulation:
             self.owner[number] = job
 
     def is_short(self, job: SimulatedJob) -> bool:
-        """Whether the job has fewer living nodes than it is to run on."""
+        """Whether the job has fewer living nodes than planned."""
         return len(job.nodes) < job.size or any(number not in self.up for number in job.nodes)
 
     def largest(self, job: SimulatedJob, room: int) -> int:
@@ -335,7 +347,7 @@ class Simulation:
         return job.spec.options(room)[-1]
 
     def resize(self, job: SimulatedJob, size: int, lost: bool) -> None:
-        """The job goes on with `size` nodes, after a transition; with none it waits. lost: it has lost a node."""
+        """Continues the job on `size` nodes, after a transition; with none it waits. lost: it has lost a node."""
         seconds = self.policy.transition[1]
         if seconds is None:
             seconds = self.planned_seconds(job, size, lost)
@@ -345,3 +357,125 @@ class Simulation:
             self.enter_phase(job, TRANSITION, seconds, self.recompute)
         else:
             self.enter_phase(job, IDLE, 0.0, None)
+
+
+# ---------------------------------------------------------------- placements
+class Placement(ABC):
+    """The decisions about nodes in which systems differ."""
+
+    all_or_none = False
+    """A job runs on all nodes of its share or on none."""
+
+    def first_plan(self, run: Simulation) -> dict[str, int]:
+        """Nodes by job at the start: by default the planner's split of the whole cluster, to the system's advantage."""
+        return solve(run.fresh).assignment
+
+    @abstractmethod
+    def on_loss(self, run: Simulation, job: SimulatedJob) -> None:
+        """The system has noticed that the job has lost nodes."""
+
+    @abstractmethod
+    def on_join(self, run: Simulation) -> None:
+        """A node has come and is free."""
+
+
+class WholeJobs(Placement):
+    """A job runs on all its nodes or not at all."""
+
+    all_or_none = True
+
+    def on_loss(self, run: Simulation, job: SimulatedJob) -> None:
+        """Gives the job all its nodes again, with spares for the lost ones, or none until they are repaired."""
+        living = len([number for number in job.nodes if number in run.up])
+        run.adjust_nodes(job, min(job.target, living + len(run.free)))
+        if len(job.nodes) < job.target:
+            job.level = 0.0
+            run.enter_phase(job, IDLE, 0.0, None)
+            return
+        job.size = job.target
+        run.recover(job, 1)
+
+    def on_join(self, run: Simulation) -> None:
+        for job in run.jobs:
+            if job.phase == IDLE and job.target:
+                self.on_loss(run, job)
+
+
+class Own(Placement):
+    """Each job keeps its nodes, shrinks and grows by its own losses."""
+
+    def on_loss(self, run: Simulation, job: SimulatedJob) -> None:
+        """Continues the job on the nodes that are left, and spares, at the largest size that it can run."""
+        alive = len([number for number in job.nodes if number in run.up])
+        run.resize(job, run.largest(job, min(alive + len(run.free), job.target)), lost=True)
+        self.on_join(run)
+
+    def on_join(self, run: Simulation) -> None:
+        """Gives free nodes to the jobs that lack most."""
+        for job in sorted(run.jobs, key=lambda job: (job.size - job.target, job.spec.name)):
+            if job.phase == DETECT or not run.free:
+                continue
+            size = run.largest(job, min(len(job.nodes) + len(run.free), job.target))
+            if size > job.size:
+                if not run.policy.graceful and job.phase == RUN:
+                    run.add_lost_work(job)
+                run.resize(job, size, lost=False)
+
+
+@dataclass
+class Redistributing(Placement):
+    """All nodes are shared out at every change: by the planner (`how` is "optimal"), looking ahead or not, or by a
+    naive split."""
+
+    how: str
+    ahead: bool
+    _plans: dict[tuple[int, tuple[int, ...], frozenset[str]], dict[str, int]] = field(default_factory=dict)
+
+    def first_plan(self, run: Simulation) -> dict[str, int]:
+        return self._plan(run, set())
+
+    def on_loss(self, run: Simulation, job: SimulatedJob) -> None:
+        self._redistribute(run, {job.spec.name})
+
+    def on_join(self, run: Simulation) -> None:
+        self._redistribute(run, set())
+
+    def _redistribute(self, run: Simulation, hit: set[str]) -> None:
+        """Decides for the whole cluster. Failures that were not noticed yet come to light, besides those of `hit`."""
+        run.plans += 1
+        lost = hit | {job.spec.name for job in run.jobs if run.is_short(job)}
+        plan = self._plan(run, lost)
+        changed = [job for job in run.jobs if plan[job.spec.name] != job.size or job.spec.name in lost]
+        seconds = {
+            job.spec.name: run.planned_seconds(job, plan[job.spec.name], job.spec.name in lost) for job in changed
+        }
+        shrinking_first = sorted(changed, key=lambda job: plan[job.spec.name] - len(job.nodes))
+        for job in shrinking_first:
+            size = plan[job.spec.name]
+            run.adjust_nodes(job, size)
+            if job.spec.name in lost:
+                job.worst = NO_FAILURE
+            job.size, job.level = size, run.throughput(job, size)
+            if size == 0:
+                run.enter_phase(job, IDLE, 0.0, None)
+            else:
+                run.enter_phase(job, TRANSITION, seconds[job.spec.name], run.recompute)
+
+    def _plan(self, run: Simulation, lost: set[str]) -> dict[str, int]:
+        jobs = tuple(replace(job.spec, nodes=job.size, lost_worker=job.spec.name in lost) for job in run.jobs)
+        scenario = replace(run.scenario, nodes=len(run.up), jobs=jobs)
+        if self.how != "optimal":
+            return split(scenario, self.how)
+        key = (len(run.up), tuple(job.size for job in run.jobs), frozenset(lost))
+        if key not in self._plans:
+            found = solve_expected(scenario) if self.ahead else solve(scenario)
+            self._plans[key] = found.assignment
+        return self._plans[key]
+
+
+def _placement_of(policy: Policy) -> Placement:
+    if policy.placement == "fixed":
+        return WholeJobs()
+    if policy.placement == "own":
+        return Own()
+    return Redistributing(policy.placement, policy.ahead)

@@ -16,7 +16,7 @@ from unicron_planner.problem.objective import PlanError
 from unicron_planner.simulate.engine import Result
 from unicron_planner.simulate.history import History
 
-# One colour per part, in one order everywhere; told apart by people with colour-blindness, and labelled besides.
+# One colour per part, in the same order everywhere; safe for colour-blind readers, and labelled.
 PARTS = (
     ("efficiency", "useful work", "#2a78d6"),
     ("detection", "detection", "#eda100"),
@@ -69,9 +69,8 @@ def draw(results: Sequence[Result], until: float, path: str | Path, title: str =
         axes.set_yticks([0, 0.5, 1])
         axes.set_xlim(0, until / unit)
         axes.set_title(result.policy, loc="left", fontsize=9, color=INK, pad=2)
-        axes.grid(axis="y", color=GRID, linewidth=0.6)
-        axes.tick_params(labelsize=8, colors=MUTED, labelbottom=row == count - 1)
-        axes.spines[["top", "right"]].set_visible(False)
+        _style(axes)
+        axes.tick_params(labelbottom=row == count - 1)
     panels[-1].set_xlabel(f"{name}; red ticks: failures that hit a job", fontsize=8, color=MUTED)
     _bars(figure.add_subplot(grid[:, 1]), results)
     figure.suptitle(
@@ -81,7 +80,7 @@ def draw(results: Sequence[Result], until: float, path: str | Path, title: str =
 
 
 def draw_history(history: History, path: str | Path, title: str = "") -> None:
-    """Draw what failures have cost a site so far, and would have with Unicron. As :func:`draw`."""
+    """Draws what failures have cost a site so far, and would have cost with Unicron; see :func:`draw`."""
     failures = sorted(history.failures, key=lambda failure: failure.run.end)
     began = failures[0].run.end if failures else 0.0
     unit, name = _time_unit(failures[-1].run.end - began if failures else 0.0)
@@ -94,16 +93,20 @@ def draw_history(history: History, path: str | Path, title: str = "") -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"{name} since the first failure", fontsize=8, color=MUTED)
     axes.set_ylabel("node-hours lost, waiting included", fontsize=8, color=MUTED)
-    axes.grid(axis="y", color=GRID, linewidth=0.6)
-    axes.tick_params(labelsize=8, colors=MUTED)
-    axes.spines[["top", "right"]].set_visible(False)
+    _style(axes)
     axes.legend(fontsize=8, frameon=False)
     figure.suptitle(title or "Node-hours lost to failures", fontsize=11, color=INK, x=0.01, ha="left")
     save(figure, path)
 
 
+def _style(axes: Any) -> None:
+    axes.grid(axis="y", color=GRID, linewidth=0.6)
+    axes.tick_params(labelsize=8, colors=MUTED)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def empty(path: str | Path, size: tuple[float, float]) -> Any:
-    """An empty figure of so many inches, for that file. Raises PlanError for another ending than a picture's, and
+    """An empty figure of `size` inches for this file. Raises PlanError for a file name other than a picture's, and
     without matplotlib."""
     if Path(path).suffix.lower() not in (".png", ".svg"):
         raise PlanError(f"a figure is a .png or .svg file, not {path}")
@@ -118,7 +121,7 @@ def empty(path: str | Path, size: tuple[float, float]) -> Any:
 
 
 def save(figure: Any, path: str | Path) -> None:
-    """Writes it; the format follows the ending. Raises PlanError."""
+    """Writes the figure; the format follows the file's ending. Raises PlanError."""
     try:
         figure.savefig(path)
     except OSError as error:

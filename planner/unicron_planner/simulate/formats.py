@@ -9,14 +9,14 @@
   cluster's own. A node that was DOWN, FAIL or in an error has failed, and one that Unicron, NHC or Slurm itself
   drained. One that an admin drained, that was put into maintenance, rebooted or powered down has not.
 - Numbers of nodes over time: lines `date, time, nodes` (uclasystem/bamboo, traces/gcloud), or JSON with `gap_seconds`
-  and `data` (skypilot-org/spot-traces). Which node left is not told: the last to come is the first to leave.
+  and `data` (skypilot-org/spot-traces). They do not show which node left: the last to come is the first to leave.
 
-A table that names jobs is refused: its rows may be their runs. In a table with a state or status, only rows of nodes
-that are not there count; a word that is not known is refused. What is left out is said in a note.
+A table that names jobs is refused, because its rows may be their runs. In a table with a state or status, only rows of
+nodes that are away count; an unknown word is refused. A note says what is left out.
 
 Times of the last two are seconds, or dates and times of ISO 8601; then the earliest is second 0. Digits alone are
-seconds; where all of them could be dates (20250131), they are refused. A node is away from its first open fault until
-the last one has ended.
+seconds; if all of them could be dates (20250131), they are refused. A node is away from its first open fault until the
+last one has ended.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ WORDS = (
 
 
 class Away(NamedTuple):
-    """A node is not there from `start` to `end`, in seconds; end: infinite where it does not come back."""
+    """A node is away from `start` to `end`, in seconds; `end` is infinite if it does not come back."""
 
     node: str
     start: float
@@ -91,24 +91,24 @@ class Away(NamedTuple):
 
 
 class FileOutages(NamedTuple):
-    """The outages in a file, and lines for people on how it was read."""
+    """The outages in a file, and notes for people on how it was read."""
 
     rows: list[Away]
     notes: tuple[str, ...] = ()
 
 
 def cause_of(text: str) -> Cause:
-    """A cause of severity 1, for the node is away."""
-    known = causes.find(text)
-    if known is not None and known.severity == 1:
-        return known
+    """A cause of severity 1, because the node is away."""
+    found = causes.find(text)
+    if found is not None and found.severity == 1:
+        return found
     lower = text.lower()
     name = next((name for word, name in WORDS if re.search(rf"\b{word}", lower)), "node_failed")
     return CAUSES[name]
 
 
 def merge_outages(rows: Iterable[Away]) -> list[Away]:
-    """In order of time; of one node's that overlap, one with the first one's cause."""
+    """Sorts the outages by time, and joins those of one node that overlap, with the first one's cause."""
     out: list[Away] = []
     last: dict[str, int] = {}
     for row in sorted(rows, key=lambda row: (row.start, row.node)):
@@ -125,25 +125,13 @@ def merge_outages(rows: Iterable[Away]) -> list[Away]:
 def from_json(path: str | Path, text: str) -> FileOutages:
     """Raises PlanError, one line."""
     try:
-        told = json.loads(text)
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is not valid JSON: {error}") from None
-    if isinstance(told, Mapping) and isinstance(told.get("metadata"), Mapping) and "gap_seconds" in told["metadata"]:
-        return _at_even_steps(path, told["metadata"]["gap_seconds"], told.get("data"))
-    rows = _rows_by_node(path, told) if isinstance(told, Mapping) else [_object(path, row) for row in _list(path, told)]
-    return _from_rows(path, rows)
-
-
-def _rows_by_node(path: str | Path, lists: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rows of lists by node, of faults or of pairs [start, end]."""
-    return [
-        {"node": node, "start": pair[0], "end": pair[1]} if _is_pair(pair) else _of_node(node, _object(path, pair))
-        for node, pairs in lists.items()
-        for pair in _list(path, pairs)
-    ]
-
-
-def _from_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> FileOutages:
+    if isinstance(data, Mapping) and isinstance(data.get("metadata"), Mapping) and "gap_seconds" in data["metadata"]:
+        return _at_even_steps(path, data["metadata"]["gap_seconds"], data.get("data"))
+    lists = data.items() if isinstance(data, Mapping) else [("", data)]
+    rows = [_json_row(path, node, item) for node, items in lists for item in _list(path, items)]
     if rows and "event_type" in rows[0]:
         return FileOutages(merge_outages(_opened_and_closed(path, rows)))
     _check_no_jobs(path, {name for row in rows for name in row})
@@ -157,13 +145,17 @@ def _from_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> FileOutag
     )
 
 
-def _of_node(node: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A fault in the list of that name: the node's, unless the fault names one itself."""
-    return row if _first(row, NODES) is not None else {**row, "node": node}
+def _json_row(path: str | Path, node: str, item: object) -> Mapping[str, Any]:
+    """The fault as an object. It is of the node whose list it is in, unless it names one itself."""
+    if node and isinstance(item, list) and len(item) == 2:
+        return {"node": node, "start": item[0], "end": item[1]}
+    if not isinstance(item, Mapping):
+        raise PlanError(f"{path}: expected objects with a node, a start and an end, or pairs [start, end] by node")
+    return {**item, "node": node} if node and _first(item, NODES) is None else item
 
 
 def _opened_and_closed(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> list[Away]:
-    """Events of faults in any order, times in days. One that ends on a node without having begun there is left out."""
+    """Reads events of faults in any order, with times in days. An end without a begin on that node is left out."""
     events: list[tuple[float, bool, str, str]] = []
     for number, row in enumerate(rows, 1):
         what, node, fault = row.get("event_type"), _node_name(path, number, row), _words(row.get("fault_type"))
@@ -183,24 +175,14 @@ def _opened_and_closed(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> l
     return found
 
 
-def _object(path: str | Path, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise PlanError(f"{path}: expected objects with a node, a start and an end, or pairs [start, end] by node")
-    return value
-
-
 def _list(path: str | Path, value: object) -> list[Any]:
     if not isinstance(value, list):
         raise PlanError(f"{path}: expected a list of faults, or such lists by node")
     return value
 
 
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2
-
-
 def _words(value: object) -> str:
-    """A description as text: itself, or all the words of its parts."""
+    """A description as text: itself, or the words of all its parts."""
     if isinstance(value, Mapping):
         return " ".join(str(part) for part in value.values())
     return "" if value is None else str(value)
@@ -213,7 +195,7 @@ def is_start_stop(header: Sequence[str]) -> bool:
 
 
 def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> FileOutages:
-    """rows: (number of the line, fields), the header first. Raises PlanError, one line."""
+    """rows: (line number, fields), the header first. Raises PlanError, one line."""
     header = [_plain(field) for field in rows[0][1]]
     node, start, stop = (_column(header, names) for names in (NODES, STARTS, STOPS))
     cause = _column(header, CAUSE_NAMES)
@@ -223,13 +205,13 @@ def from_csv(path: str | Path, rows: Sequence[tuple[int, list[str]]]) -> FileOut
         raise PlanError(f"{path}: {why}")
     _check_no_jobs(path, header)
     body, notes = _outages(path, header, rows[1:])
-    told = []
+    faults = []
     for number, row in body:
         if len(row) <= max(node, start, stop):
             raise PlanError(f"{path}, line {number}: expected {len(header)} fields, found {len(row)}")
         text = row[cause] if cause is not None and cause < len(row) else ""
-        told.append({"node": row[node], "start": row[start], "end": row[stop], "cause": text, "line": number})
-    return FileOutages(merge_outages(_between(path, told)), notes)
+        faults.append({"node": row[node], "start": row[start], "end": row[stop], "cause": text, "line": number})
+    return FileOutages(merge_outages(_between(path, faults)), notes)
 
 
 def _check_no_jobs(path: str | Path, columns: Iterable[str]) -> None:
@@ -249,7 +231,7 @@ def _plain(field: str) -> str:
 
 
 def other_separator(head: str, wanted: str) -> str:
-    """Name the separator of a header's fields in place of one of `wanted`; "" where there is none."""
+    """The name of the separator that a header has in place of those in `wanted`; "" if it has none."""
     counts = {words: head.strip().count(mark) for mark, words in SEPARATORS.items() if mark not in wanted}
     most = max(counts, key=lambda words: counts[words])
     if any(mark in head for mark in wanted) and counts[most] <= sum(map(head.count, wanted)):
@@ -258,7 +240,7 @@ def other_separator(head: str, wanted: str) -> str:
 
 
 def read_csv(text: str) -> list[tuple[int, list[str]]]:
-    """(number of the line, fields) of each line that is not empty. Raises csv.Error."""
+    """(line number, fields) of each line that is not empty. Raises csv.Error."""
     lines = text.split("\n")
     head = next((line for line in lines if line.strip()), "")
     if "|" in head and "," not in head:  # sacctmgr quotes nothing
@@ -272,7 +254,7 @@ def read_csv(text: str) -> list[tuple[int, list[str]]]:
 def _outages(
     path: str | Path, header: Sequence[str], rows: Sequence[tuple[int, list[str]]]
 ) -> tuple[Sequence[tuple[int, list[str]]], tuple[str, ...]]:
-    """The rows in which a node is not there, and what is to be said of the others. Raises PlanError."""
+    """The rows in which a node is away, and notes on the others. Raises PlanError."""
     if {"nodename", "timestart", "timeend", "state"} <= set(header):
         return _failures_of_slurm(header, rows)
     if {"nodename", "timestart", "timeend"} <= set(header):
@@ -286,7 +268,7 @@ def _outages(
 
 
 def _is_away(path: str | Path, number: int, text: str, column: str) -> bool:
-    """Raises PlanError for a word that nobody can be sure of."""
+    """Whether a node in this state is away. Raises PlanError for an unknown word."""
     words = [
         word.strip("*~#!%$@^-") for word in re.split(r"[+\s]+", text.strip().lower().replace("not responding", "down"))
     ]
@@ -300,17 +282,14 @@ def _is_away(path: str | Path, number: int, text: str, column: str) -> bool:
 
 def _skip_note(gone: Sequence[bool], column: str) -> tuple[str, ...]:
     out = len(gone) - sum(gone)
-    return (
-        (f"{out} of {len(gone)} rows are left out: by their {column} the node was there, or taken on purpose",)
-        if out
-        else ()
-    )
+    why = f"by their {column} the node was there, or taken on purpose"
+    return (f"{out} of {len(gone)} rows are left out: {why}",) if out else ()
 
 
 def _failures_of_slurm(
     header: Sequence[str], rows: Sequence[tuple[int, list[str]]]
 ) -> tuple[Sequence[tuple[int, list[str]]], tuple[str, ...]]:
-    """The rows of nodes that failed, of what sacctmgr printed, and how many others there are."""
+    """The rows of nodes that failed, of what sacctmgr printed, and a note on the others."""
     node, state = header.index("nodename"), header.index("state")
     reason = header.index("reason") if "reason" in header else len(header) - 1
     kept, others = [], []
@@ -333,8 +312,8 @@ def _failures_of_slurm(
 
 
 def _has_failed(state: str, reason: str) -> bool:
-    """Whether a node's state in Slurm's accounting is a failure. The signs behind a state: `$` maintenance, `@` and `^`
-    a reboot that somebody asked for, `~`, `#`, `!` and `%` power saving (sinfo(1))."""
+    """Whether a node's state in Slurm's accounting is a failure. Suffixes of a state (sinfo(1)): `$` maintenance, `@`
+    and `^` a reboot on request, `~`, `#`, `!` and `%` power saving."""
     words = re.split(r"[+\s]+", state.strip().upper())
     if re.search(r"[$@^~#!%]", state) or any(word.startswith(("MAINT", "POWER", "REBOOT")) for word in words):
         return False
@@ -347,13 +326,12 @@ def _has_failed(state: str, reason: str) -> bool:
 # ------------------------------------------------------------ counts
 def is_counts(first: Sequence[str]) -> bool:
     """The line is a date, a time and a number of nodes."""
-    return (
-        len(first) == 3 and _date(f"{first[0].strip()} {first[1].strip()}") is not None and first[2].strip().isdecimal()
-    )
+    words = [word.strip() for word in first]
+    return len(words) == 3 and _date(f"{words[0]} {words[1]}") is not None and words[2].isdecimal()
 
 
 def from_counts(path: str | Path, lines: Sequence[tuple[int, list[str]]]) -> FileOutages:
-    """Lines of a date, a time and how many nodes there are. Raises PlanError."""
+    """Reads lines of a date, a time and a number of nodes. Raises PlanError."""
     points: list[tuple[float, int]] = []
     for number, row in lines:
         if not is_counts(row):
@@ -364,7 +342,7 @@ def from_counts(path: str | Path, lines: Sequence[tuple[int, list[str]]]) -> Fil
 
 
 def _at_even_steps(path: str | Path, step: object, data: object) -> FileOutages:
-    """Numbers of nodes, one every `step` seconds (skypilot-org/spot-traces). Raises PlanError."""
+    """Reads numbers of nodes, one every `step` seconds (skypilot-org/spot-traces). Raises PlanError."""
     seconds = _number(path, 1, step)
     counts = _list(path, data)
     if any(type(count) is not int or count < 0 for count in counts):
@@ -378,7 +356,7 @@ def _at_even_steps(path: str | Path, step: object, data: object) -> FileOutages:
 
 
 def _of_counts(path: str | Path, points: Sequence[tuple[float, int]]) -> FileOutages:
-    """Nodes are numbered from 1; where k are there, those above k are away."""
+    """Numbers the nodes from 1; if k are there, those above k are away."""
     most = max(count for _, count in points)
     if most > MOST_NODES:
         raise PlanError(f"{path}: {most} nodes are more than {MOST_NODES}: is this the number of nodes?")
@@ -418,7 +396,7 @@ def _between(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> list[Away]:
 
 
 def _bare_dates(rows: Iterable[Mapping[str, Any]]) -> bool:
-    """All times are eight digits that could be a date: nobody knows which of the two they are."""
+    """Whether all times are eight digits that could be a date or seconds."""
     found = False
     for row in rows:
         for names in (STARTS, STOPS):
@@ -459,7 +437,7 @@ def _text(value: object) -> str:
 
 
 def _date(text: str) -> datetime.datetime | None:
-    """None: it is none. Eight digits are seconds, which fromisoformat takes for a date."""
+    """The date, or None. Eight digits are seconds, although fromisoformat takes them for a date."""
     if re.fullmatch(r"[\d.]+", text):
         return None
     try:

@@ -44,20 +44,20 @@ LLAMA3_COUNTS = {
 LLAMA3_PER_NODE_DAY = 419 / 54 / (16384 / 8)
 # Meta RSC-1 (arXiv 2410.21680): 6.50 failures per 1,000 node-days.
 RSC1_PER_NODE_DAY = 6.50 / 1000
-DAYS = 365.0  # of a generated trace, where nothing is asked for
+DAYS = 365.0  # of a generated trace, by default
 FIXED_DAYS = {"trace-a": 56.0, "trace-b": 7.0}  # their failures are counted
 REPAIR_HOURS = 24.0  # median; "hours to days" (Unicron), so log-normal within 1 h..7 d [choice]
 
 
 def repair_seconds(draw: random.Random, median_hours: float = REPAIR_HOURS) -> float:
-    """Draw a drained node's seconds of absence: log-normal with that median and sigma 1, cut to 1 h..7 d [choice]."""
+    """A drained node's seconds of absence: log-normal with that median and sigma 1, cut to 1 h..7 d [choice]."""
     return 3600.0 * min(max(median_hours * draw.lognormvariate(0.0, 1.0), 1.0), 168.0)
 
 
 def _events(
     draw: random.Random, times: list[float], nodes: int, pick: Callable[[], str], repair: float = REPAIR_HOURS
 ) -> list[TraceEvent]:
-    """Failures at `times` on nodes that are up, each lost node joining again after its repair."""
+    """Failures at `times` on nodes that are up; each lost node joins again after its repair."""
     up = list(range(nodes))
     away: list[tuple[float, int]] = []
     out = []

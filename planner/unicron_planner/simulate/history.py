@@ -26,7 +26,7 @@ from typing import Any
 from unicron_planner.problem.objective import PlanError
 from unicron_planner.simulate import formats
 from unicron_planner.simulate.causes import CAUSES, Cause
-from unicron_planner.simulate.policies import CHECKPOINT, ITERATION, POLICIES, SETUP, Policy, detection_seconds
+from unicron_planner.simulate.policies import CHECKPOINT, ITERATION, POLICIES, SETUP, detection_seconds
 
 COMMAND = "sacct -a -D -X -P -S START -o Cluster,JobID,User,JobName,State,ExitCode,Submit,Start,End,NNodes"
 COLUMNS = ("jobid", "user", "jobname", "state", "exitcode", "submit", "start", "end", "nnodes")
@@ -66,16 +66,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Failure:
-    """One failure in the history, and what it cost.
-
-    run: what it has ended. waited: seconds until the job ran again. lost, with_unicron: node-seconds, of which
-    waiting and waiting_with_unicron were spent without the nodes."""
+    """One failure in the history, and what it cost."""
 
     run: Run
+    """The run that it ended."""
     cause: Cause
     waited: float
+    """Seconds until the job ran again."""
     lost: float
+    """Node-seconds; `waiting` of them without the nodes."""
     with_unicron: float
+    """The same with Unicron; `waiting_with_unicron` of them without the nodes."""
     waiting_with_unicron: float
 
     @property
@@ -85,31 +86,32 @@ class Failure:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a failure without Unicron, in seconds.
-
-    checkpoint: seconds between two of them; setup: from the start of a run to its first iteration; transition:
-    D_transition with Unicron."""
+    """Costs of a failure, in seconds."""
 
     checkpoint: float = CHECKPOINT
+    """Between two checkpoints."""
     setup: float = SETUP
+    """From the start of a run to its first iteration."""
     transition: float = TRANSITION_SECONDS
+    """D_transition with Unicron."""
     least_nodes: int = 2
-    policy: Policy = POLICIES["unicron"]
+    """Smaller jobs do not count."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The account of a site's history.
-
-    worked: node-seconds of all runs that count. early: failures so soon after a start that they are the script's
-    own; left: those after which nobody went on; requeued: runs that ended so, whoever and whatever asked for it."""
+    """The account of a site's history."""
 
     runs: int
     worked: float
+    """Node-seconds of all runs that count."""
     failures: tuple[Failure, ...]
     early: int
+    """Failures so soon after a start that the script is at fault."""
     left: int
+    """Failures after which no job went on."""
     requeued: int
+    """Runs that ended as REQUEUED; why is unknown."""
 
     @property
     def lost(self) -> float:
@@ -144,8 +146,8 @@ class History:
 
 # ------------------------------------------------------------ reading
 def load(path: str | Path, left_out: list[str] | None = None) -> list[Run]:
-    """The runs in a file that COMMAND has made, or in several of them joined, by start; those that never started are
-    left out. left_out: takes why a record cannot be read, where others can. Raises PlanError, one line."""
+    """The runs in a file that COMMAND made, or in several of them joined, by start, without those that never started.
+    left_out: receives why a record cannot be read, if others can. Raises PlanError, one line."""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig", errors="replace")
     except OSError as error:
@@ -176,9 +178,9 @@ def load(path: str | Path, left_out: list[str] | None = None) -> list[Run]:
 
 
 def _records(rows: Sequence[tuple[int, str]], header: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """(number of its first line, fields) of each record. A job's name may hold line feeds, which sacct prints as they
-    are: lines are joined until the fields behind the name fit their columns. A line that is a record by itself is one,
-    and what is left over is no record."""
+    """(number of its first line, fields) of each record. A job's name may contain line feeds, which sacct prints as
+    they are: lines are joined until the fields after the name fit their columns. A line that is a record by itself is
+    one, and what is left over is not."""
     held: list[str] = []
     first = 0
     for number, line in rows:
@@ -199,7 +201,7 @@ def _records(rows: Sequence[tuple[int, str]], header: Sequence[str]) -> Iterator
 
 
 def _is_whole(row: Sequence[str], header: Sequence[str]) -> bool:
-    """Whether a record begins with this row's first field and ends with its last one."""
+    """Whether this row is a complete record."""
     if len(row) < len(header):
         return False
     before = header.index("jobname")
@@ -209,8 +211,8 @@ def _is_whole(row: Sequence[str], header: Sequence[str]) -> bool:
 
 
 def _whole(runs: Sequence[Run]) -> Iterator[Run]:
-    """Each run once: where files are joined it may be there twice, and at first without its end; and one of the
-    components of a heterogeneous job (7+0, 7+1), which start and end together."""
+    """Each run once. In joined files it may be there twice, at first without its end. The components of a heterogeneous
+    job (7+0, 7+1), which start and end together, are one run."""
     parts: dict[tuple[tuple[str, str], str, float, float], dict[str, Run]] = {}
     for run in runs:
         job, _, component = run.job.partition("+")
@@ -218,13 +220,13 @@ def _whole(runs: Sequence[Run]) -> Iterator[Run]:
         if component not in known or math.isinf(known[component].end):
             known[component] = run
     for (_, job, *_), known in parts.items():
-        told = min(known.values(), key=_severity)
+        worst = min(known.values(), key=_severity)
         nodes, end = sum(run.nodes for run in known.values()), max(run.end for run in known.values())
-        yield replace(told, job=job, nodes=nodes, end=end)
+        yield replace(worst, job=job, nodes=nodes, end=end)
 
 
 def _fields(path: str | Path, number: int, row: Sequence[str], header: Sequence[str]) -> list[str]:
-    """Returns as many fields as the header has. A job's name may hold the separator, and sacct does not mark it."""
+    """Splits a row into the header's fields. A job's name may contain the separator, which sacct does not escape."""
     more, name = len(row) - len(header), header.index("jobname")
     if more < 0:
         what = f"expected {len(header)} fields, found {len(row)}"
@@ -234,7 +236,7 @@ def _fields(path: str | Path, number: int, row: Sequence[str], header: Sequence[
 
 
 def _run(path: str | Path, number: int, row: Mapping[str, str]) -> Run | None:
-    """None: of a step, or it never started."""
+    """The run; None for a step, or if it never started."""
     if "." in row["jobid"]:
         return None
     submit, start, end = (_moment(path, number, row[name]) for name in ("submit", "start", "end"))
@@ -250,7 +252,7 @@ def _run(path: str | Path, number: int, row: Mapping[str, str]) -> Run | None:
 
 
 def _moment(path: str | Path, number: int, text: str) -> float:
-    """Seconds; infinite for what has not happened."""
+    """Seconds since the epoch; infinite if it has not happened."""
     if text in ("", "Unknown", "None", "NONE"):
         return math.inf
     try:
@@ -262,7 +264,7 @@ def _moment(path: str | Path, number: int, text: str) -> float:
 
 # ------------------------------------------------------------ judging
 def cause_of(run: Run) -> Cause | None:
-    """Why a run has ended; None: not by a failure (sacct(1), JOB STATE CODES)."""
+    """The failure that ended a run (sacct(1), JOB STATE CODES); None if none did."""
     if run.state in ("NODE_FAIL", "BOOT_FAIL"):
         return CAUSES["node_failed"]
     if run.state == "OUT_OF_MEMORY":
@@ -280,12 +282,12 @@ def _severity(run: Run) -> float:
 
 
 def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
-    """Return what the failures have cost, and would have. runs: by start, as of :func:`load`."""
+    """Works out what the failures cost, and would have cost with Unicron. runs: by start, as from :func:`load`."""
     costs = costs or Costs()
     counted = [run for run in runs if run.nodes >= costs.least_nodes]
     by_job, alike = defaultdict(list), defaultdict(list)
     for run in counted:
-        if (run.whose, run.job) not in by_job:  # its later runs go on with nothing but itself
+        if (run.whose, run.job) not in by_job:  # its later runs continue only itself
             alike[run.whose, run.name, run.nodes].append(run)
         by_job[run.whose, run.job].append(run)
     for others in alike.values():
@@ -313,16 +315,16 @@ def judge(runs: Sequence[Run], costs: Costs | None = None) -> History:
 
 
 def _next_run(run: Run, runs: Sequence[Run]) -> Run | None:
-    """The next run of the same job, if it is not too late. In the hour that is there twice, when clocks go back, it
-    seems to begin before this one has ended: sacct prints no time zone."""
+    """The next run of the same job, if it is not too late. In the hour that occurs twice, when clocks go back, it seems
+    to begin before this one has ended: sacct prints no time zone."""
     place = bisect.bisect_right(runs, run.start, key=lambda other: other.start)
     soon = place < len(runs) and runs[place].submit <= run.end + AGAIN_SECONDS
     return runs[place] if soon and runs[place].start >= run.end - HOUR else None
 
 
 def _next(run: Run, others: Sequence[Run], taken: Collection[Run]) -> Run | None:
-    """Which of the others, by their submission after this one's start and not too late, goes on with what `run` was at,
-    if one does. Those that are taken go on with something else, and tasks of one array with nothing of each other."""
+    """The run that continues the work of `run`: submitted after its start and not too late, not `taken` by another
+    failure, and not a task of the same array; None if there is none."""
     begin = bisect.bisect_left(others, run.start, key=lambda other: other.submit)
     end = bisect.bisect_right(others, run.end + AGAIN_SECONDS, key=lambda other: other.submit)
     found = (other for other in others[begin:end] if other.start >= run.end and _array(other) != _array(run))
@@ -337,7 +339,7 @@ def _array(run: Run) -> str:
 
 
 def _failure(run: Run, cause: Cause, waited: float, costs: Costs) -> Failure:
-    policy = costs.policy
+    policy = POLICIES["unicron"]
     lost = run.nodes * (waited + min(costs.setup + costs.checkpoint / 2, run.end - run.start))
     transition = policy.transition[cause.severity]
     stands = detection_seconds(policy, cause) + policy.redo * ITERATION

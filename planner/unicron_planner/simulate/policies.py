@@ -1,6 +1,6 @@
 """Detection, recovery and placement by system. Figures come from each system's own paper or code, named beside them,
-and are never fitted to a result. [S] read in a stored source, [R] recalled, [choice] ours. Unicron's own are in
-docs/design/paper.md.
+and are never fitted to a result. [S] read in a stored source, [R] recalled, [choice] ours. Unicron's own figures are
+in docs/design/paper.md.
 
 Sources read: microsoft/varuna at a2145cc, SymbioticLab/Oobleck at 3b7a0c2, uclasystem/bamboo at 8080929, PyTorch 2.13.
 """
@@ -163,14 +163,14 @@ POLICIES = {
 
 
 def policy(name: str) -> Policy:
-    """Returns the policy of that name. Raises PlanError if there is none."""
+    """The policy of that name. Raises PlanError if there is none."""
     if name not in POLICIES:
         raise PlanError(f"unknown policy {name!r}: use {', '.join(POLICIES)}")
     return POLICIES[name]
 
 
 def detection_seconds(of: Policy, cause: Cause) -> float:
-    """Returns the seconds from a failure until the system notices it."""
+    """The seconds from a failure until the system notices it."""
     seconds = of.detect[cause.method]
     if not math.isfinite(seconds):
         raise PlanError(f"policy {of.name} never detects {cause.name}")

@@ -8,7 +8,7 @@ from unicron_planner.problem.objective import Job, PlanError, Scenario
 
 
 def model_size(job: Job) -> float:
-    """Billions of parameters if the job's name tells ("gpt-13b"), else its minimum size."""
+    """Billions of parameters if the job's name contains them ("gpt-13b"), else its minimum size."""
     match = re.search(r"(\d+(?:\.\d+)?)\s*b(?![a-z0-9])", job.name.lower())
     return float(match[1]) if match and float(match[1]) > 0 else float(max(job.min_nodes, 1))
 
@@ -17,9 +17,8 @@ SHARES = {"equally": lambda job: 1.0, "by_weight": lambda job: job.weight, "by_s
 
 
 def split(scenario: Scenario, how: str) -> dict[str, int]:
-    """Nodes by job in proportion to its share, each rounded down to a size that it can run; what is left over then
-    raises the jobs, furthest below their share first, to their next size. No regard to throughput or to what jobs
-    have now."""
+    """Nodes by job in proportion to its share, each rounded down to a size that it can run. The rest raises the jobs to
+    their next size, those furthest below their share first. Throughput and present nodes do not matter."""
     if how not in SHARES:
         raise PlanError(f"unknown split {how!r}: use {', '.join(SHARES)}")
     shares = {job.name: SHARES[how](job) for job in scenario.jobs}

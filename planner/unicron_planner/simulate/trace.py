@@ -26,14 +26,15 @@ UNIX = 1e8  # seconds, 3 years: the times of a trace that begins later are Unix 
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """One line of a trace. cause: None for a join. notice: how many seconds ahead the event is announced, as when a
-    spot instance is taken back."""
+    """One line of a trace."""
 
     seconds: float
     event: str
     node: str
     cause: Cause | None = None
+    """None for a join."""
     notice: float = 0.0
+    """Seconds by which the event is announced ahead, as when a spot instance is taken back."""
 
     @property
     def failure(self) -> Cause:
@@ -45,7 +46,7 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Trace:
-    """Events in order of time, and the time at which the replay ends, seconds."""
+    """Events in order of time, and the second at which the replay ends."""
 
     events: tuple[TraceEvent, ...]
     until: float
@@ -104,7 +105,7 @@ def _text(path: str | Path) -> str:
 
 
 def _events(path: str | Path, lines: Sequence[tuple[int, list[str]]], first: Sequence[str]) -> list[TraceEvent]:
-    """Returns the events of our CSV or of a churn trace, depending on the first line."""
+    """The events of our CSV or of a churn trace, depending on the first line."""
     if list(first) == HEADER:
         return _infer([_own(path, number, row) for number, row in lines[1:]])
     if _is_churn(first):
@@ -116,13 +117,13 @@ def _events(path: str | Path, lines: Sequence[tuple[int, list[str]]], first: Seq
 
 
 def _from_zero(events: list[TraceEvent]) -> list[TraceEvent]:
-    """Makes Unix times count from the first event. Otherwise the replay would begin with decades without a failure."""
+    """Makes Unix times count from the first event: else the replay would begin with decades without a failure."""
     zero = min((event.seconds for event in events), default=0.0)
     return [replace(event, seconds=event.seconds - zero) for event in events] if zero >= UNIX else events
 
 
 def _nodes_away(rows: Iterable[formats.Away]) -> list[TraceEvent]:
-    """Returns for each outage the loss of the node, and its return if there is one."""
+    """For each outage the loss of the node, and its return if there is one."""
     events = []
     for row in rows:
         events.append(TraceEvent(row.start, "fail", row.node, row.cause))
@@ -166,8 +167,8 @@ def _own(path: str | Path, number: int, row: list[str]) -> TraceEvent | tuple[fl
 
 
 def _infer(rows: list[TraceEvent | tuple[float, str, str]]) -> list[TraceEvent]:
-    """Guesses the kind of causes that the table does not have: the node was lost if its next event is a join, else a
-    process was."""
+    """Guesses the kind of causes that are not in the table: the node was lost if its next event is a join, else a
+    process."""
     ordered = sorted(rows, key=lambda row: row.seconds if isinstance(row, TraceEvent) else row[0])
     following: dict[str, str] = {}
     out = []

@@ -18,35 +18,27 @@ __all__ = ["Explanation", "explain", "runner_up"]
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a job gets its nodes.
-
-    nodes: what the job gets. second: the best plan that gives the job any other size (None: there is none). margin:
-    by how much its objective is smaller, in weighted FLOP over `seconds`, the expected time to the next failure."""
+    """Why a job gets its nodes."""
 
     job: str
     nodes: int
     reason: str
-    second: Plan | None
     margin: float
+    """By how much the objective of `second` is smaller, in weighted FLOP over `seconds`."""
     seconds: float
+    """The expected time to the next failure."""
     text: str
+    second: Plan | None
+    """The best plan that gives the job any other size; None if there is none."""
 
     def to_dict(self) -> dict[str, Any]:
         """For --json."""
-        out = {
-            "job": self.job,
-            "nodes": self.nodes,
-            "reason": self.reason,
-            "margin": self.margin,
-            "seconds": self.seconds,
-            "text": self.text,
-        }
-        return out | {"second": None if self.second is None else self.second.to_dict()}
+        return {**vars(self), "second": None if self.second is None else self.second.to_dict()}
 
 
 def runner_up(scenario: Scenario, name: str, plan: Plan) -> Plan | None:
-    """The best plan in which the job gets anything but what `plan` gives it, on the nodes that were offered to its
-    owner; None where it has no other size."""
+    """The best plan in which the job gets another size than in `plan`, on the nodes that were offered to its owner;
+    None if it has no other size."""
     nodes = plan.assignment[name]
     owner = scenario.job(name).owner
     jobs, room = scenario.owners[owner], plan.shares.get(owner, scenario.nodes)
@@ -70,24 +62,17 @@ def duration_text(seconds: float) -> str:
 
 
 def explain(scenario: Scenario, name: str, plan: Plan | None = None) -> Explanation:
-    """The explanation for one job; raises PlanError for an unknown job. plan: the one that was chosen, else it is
+    """The explanation for one job. Raises PlanError for an unknown job. plan: the chosen one; by default it is
     solved."""
     scenario.job(name)
     plan = plan or solve(scenario)
-    nodes = plan.assignment[name]
+    nodes, reason = plan.assignment[name], plan.reasons[name]
     second = runner_up(scenario, name, plan)
     seconds = scenario.d_running
-    lead = f"{name} gets {nodes_text(nodes)}: {plan.reasons[name]}."
+    lead = f"{name} gets {nodes_text(nodes)}: {reason}."
     if second is None:
-        return Explanation(
-            name,
-            nodes,
-            plan.reasons[name],
-            None,
-            0.0,
-            seconds,
-            f"{lead} There is no other size that it could be given.",
-        )
+        text = f"{lead} There is no other size that it could be given."
+        return Explanation(name, nodes, reason, 0.0, seconds, text, None)
     margin = plan.objective - second.objective
     changes = [
         f"{job} {plan.assignment[job]} to {count}"
@@ -104,4 +89,4 @@ def explain(scenario: Scenario, name: str, plan: Plan | None = None) -> Explanat
             f"expected until the next failure{share}"
         )
     text = f"{lead} The second-best plan gives it {nodes_text(second.assignment[name])}{others} and {verdict}."
-    return Explanation(name, nodes, plan.reasons[name], second, margin, seconds, text)
+    return Explanation(name, nodes, reason, margin, seconds, text, second)

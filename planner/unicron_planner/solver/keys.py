@@ -31,16 +31,8 @@ class Row:
     keys: np.ndarray
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The layout of a key: the gain is shifted left by `shift`, a disturbance by `move_bits`."""
-
-    shift: int
-    move_bits: int
-
-
 def sizes_of(job: Job, nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """(sizes, FLOP/s with what spares save) that the job can be given on up to `nodes` nodes, ascending, 0 first."""
+    """(sizes, FLOP/s with the savings of spares) that the job can be given on up to `nodes` nodes; ascending from 0."""
     table = job.rates
     sizes = table.sizes
     low, high = np.searchsorted(sizes, [max(job.min_nodes, 1), min(nodes, job.max_nodes or nodes) + 1])
@@ -50,14 +42,14 @@ def sizes_of(job: Job, nodes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _spare_savings(job: Job, sizes: np.ndarray) -> np.ndarray:
-    """Return what the spares save, FLOP/s, by size."""
+    """The FLOP/s that the spares save, by size."""
     if not job.spares:
         return np.zeros(len(sizes))
     return np.fromiter((job.spares.get(size, 0.0) for size in sizes.tolist()), dtype=np.float64, count=len(sizes))
 
 
 def _by_relation(job: Job, sizes: np.ndarray, values: Sequence[float]) -> np.ndarray:
-    """values = (at 0, below x_t, at x_t, above x_t), spread over `sizes`."""
+    """Spreads values (at 0, below x_t, at x_t, above x_t) over `sizes`."""
     zero, below, same, above = values
     works, now = np.minimum(sizes, job.working), min(job.nodes, job.working)
     out: np.ndarray = np.where(works < now, below, np.where(works == now, same, above))
@@ -105,15 +97,15 @@ def _changes_layout(scenario: Scenario, job: Job, sizes: np.ndarray) -> np.ndarr
 
 
 def _decimal(value: float) -> Fraction:
-    """The number that was written, e.g. exactly 1/10 for 0.1."""
+    """The decimal number as written, e.g. exactly 1/10 for 0.1."""
     return Fraction(repr(float(value)))
 
 
 def _integers(arrays: list[np.ndarray]) -> list[np.ndarray] | None:
-    """The rates as integers in one common unit, or None where there is none that fits."""
+    """The rates as integers in one common unit, or None if no unit fits."""
     joined = np.concatenate(arrays)
     for digits in (0, 3, 6, 9):
-        some = joined[:64] * 10.0**digits  # tells measured rates from written ones at little cost
+        some = joined[:64] * 10.0**digits  # a cheap test: measured rates fail it
         if np.any(np.abs(np.rint(some) - some) > 4e-16 * some):
             continue
         scaled = joined * 10.0**digits
@@ -150,7 +142,7 @@ def _scale_gains(
     costs: list[list[Fraction]],
     limit: int,
 ) -> list[np.ndarray] | None:
-    """weight x rate - cost of each job in one unit, or None where the numbers are too large."""
+    """weight x rate - cost of each job in one unit, or None if the numbers are too large."""
     common = math.lcm(*(part.denominator for parts in ([weights], costs) for some in parts for part in some))
     largest = [
         weight * max(int(rate.max()), 1) + max(some) for weight, rate, some in zip(weights, rates, costs, strict=True)
@@ -167,7 +159,7 @@ def _scale_gains(
 
 
 def _exact_costs(scenario: Scenario, job: Job, weighted: Fraction) -> list[Fraction]:
-    """Return a transition's cost in each of the relations, over D_running. weighted: the job's weighted rate now."""
+    """A transition's cost in each of the relations, over D_running. weighted: the job's weighted rate now."""
     d_running = _decimal(scenario.mtbf_node_hours) * 3600 / max(scenario.nodes, 1)
     return [
         weighted * _decimal(scenario.d_transition(job, k)) / d_running if job.disturbed(k) else Fraction(0)
@@ -175,18 +167,14 @@ def _exact_costs(scenario: Scenario, job: Job, weighted: Fraction) -> list[Fract
     ]
 
 
-def layout(nodes: int, jobs: Sequence[Job]) -> Layout:
-    """Room for the tie-break fields: one disturbance per job, and every node of the cluster and of the jobs moving."""
-    move_bits = (nodes + sum(job.nodes for job in jobs) + 1).bit_length()
-    return Layout(shift=move_bits + (len(jobs) + 1).bit_length(), move_bits=move_bits)
-
-
 def rows(scenario: Scenario, jobs: Sequence[Job] | None = None) -> list[Row]:
-    """One Row per job, all in the same scale. jobs: those of the scenario, unless others are given (several variants of
-    one job can be among them)."""
+    """One Row per job, all in the same scale. jobs: by default those of the scenario; there may be several variants of
+    one job among them."""
     jobs = scenario.jobs if jobs is None else jobs
-    form = layout(scenario.nodes, jobs)
-    value_bits = BITS - form.shift - 1
+    # Room for the tie-breaks: one disturbance per job, and every node of the cluster and of the jobs moving.
+    move_bits = (scenario.nodes + sum(job.nodes for job in jobs) + 1).bit_length()
+    shift = move_bits + (len(jobs) + 1).bit_length()
+    value_bits = BITS - shift - 1
     if value_bits < 24:
         raise PlanError(f"{len(jobs)} jobs on {scenario.nodes} nodes are too many to plan at once")
     values = _exact(scenario, jobs, 2**value_bits)
@@ -205,5 +193,5 @@ def rows(scenario: Scenario, jobs: Sequence[Job] | None = None) -> list[Row]:
         works = np.minimum(sizes, job.working) != min(job.nodes, job.working)
         changed = works | _changes_layout(scenario, job, sizes)
         disturbed = np.zeros_like(sizes) if job.lost_worker else changed.astype(np.int64)
-        out.append(Row(sizes, (value << form.shift) - (disturbed << form.move_bits) - moved))
+        out.append(Row(sizes, (value << shift) - (disturbed << move_bits) - moved))
     return out

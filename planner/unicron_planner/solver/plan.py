@@ -29,7 +29,7 @@ class Plan:
     """Nodes offered to each owner, if there are several"""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the JSON of `unicronctl plan`."""
+        """The JSON of `unicronctl plan`."""
         out = {
             "assignment": self.assignment,
             "objective": self.objective,
@@ -77,9 +77,8 @@ def nodes_text(count: int) -> str:
 def reason(scenario: Scenario, job: Job, nodes: int, spares: int, share: int | None = None) -> str:
     """Says in one sentence why the job gets `nodes` nodes. share: nodes offered to its owner, if there are several
     owners."""
-    offer = (
-        "" if share is None else f"; {job.owner or 'its owner'} has {share} of {nodes_text(scenario.nodes)} by weight"
-    )
+    offer = f"; {job.owner or 'its owner'} has {share} of {nodes_text(scenario.nodes)} by weight"
+    offer = "" if share is None else offer
     if nodes == 0:
         return _stop_reason(scenario, job, share) + offer
     if job.spares and nodes != job.nodes and min(nodes, job.working) == min(job.nodes, job.working):
@@ -88,7 +87,6 @@ def reason(scenario: Scenario, job: Job, nodes: int, spares: int, share: int | N
 
 
 def _with_spares(job: Job, nodes: int) -> str:
-    """Describe what the spares among the nodes are for."""
     waiting = nodes - job.working
     if waiting <= 0:
         return ""
@@ -97,7 +95,7 @@ def _with_spares(job: Job, nodes: int) -> str:
 
 
 def _spares_reason(job: Job, nodes: int) -> str:
-    """Explain a change in the number of spares only."""
+    """The reason for a change in the number of spares only."""
     before, now = max(0, job.nodes - job.working), max(0, nodes - job.working)
     count = abs(now - before)
     worth = flops_text(abs(job.spare_gain(nodes) - job.spare_gain(job.nodes)))
@@ -139,7 +137,6 @@ def _reason(scenario: Scenario, job: Job, nodes: int, spares: int, share: int | 
 
 
 def _layout_reason(scenario: Scenario, job: Job, nodes: int, layout: str | None) -> str:
-    """Explain a change from one layout to another."""
     size = f"on {nodes_text(nodes)}" if nodes == job.nodes else f"from {job.nodes} to {nodes_text(nodes)}"
     stays = job.f(nodes, job.layout)
     why = f"it would do {flops_text(stays)} there" if stays else "it cannot run there"

@@ -4,8 +4,7 @@ The weights are bounded by the admin; FLOP/s, transition times and minima are cl
 which jobs can run and the nodes that jobs have now take part here (docs/design/planning.md, *Between owners*).
 
 Think of a water level that rises for all owners alike: at level l an owner of weight w may have w x l nodes. An owner
-who has all that their jobs can use, or whose next usable number needs more nodes than are left, leaves the rest to the
-others.
+whose jobs can use no more, or whose next usable number needs more nodes than are left, leaves the rest to the others.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from unicron_planner.problem.objective import Job, Scenario
 
 CLOSE = 1e-9  # relative error of a level
-HIGHEST = 1e300  # stands for a level at which all have what they can use
+HIGHEST = 1e300  # stands for a level at which all owners have as much as they can use
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,12 @@ class Claim:
         return self.steps[-1][0]
 
     def share_at(self, level: float) -> float:
-        """Returns the nodes that the owner may have when the water is at `level`."""
+        """The nodes that the owner may have when the water is at `level`."""
         above = [weight * level + self.most - upto for weight, upto in self.steps]
         return max(0.0, min(self.most, min(above) - self.elsewhere))
 
     def level(self, nodes: int) -> float:
-        """Returns the lowest level at which the owner may have `nodes` nodes."""
+        """The lowest level at which the owner may have `nodes` nodes."""
         return max(
             0.0 if missing <= 0 else missing / weight if weight else math.inf
             for weight, upto in self.steps
@@ -63,7 +62,7 @@ class Claim:
         )
 
     def bends(self) -> list[float]:
-        """Returns the levels at which `share_at` bends: the first node, the last one, and each change of step."""
+        """The levels at which `share_at` bends: the first node, the last one, and each change of step."""
         crossings = [
             (above - upto) / (weight - lighter)
             for (lighter, upto), (weight, above) in itertools.combinations(self.steps, 2)
@@ -71,16 +70,16 @@ class Claim:
         return [self.level(0), self.level(self.most), *crossings]
 
     def usable(self, nodes: int) -> int:
-        """Returns the largest number up to `nodes` that the jobs can use."""
+        """The largest number up to `nodes` that the jobs can use."""
         return max(0, (self.totals & ((2 << nodes) - 1)).bit_length() - 1)
 
     def following(self, nodes: int) -> int | None:
-        """Returns the next larger number that the jobs can use; None if `nodes` is all they can use."""
+        """The next larger number that the jobs can use; None if `nodes` is all they can use."""
         rest = self.totals >> (nodes + 1)
         return nodes + (rest & -rest).bit_length() if rest else None
 
     def turn_for(self, nodes: int) -> tuple[float, bool, float, str]:
-        """Returns the sort key of the owner's turn for `nodes` nodes, after all owners have their shares by weight.
+        """The sort key of the owner's turn for `nodes` nodes, after all owners have their shares by weight.
 
         A number up to what its jobs hold now counts as one less, so nobody is disturbed for a fraction of a node."""
         kept = nodes <= self.holds
@@ -88,7 +87,7 @@ class Claim:
 
 
 def claim(owner: str, jobs: Sequence[Job], nodes: int, elsewhere: int = 0) -> Claim:
-    """Returns the Claim of an owner of these jobs, if there are `nodes` nodes in all."""
+    """The Claim of an owner of these jobs, if there are `nodes` nodes in all."""
     totals, by_weight = 1, dict[float, int]()
     for job in jobs:
         sizes = _sizes(job, nodes)
@@ -104,7 +103,7 @@ def claim(owner: str, jobs: Sequence[Job], nodes: int, elsewhere: int = 0) -> Cl
 
 
 def _sizes(job: Job, nodes: int) -> range | list[int]:
-    """Returns the sizes worth asking for, ascending: whole replicas, with a throughput above zero."""
+    """The sizes worth asking for, ascending: whole replicas, with a throughput above zero."""
     table = job.rates
     low = max(job.min_nodes, 1)
     high = nodes if job.max_nodes is None else min(nodes, job.max_nodes)
@@ -117,7 +116,7 @@ def _sizes(job: Job, nodes: int) -> range | list[int]:
 
 
 def _sums(totals: int, sizes: range | list[int]) -> int:
-    """Returns all sums of a number in `totals` and one in `sizes`, as bits."""
+    """All sums of a number in `totals` and one in `sizes`, as bits."""
     if isinstance(sizes, list):
         found = 0
         for size in sizes:
@@ -150,7 +149,7 @@ def divide(scenario: Scenario) -> dict[str, int]:
 
 
 def _level(claims: Sequence[Claim], nodes: int) -> float:
-    """Returns the highest level at which there are nodes for everything that it allows, numbers that the jobs cannot
+    """The highest level at which there are nodes for everything that it allows, numbers that the jobs cannot
     use included. Between two bends the sum of the shares is a straight line."""
 
     def total(level: float) -> float:

@@ -16,8 +16,8 @@ Assign = Callable[[Sequence[Job], int], dict[str, int]]
 
 
 def solve(scenario: Scenario) -> Plan:
-    """Returns the plan for at most n' nodes with the largest sum of G. If there are several owners, the sum is the
-    largest for each of them on the nodes of their share (`unicron_planner.solver.shares`).
+    """The plan for at most n' nodes with the largest sum of G. If there are several owners, the sum is largest for each
+    of them on the nodes of their share (`unicron_planner.solver.shares`).
 
     Ties: fewest jobs disturbed, then the smallest sum of |x' - x_t|, then the job whose name comes first gets more.
     """
@@ -26,7 +26,7 @@ def solve(scenario: Scenario) -> Plan:
 
 
 def best(scenario: Scenario, jobs: Sequence[Job], room: int) -> dict[str, int]:
-    """Returns the best sizes for some of the scenario's jobs, sorted by name, on `room` of its nodes."""
+    """The best sizes for some of the scenario's jobs, sorted by name, on `room` of its nodes."""
     rows = keys.rows(scenario, jobs)
     if room < scenario.nodes:
         rows = [within(row, room) for row in rows]
@@ -35,13 +35,13 @@ def best(scenario: Scenario, jobs: Sequence[Job], room: int) -> dict[str, int]:
 
 
 def within(row: Row, room: int) -> Row:
-    """Returns the row without the sizes above `room`."""
+    """The row without the sizes above `room`."""
     fitting = row.sizes <= room
     return row if fitting.all() else Row(row.sizes[fitting], row.keys[fitting])
 
 
 def by_owner(scenario: Scenario, assign: Assign) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns (nodes by job, nodes offered to each owner). `assign` divides the nodes offered to an owner among the
+    """(nodes by job, nodes offered to each owner). `assign` divides the nodes offered to an owner among the
     owner's jobs, sorted by name.
 
     Owners are served in the order of the nodes that they have now, by weight. What one leaves of its share is offered
@@ -65,6 +65,6 @@ def by_owner(scenario: Scenario, assign: Assign) -> tuple[dict[str, int], dict[s
 
 
 def _standing(jobs: Sequence[Job]) -> tuple[bool, float]:
-    """Returns the sort key of an owner: the nodes of the jobs now, by weight. Owners of weight 0 are last."""
+    """The sort key of an owner: the nodes of the jobs now, by weight. Owners of weight 0 are last."""
     weight = max(job.weight for job in jobs)
     return not weight, sum(job.holds for job in jobs) / (weight or 1.0)

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 
 from unicron_planner.problem.objective import number, whole
 
-FURTHEST = 12.0  # standard deviations of the number of empty places that are looked at
+FURTHEST = 12.0  # the largest number of empty places that counts, in standard deviations
 
 
 def worth(
     flops: Mapping[int, float], members: int, spares: int, min_nodes: int, mtbf_node_hours: float, wait_seconds: float
 ) -> dict[int, float]:
     """Nodes in all (members + 1 to members + spares) -> FLOP/s that the spares among them save on average. flops: T by
-    node count; a count that is not listed runs as the next smaller one. Raises PlanError for what is no number."""
+    node count; a count that is not listed runs as the next smaller one. Raises PlanError for invalid numbers."""
     whole(members, "members", least=1)
     whole(spares, "spares")
     mean = members * number(wait_seconds, "wait_seconds") / (3600.0 * number(mtbf_node_hours, "mtbf", positive=True))
@@ -29,17 +29,12 @@ def worth(
     for size in range(members + 1):
         rate = flops.get(size, rate)
         rates.append(rate if size >= max(1, min_nodes) else 0.0)
-    out = _empty_places(mean, members)
+    last = min(members, math.ceil(mean + FURTHEST * math.sqrt(mean)) + 2)
+    out = [math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) if mean else float(n == 0) for n in range(last)]
+    out.append(max(0.0, 1.0 - math.fsum(out)))  # the last number stands for all larger ones
     without = math.fsum(chance * rates[members - places] for places, chance in enumerate(out))
     found, before = {}, 0.0
     for count in range(1, spares + 1):
         having = math.fsum(chance * rates[members - max(0, places - count)] for places, chance in enumerate(out))
         before = found[members + count] = max(before, having - without)  # sums are not exact to the last bit
     return found
-
-
-def _empty_places(mean: float, members: int) -> list[float]:
-    """Chance of 0, 1, ... empty places, as far as that is worth a look; all of the rest is the last one's."""
-    last = min(members, math.ceil(mean + FURTHEST * math.sqrt(mean)) + 2)
-    chances = [math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) if mean else float(n == 0) for n in range(last)]
-    return [*chances, max(0.0, 1.0 - math.fsum(chances))]

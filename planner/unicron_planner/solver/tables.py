@@ -18,11 +18,6 @@ CORE = 4  # sizes of a job, on average, that the first try looks at
 STATE_COST = 5  # one entry with all sizes, in units of one size with all entries
 
 
-def empty(nodes: int) -> np.ndarray:
-    """S(0,.): no job, nothing gained."""
-    return np.zeros(nodes + 1, dtype=np.int64)
-
-
 def add(table: np.ndarray, row: Row) -> np.ndarray:
     """The table with one more job."""
     n = len(table) - 1
@@ -42,7 +37,7 @@ def add(table: np.ndarray, row: Row) -> np.ndarray:
 
 
 def _add_blocks(table: np.ndarray, sizes: np.ndarray, keys: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Many sizes: blocks of consecutive sizes at once, each small enough to stay in the cache."""
+    """Adds many sizes in blocks of consecutive ones, each small enough to stay in the cache."""
     n = len(table) - 1
     dense = np.full(n + BLOCK + 1, NONE, dtype=np.int64)
     dense[sizes] = keys
@@ -60,8 +55,8 @@ def _add_blocks(table: np.ndarray, sizes: np.ndarray, keys: np.ndarray, out: np.
 
 
 def _add_within(table: np.ndarray, row: Row, slack: np.ndarray, used: np.ndarray, gap: int) -> np.ndarray:
-    """`add` without the pairs (entry of the table, size) whose slacks add up to more than `gap`; used: that of the
-    entries. Sizes with little slack go with every entry, those with much only with entries that have used little."""
+    """`add` without the pairs (entry of the table, size) whose slacks add up to more than `gap`. used: the slack of the
+    entries. Sizes with little slack go with every entry, those with much slack only with entries that used little."""
     if len(row.sizes) < DENSE:
         return add(table, row)
     limits = np.sort(slack[:: max(len(slack) // 16, 1)]).tolist()
@@ -83,15 +78,15 @@ def _add_within(table: np.ndarray, row: Row, slack: np.ndarray, used: np.ndarray
 
 def suffixes(rows: list[Row], nodes: int) -> list[np.ndarray]:
     """Q with Q[i][j] = best of jobs i.. on j nodes; Q[len(rows)] is the empty table."""
-    tables = [empty(nodes)]
+    tables = [np.zeros(nodes + 1, dtype=np.int64)]
     for row in reversed(rows):
         tables.append(add(tables[-1], row))
     return tables[::-1]
 
 
 def trace(rows: list[Row], tables: list[np.ndarray], nodes: int) -> list[int]:
-    """The sizes behind `tables` (suffixes). Among equals the first job gets most, then the second, and so on: a total
-    order, as the caller has sorted the jobs by name."""
+    """The sizes that lead to `tables` (suffixes). Among equals the first job gets most, then the second, and so on: a
+    total order, because the caller has sorted the jobs by name."""
     left, chosen = nodes, []
     for row, rest in zip(rows, tables[1:], strict=True):
         usable = int(np.searchsorted(row.sizes, left, side="right"))
@@ -136,7 +131,7 @@ class Bound:
         return value, self.nodes - used, sizes
 
     def _price(self) -> tuple[int, list[int]]:
-        """The price with the lowest bound, by intersecting tangents of the convex bound, and a feasible assignment."""
+        """The price with the lowest bound, found with tangents of the convex bound, and a feasible assignment."""
         low, high = 0, 2**61 // max(self.nodes, 1)
         low_value, low_slope, sizes = self._at(low)
         if low_slope >= 0:
@@ -165,12 +160,14 @@ class Bound:
 
     def within(self, gap: int) -> list[Row]:
         """The rows without the sizes whose slack is above `gap`; the smallest stays, so that the tables are filled."""
-        out = []
-        for row, slack in zip(self.rows, self.slack, strict=True):
-            keep = slack <= gap
-            keep[0] = True
-            out.append(row if keep.all() else Row(row.sizes[keep], row.keys[keep]))
-        return out
+        return [self._within(i, gap)[0] for i in range(len(self.rows))]
+
+    def _within(self, i: int, gap: int) -> tuple[Row, np.ndarray]:
+        """One row of `within`, and its slack."""
+        row, slack = self.rows[i], self.slack[i]
+        keep = slack <= gap
+        keep[0] = True
+        return Row(row.sizes[keep], row.keys[keep]), slack[keep]
 
     def prefixes(self, gap: int) -> list[np.ndarray]:
         """Like `prefixes`, exact wherever the sum of slacks is within `gap`, and elsewhere too low or NONE."""
@@ -181,26 +178,23 @@ class Bound:
         return self._tables(range(len(self.rows) - 1, -1, -1), gap)[::-1]
 
     def _tables(self, order: range, gap: int) -> list[np.ndarray]:
-        tables, best = [empty(self.nodes)], 0
+        tables, best = [np.zeros(self.nodes + 1, dtype=np.int64)], 0
         price = self.price * np.arange(self.nodes + 1)
         for i in order:
-            keep = self.slack[i] <= gap
-            keep[0] = True
-            row, slack = self.rows[i], self.slack[i]
-            row, slack = Row(row.sizes[keep], row.keys[keep]), slack[keep]
+            row, slack = self._within(i, gap)
             tables.append(_add_within(tables[-1], row, slack, price + best - tables[-1], gap))
             best += self.best[i]
         return tables
 
     def wider(self, gap: int, goal: int) -> int:
-        """The next gap to try on the way to `goal`, which is known to be enough: eight times wider while that leaves
-        out most sizes, else the goal."""
+        """The next gap to try on the way to `goal`, which suffices: eight times wider while that leaves out most sizes,
+        else the goal."""
         gap = 8 * max(gap, 1)
         kept = sum(int(np.count_nonzero(slack <= gap)) for slack in self.slack)
         return gap if gap < goal and 8 * kept < sum(len(slack) for slack in self.slack) else goal
 
     def core_gap(self, per_job: int) -> int:
-        """A gap within which about `per_job` sizes of each job lie on average; less where very many lie at that gap."""
+        """A gap within which about `per_job` sizes of each job lie on average; less if very many lie at that gap."""
         everything = np.concatenate(self.slack)
         count = min(per_job * len(self.rows), len(everything)) - 1
         gap = int(np.partition(everything, count)[count])
@@ -209,7 +203,7 @@ class Bound:
 
 
 def _improve(rows: list[Row], sizes: list[int], nodes: int) -> list[int]:
-    """A few times, the one job that gains most from the nodes that are left gets them."""
+    """Gives the nodes that are left to the job that gains most from them, up to three times."""
     sizes = list(sizes)
     for _ in range(3):
         left = nodes - sum(sizes)

@@ -55,11 +55,6 @@ def test_reproduces_published_throughput_roughly():
     assert table[128].flops / 1024 / 1e12 == pytest.approx(138, rel=0.2)
 
 
-def test_tp_and_pp_can_be_fixed_by_the_script():
-    table = Throughput(model=GPT_7B, tp=2, pp=4).table([1, 3])
-    assert {(e.parallel.tp, e.parallel.pp) for e in table.values()} == {(2, 4)}
-
-
 def test_measured_sizes_are_taken_and_calibrate_the_others():
     """A cluster at 60 % of the model's speed: after two sizes are seen, a third is predicted within 5 %."""
     truth = Throughput(model=GPT_7B, hardware=Hardware(efficiency=0.55 * 0.6, nvlink=120e9, network=12e9))

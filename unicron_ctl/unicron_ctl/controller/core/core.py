@@ -1,11 +1,11 @@
-"""The one door: inputs come in, sensors and deciders are asked, and only here records are appended and folded, and
-messages and requests go out.
+"""The core takes in all inputs, asks sensors and deciders, and is the only place that appends and folds records, and
+sends messages and requests.
 
-    input -> what is known for now (`model.view.Live`) -> sensors -> findings -> judge -> records
+    input -> volatile knowledge (`model.view.Live`) -> sensors -> findings -> judge -> records
           -> the job's next event -> its transition -> records -> orders to its agents
 
-Whoever drives it stores `events` before it sends `outbox` or starts `requests`, so that nothing is done that a restart
-would not know of. What breaks in one job sets that job aside and nothing else.
+The server stores `events` before it sends `outbox` or starts `requests`, so that a restart knows of everything that was
+done. An error in the handling of one job sets aside that job only.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ import msgspec
 
 from unicron_ctl.controller.core.intake import Intake
 from unicron_ctl.controller.core.job_containment import COMPLAIN_AGAIN, JobContainment
-from unicron_ctl.controller.core.listings import Listings
 from unicron_ctl.controller.core.turn import Turns
 from unicron_ctl.controller.failure_detector import ending_nodes, leases, network_partitions, probes, self_suspicion
-from unicron_ctl.controller.job import adoption
+from unicron_ctl.controller.job import adoption, registration
 from unicron_ctl.controller.job.modes import mode_of
 from unicron_ctl.controller.job.runtime import JobRuntime
 from unicron_ctl.controller.judge import node_failures as judge_nodes
 from unicron_ctl.controller.judge.judge import judge
-from unicron_ctl.controller.model import allocation
+from unicron_ctl.controller.model import allocation, permission
 from unicron_ctl.controller.model.agent_view import Route
 from unicron_ctl.controller.model.asker import EVERYBODY, Asker
 from unicron_ctl.controller.model.cluster_state import ClusterState
@@ -38,7 +37,8 @@ from unicron_ctl.controller.model.quotas import LogQuota
 from unicron_ctl.controller.model.requests import Action, Knock, Probe, Run
 from unicron_ctl.controller.model.view import Listing, Live, Outcome, Send, SlurmView, View
 from unicron_ctl.controller.nodes import isolation, readmission
-from unicron_ctl.controller.plan import slurm_actions
+from unicron_ctl.controller.plan import reconcile, slurm_actions
+from unicron_ctl.controller.plan.inputs import around, inputs, replan, why_fixed
 from unicron_ctl.controller.sense import iterations, outliers
 from unicron_ctl.controller.sense.sensors import CLUSTER_SENSORS, ClusterSensor, When
 from unicron_ctl.shared.log import records
@@ -51,8 +51,8 @@ from unicron_ctl.shared.slurm.slurm_client import UNSAID, ElementInfo, NodeInfo,
 from unicron_detector.failures.classify import Classifier
 from unicron_detector.failures.text_budget import Budget
 
-STALL_SECONDS = 0.5  # a tick that is later than this says that this process stood still, not the agents
-ATTENTION_SECONDS = 5.0  # between two looks for what needs an admin
+STALL_SECONDS = 0.5  # a tick later than this shows that this process stood still, not the agents
+ATTENTION_SECONDS = 5.0  # between two checks for what needs an admin
 PHASE_RECORDS = (
     records.Break,
     records.PlanMade,
@@ -98,7 +98,7 @@ class Core:
         self.slurm = slurm_actions.Desk()
         self.node_events = judge_nodes.NodeEventQueue(waiting=judge_nodes.undecided_events(self.state.nodes))
         self._looked_at = self.started_at
-        self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: said once
+        self._observed: set[tuple[str, str]] = set()  # (job, action) that the admin does not allow: recorded once
         self.written = LogQuota()
         self._containment = JobContainment(self.view, self.append, self.written)
         self._dirty: set[str] = set()
@@ -107,9 +107,6 @@ class Core:
         self.turns = Turns(self.view, self.runtime, self.carry_out, self._send)
         self.intake = Intake(
             self.view, self.runtime, self.node_events, self.carry_out, self.turns.run_sensors, self.written
-        )
-        self._listings = Listings(
-            self.view, self.slurm, self.intake, self.turns, self.carry_out, self._containment, self._dirty
         )
         for job in self.state.jobs.values():
             if not job.over:
@@ -133,12 +130,12 @@ class Core:
         self.config = self.view.config = config
         self.classifier = self.view.classifier = classifier
         self._charged = None
-        if not config.metrics_seconds:  # peers are no longer compared: nobody stands out any more
+        if not config.metrics_seconds:  # peers are no longer compared, so that none stands out
             for runtime in self.runtimes.values():
                 runtime.sensors.peers = outliers.JobPeers()
 
     def runtime(self, job: JobState) -> JobRuntime:
-        """Return what is known about the job and lost with the process."""
+        """The volatile knowledge about the job."""
         found = self.runtimes.get(job.job)
         if found is None:
             found = self.runtimes[job.job] = JobRuntime.for_job(self.view.job(job), self.config)
@@ -146,11 +143,11 @@ class Core:
 
     # ------------------------------------------------------------ the door
     def append(self, job: str, generation: int, record: Record) -> Event:
-        """Records one decision and takes it into the state."""
+        """Records one decision and folds it into the state."""
         event = Event(self.state.last_event + 1, self.view.now, job, generation, record)
         if len(event.payload) > records.REASON and (shorter := records.with_short_texts(record)) is not record:
             record, event = shorter, Event(event.id, event.time, job, generation, shorter)
-        size = len(event.payload)  # what the log cannot hold is not taken into the state either
+        size = len(event.payload)  # raises for a record that the log cannot hold, before it is folded
         fold(self.state, event)
         self.events.append(event)
         self._containment.charge(event, size)
@@ -166,7 +163,7 @@ class Core:
         return event
 
     def carry_out(self, outcome: Outcome) -> bool:
-        """Carries out what a decider wants. False when that is nothing."""
+        """Carries out a decider's outcome. False if it is empty."""
         if outcome.hurry:
             self.slurm.hurry(self.now)
         if not outcome:
@@ -194,7 +191,7 @@ class Core:
         return True
 
     def judge(self, finding: Finding) -> None:
-        """Makes a failure of a finding, if it is one. What follows from one is judged after it, not within it."""
+        """Makes a failure of a finding, if it is one. Findings that result from it are judged after it."""
         self._findings.append(finding)
         if self._judging:
             return
@@ -221,14 +218,12 @@ class Core:
             iterations.on_hang_recorded(self.runtime(job).sensors.iterations, finding, job.failures[-1].id)
 
     def _with_peers(self, outcome: Outcome) -> Outcome:
-        """Adds to a failure's reason what was odd with its node before."""
+        """Adds earlier oddities of a failure's node to its reason."""
         for index, (job, generation, record) in enumerate(outcome.records):
             if isinstance(record, records.FailureDetected) and record.node:
-                said = outliers.evidence(
-                    (runtime.sensors.peers for runtime in self.runtimes.values()), record.node, self.now
-                )
-                if said:
-                    outcome.records[index] = job, generation, records.with_reason(record, record.reason + said)
+                peers = (runtime.sensors.peers for runtime in self.runtimes.values())
+                if evidence := outliers.evidence(peers, record.node, self.now):
+                    outcome.records[index] = job, generation, records.with_reason(record, record.reason + evidence)
         return outcome
 
     def _send(self, send: Send) -> None:
@@ -248,7 +243,7 @@ class Core:
             self.forget(name)
         elif isinstance(record, records.JobEnded):
             self.runtimes.pop(name, None)
-            self._observed = {said for said in self._observed if said[0] != name}
+            self._observed = {key for key in self._observed if key[0] != name}
             for known in [known for known in self.view.live.jobs if known not in self.state.jobs]:
                 self.forget(known)
         if not job.over:
@@ -257,17 +252,16 @@ class Core:
         self._dirty.add(name)
 
     def forget(self, job: str) -> None:
-        """Drops what is known for now of a job that is over."""
+        """Drops the volatile knowledge about a job that is over."""
         self.view.live.forget(job)
         self.view.slurm.expected.pop(job, None)
         self.runtimes.pop(job, None)
 
     # ------------------------------------------------------------ inputs
     def receive(self, route: Route, message: wire.Message, now: float, key: str = "", asker: Asker = EVERYBODY) -> None:
-        """Takes in a message of an agent that passed the checks at the edge; `advance_jobs` must follow before anything
-        is sent.
+        """Takes in a message of an agent that passed the checks at the edge; call `advance_jobs` before sending.
 
-        key: the CURVE public key of the connection that it came by. asker: of a registration, who made its credential.
+        key: the CURVE public key of its connection. asker: of a registration, the user of its credential.
         """
         self._notice_time(now)
         if self.view.alone and self.intake.knows(message, key):
@@ -285,14 +279,14 @@ class Core:
             self._dirty.add(name)
 
     def hint(self, hint: datagrams.Hint, now: float) -> None:
-        """Takes in a datagram of the plugin, which is never trusted alone."""
+        """Takes in a datagram of the plugin, which is not trusted alone."""
         self.now = now
         self._containment.attempt(hint.job, "a hint", lambda: self.carry_out(self.intake.on_hint(hint)))
 
     def advance_jobs(self) -> None:
-        """Brings every job that something happened to as far as it can go now.
+        """Advances every job with news as far as it can go now.
 
-        A Break and a plan go out first: `pending` says that what follows from them is still to be worked out.
+        A Break and a plan go out first; then `pending` is set, because their consequences remain to be computed.
         """
         self._dirty |= self.turns.later
         self.turns.later.clear()
@@ -306,17 +300,17 @@ class Core:
         self.budget.renew()
 
     def _read_for(self, job: str) -> None:
-        """Charges what is judged by words next to this job. Most messages say nothing that is, and come in a row."""
+        """Charges the classification of texts from now on to this job."""
         if job != self._charged:
             self._charged, self.view.classifier = job, self.classifier.within(self.budget, job)
 
     @property
     def pending(self) -> bool:
-        """`advance_jobs` should be called again once what was decided has gone out."""
+        """`advance_jobs` should be called again once the decisions have gone out."""
         return bool(self.turns.later)
 
     def tick(self, now: float) -> None:
-        """Does what time alone brings: leases, time-outs, repeated orders, Slurm's turn."""
+        """Handles the passing of time: leases, time-outs, repeated orders, Slurm's turn."""
         self._notice_time(now)
         self.last_tick = now
         self._containment.attempt("", "agents that wait for Slurm's word", self.intake.registrations.on_time)
@@ -350,7 +344,7 @@ class Core:
             self.carry_out(outcome)
 
     def _notice_time(self, now: float) -> None:
-        """Excuses everyone after a stall: they were waiting for this process, and nobody has been silent."""
+        """Excuses all agents after a stall: they waited for this process, and none of them was silent."""
         late = now - self.last_tick
         self.now = now
         if late <= STALL_SECONDS:
@@ -367,7 +361,7 @@ class Core:
         self.view.started_at += seconds
 
     def _heard_again(self) -> None:
-        """Ends the controller's doubt: somebody is heard after nobody was."""
+        """Ends the controller's doubt about itself: an agent is heard after none was."""
         since = self.view.suspicions.alone_since
         if since is not None:
             self.carry_out(self_suspicion.end_alone(self.view, since))
@@ -377,7 +371,7 @@ class Core:
 
     def _sense_cluster(self, sensor: ClusterSensor) -> None:
         for agent in leases.late_agents(self.view):
-            if self.view.unread(agent.route):  # it is not silent: this controller is behind
+            if self.view.unread(agent.route):  # it is not silent, this controller is behind
                 self.view.live.note_word(agent, self.now)
         outcome = sensor.sense(self.view)
         for finding in outcome.findings:
@@ -389,7 +383,7 @@ class Core:
             self.carry_out(isolation.take_deferred(self.view))
 
     def _fell_silent(self, finding: Finding) -> None:
-        """Marks an agent as judged: nobody waits for its next word."""
+        """Marks an agent as judged: its next message is not waited for."""
         agent, live = self.view.live.agent(finding.job, finding.element), self.view.live.jobs.get(finding.job)
         if agent is None or live is None:
             return
@@ -410,7 +404,7 @@ class Core:
 
     # ------------------------------------------------------------ results of slow work
     def on_probe(self, probe: Probe, place: int, answer: Reach | None) -> None:
-        """Take in the answer of one of the addresses; the next tick judges."""
+        """Takes in the answer of one of the addresses; the next tick judges it."""
         probes.on_probe(self.view.suspicions, probe, place, answer)
 
     def on_slurm_error(self, message: str) -> None:
@@ -427,7 +421,7 @@ class Core:
     def on_listing(
         self, nodes: Iterable[NodeInfo], elements: Iterable[ElementInfo], site: Site = UNSAID, took: float = 0.0
     ) -> None:
-        """Takes in a fresh listing. took: seconds that Slurm's programs needed for it."""
+        """Takes in a new listing. took: seconds that Slurm's programs needed for it."""
         self.view.slurm.private, self.view.slurm.domains = site.private, site.domains
         self.view.slurm.kill_wait, self.view.slurm.grace = site.kill_wait, site.grace
         self.view.slurm.shrinks = site.shrinks
@@ -437,16 +431,61 @@ class Core:
             self.view.slurm.error = ""
         rows = list(elements)
         listed = list(allocation.by_node(rows, self.state.jobs))
-        self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), listed, rows)
-        self._listings.on_listing(self.view.slurm.seen)
+        listing = self.view.slurm.seen = Listing(self.slurm.asked_at, list(nodes), listed, rows)
+        attempt = self._containment.attempt
+        attempt("", "agents that wait for Slurm's word", self.intake.registrations.on_listing)
+        for job in self.view.managed_jobs():
+            attempt(job.job, "what Slurm says of it", self._take_in_job, listing, job)
+        if not self.view.alone:
+            attempt("", "planning", self._plan, listing)
         self.advance_jobs()
 
+    def _take_in_job(self, listing: Listing, job: JobState) -> None:
+        """Confirms the job's agents, and notes which of its elements Slurm preempts or ends."""
+        self.carry_out(registration.confirm_agents(self.view, listing, job))
+        if job.over:
+            return
+        for element in job.noticed:
+            agent = self.view.live.agent(job.job, element)
+            if agent is not None and agent.noticed_at is not None and listing.asked_at > agent.noticed_at:
+                info = listing.of(job.job).get(element)
+                agent.shown = info.state if info is not None else "gone"
+                agent.restarts = info.restarts if info is not None else 0
+                agent.grace = self.view.slurm.grace.get(info.partition, 0.0) if info is not None else 0.0
+                self.view.job(job).touched.add(element)
+        self.turns.run_sensors(job, When.LISTING)
+
+    def _plan(self, listing: Listing) -> None:
+        """Plans the nodes of all jobs, and asks Slurm for the actions that bring the plan about."""
+        view, desk = self.view, self.slurm
+        self.carry_out(reconcile.before_planning(view, desk, listing))
+        managed = view.managed_jobs()
+        there = around(view, listing, managed)
+        for job in managed:  # one that cannot be planned for must not keep the others waiting
+            self._containment.attempt(job.job, "its part in the plan", inputs, view, [job], there)
+        # A job that has registered since Slurm was asked is still listed as a foreign one, without details.
+        brief = {element.job for element in listing.elements if element.brief}
+        jobs = registration.confirmed_jobs(view, view.managed_jobs())
+        jobs = [job for job in jobs if listing.of(job.job) or job.job not in brief]
+        kept = [job for job in jobs if why_fixed(view, job)]
+        self.carry_out(reconcile.keeping(view, listing, kept))
+        jobs = [job for job in jobs if job not in kept]
+        planned = [job for job in jobs if permission.acts(view, job)]
+        if planned:
+            self.carry_out(replan(view, planned, desk.aheads))
+            self.carry_out(reconcile.placing(view, desk, listing, planned))
+        for job in planned:
+            live = view.job(job)
+            live.touched.update(element for element in live.agents if job.gives_back(element))
+        self.carry_out(reconcile.watching(view, desk, listing, [job for job in jobs if job not in planned]))
+        self._dirty.update(job.job for job in (*jobs, *kept))
+
     def on_action(self, action: Action, error: str) -> None:
-        """Takes in that one action was carried out, or was refused."""
+        """Takes in that Slurm carried out an action, or refused it."""
         self._containment.attempt(action.job, f"Slurm's answer to {action.label}", self._action_done, action, error)
 
     def on_knock(self, request: Knock, answer: Reach | None) -> None:
-        """The slurmd of a node was tried."""
+        """Takes in the answer of a node's slurmd."""
         ending_nodes.on_knock(self.view, request, answer)
         if self.state.node(request.node).downed:
             readmission.on_knock(self.view, self.slurm.gate, request.node, answer is Reach.REACHED)
@@ -456,5 +495,5 @@ class Core:
         self.carry_out(slurm_actions.on_outcome(self.view, self.slurm.retries, self.slurm.gate, action, error))
 
     def on_actions_done(self, urgent: bool = False) -> None:
-        """Takes in that all actions of a request are through, and has their outcome looked at."""
+        """Takes in that all actions of a request were tried, and asks Slurm for their effect."""
         self.slurm.on_actions_done(self.now, urgent)

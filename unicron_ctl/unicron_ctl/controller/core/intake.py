@@ -1,4 +1,4 @@
-"""Takes in messages of agents: into what is known for now, and into the log where they are news by themselves."""
+"""Takes in messages of agents: into the volatile knowledge, and into the log if they are news by themselves."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import datagrams, structs, wire
 from unicron_ctl.shared.system.throttle import Throttle
 
-HINT_SECONDS = 0.5  # between two questions to one agent that hints lead to
-# Questions to agents and early looks at Slurm a second, and at once, that all hints together lead to, whoever they
-# name: anybody can send one, and each question to an agent has witnesses asked, too.
+HINT_SECONDS = 0.5  # between two questions to one agent because of hints
+# Questions to agents, with early listings of Slurm, because of all hints together, a second and at once: anybody can
+# send a hint, and each question goes to witnesses, too.
 HINTS = 0.5, 4.0
 
 
 class Intake:
-    """The core's part that reads messages. carry_out: the core's door. run_sensors: those of a job, at an occasion."""
+    """The core's part that reads messages. carry_out: the core's. run_sensors: runs a job's sensors of an occasion."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class Intake:
                 if (known := self._speaker(route, key, message.job, message.slot)) is not None:
                     self._on_rank_message(known, message)
 
-    # ------------------------------------------------------------ who speaks
+    # ------------------------------------------------------------ the sender
     def knows(self, message: wire.Message, key: str) -> bool:
-        """The message comes from an agent that was taken in, as far as its key tells."""
+        """Whether the message comes from an agent that was accepted, by its key."""
         job = self._view.state.jobs.get(getattr(message, "job", ""))
         if job is None:
             return False
@@ -92,7 +92,7 @@ class Intake:
         key: str,
         message: wire.Steps | wire.Metrics | wire.ReachAnswer | wire.RecallAnswer | wire.NodeEvent,
     ) -> AgentView | None:
-        """The agent that sent the message, if it is its own; its lease begins again."""
+        """The agent that sent the message, if it is authentic; its lease begins again."""
         agent = self._view.live.agent(message.job, message.element)
         if agent is None or agent.agent != message.agent or message.job not in self._view.state.jobs:
             return None
@@ -107,8 +107,7 @@ class Intake:
         return job if self._heard(agent, route, key) else None
 
     def _heard(self, agent: AgentView, route: Route, key: str) -> bool:
-        """Whether this agent spoke. Its key tells, whichever connection it has at present; where nothing is encrypted,
-        its id is believed."""
+        """Whether this agent sent the message, by its key, over any connection. Without encryption its id suffices."""
         if agent.key != key:
             return False
         agent.route = route
@@ -117,7 +116,7 @@ class Intake:
 
     # ------------------------------------------------------------ agents
     def _on_replaced(self, job: JobState, before: AgentRecord) -> None:
-        """Another agent has come for the element of this one."""
+        """Takes in that another agent has taken the element of this one."""
         self._runtime(job).sensors.before = before
         self._run_sensors(job, When.REGISTERED)
         missed = self._view.job(job).missed
@@ -132,7 +131,10 @@ class Intake:
         if self.registrations.waits((message.job, message.element, message.agent)):
             return
         if state is None or agent is None or agent.agent != message.agent or agent.key != key:
-            self._carry_out(Outcome(sends=[Send(route, self._unknown(state, message))]))
+            refusal = wire.Refusal(reason="register first")
+            if state is not None and message.agent in state.superseded:
+                refusal = replaced_by_another(message.job, message.element)
+            self._carry_out(Outcome(sends=[Send(route, refusal)]))
             return
         if message.steps and not state.over:
             self._take_steps(state, agent, message.steps)
@@ -157,20 +159,19 @@ class Intake:
         self._note_changes(job, agent, changed)
 
     def _note_notice(self, job: JobView, agent: AgentView) -> None:
-        """The agent's element is to end: it leaves at the next boundary."""
+        """Records that the agent's element will end, so that it leaves at the next boundary."""
         job.touched.add(agent.element)
         if job.state.over or job.state.noticed.get(agent.element) == agent.agent:
             return
-        job.touched.update(job.state.noticed)  # it may be the last one that others would have gone on with
+        job.touched.update(job.state.noticed)  # it may be the last one without a notice
         agent.noticed_at, agent.shown = self._view.now, "" if self._view.slurm.used else "unknown"
         reason = f"element {agent.element} on {agent.node} is to end: its ranks leave at the next boundary"
-        told = Outcome(hurry=True)
-        told.record(job.state, records.EndNotice(element=agent.element, agent=agent.agent, reason=reason))
-        self._carry_out(told)
+        out = Outcome(hurry=True)
+        out.record(job.state, records.EndNotice(element=agent.element, agent=agent.agent, reason=reason))
+        self._carry_out(out)
 
     def _refusal_of(self, state: JobState | None, message: wire.Status, key: str) -> wire.Message | None:
-        """The answer to the last agent of an element whose job has ended or is left alone; None where its status
-        counts."""
+        """The answer to the last agent of an element whose job has ended or is set aside; None if its status counts."""
         record = state.agents.get(message.element) if state is not None else None
         if state is None or record is None or record.agent != message.agent or record.key != key:
             return None
@@ -181,15 +182,15 @@ class Intake:
         return wire.Refusal(reason=state.set_aside, final=True, alone=state.sweep)
 
     def _revive_agent(self, job: JobView, agent: AgentView) -> None:
-        """An agent whose lease had run out speaks again."""
+        """Takes in that an agent whose lease had run out speaks again."""
         back = Outcome()
         back.record(job.state, records.AgentBack(element=agent.element, agent=agent.agent, node=agent.node))
         self._carry_out(back)
         self._carry_out(adoption.reinstate(job, agent))
-        agent.progress.update(dict.fromkeys(agent.slots, self._view.now))  # it could not be told before
+        agent.progress.update(dict.fromkeys(agent.slots, self._view.now))  # it could not report before
 
     def _note_changes(self, job: JobView, agent: AgentView, changed: Sequence[int]) -> None:
-        """Puts what a status has changed on the lists of what is looked at next."""
+        """Puts the changes of a status on the lists for sensors and orders."""
         if adoption.unknown(job.state, agent):
             job.ahead.add(agent.element)
         if agent.status.agreed is not None:
@@ -201,15 +202,9 @@ class Intake:
                 job.note_shape(agent, changed)
                 self._carry_out(ready_ranks(job.state, agent, changed))
         elif job.state.phase is Phase.BREAKING:
-            for slot in agent.slots:  # rest is also shown by having nothing new to say
+            for slot in agent.slots:  # an unchanged status also shows rest
                 if slot in job.awaited:
                     job.notice(slot, self._view.now)
-
-    def _unknown(self, job: JobState | None, message: wire.Status) -> wire.Refusal:
-        replaced = job is not None and message.agent in job.superseded
-        if replaced:
-            return replaced_by_another(message.job, message.element)
-        return wire.Refusal(reason="register first")
 
     # ------------------------------------------------------------ ranks
     def _on_steps(self, route: Route, message: wire.Steps, key: str) -> None:
@@ -224,7 +219,7 @@ class Intake:
         for report in reports:
             whole, agent.steps = report.number == agent.steps + 1, report.number
             report.ranks = [rank for rank in report.ranks if rank.slot in agent.slots]
-            if report.generation > state.generation:  # who else is in it is not known yet, so this says too little
+            if report.generation > state.generation:  # its other members are not known yet
                 runtime.unheard_until = max(runtime.unheard_until, report.iteration)
                 continue
             if state.plan is not None and report.generation == state.plan.generation:
@@ -233,7 +228,7 @@ class Intake:
                 self._carry_out(runtime.on_steps(job, report, now, whole))
 
     def _on_rank_message(self, job: JobState, message: wire.StackTrace | wire.Timing | wire.InjectRefused) -> None:
-        """Records what was asked for, once; the rest is ignored."""
+        """Records the answer to a question, once; other messages are ignored."""
         if job.over:
             return
         out, runtime = Outcome(), self._runtime(job)
@@ -246,7 +241,7 @@ class Intake:
         asked.discard(message.slot)
         if isinstance(message, wire.StackTrace):
             how = f"{message.how}, state {message.state}"
-            said = how if message.text else f"no stack trace; process state {message.state or 'unknown'}"
+            how = how if message.text else f"no stack trace; process state {message.state or 'unknown'}"
             record = records.Stacks(
                 slot=message.slot,
                 incarnation=message.incarnation,
@@ -254,20 +249,19 @@ class Intake:
                 how=message.how,
                 state=message.state[:200],
                 text=message.text[:16000],
-                reason=f"slot {message.slot}: {said[:300]}",
+                reason=f"slot {message.slot}: {how[:300]}",
             )
             out.record(job, record)
             runtime.sensors.iterations.asked.discard(message.slot)
         else:
-            told = f"{message.fault} was not injected into slot {message.slot}: {message.reason[:400]}"
-            refused = records.InjectRefused(slot=message.slot, fault=message.fault, reason=told)
-            out.record(job, refused, 0)
+            reason = f"{message.fault} was not injected into slot {message.slot}: {message.reason[:400]}"
+            out.record(job, records.InjectRefused(slot=message.slot, fault=message.fault, reason=reason), 0)
         self._carry_out(out)
 
     # ------------------------------------------------------------ hints
     def on_hint(self, hint: datagrams.Hint) -> Outcome:
-        """Takes in a datagram of the plugin, which anybody may have sent: agent and Slurm are asked, no lease is
-        shortened."""
+        """Takes in a datagram of the plugin, which anybody may have sent: the agent and Slurm are asked, and no lease
+        is shortened."""
         out, now = Outcome(), self._view.now
         agent = self._agent_of(hint)
         if hint.kind != "task_exit" or agent is None:
@@ -283,7 +277,7 @@ class Intake:
         return out
 
     def _agent_of(self, hint: datagrams.Hint) -> AgentView | None:
-        """The agent of the task: a datagram has Slurm's own number of the element, and the node."""
+        """The agent of the task. A datagram has Slurm's own number of the element, and the node."""
         job, live = self._view.state.jobs.get(hint.job), self._view.live
         if job is None:
             return None

@@ -1,4 +1,4 @@
-"""Containment: a job that breaks, or grows beyond all bounds, is set aside, and nothing else."""
+"""Containment: a job whose handling fails, or that writes too much, is set aside; the others are not affected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPLAIN_AGAIN, COMPLAINTS_KEPT = 60.0, 1000  # seconds; kinds
 class JobContainment:
     """Sets jobs aside; one per core.
 
-    append: the core's. written: what jobs and their owners have written into the log of late.
+    append: the core's. written: the log quotas of jobs and their owners.
     """
 
     def __init__(self, view: View, append: Callable[[str, int, Record], Event], written: LogQuota) -> None:
@@ -30,8 +30,8 @@ class JobContainment:
         self._steps: Counter[str] = Counter()  # by job, since its last other record
 
     def charge(self, event: Event, size: int) -> None:
-        """Charges an event of so many bytes to the log quota of its job and of the job's owner. Steps that thinning
-        drops are free."""
+        """Charges an event of `size` bytes to the log quotas of its job and the job's owner. Steps that thinning drops
+        are free."""
         name = event.job or getattr(event.record, "of_job", "")
         job = self._view.state.jobs.get(name)
         if job is None:
@@ -45,14 +45,14 @@ class JobContainment:
         self._written.charge(name, job.owner, size, len(job.agents))
 
     def attempt(self, job: str, what: str, work: Callable[..., object], *args: object) -> None:
-        """Does the work; what it raises sets the job aside, or is logged where it is no job's."""
+        """Does the work. An error sets the job aside, or is logged if it belongs to no job."""
         try:
             work(*args)
         except Exception as error:
             self.set_aside(job, what, error)
 
     def set_aside(self, name: str, what: str, error: Exception) -> None:
-        """Sets the job aside after this error in the handling of `what`; logs the error of a job that is not known."""
+        """Sets the job aside after an error in the handling of `what`; for an unknown job the error is only logged."""
         where = "".join(traceback.format_exception(error))[-2000:]
         known = self._view.state.jobs.get(name)
         if known is None:
@@ -69,7 +69,7 @@ class JobContainment:
         self._view.job(known).changed.clear()
 
     def enforce_quota(self, name: str) -> None:
-        """Sets a job aside whose agents cause records without end: they would fill the disk of all."""
+        """Sets a job aside whose agents cause endless records, which would fill the disk."""
         known = self._view.state.jobs.get(name)
         if known is None or known.over or self._written.allows(name, known.owner, self._view.now):
             return
@@ -84,7 +84,7 @@ class JobContainment:
         self._view.job(known).changed.clear()
 
     def _complain(self, what: str, error: Exception, where: str) -> None:
-        """Logs that something broke that belongs to no job, and the same only after a while again."""
+        """Logs an error that belongs to no job, the same one once in a while."""
         key, now = f"{what[:50]} {type(error).__name__}", self._view.now
         if now - self._complained.get(key, -COMPLAIN_AGAIN) < COMPLAIN_AGAIN:
             return

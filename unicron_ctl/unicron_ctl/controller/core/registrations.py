@@ -1,5 +1,5 @@
-"""Registrations on their way: agents that wait for Slurm's word, and those that are taken in
-(`unicron_ctl/controller/job/registration.py` decides which)."""
+"""Accepts registrations, or keeps them waiting until Slurm confirms them (`unicron_ctl/controller/job/registration.py`
+decides)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.system.throttle import Throttle
 
-WAITING_KEPT = 20_000  # registrations that wait for Slurm's word
-REFUSALS = 1 / 60, 100.0  # records of final refusals a minute, and at once, of all agents together
+WAITING_KEPT = 20_000  # registrations that wait for Slurm
+REFUSALS = 1 / 60, 100.0  # records of final refusals a second, and at once, of all agents together
 
 
 class Registrations:
-    """Takes in registrations, each of which may wait for Slurm's word; one per core. carry_out: the core's door.
-    on_replaced: is told when another agent has come in place of one."""
+    """Accepts registrations, each of which may wait for Slurm; one per core. carry_out: the core's. on_replaced: is
+    called when an agent has taken the place of another."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Registrations:
         self._on_record: set[tuple[str, str]] = set()  # final refusals
 
     def on_register(self, request: Request) -> None:
-        """Takes in a registration. Slurm is asked first, unless the agent has been taken in before."""
+        """Handles a registration. Slurm has to confirm it, unless the agent was accepted before."""
         case, name = Case(self._view, request), request.message.job
-        whose = case.job.owner if case.job is not None else owner(request.asker.uid, request.message.settings.user)
-        if not self._written.allows(name, whose, self._view.now):
+        owner_key = case.job.owner if case.job is not None else owner(request.asker.uid, request.message.settings.user)
+        if not self._written.allows(name, owner_key, self._view.now):
             self._put_off(request, f"job {name} or others of its user have made too many records: it has to wait")
             return
         known = case.known if case.job is not None and not case.job.over else None
@@ -71,20 +71,20 @@ class Registrations:
         self._settle_waiting(request)
 
     def waits(self, name: tuple[str, int, str]) -> bool:
-        """Whether this agent of a job and an element waits for Slurm's word."""
+        """Whether this agent (job, element, agent) waits for Slurm."""
         return name in self._waiting
 
     def waiting_jobs(self) -> set[str]:
-        """Jobs of which Slurm has to say whether they are there."""
+        """Jobs that Slurm has to confirm."""
         return {job for job, _, _ in self._waiting}
 
     def on_listing(self) -> None:
-        """Compares those that wait with what a fresh listing shows."""
+        """Compares the waiting agents with a new listing."""
         for request in list(self._waiting.values()):
             self._settle_waiting(request)
 
     def on_time(self) -> None:
-        """Answers those that have waited long enough without Slurm's word, in the order in which they came."""
+        """Answers agents that have waited long enough for Slurm, in the order in which they came."""
         while self._waiting:
             first = next(iter(self._waiting.values()))
             if self._view.now - first.since < CONFIRM_SECONDS:
@@ -92,7 +92,7 @@ class Registrations:
             self._settle_waiting(first)
 
     def _settle_waiting(self, request: Request) -> None:
-        """Takes the agent in, or refuses it, if Slurm has said what it is or has been asked for long enough."""
+        """Accepts or refuses the agent, if Slurm has shown its element or has not answered for long."""
         message = request.message
         found = compare(self._view, (message.job, message.element, message.node), request.asker, request.since)
         if found is None and self._view.now - request.since < CONFIRM_SECONDS:
@@ -104,8 +104,8 @@ class Registrations:
             self._admit(Case(self._view, request, found), found is not None)
 
     def _make_room(self, asker: Asker) -> bool:
-        """Whether another agent of this user may wait. When too many wait, one of the user with the most goes and will
-        register again."""
+        """Whether another agent of this user may wait. If too many wait, one of the user with the most is dropped; it
+        will register again."""
         if len(self._waiting) < WAITING_KEPT:
             return True
         uid, most = self._of_user.most_common(1)[0]
@@ -115,7 +115,6 @@ class Registrations:
         return True
 
     def _forget(self, name: tuple[str, int, str]) -> None:
-        """Stops waiting for Slurm's word on this registration."""
         self._count(self._waiting.pop(name), -1)
 
     def _count(self, request: Request, by: int) -> None:
@@ -124,11 +123,11 @@ class Registrations:
             del self._of_user[request.asker.uid]
 
     def _put_off(self, request: Request, reason: str) -> None:
-        """Has the agent try again later."""
+        """Lets the agent try again later."""
         self._carry_out(Outcome(sends=[Send(request.route, wire.Refusal(reason=reason))]))
 
     def _refuse(self, request: Request, refused: wire.Refusal) -> None:
-        """Sends what Slurm's listing says against it, and records a final refusal, the same one once."""
+        """Sends the refusal, and records a final one, each once."""
         out, node = Outcome(sends=[Send(request.route, refused)]), request.message.node
         peer = f"{request.message.job} {request.message.element}"
         news = refused.final and (peer, refused.reason) not in self._on_record
@@ -141,7 +140,7 @@ class Registrations:
         self._carry_out(out)
 
     def _admit(self, case: Case, confirmed: bool) -> None:
-        """Takes the agent in, if nothing but Slurm's word speaks against it."""
+        """Accepts the agent, unless one of the checks refuses it."""
         view, live, message, route = self._view, self._view.live, case.message, case.request.route
         if (refused := refusal(case)) is not None:
             self._carry_out(turn_away(case, refused))
@@ -153,7 +152,7 @@ class Registrations:
         job = view.job(view.state.jobs[message.job])
         if before is not None:
             self._on_replaced(job.state, before)
-        record = job.state.agents[message.element]  # what it said when it was compared with Slurm counts
+        record = job.state.agents[message.element]  # its claims when it was compared with Slurm count
         agent = job.agents.get(message.element)
         if agent is None:
             slots, key = list(record.slots), case.request.key
@@ -163,7 +162,7 @@ class Registrations:
             job.last_arrival = view.now
         agent.route, agent.expired = route, False
         agent.images_at, agent.token = message.images, message.token
-        agent.number = 0  # whatever it sends from now on is newer
+        agent.number = 0  # any status from now on is newer
         agent.repeated.clear()
         live.note_word(agent, view.now)
         job.touched.add(message.element)

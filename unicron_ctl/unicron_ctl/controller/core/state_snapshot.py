@@ -1,7 +1,6 @@
-"""The state of the controller as bytes, so that a start need not fold the whole log, nor the log be kept for ever.
+"""The controller's state as bytes, so that a start need not fold the whole log, and old parts of the log can go.
 
-A later release reads it, too: a field with a default may be added to what it is made of; anything else needs a new
-format of the log.
+Later releases read it, too: fields with a default may be added; any other change needs a new format of the log.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ log = logging.getLogger("unicron.controller")
 
 
 def _plain(value: Any) -> Any:
-    """Turns what msgspec does not know into something that it knows."""
+    """Converts types that msgspec does not know."""
     if isinstance(value, deque):
         return [value.maxlen, list(value)]
     raise NotImplementedError(f"a {type(value).__name__} in the state")
 
 
 def _from_plain(kind: Any, value: Any) -> Any:
-    """The opposite of :func:`_plain`."""
+    """The inverse of :func:`_plain`."""
     if typing.get_origin(kind) is not deque:
         raise NotImplementedError(f"a {kind} in the state")
     (item,) = typing.get_args(kind)
@@ -39,7 +38,7 @@ def _from_plain(kind: Any, value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _decoder = msgspec.msgpack.Decoder(ClusterState, dec_hook=_from_plain)
-DAMAGE_ERRORS = (ValueError, TypeError, NotImplementedError, msgspec.MsgspecError)  # what `thaw` raises for other bytes
+DAMAGE_ERRORS = (ValueError, TypeError, NotImplementedError, msgspec.MsgspecError)  # from `thaw`, for damaged bytes
 
 
 def freeze(state: ClusterState) -> bytes:
@@ -48,7 +47,7 @@ def freeze(state: ClusterState) -> bytes:
 
 
 def thaw(data: bytes, event: int) -> ClusterState:
-    """The state after that event. Raises one of DAMAGE_ERRORS for bytes that are none."""
+    """The state after that event. Raises one of DAMAGE_ERRORS for damaged bytes."""
     state = _decoder.decode(data)
     if state.last_event != event:
         raise ValueError(f"it is of event {state.last_event}, not {event}")
@@ -57,9 +56,9 @@ def thaw(data: bytes, event: int) -> ClusterState:
 
 
 def read_state(store: Store, progress: Progress = nothing) -> ClusterState:
-    """The state after all that the log holds: from the newest saved state that can be read, else from the first event.
+    """The state after all events of the log: from the newest saved state that can be read, else from the first event.
 
-    progress: called every now and then. Raises StoreError where there is nothing to begin with.
+    progress: called now and then. Raises StoreError if there is nothing to begin with.
     """
     if why := store.open_to_others():
         log.warning("the event log is not protected: %s", why)

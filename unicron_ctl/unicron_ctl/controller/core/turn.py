@@ -1,7 +1,7 @@
 """One job's turn: sense, judge, decide, act.
 
-A Break and a plan go out before what follows from them is worked out (`later`): thousands of agents hear of a death
-while the controller still looks through its members.
+A Break and a plan go out before their consequences are computed (`later`): thousands of agents hear of a death while
+the controller still checks its members.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from unicron_ctl.controller.job import adoption, job_events, recoveries, spares, transitions
+from unicron_ctl.controller.job import adoption, job_events, spares, transitions
 from unicron_ctl.controller.job.modes import Trigger
 from unicron_ctl.controller.job.orders import Order, StandingOrders, due_orders, next_start
-from unicron_ctl.controller.job.runtime import JobRuntime
+from unicron_ctl.controller.job.runtime import JobRuntime, report_healed
 from unicron_ctl.controller.judge.rank_failures import revive
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import JobState, Phase
@@ -25,7 +25,7 @@ from unicron_ctl.controller.sense.sensors import SENSORS, When
 from unicron_ctl.shared.protocol import wire
 
 EVENTS_PER_TURN = 50  # of one job's state machine; more would be a loop
-ORDERS_KEPT = 200  # of one agent: when each was sent last
+ORDERS_KEPT = 200  # of one agent, with the time of each
 SOON = 1e-6  # seconds; sums of times are not exact
 
 
@@ -34,7 +34,7 @@ class BrokenInvariant(Exception):
 
 
 class Turns:
-    """Takes each job's turns. runtime: what is known for now of a job. carry_out, send: the core's door."""
+    """Takes each job's turns. runtime: the volatile knowledge about a job. carry_out, send: the core's."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class Turns:
     ) -> None:
         self._view, self._runtime, self._carry_out, self._send = view, runtime, carry_out, send
         self.later: set[str] = set()
-        """Jobs whose turn goes on once what was decided has gone out."""
+        """Jobs whose turn goes on once the decisions have gone out."""
         self.begun: set[str] = set()
-        """Jobs in a new phase, of which not all members have been looked at."""
+        """Jobs in a new phase whose members have not all been checked."""
 
     def advance(self, job: JobState) -> None:
         """Takes the job as far as it can go now."""
@@ -55,7 +55,7 @@ class Turns:
         if not job.over and view.ahead and adoption.ahead(view):
             self._carry_out(adoption.adopt_generation(self._view, view))
             if adoption.ahead(view):
-                return  # nothing is decided of what is not known
+                return  # nothing is decided about an unknown generation
         if not job.over:
             self._sense(job, view)
             for _ in range(EVENTS_PER_TURN):
@@ -71,14 +71,14 @@ class Turns:
             else:
                 raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
             self._revive_outsiders(job, view)
-            self._carry_out(recoveries.report_healed(self._view, view))
+            self._carry_out(report_healed(view))
             self._carry_out(spares.report_spares(self._view, view, self._runtime(job).spares))
         if not job.set_aside and (view.touched or job.job in self.begun):
             self._send_orders(job)
 
     # ------------------------------------------------------------ sense
     def run_sensors(self, job: JobState, when: When) -> None:
-        """Runs the sensors of this occasion; what each has found is judged before the next one runs."""
+        """Runs the sensors of this occasion; the findings of each are judged before the next one runs."""
         view, memory = self._view.job(job), self._runtime(job).sensors
         for sensor in SENSORS:
             if job.over:
@@ -93,7 +93,7 @@ class Turns:
         if job.over:
             return
         self._begin_phase(job, view)
-        for _ in range(2):  # what is made of the first findings may change what others mean
+        for _ in range(2):  # the judgement of the first findings may change the meaning of others
             if not self._sense_changes(job, view):
                 break
         if job.over:
@@ -105,7 +105,7 @@ class Turns:
             view.touched.update(job.elements(job.hit(progress.blocked)))
 
     def _sense_changes(self, job: JobState, view: JobView) -> bool:
-        """Takes in the slots that changed. True when some needed a closer look."""
+        """Takes in the slots that changed. True if some needed a closer look."""
         runtime = self._runtime(job)
         if not view.changed:
             return False
@@ -125,7 +125,7 @@ class Turns:
 
     # ------------------------------------------------------------ decide and act
     def _send_first(self, job: JobState, view: JobView) -> None:
-        """A Break, or a plan, is on its way before anything else is worked out."""
+        """Sends a Break or a plan before anything else is computed."""
         self.later.add(job.job)
         if job.phase is Phase.BREAKING:
             orders = self._standing_orders(view)
@@ -136,26 +136,26 @@ class Turns:
             self._send_orders(job)
 
     def _transit(self, job: JobState, view: JobView, trigger: Trigger) -> bool:
-        """One step of the job's state machine. False when the event changes nothing in this phase."""
+        """One step of the job's state machine. False if the event changes nothing in this phase."""
         action = ACTIONS[job.phase].get(trigger.event)
         return action is not None and self._carry_out(transitions.PERFORM[action](self._view, view, trigger))
 
     def _revive_outsiders(self, job: JobState, view: JobView) -> None:
-        """Starts processes again that a plan went on without."""
+        """Starts processes again that a plan left out."""
         if job.over:
             return
         runtime = self._runtime(job)
         for slot in sorted(runtime.outsiders):
             agent = view.agent(slot)
             if agent is None or not agent.alive:
-                runtime.outsiders.discard(slot)  # what comes in its place is looked at when it does
+                runtime.outsiders.discard(slot)  # its successor is checked when it comes
                 continue
             self._carry_out(revive(self._view, view, slot))
             if not runtime.is_outsider(view, slot):
                 runtime.outsiders.discard(slot)
 
     def _begin_phase(self, job: JobState, view: JobView) -> None:
-        """All members are looked at once; put off until what was decided has gone out."""
+        """Has all members checked once, after the decisions have gone out."""
         if job.job in self.begun:
             self.begun.discard(job.job)
             if job.phase is not Phase.OFFERING:
@@ -163,7 +163,7 @@ class Turns:
             view.begin_phase(self._view.now)
 
     def repeat_orders(self, job: JobState) -> None:
-        """Tells those again who have not obeyed. Called at every tick."""
+        """Repeats orders that were not obeyed. Called at every tick."""
         view = self._view.job(job)
         self._requeue_due_orders(view)
         runtime = self._runtime(job)
@@ -174,7 +174,7 @@ class Turns:
             self._send_orders(job)
 
     def _send_orders(self, job: JobState) -> None:
-        """Tells every agent that may not have obeyed; whoever is told something is looked at again when it may be
+        """Sends every order that may not have been obeyed; each agent is checked again when the order may be
         repeated."""
         view = self._view.job(job)
         if job.over:
@@ -185,24 +185,24 @@ class Turns:
             agent = view.agents.get(element)
             if agent is None:
                 continue
-            told = False
+            ordered = False
             for key, message in due_orders(view, agent, orders, now):
-                told = True
-                if isinstance(message, wire.Break):  # everybody hears of a Break before anything else happens
+                ordered = True
+                if isinstance(message, wire.Break):  # all agents hear of a Break before anything else happens
                     self._recheck(view, element, self._order(agent, key, message))
                 else:
                     rest.append((agent, key, message))
             starts = next_start(view, agent, now) if element in view.restarts else None
             if starts is not None:
                 self._recheck(view, element, starts)
-            elif not told:
+            elif not ordered:
                 view.restarts.discard(element)
         view.touched.clear()
         for agent, key, message in rest:
             self._recheck(view, agent.element, self._order(agent, key, message))
 
     def _standing_orders(self, view: JobView) -> StandingOrders:
-        """Kept as long as it says what is to be said."""
+        """The job's orders for all agents, made anew when they change."""
         job, arrivals = view.state, view.last_arrival
         if job.over:
             return StandingOrders(job)
@@ -219,16 +219,15 @@ class Turns:
             heapq.heappush(view.told, (at, element))
 
     def _requeue_due_orders(self, view: JobView) -> None:
-        """Agents that were told something a while ago: have they obeyed?"""
-        told = view.told
-        while told and told[0][0] <= self._view.now:
-            at, element = heapq.heappop(told)
+        """Checks agents that got an order a while ago."""
+        while view.told and view.told[0][0] <= self._view.now:
+            at, element = heapq.heappop(view.told)
             if view.due.get(element) == at:
                 del view.due[element]
                 view.touched.add(element)
 
     def _order(self, agent: AgentView, key: str, order: Order) -> float:
-        """Sends it, unless that was done a moment ago. Returns when it may be repeated."""
+        """Sends the order, unless that was done a moment ago. Returns when it may be repeated."""
         now, pause = self._view.now, self._view.config.repeat_seconds
         last = agent.repeated.get(key)
         if last is not None and now - last < pause - SOON:

@@ -1,12 +1,12 @@
-"""Takes over a generation that the log does not hold: the log was lost, in part or whole, or the agents agreed on the
+"""Takes over a generation that is not in the log: the log was lost, in part or whole, or the agents agreed on the
 generation while the controller was away (docs/design/consensus.md).
 
-Nothing is decided about the job until then. The agents whose ranks are in the generation are asked what its plan was
-(`wire.Recall`). If all members are there and in it, the job simply goes on; otherwise the generation is broken, and the
-survivors go on from what they have. What agents agreed on is believed once all living ones have spoken since they were
-asked: one may know that it was chosen while another does not yet.
+Until then nothing is decided about the job. The controller asks the agents whose ranks are in the generation for its
+plan (`wire.Recall`). If all members are there and in it, the job simply goes on; otherwise the generation is broken,
+and the survivors go on with the state that they have. An agreement of the agents counts once all living agents have
+answered a Ping, because one may know that it was chosen while another does not yet.
 
-All of this is bounded. After `state_wait_seconds` the generation is broken with those that are there, unless the
+The wait is bounded: after `state_wait_seconds` the generation is broken with the members that are there, unless the
 missing ones may be a majority that goes on by itself (`failure_detector.quorum`).
 """
 
@@ -33,19 +33,15 @@ from unicron_ctl.shared.protocol import shared_plans, wire
 from unicron_ctl.shared.slurm.states import OCCUPIES
 from unicron_detector.words import all_of
 
-SAY_SECONDS = 1.0  # of a Break, before it is said that the job waits for somebody
-MISSED_SAID = 16  # elements of one generation that are said to be missed
-MAY_LIVE = (
-    "silent",
-    AGENT_DIED,
-    NODE_ENDED,
-)  # of an agent that is gone so, ranks may live; `failure_detector.quorum` shows their end
-LOOK_SECONDS = 0.5  # between two looks at who is missing of a job that is to be formed
-RECALLS_AT_ONCE = 3  # agents that are asked at once what the plan was
+RECORD_SECONDS = 1.0  # of a Break, before a wait for silent members is recorded
+MISSED_KEPT = 16  # elements of one generation that are recorded as missed
+MAY_LIVE = ("silent", AGENT_DIED, NODE_ENDED)  # ends of an agent whose ranks may live until `quorum` shows their end
+LOOK_SECONDS = 0.5  # between two checks for missing ranks of a forming job
+RECALLS_AT_ONCE = 3  # agents that are asked for the plan at the same time
 
 
 def unknown(job: JobState, agent: AgentView) -> bool:
-    """The agent shows a generation, or a plan, that this controller has not made."""
+    """Whether the agent shows a generation, or a plan, that this controller has not made."""
     return agent.alive and (agent.newest > job.generation or _foreign(job, agent.status.agreed))
 
 
@@ -56,7 +52,7 @@ def _foreign(job: JobState, agreed: wire.Agreement | None) -> bool:
 
 
 def ahead(job: JobView) -> bool:
-    """Whether any agent shows what this controller does not know."""
+    """Whether any agent shows a generation or plan that this controller does not know."""
     for element in list(job.ahead):
         agent = job.agents.get(element)
         if agent is None or not unknown(job.state, agent):
@@ -67,7 +63,7 @@ def ahead(job: JobView) -> bool:
 
 
 def adopt_generation(view: View, job: JobView) -> Outcome:
-    """Takes the generation over, or asks what it is; empty while answers are awaited."""
+    """Takes over the generation, or asks for its plan; empty while answers are awaited."""
     out, shown = Outcome(), [job.agents[element] for element in sorted(job.ahead)]
     agreed = [found for agent in shown if (found := agent.status.agreed) is not None and _foreign(job.state, found)]
     newest = max(agent.newest for agent in shown)
@@ -89,7 +85,7 @@ def adopt_generation(view: View, job: JobView) -> Outcome:
 
 
 def _all_heard(view: View, job: JobView, out: Outcome) -> bool:
-    """All living agents have spoken since they were asked; who is silent is judged elsewhere."""
+    """Whether all living agents have answered; silent agents are judged elsewhere."""
     if not job.asked:
         view.suspicions.last_number += 1
         job.asked = view.suspicions.last_number
@@ -101,7 +97,7 @@ def _all_heard(view: View, job: JobView, out: Outcome) -> bool:
 
 
 def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreement], out: Outcome) -> bool:
-    """None of those heard knows that the generation was chosen, but its members, who would know, are silent."""
+    """Whether the generation may have been chosen: no agent knows it, but its members, who would know, are silent."""
     for one in agreed:
         if quorum.plan_may_have_begun(view, job.state, one.plan, job.asked):
             elements = job.state.elements(one.plan.members)
@@ -116,7 +112,6 @@ def _may_have_begun(view: View, job: JobView, agreed: list[wire.Agreement], out:
 
 
 def _late(view: View, job: JobView) -> bool:
-    """The job has waited long enough."""
     return view.now - job.ahead_since > view.config.state_wait_seconds
 
 
@@ -127,8 +122,8 @@ def _once(view: View, agent: AgentView, key: str, message: wire.Message, out: Ou
 
 
 def _take_over(view: View, job: JobView, chosen: list[wire.Agreement], out: Outcome) -> None:
-    """Adopts what the agents agreed on and follow. Each agent tells the micro-batches of its own ranks, their proposers
-    tell all."""
+    """Adopts the plan that the agents agreed on. Each agent knows the micro-batches of its own ranks, the proposers
+    know all."""
     first = chosen[0]
     assignment = {slot: share for one in chosen for slot, share in one.plan.assignment.items()}
     plan = msgspec.structs.replace(first.plan, assignment=assignment)
@@ -145,11 +140,7 @@ def _take_over(view: View, job: JobView, chosen: list[wire.Agreement], out: Outc
 
 def _find_missed(view: View, job: JobView, chosen: list[wire.Agreement], plan: wire.Plan) -> Iterator[Finding]:
     """Findings about processes that were left out and whose agent can no longer be asked: another agent has the
-    element, or none has come.
-
-    All other agents show such an end themselves or are asked for it, unless another agent comes first
-    (`members.check_missed`).
-    """
+    element, or none has come. All other agents show such an end or are asked for it (`members.check_missed`)."""
     state = job.state
     gone = {slot: identity.agent for slot, identity in state.members.items() if slot not in plan.members}
     named = {one.slot: one.agent for agreed in chosen for one in agreed.lost}
@@ -163,13 +154,13 @@ def _find_missed(view: View, job: JobView, chosen: list[wire.Agreement], plan: w
             job.missed[slot] = agent, view.now
         else:
             found.setdefault(state.element(slot), []).append(slot)
-    for element, slots in list(found.items())[:MISSED_SAID]:
+    for element, slots in list(found.items())[:MISSED_KEPT]:
         known = state.agents.get(element)
         yield members.missed_finding(view, job, slots, known.node if known is not None else "")
 
 
 def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
-    """Adopts what an earlier controller planned, or asks for it."""
+    """Adopts the plan of an earlier controller, or asks for it."""
     plan = job.held
     if plan is None or plan.generation != generation:
         if _late(view, job):
@@ -191,7 +182,7 @@ def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
 
 
 def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
-    """Nobody can say what the plan was: those that show the generation count as its members, and regroup."""
+    """Adopts a generation whose plan no agent has: those that show it count as its members, and regroup."""
     state = job.state
     inside: dict[int, list[int]] = {}
     for agent, slot, status in job.all_ranks():
@@ -219,7 +210,7 @@ def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
 
 
 def _known_elements(view: View, job: JobView) -> list[int]:
-    """Elements that the log or Slurm knows to have processes."""
+    """Elements that have processes by the log or by Slurm."""
     seen = view.slurm.seen
     listed = seen.of(job.state.job) if seen is not None else {}
     found = {element for element, record in job.state.agents.items() if not record.gone}
@@ -227,7 +218,8 @@ def _known_elements(view: View, job: JobView) -> list[int]:
 
 
 def _too_many(view: View, job: JobView, absent: list[int], count: int, out: Outcome) -> bool:
-    """More than half of the elements are missing, and only time speaks against them: they may go on by themselves."""
+    """Whether more than half of the elements are missing without evidence of their end: they may go on by
+    themselves."""
     if not job.state.mode.agents_agree or count < 2 or 2 * len(absent) <= count:
         return False
     reason = (
@@ -240,13 +232,13 @@ def _too_many(view: View, job: JobView, absent: list[int], count: int, out: Outc
 
 
 def _record_wait(job: JobState, slots: list[int], reason: str, out: Outcome) -> None:
-    """Records, once, for whom the job waits."""
+    """Records a wait, once."""
     if job.waits != reason:
         out.record(job, records.StateAwaited(slots=slots, reason=reason))
 
 
 def _crews(view: View, job: JobView, plan: wire.Plan, out: Outcome) -> tuple[list[records.Crew], list[int]] | None:
-    """The plan's processes, and the slots that nobody is there for; None while somebody may still come."""
+    """The plan's processes, and the slots without one; None while an agent may still come."""
     crews, missing, elements, unheard = [], [], job.by_element(plan.members), []
     for element, slots in elements.items():
         crew = _crew(view, job, element, slots)
@@ -262,13 +254,13 @@ def _crews(view: View, job: JobView, plan: wire.Plan, out: Outcome) -> tuple[lis
 
 
 def _crew(view: View, job: JobView, element: int, slots: list[int]) -> records.Crew | None:
-    """The element's processes as its agent tells them. If the agent has not come back, they are known from the log, or
-    not at all."""
+    """The element's processes by its agent or, if that has not come back, by the log; None if unknown."""
     agent = job.agents.get(element)
     if agent is not None:
         ranks = agent.ranks
-        told = all(slot in ranks for slot in slots)
-        return records.Crew(agent.agent, slots, [ranks[slot].incarnation for slot in slots]) if told else None
+        if any(slot not in ranks for slot in slots):
+            return None
+        return records.Crew(agent.agent, slots, [ranks[slot].incarnation for slot in slots])
     record, members = job.state.agents.get(element), job.state.members
     if record is None or record.gone or any(s not in members or members[s].agent != record.agent for s in slots):
         return None
@@ -276,8 +268,7 @@ def _crew(view: View, job: JobView, element: int, slots: list[int]) -> records.C
 
 
 def _may_come(view: View, job: JobView, element: int) -> bool:
-    """An agent that only the plan names may still register, or a registered one may still speak: Slurm runs its
-    element, or nothing is known of it."""
+    """Whether the element's agent may still register or speak: Slurm runs the element, or nothing is known of it."""
     if (agent := job.agents.get(element)) is not None:
         return agent.alive
     seen = view.slurm.seen
@@ -304,12 +295,10 @@ def take_in_plan(job: JobView, agent: AgentView, message: wire.RecallAnswer) -> 
         job.held = msgspec.structs.replace(plan, assignment={}, boundary=False)
 
 
-# ---------------------------------------------------------------- the last ones who know the training state
+# ---------------------------------------------------------------- the last ranks with the training state
 def may_come_back(view: View, job: JobView) -> list[int]:
-    """Lost members that may live and hold the training state, when nobody else does: nothing has shown them dead.
-
-    Nobody waits for them longer than `_patience` says.
-    """
+    """Lost members that may live and have the training state, which no other rank has: nothing has shown them dead. The
+    wait for them is bounded by `_patience`."""
     state = job.state
     if not state.mode.keeps_state or state.phase is not Phase.BREAKING:
         return []
@@ -325,13 +314,12 @@ def may_come_back(view: View, job: JobView) -> list[int]:
 
 
 def _patience(view: View, job: JobView) -> float:
-    """Seconds for which the silent members are worth waiting: no longer than the work that would be done again from
-    other nodes' memory."""
+    """Seconds to wait for silent members: at most the work to repeat if the job goes on from other nodes' memory."""
     return min(view.config.state_wait_seconds, behind(job))
 
 
 def _report_incomplete(view: View, job: JobView) -> Outcome:
-    """Records that a job to be formed anew has ranks with their state, but lacks ranks for other places."""
+    """Records that a job that is formed anew has ranks with their state, but lacks ranks for other places."""
     out, state = Outcome(), job.state
     if view.now < job.nobody_until or not state.mode.keeps_state:
         return out
@@ -349,7 +337,7 @@ def _report_incomplete(view: View, job: JobView) -> Outcome:
 
 
 def _report_unlike(view: View, job: JobView, out: Outcome) -> bool:
-    """Whether ranks wait whose replicas have another size; records it."""
+    """Records ranks that wait with replicas of another size; whether there are any."""
     if view.now >= job.unlike_look_at:
         strange = of_another_size(job)
         job.unlike, job.unlike_look_at = bool(strange), look_again(view.now, len(job.agents), LOOK_SECONDS)
@@ -364,13 +352,13 @@ def _report_unlike(view: View, job: JobView, out: Outcome) -> bool:
 
 
 def report_awaited(view: View, job: JobView, runtime: JobRuntime) -> Outcome:
-    """Records, once, for whom a job waits that could be formed anew."""
+    """Records, once, the ranks for which a job waits that could be formed anew."""
     out, state = Outcome(), job.state
     if state.phase in (Phase.FORMING, Phase.RUNNING) and _report_unlike(view, job, out):
         return out
     if state.phase is Phase.FORMING:
         return _report_incomplete(view, job)
-    here = state.phase is Phase.BREAKING and not job.awaited and job.seconds_in_phase(view.now) > SAY_SECONDS
+    here = state.phase is Phase.BREAKING and not job.awaited and job.seconds_in_phase(view.now) > RECORD_SECONDS
     if not here or runtime.state_awaited == state.broken:
         return out
     slots = may_come_back(view, job)
@@ -387,12 +375,10 @@ def report_awaited(view: View, job: JobView, runtime: JobRuntime) -> Outcome:
 
 
 def reinstate(job: JobView, agent: AgentView) -> Outcome:
-    """An agent that was taken for lost speaks again before the others have gone on: its processes are members again."""
-    out, state = Outcome(), job.state
-    back = []
-    for slot in agent.slots:
-        status = agent.ranks.get(slot)
-        alive = status is not None and status.end is None and status.state not in ("left", "starting")
+    """Makes the processes of an agent that was taken for lost members again, if the others have not gone on yet."""
+    out, state, back = Outcome(), job.state, []
+    for slot, status in agent.ranks.items():
+        alive = status.end is None and status.state not in ("left", "starting")
         if alive and state.phase is Phase.BREAKING and state.lost.get(slot) == job.identity(slot):
             back.append(slot)
     if back:

@@ -1,5 +1,5 @@
-"""Says who can come in, and which replicas they make: newcomers and standbys, and the ranks that form the job anew.
-Ranks that complete no replica wait and keep their state."""
+"""Finds the ranks that can come in, and the replicas that they make: newcomers, standbys, and the ranks that form the
+job anew. Ranks that complete no replica wait and keep their state."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView, keeps
 from unicron_ctl.controller.model.job_state import Identity, JobState
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
-from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_transition.generations import layout
 
 
 # ---------------------------------------------------------------- who can come in
 def may_work(view: View, job: JobView, element: int) -> bool:
-    """The plan, and the state of its nodes, let the element take part. Its block does as a whole, or not at all."""
+    """Whether the plan and the state of its nodes let the element take part. A block takes part as a whole."""
     if job.state.settings.block == 1:
         return _may_work(view, job, element)
     mates = job.state.mates(element)
@@ -33,12 +32,14 @@ def _may_work(view: View, job: JobView, element: int) -> bool:
 
 
 def able(job: JobView, agent: AgentView, slot: int, forming: bool = False) -> bool:
-    """The rank can enter now. forming: a stopped rank that has kept its state can enter, too."""
+    """Whether the rank can enter now. forming: a stopped rank that has kept its state can enter, too."""
     status = agent.ranks.get(slot)
     if status is None or status.end is not None or not agent.alive or status.replica != job.replica:
         return False
-    if status.incarnation < job.state.slot(slot).wanted or not _in_layout(job, status):
-        return False  # it is to start again
+    if status.incarnation < job.state.slot(slot).wanted or (
+        job.state.layout and status.layout != layout.parse_layout(job.state.layout).layout.text
+    ):
+        return False  # it has to start again
     if status.state == "waiting" and job.replica == 1 and not job.state.layout:
         return True
     kept = status.state in CAN_ENTER or (forming and status.state == "stopped" and keeps(status))
@@ -46,13 +47,8 @@ def able(job: JobView, agent: AgentView, slot: int, forming: bool = False) -> bo
     return kept and gone != Identity(agent.agent, status.incarnation)
 
 
-def _in_layout(job: JobView, status: RankStatus) -> bool:
-    wanted = job.state.layout
-    return not wanted or status.layout == layout.parse_layout(wanted).layout.text
-
-
 def waiting_elements(view: View, job: JobView, forming: bool = False) -> list[int]:
-    """Elements of which every rank can enter now."""
+    """Elements all of whose ranks can enter now."""
     found = (e for e in sorted(job.ready) if may_work(view, job, e) and _whole(job, job.agents[e], forming))
     return in_whole_blocks(job.state, found)
 
@@ -71,8 +67,8 @@ def _whole(job: JobView, agent: AgentView, forming: bool = False) -> bool:
 
 
 def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
-    """All ranks that can form the job and are not spares. whole: where one rank is a replica, the elements that come as
-    a whole."""
+    """All ranks that can form the job and are not spares. whole: the elements that come as a whole, which counts if one
+    rank is a replica."""
     if job.replica == 1:
         return spares.formers(job, (slot for element in whole for slot in job.agents[element].slots))
     ready = (element for element in sorted(job.ready) if may_work(view, job, element))
@@ -83,9 +79,9 @@ def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
 def newcomers(view: View, job: JobView, delay: float) -> list[int]:
     """Slots that can come in now, replica-major.
 
-    Their elements' processes have been ready for `delay` seconds, or nobody else can follow. Ranks of an element that
-    is inside already, or has a standby, come by themselves; other elements come as a whole. Whoever is one too many
-    waits as a spare.
+    Their elements' processes have been ready for `delay` seconds, or no other can follow. Ranks of an element that is
+    inside already, or has a standby, come by themselves; other elements come as a whole. Surplus elements wait as
+    spares.
     """
     state = job.state
     found, late = dict[int, list[int]](), dict[int, list[int]]()
@@ -105,7 +101,7 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
 
 
 def _entering(job: JobView, agent: AgentView) -> list[int]:
-    """The slots of the agent that can come in: some of them where it is inside, or stands by; else all or none."""
+    """The slots of the agent that can come in: some of them if it is inside, or stands by; else all or none."""
     outside = [slot for slot in agent.slots if slot not in job.state.members]
     inside = job.state.mode.joins and len(outside) < len(agent.slots)
     if inside or any(status.state == "standby" for status in agent.ranks.values()):
@@ -114,8 +110,8 @@ def _entering(job: JobView, agent: AgentView) -> list[int]:
 
 
 def _coming(view: View, job: JobView) -> bool:
-    """A living agent has processes that are neither inside nor able to come in yet, or an agent of the log has not been
-    heard since the controller started."""
+    """Whether a living agent has processes that are neither inside nor able to come in yet, or an agent of the log has
+    not been heard since the controller started."""
     if any(not known.gone and element not in job.agents for element, known in job.state.agents.items()):
         return True
     return any(
@@ -127,8 +123,8 @@ def _coming(view: View, job: JobView) -> bool:
 
 
 def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> list[int]:
-    """The members, replica-major, who go on: the replicas without a leaver; where there is none, those that the others
-    compose."""
+    """The members, replica-major, who go on: the replicas without a leaver, or if there is none, those that the members
+    who stay compose."""
     gone = set(leavers)
     groups = layout.replicas(members, size)
     whole = [replica for replica in groups if gone.isdisjoint(replica)]
@@ -136,8 +132,8 @@ def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> li
 
 
 def leavers(job: JobView) -> list[int]:
-    """Members that are to leave, with those whose replica they break. The last replica never does: nobody else has the
-    state."""
+    """Members that have to leave, with those whose replica they break. The last replica never leaves, because no other
+    has the state."""
     state = job.state
     departing = state.departing
     if not departing or state.plan is None:
@@ -148,8 +144,8 @@ def leavers(job: JobView) -> list[int]:
 
 
 def of_another_size(job: JobView) -> dict[int, int]:
-    """Slots that would enter but can never train with the others, with the size of a replica as they say it. Those that
-    are to start again do not count."""
+    """Slots that would enter but can never train with the others, with the size of their replicas. Those that will
+    start again do not count."""
     ranks = ((slot, status) for element in job.ready for slot, status in job.agents[element].ranks.items())
     return {
         slot: status.replica
@@ -163,5 +159,4 @@ def of_another_size(job: JobView) -> dict[int, int]:
 
 def missing_places(slots: Iterable[int], size: int) -> list[int]:
     """Places of a replica for which there is no rank among these slots."""
-    here = {slot % size for slot in slots}
-    return [place for place in range(size) if place not in here]
+    return sorted(set(range(size)).difference(slot % size for slot in slots))

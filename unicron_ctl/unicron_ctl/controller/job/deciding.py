@@ -1,16 +1,15 @@
-"""Decides, from what the controller knows, how the survivors of a Break go on (`unicron_ctl.shared.consensus`)."""
+"""Decides how the survivors of a Break go on (`unicron_ctl.shared.consensus`)."""
 
 from __future__ import annotations
 
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.shared.consensus import survivors_plan
-from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_transition.generations import layout
 from unicron_transition.iteration.ledger import deal
 
 
 def decide(job: JobView) -> survivors_plan.Decision | None:
-    """The way on for those who have stopped; None where nobody can go on."""
+    """The way on for the survivors that have stopped; None if none of them can go on."""
     reports = job.reports()
     if not reports:
         return None
@@ -29,15 +28,11 @@ def decide(job: JobView) -> survivors_plan.Decision | None:
 
 
 def _furthest_end(job: JobView) -> int | None:
-    """Return how many iterations a finished member has trained: fewer than wanted when the script was asked to stop."""
+    """The iterations that a finished member has trained: fewer than wanted if the script was asked to stop."""
     if len(job.unfinished) == len(job.state.survivors()):
         return None
-    ends = [_end(status) for s in job.state.members if job.finished(s) and (status := job.status(s)) is not None]
-    return max(ends, default=None)
-
-
-def _end(status: RankStatus) -> int:
-    return status.iteration + 1 if status.phase == "stepped" else status.train_iterations
+    ends = [status for slot in job.state.members if job.finished(slot) and (status := job.status(slot)) is not None]
+    return max((end.iteration + 1 if end.phase == "stepped" else end.train_iterations for end in ends), default=None)
 
 
 def _lost_done(job: JobView, iteration: int) -> dict[int, list[int]]:
@@ -51,7 +46,7 @@ def _lost_done(job: JobView, iteration: int) -> dict[int, list[int]]:
 
 
 def _lost_share(job: JobView, iteration: int, total: int) -> list[int]:
-    """The micro-batches of the iteration that were to be computed by replicas that have lost a rank."""
+    """The micro-batches of the iteration that were planned for replicas that have lost a rank."""
     plan = job.state.plan
     if plan is None or not job.state.lost:
         return []

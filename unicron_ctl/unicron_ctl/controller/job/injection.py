@@ -1,5 +1,4 @@
-"""Faults on purpose: an order of `unicronctl inject` becomes a message to one agent, where the configuration allows
-it."""
+"""Fault injection: an order of `unicronctl inject` becomes a message to one agent, if the configuration allows it."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ LIVING = ("waiting", "entering", "running", "stopped", "starting")
 
 
 class NotInjected(ValueError):
-    """Why a fault cannot be injected, and what to do about it."""
+    """A fault cannot be injected; the message says why, and what to do."""
 
 
 def perform(
@@ -31,23 +30,15 @@ def perform(
 ) -> tuple[Injection, Outcome]:
     """Breaks one rank of the job: the named slot, one on the named node, or any. Raises NotInjected.
 
-    Returns the answer and what is to be done. A fault that the command itself carries out (a node's power) is only
-    logged here.
+    Returns the answer and the outcome. A fault that the command itself carries out (a node's power) is only logged.
     """
     name = _check_fault(view, job, fault)
     if name == "corrupt-checkpoint" and slot is None and node is None and job.state.members:
         slot = min(job.state.members)  # the next newcomer gets the state from it
     agent, slot = _target(job, slot, node)
     lasts = seconds or inject.FAULTS[name][1]
-    done = Injection(
-        fault=fault,
-        job=job.state.job,
-        slot=slot,
-        node=agent.node,
-        seconds=lasts,
-        at=view.now,
-        dry_run=dry_run,
-    )
+    name_of_job, node = job.state.job, agent.node
+    done = Injection(fault=fault, job=name_of_job, slot=slot, node=node, seconds=lasts, at=view.now, dry_run=dry_run)
     out = Outcome()
     if not job.state.mode.reports and inject.FAULTS[name][0] != "agent":
         plain = "its ranks are plain programs: rank-kill breaks them, too"

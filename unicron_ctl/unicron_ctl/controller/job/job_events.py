@@ -1,6 +1,6 @@
 """Finds the next event of a job's state machine. Pure: (view, job) -> event and reason.
 
-Who is lost is not found here: a failure on record has condemned members (`judge`), and that is the event.
+Losses are not found here: a failure on record has condemned members (`judge`), and that is the event.
 """
 
 from __future__ import annotations
@@ -31,19 +31,16 @@ from unicron_ctl.controller.sense import fencing
 from unicron_ctl.controller.sense.progress import ENTER_TRIES, offer_ignored, offer_taken
 from unicron_detector.words import all_of, plural
 
-FEW = 64  # elements that are looked through at each turn; many are now and then
-START_SECONDS = 60.0  # of a process, on a file system that is busy
-BEGIN_SECONDS = 600.0  # for all nodes of an allocation whose owner has stated no minimum; as long as torchrun waits
+FEW = 64  # elements that are checked at each turn; more are checked less often
+START_SECONDS = 60.0  # of a process, on a busy file system
+BEGIN_SECONDS = 600.0  # wait for all nodes of an allocation without a stated minimum; torchrun waits as long
 WITH_STATE = ("stopped", "standby")  # states of ranks that have a training state
 
 
 def next_event(view: View, job: JobView) -> Trigger | None:
     """The next event, the most far-reaching first; None while there is nothing to do."""
-    for look in _LOOK[job.state.phase]:
-        found = look(view, job)
-        if found is not None:
-            return found
-    return None
+    found = (check(view, job) for check in _CHECKS[job.state.phase])
+    return next((trigger for trigger in found if trigger is not None), None)
 
 
 # ---------------------------------------------------------------- all phases with members
@@ -64,10 +61,7 @@ def _fatal(view: View, job: JobView) -> Trigger | None:
 
 
 def _losses(view: View, job: JobView) -> Trigger | None:
-    gone = job.state.condemned
-    if not gone:
-        return None
-    return Trigger(Event.LOSS, _in_words(gone))
+    return Trigger(Event.LOSS, _in_words(job.state.condemned)) if job.state.condemned else None
 
 
 def _in_words(gone: Mapping[int, str]) -> str:
@@ -81,7 +75,7 @@ def _regroup(view: View, job: JobView) -> Trigger | None:
 
 
 def _relayout(view: View, job: JobView) -> Trigger | None:
-    """The plan wants another layout: those who train stop for it, and all start again. Not where some have trained to
+    """The plan wants another layout: the members stop for it, and all ranks start again, unless some have trained to
     the end."""
     state = job.state
     if not state.relayout or len(job.unfinished) < len(state.survivors()):
@@ -92,23 +86,23 @@ def _relayout(view: View, job: JobView) -> Trigger | None:
 
 
 def _patient(view: View, job: JobView) -> bool:
-    """Ranks have kept a state that is useful once the missing ones come back. They are waited for as long as the work
-    would take that is done again without them."""
+    """Whether to wait for missing ranks, with which the state of the others is whole: as long as it would take to
+    repeat the work without them."""
     worth = min(view.config.state_wait_seconds, lost_seconds(view, job))
     kept = any(status.state in WITH_STATE or status.shards for _, _, status in job.all_ranks())
     return kept and job.seconds_in_phase(view.now) < worth
 
 
 def _alike(job: JobView) -> bool:
-    """All have stopped with the same state, so what they write is whole. Otherwise the job goes on as it is and is
-    asked again later."""
+    """Whether all have stopped with the same state, so that their checkpoint is whole. Otherwise the job goes on as it
+    is and is asked again later."""
     stops = job.reports().values()
     same = {status.iteration + (status.phase == "stepped") for status in stops}
     return not job.state.lost and len(same) == 1 and all(status.phase != "synced" for status in stops)
 
 
 def _any_strayed(view: View, job: JobView) -> Trigger | None:
-    """The members took an offer while it was being withdrawn."""
+    """Members took an offer while it was being withdrawn."""
     if not job.strayed:
         return None
     return Trigger(Event.FAULT, f"{plural(len(job.strayed), 'member')} took an offer that was withdrawn: all try again")
@@ -116,7 +110,7 @@ def _any_strayed(view: View, job: JobView) -> Trigger | None:
 
 # ---------------------------------------------------------------- forming
 def _ready(view: View, job: JobView) -> Trigger | None:
-    """Enough ranks wait: all that can be expected, or the least that is allowed and nobody came for a while."""
+    """Enough ranks wait: all that can be expected, or the minimum, and no other came for a while."""
     state = job.state
     if not _look_now(view, job, len(job.agents)) or fencing.holds(view, job):
         return None
@@ -132,20 +126,20 @@ def _ready(view: View, job: JobView) -> Trigger | None:
     settle, enough = _settle_seconds(view, state), len(state.elements(slots)) >= state.settings.min_nodes
     settled = view.now - _settle_from(view, job, coming, slots) >= settle
     if enough and settled and not (coming and _partial(view, job, slots)):
-        said = f"{_ready_nodes(state, slots)}, and no other came for {settle:g} s"
-        return Trigger(Event.READY, said, tuple(slots))
+        reason = f"{_ready_nodes(state, slots)}, and no other came for {settle:g} s"
+        return Trigger(Event.READY, reason, tuple(slots))
     return None
 
 
 def _too_few(view: View, job: JobView, count: int) -> bool:
-    """So many elements are too few to form the job, or are fewer than are wanted while others move."""
+    """Whether `count` elements are too few to form the job, or fewer than wanted while others move."""
     if count < job.state.least and job.replica == 1:
         return True
     return count < job.wanted and mode_of(job.state).awaits_moved(view, job.state)
 
 
 def _settle_from(view: View, job: JobView, coming: Sequence[int], slots: Iterable[int]) -> float:
-    """Since when nobody else has come. A spare has been ready for long: the others have their time all the same."""
+    """Since when no other has come. A spare may have been ready for long; the others get their time all the same."""
     arrival = max(job.agents[job.state.element(slot)].progress.get(slot, 0.0) for slot in slots)
     since = mode_of(job.state).settle_from(view, job, coming, arrival)
     if not job.state.settings.spares:
@@ -154,7 +148,7 @@ def _settle_from(view: View, job: JobView, coming: Sequence[int], slots: Iterabl
 
 
 def _settle_seconds(view: View, state: JobState) -> float:
-    """Seconds for which others are waited for. All nodes of an allocation have started together."""
+    """Seconds to wait for others. All nodes of an allocation have started together."""
     settle = view.config.forming_settle_seconds
     if not state.settings.allocation or state.generation:
         return settle
@@ -162,7 +156,7 @@ def _settle_seconds(view: View, state: JobState) -> float:
 
 
 def _ready_nodes(state: JobState, slots: Iterable[int]) -> str:
-    """Say how many nodes can begin, and which the job has lost."""
+    """The nodes that can begin, and those that the job has lost, in words."""
     count = len(state.elements(slots))
     gone = sorted({agent.node for agent in state.agents.values() if agent.lost})[:8]
     without = f" without {', '.join(gone)}" if gone else ""
@@ -170,8 +164,8 @@ def _ready_nodes(state: JobState, slots: Iterable[int]) -> str:
 
 
 def _partial(view: View, job: JobView, slots: Iterable[int]) -> bool:
-    """These ranks have a part of a state, and others who may come have the rest in their nodes' memory. They are waited
-    for as long as a start takes, and as the work would take that is done again without them."""
+    """Whether these ranks have only a part of a state, and others that may come have the rest in their nodes' memory.
+    The wait for them lasts as long as a start, or as the work that would be repeated without them."""
     worth = min(view.config.state_wait_seconds, max(START_SECONDS, lost_seconds(view, job)))
     reports = {slot: status for slot in slots if (status := job.status(slot)) is not None}
     if job.seconds_in_phase(view.now) >= worth or not any(each.shards for each in reports.values()):
@@ -181,7 +175,7 @@ def _partial(view: View, job: JobView, slots: Iterable[int]) -> bool:
 
 
 def _look_now(view: View, job: JobView, count: int) -> bool:
-    """Whether it is time to look through so many elements."""
+    """Whether it is time to check `count` elements."""
     if view.now < job.ready_look_at:
         return False
     job.ready_look_at = look_again(view.now, max(0, count - FEW))
@@ -203,7 +197,7 @@ def _change(view: View, job: JobView) -> Trigger | None:
     if not departing and not _look_now(view, job, len(job.ready)):
         return None
     if job.room <= 0 and not departing and job.complete:
-        return None  # whoever waits is a spare
+        return None  # all that wait are spares
     mode = mode_of(state)
     joiners, gone = newcomers(view, job, mode.join_delay(view.config)), leavers(job)
     if not (joiners or gone) or len(job.unfinished) < len(state.members):
@@ -226,14 +220,14 @@ def _all_entered(view: View, job: JobView) -> Trigger | None:
 
 
 def _enter_timeout(view: View, job: JobView) -> Trigger | None:
-    """Not all are in within the time: all try again. The last time out is a failure of those who never got in, unless
-    nobody else has the training state."""
+    """Not all are in within the time: all try again. The last time-out is a failure of the ranks that never got in,
+    unless no other rank has the training state."""
     reason, last = job.progress.overdue, job.state.tries + 1 >= ENTER_TRIES
     return Trigger(Event.TIMEOUT, reason) if reason and (not last or job.state.waits) else None
 
 
 def _withdraw(view: View, job: JobView) -> Trigger | None:
-    """Newcomers failed before the boundary, or nobody takes what is offered: those who train go on training."""
+    """Newcomers failed before the boundary, or no member takes the offer: the members train on."""
     state, gone = job.state, job.state.condemned
     if state.offer is None:
         return None
@@ -247,7 +241,7 @@ def _withdraw(view: View, job: JobView) -> Trigger | None:
 
 # ---------------------------------------------------------------- breaking
 def _all_reported(view: View, job: JobView) -> Trigger | None:
-    """Every survivor is at rest, or nobody is left."""
+    """Every survivor is at rest, or no survivor is left."""
     if job.awaited:
         return None
     if len(job.state.lost) >= len(job.state.members):
@@ -265,8 +259,8 @@ def _all_reported(view: View, job: JobView) -> Trigger | None:
     return None if quorum.waits_for_majority(view, job, job.progress) else relaid or trigger
 
 
-_Look = Callable[[View, JobView], Trigger | None]
-_LOOK: dict[Phase, tuple[_Look, ...]] = {
+_Check = Callable[[View, JobView], Trigger | None]
+_CHECKS: dict[Phase, tuple[_Check, ...]] = {
     Phase.FORMING: (_fatal, _hopeless, _relayout, _ready),
     Phase.ENTERING: (_fatal, _all_finished, _losses, _regroup, _all_entered, _enter_timeout),
     Phase.RUNNING: (_fatal, _all_finished, _losses, _regroup, _any_strayed, _relayout, _change),

@@ -1,9 +1,8 @@
-"""Decides what differs between the two ways of healing a job: *session*, within the iteration, and *restart* of all
-processes.
+"""The decisions that differ between the two ways of healing a job: *session*, within the iteration, and *restart* of
+all processes.
 
-The state machine is the same. In restart mode (`loop.plain_ranks`) nobody keeps a training state, so every Break leads
-to a new world of those that are there, and no node joins at a boundary. `model.healing_modes` has the facts that hold
-in each.
+The state machine is the same. In restart mode (`loop.plain_ranks`) no rank keeps a training state, so every Break leads
+to a new world of the processes that are there, and no node joins at a boundary. `model.healing_modes` has the facts.
 """
 
 from __future__ import annotations
@@ -25,27 +24,29 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_detector.words import plural
 
-STEADY_SECONDS = 600.0  # a world that has run so long has worked: what failed before is forgiven
+STEADY_SECONDS = 600.0  # a world that has run for so long works: earlier failures are forgiven
 MOST_RESTARTS = 16  # after losses, in a row without progress in between
 
 
 @dataclass(frozen=True)
 class Trigger:
-    """An event of the state machine, and why. joiners: slots that come in; leavers: members that
-    the plan takes away. code: with FINISHED and FAILED, what the job's agents are to exit with."""
+    """An event of the state machine, and why."""
 
     event: Event
     reason: str
     joiners: tuple[int, ...] = ()
+    """Slots that come in."""
     leavers: tuple[int, ...] = ()
+    """Members that the plan takes away."""
     code: int = 0
+    """With FINISHED and FAILED: the exit code of the job's agents."""
 
 
 class Session:
-    """Healed within the iteration: the survivors have the training state."""
+    """Healing within the iteration: the survivors have the training state."""
 
     def settle_from(self, view: View, job: JobView, coming: Sequence[int], arrival: float) -> float:
-        """Since when a forming job has waited for more nodes; arrival: of the last that is ready."""
+        """Since when a forming job has waited for more nodes. arrival: when the last ready one came."""
         return arrival
 
     def awaits_moved(self, view: View, job: JobState) -> bool:
@@ -53,15 +54,15 @@ class Session:
         return False
 
     def join_delay(self, config: ControllerConfig) -> float:
-        """Newcomers are taken in together when no other has come for so many seconds."""
+        """Seconds without another newcomer, after which all of them are taken in together."""
         return config.offer_delay
 
     def change(self, view: View, job: JobView, words: str, joiners: list[int], leavers: list[int]) -> Trigger | None:
-        """Newcomers wait, or members are to leave: at the next boundary."""
+        """The event for waiting newcomers and leaving members: an offer at the next boundary."""
         return Trigger(Event.CHANGE, words, tuple(joiners), tuple(leavers))
 
     def after_stop(self, view: View, job: JobView) -> Trigger | None:
-        """All survivors are at rest: they go on, if those who know the training state make a replica."""
+        """The event once all survivors are at rest: they go on, if those with the training state make a replica."""
         if nobody := _nobody(view, job):
             return Trigger(Event.NOBODY, nobody)
         if not job.has_store():
@@ -69,16 +70,16 @@ class Session:
         return Trigger(Event.REPORTED, "all survivors have stopped")
 
     def why_exhausted(self, job: JobState) -> str:
-        """Why it is no use to form another generation; empty while it is."""
+        """Why it is useless to form another generation; empty while it is not."""
         return ""
 
-    def report(self, view: View, job: JobView, said: LoggedNewcomers) -> Outcome:
-        """Record what is new of a running job. Called at every tick."""
+    def report(self, view: View, job: JobView, logged: LoggedNewcomers) -> Outcome:
+        """Records news of a running job. Called at every tick."""
         return Outcome()
 
 
 def _nobody(view: View, job: JobView) -> str:
-    """Why no survivor can go on; empty where some can."""
+    """Why no survivor can go on; empty if some can."""
     if view.now < job.nobody_until or not job.anybody_stopped():
         return "no member is left that has the training state"
     reports = job.reports()
@@ -99,12 +100,13 @@ class Restart:
     """All processes end and start again in a new world."""
 
     def settle_from(self, view: View, job: JobView, coming: Sequence[int], arrival: float) -> float:
-        """Processes that start again are waited for: a world shrinks for lost nodes, not for a program's error."""
+        """Counts from the start of processes that start again: a world shrinks for lost nodes, not for program
+        errors."""
         starts = (job.state.slot(slot).not_before for element in coming for slot in job.agents[element].slots)
         return max([arrival, job.last_arrival if coming else 0.0, *starts])
 
     def awaits_moved(self, view: View, job: JobState) -> bool:
-        """Nothing is held against the node of an element that moves: the world does not shrink for it."""
+        """Waits for elements that move although their node is not a suspect: the world does not shrink for them."""
         marks = (job.avoid.get(agent.node) for element, agent in job.agents.items() if job.moves(element))
         return any(m and not m.suspect and view.now - m.at < view.config.isolate_seconds for m in marks)
 
@@ -112,7 +114,7 @@ class Restart:
         return config.join_after_seconds
 
     def change(self, view: View, job: JobView, words: str, joiners: list[int], leavers: list[int]) -> Trigger | None:
-        """There is no boundary: all stop, and who is to work begins a new world. The plan has weighed leavers."""
+        """Stops all processes for a new world, because there is no boundary. The plan has weighed leavers."""
         state = job.state
         good, reason = True, "nodes leave: the processes of the others start again"
         if not leavers:
@@ -131,29 +133,29 @@ class Restart:
         short += ", and saved nothing new"
         return f"{short}, the last time because: {last}" if last else short
 
-    def report(self, view: View, job: JobView, said: LoggedNewcomers) -> Outcome:
-        """Records that a world has proved itself, and why newcomers are kept waiting."""
+    def report(self, view: View, job: JobView, logged: LoggedNewcomers) -> Outcome:
+        """Records that a world has proved itself, and why newcomers have to wait."""
         out, state = Outcome(), job.state
         if state.phase is not Phase.RUNNING or state.plan is None:
             return out
         age, generation = view.now - state.since, state.plan.generation
         if state.steady != generation and (proof := _proof(job, age)) is not None:
             out.record(state, proof, generation)
-        if job.room <= 0:  # whoever waits is a spare
+        if job.room <= 0:  # all that wait are spares
             return out
         inside, waiting = set(state.inside), waiting_elements(view, job)
         newcomers = tuple(e for e in waiting if e not in inside and e not in state.leaving)
-        if newcomers and said.newcomers != (generation, newcomers):
+        if newcomers and logged.newcomers != (generation, newcomers):
             good, reason = worth(len(inside), len(newcomers), age, view.config)
             if not good:
-                said.newcomers = generation, newcomers
+                logged.newcomers = generation, newcomers
                 out.record(state, records.NewcomersWait(elements=list(newcomers), reason=reason), generation)
         return out
 
 
 def _proof(job: JobView, age: float) -> records.WorldProved | None:
-    """Proof that the world, `age` seconds old, gets on: it has lasted, or it has saved a later state than the worlds
-    before it had when they broke. A world that fails at the same iteration again and again saves none."""
+    """Proof that the world, `age` seconds old, makes progress: it has lasted, or it has saved a later state than
+    earlier worlds. A world that fails at the same iteration again and again saves none."""
     ranks, saved = len(job.state.members), newest_saved(job)
     if saved is not None and saved.iteration > job.state.reached:
         reason = f"the world of {plural(ranks, 'rank')} has saved the state of iteration {saved.iteration}"
@@ -164,11 +166,11 @@ def _proof(job: JobView, age: float) -> records.WorldProved | None:
 
 
 def worth(nodes: int, newcomers: int, age: float, config: ControllerConfig) -> tuple[bool, str]:
-    """Whether a world of `nodes` nodes, `age` seconds old, is to be ended for one with `newcomers` more; and why.
+    """Whether to end a world of `nodes` nodes, `age` seconds old, for one with `newcomers` more; and why.
 
-    What a restart costs: the work since the script's last checkpoint, on average half of `checkpoint_seconds` and never
-    more than the world is old, and the start. What it brings: the newcomers' share until the larger world must be
-    expected to fail, which would take them in anyhow.
+    A restart costs the work since the script's last checkpoint, on average half of `checkpoint_seconds` and at most the
+    world's age, and the start. It gains the newcomers' share until the expected failure of the larger world, after
+    which they would come in anyway.
     """
     cost = min(age, config.checkpoint_seconds / 2.0) + config.transition_seconds
     until_failure = config.mtbf_node_hours * 3600.0 / max(1, nodes + newcomers)

@@ -1,4 +1,4 @@
-"""Lists what an agent has to be told now. Level-triggered: an order is due until the agent's status shows that it was
+"""Lists the orders that an agent lacks now. Level-triggered: an order is due until the agent's status shows that it was
 obeyed."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unicron_ctl.shared.protocol.ranges import MOST_DOORS
 from unicron_ctl.shared.slurm.states import WORKS
 from unicron_transition.generations.layout import heads_of
 
-SAVING_LOOK_SECONDS = 0.2  # between two looks whether ranks still save
+SAVING_LOOK_SECONDS = 0.2  # between two checks whether ranks still save
 BREAKABLE = frozenset({"waiting", "entering", "running", "stopped", "standby"})
 
 
@@ -27,9 +27,9 @@ class StandingOrders:
     """Orders that are the same for all agents of a job, made and encoded once: the Break, and the common part of the
     plan.
 
-    arrivals: when an agent registered last, for the plan tells who leads and where they are reached. plan: another one
-    than the job's phase is about. blocked: ranks that stopped where the others of their replica wait for them; to these
-    they are as lost.
+    arrivals: when an agent last registered, because the plan has the addresses of the agents that lead. plan: by
+    default that of the job's phase. blocked: ranks that stopped where the others of their replica wait for them; to
+    these they are as good as lost.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class StandingOrders:
         self._blocked = blocked
         lost = sorted(job.lost.keys() | blocked)
         self.broken = wire.Break(generation=job.broken, lost=lost, reason=job.why, killed=_lost_to_kills(job))
-        # Who else is lost changes nothing for those who stop, unless it is one of their replica.
+        # For a rank that stops, further losses matter only within its replica.
         self.break_key = f"break {job.broken} {len(lost) if job.replica > 1 else bool(lost)}"
 
     def holds(self, job: JobState, arrivals: float, blocked: frozenset[int] = frozenset()) -> bool:
-        """Other orders would be the same. Each turn asks this, and making the plan of a large job takes
+        """Whether new orders would be the same. Each turn asks this; making the plan of a large job takes
         milliseconds."""
         plans = self.plan is _plan(job) and self._known is job.plan and self._arrivals == arrivals
         broken = self.broken.generation == job.broken and self.broken.reason == job.why
@@ -58,7 +58,7 @@ class StandingOrders:
 
     @cached_property
     def hit(self) -> frozenset[int]:
-        """Slots that are to stop at once, whatever they have begun."""
+        """Slots that must stop at once, without finishing what they have begun."""
         return self._job.hit(self._blocked) if self._job.phase is Phase.BREAKING else frozenset()
 
     @cached_property
@@ -74,7 +74,7 @@ class StandingOrders:
 
     @cached_property
     def confirmed(self) -> StandingOrders:
-        """Orders about the plan that the job is in, for agents that made it without the controller."""
+        """Orders about the job's present plan, for agents that made it without the controller."""
         return StandingOrders(self._job, self._arrivals, self._job.plan)
 
     @cached_property
@@ -83,7 +83,7 @@ class StandingOrders:
 
     @cached_property
     def _proposing(self) -> frozenset[int]:
-        """Elements of the agents that act for the controller while it is away."""
+        """Elements whose agents act for the controller while it is away."""
         return frozenset(peer.element for peer in self._proposers)
 
     @cached_property
@@ -95,13 +95,13 @@ class StandingOrders:
 
     @cached_property
     def _nodes(self) -> list[str]:
-        """The names of the members' nodes; [] where one is not known."""
-        records = [self._job.agents.get(element) for element in self._elements]
-        names = [record.node for record in records if record is not None]
-        return names if len(names) == len(records) else []
+        """The names of the members' nodes; [] if one is unknown."""
+        agents = self._job.agents
+        known = all(element in agents for element in self._elements)
+        return [agents[element].node for element in self._elements] if known else []
 
     def share(self, agent: AgentView) -> wire.PlanShare:
-        """The agent's part of the plan, of which there must be one."""
+        """The agent's part of the plan, which must exist."""
         assert self.plan is not None
         peers = self.peers if agent.element in self._proposing else ()
         doors = self._doors(agent.element) if self._job.mode.fenced else ()
@@ -112,7 +112,7 @@ class StandingOrders:
         return elements_of(self.plan.members, self._job.per_node) if self.plan is not None else []
 
     def _doors(self, element: int) -> list[str]:
-        """Doors by which a plain world's agent sees that others of it are there: all, or some that are its own."""
+        """Doors at which a plain world's agent checks that the others are there: all, or in a large world a part."""
         if element not in self._elements:
             return []
         at = self._elements.index(element)
@@ -123,13 +123,13 @@ class StandingOrders:
 
     @cached_property
     def peers(self) -> list[structs.Peer]:
-        """The agents of the plan's members, for those who lead."""
+        """The agents of the plan's members, for the agents that lead."""
         return [peer for element in self._elements if (peer := peer_of(self._job, element)) is not None]
 
 
 def _lost_to_kills(job: JobState) -> bool:
-    """Whether every rank that the present Break goes on without was killed by SIGKILL, or is gone with its agent or
-    node: what nothing in a program raises."""
+    """Whether every rank that the present Break leaves out was killed by SIGKILL, or is gone with its agent or node; no
+    program does that by itself."""
     found = {slot: False for slot in job.lost}
     for failure in job.failures:
         record = failure.record
@@ -140,31 +140,32 @@ def _lost_to_kills(job: JobState) -> bool:
 
 
 def _plan(job: JobState) -> wire.Plan | None:
-    """The plan that the job's phase is about."""
+    """The plan that the job enters, or the one that is offered."""
     return {Phase.ENTERING: job.plan, Phase.OFFERING: job.offer}.get(job.phase)
 
 
 def peer_of(job: JobState, element: int) -> structs.Peer | None:
-    """The element's agent as the others reach it; None when they cannot."""
+    """The element's agent as others reach it; None if they cannot."""
     one = job.agents.get(element)
     return structs.Peer(element, one.agent, one.peer, one.peer_key) if one is not None and one.peer else None
 
 
 def ending(ended: Ending) -> wire.Message:
-    """The message to agents of a job that is over. Agents of a disowned job may ask again, since Slurm may be wrong."""
+    """The message to agents of a job that is over. Agents of a disowned job may ask again, because Slurm may be
+    wrong."""
     if ended.disowned:
         return wire.Refusal(reason=ended.reason)
     return wire.End(code=ended.code, reason=ended.reason)
 
 
 Order = wire.Message | Callable[[], wire.Message]
-"""What is sent, or what makes it: an order that was sent a moment ago need not be made again."""
+"""A message, or a function that makes it, so that an order that was sent a moment ago is not made again."""
 
 
 def due_orders(job: JobView, agent: AgentView, orders: StandingOrders, now: float) -> Iterator[tuple[str, Order]]:
-    """(key, order) for every order to this agent that is not obeyed yet. The key is the same as long as the order is.
+    """(key, order) for every order that this agent has not obeyed yet. The key identifies the order.
 
-    A process that is not to start yet needs no order; see :func:`next_start`.
+    A process that starts later needs no order yet; see :func:`next_start`.
     """
     if not agent.alive:
         return
@@ -192,8 +193,8 @@ def due_orders(job: JobView, agent: AgentView, orders: StandingOrders, now: floa
 
 
 def _release_order(job: JobView, agent: AgentView) -> wire.Release | None:
-    """The word to an agent whose element is to end that it need not wait any more; None while it has to: for its ranks
-    to leave, or for Slurm to show whether it preempts the element or ends it."""
+    """The message that an agent whose element will end need not wait any more; None while it has to: for its ranks to
+    leave, or for Slurm to show whether it preempts the element or ends it."""
     state = job.state
     others = any(other.alive and not other.status.noticed for other in job.agents.values())
     inside = any(slot in state.members or slot in state.joining for slot in agent.slots)
@@ -212,20 +213,20 @@ def _must_break(job: JobState, agent: AgentView, orders: StandingOrders) -> bool
         if not stops or max(status.generation, status.entering) > job.broken:
             continue
         if status.broken >= job.broken:
-            # It finishes what it has begun, unless its replica is hit, perhaps only since it heard of the Break.
+            # It finishes what it has begun, unless its replica is hit, perhaps only after it heard of the Break.
             if job.replica > 1 and status.state in ("entering", "running") and slot in orders.hit:
                 return True
             continue
-        # A joiner of a broken offer that is still "waiting" has to hear of it too, so has everyone while the job is
-        # breaking.
+        # A joiner of a broken offer that still waits has to hear of the Break, too, and so has every rank while the job
+        # breaks.
         if breaking or status.state in ("entering", "running"):
             return True
     return False
 
 
 def _withdrawn(job: JobState, agent: AgentView, orders: StandingOrders) -> int:
-    """The generation that a newcomer of this agent waits to enter although it was withdrawn, or was agreed on without
-    it by those who did not know of the offer; 0 where none does."""
+    """The generation that a newcomer of this agent waits to enter in vain; 0 if none does. It was withdrawn, or the
+    agents agreed on another plan with its number."""
     if job.plan is None or job.phase not in (Phase.RUNNING, Phase.OFFERING):
         return 0
     outside = (slot for slot, status in agent.ranks.items() if status.state == "entering" and slot not in job.members)
@@ -255,11 +256,12 @@ def _processes(job: JobView, agent: AgentView, now: float) -> Iterator[tuple[str
             order = wire.StopRank(slot=slot, incarnation=status.incarnation, reason=known.why, save=save)
             yield f"{'save' if save else 'stop'} {slot} {status.incarnation}", order
         elif now >= known.not_before and not _saving(job, now):
-            yield f"start {slot} {known.wanted}", start_order(state, slot)
+            start = wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why, layout=state.layout)
+            yield f"start {slot} {known.wanted}", start
 
 
 def _saving(job: JobView, now: float) -> bool:
-    """A rank still writes its part of the state that all are to begin from."""
+    """Whether a rank still writes its part of the state from which all will begin."""
     state = job.state
     if now >= state.saving_until:
         return False
@@ -270,14 +272,8 @@ def _saving(job: JobView, now: float) -> bool:
     return job.saves
 
 
-def start_order(job: JobState, slot: int) -> wire.StartRank:
-    """The order to start the process that is to be in the slot."""
-    known = job.slot(slot)
-    return wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why, layout=job.layout)
-
-
 def next_start(job: JobView, agent: AgentView, now: float) -> float | None:
-    """When the next process of this agent is to start, or may be; None when none is to start later."""
+    """When the next process of this agent may start; None if none starts later."""
     state = job.state
     first = job.saves_look_at if _saving(job, now) else now
     times = [

@@ -1,14 +1,16 @@
-"""Registrations of agents: which are taken in, and which job and Slurm step each belongs to.
+"""Registrations of agents: which are accepted, and to which job and Slurm step each belongs.
 
-Slurm's record decides whether an agent is what it says. It is taken in once a listing shows its element at work, on its
-node, for its user. What Slurm does not know yet waits for the next listing; what differs is refused. If Slurm does not
-answer within `CONFIRM_SECONDS` the agent is taken in unconfirmed: its job is healed within itself, and nothing is done
-in Slurm for it, or to its node, until a listing confirms it (:meth:`View.shown_node`, :func:`confirmed_jobs`).
+Slurm's record decides. An agent is accepted once a listing shows its element at work, on its node, for its user. If
+Slurm does not show the element yet, the agent waits for the next listing; if Slurm shows something else, it is refused.
+If Slurm does not answer within `CONFIRM_SECONDS` the agent is accepted unconfirmed: its job is healed within itself,
+and nothing is asked of Slurm for it, or for its node, until a listing confirms it (:meth:`View.shown_node`,
+:func:`confirmed_jobs`).
 
-Several `srun` in one batch script are trainings of their own under one job id, and one step at a time is the job. A
-later step waits until the one before has ended, which a killed step has when none of its agents is left. A step that
-trains nothing gives way to any later one. What a requeued element has behind it of its script it does alone. Of two
-steps of one allocation that run at a time the first that comes is protected. A requeue of the whole job counts anew.
+Several `srun` in one batch script are separate trainings under one job id, and one step at a time is the job. A later
+step waits until the previous one has ended; a killed step has ended when none of its agents is left. A step that trains
+nothing gives way to any later one. A requeued element runs unprotected through steps that are over for the others. If
+two steps of one allocation run at the same time, the first to register is protected. When Slurm requeues the whole job,
+its steps are counted anew.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.states import OCCUPIES
 from unicron_detector.words import plural
 
-CONFIRM_SECONDS = 5.0  # then an agent is taken in although Slurm does not answer
-LISTING_SECONDS = 30.0  # a listing that is older confirms nobody
-# Jobs, and agents of them, that are taken in while Slurm does not say whose they are.
+CONFIRM_SECONDS = 5.0  # then an agent is accepted although Slurm does not answer
+LISTING_SECONDS = 30.0  # an older listing confirms no agent
+# Most jobs, and agents of them, that are accepted before Slurm confirms them: of one user, and of all.
 OF_A_USER = 20, 4096
 OF_ALL = 400, 20_000
-NOTICE_SHARE = 0.5  # of Slurm's KillWait for which an agent that is to end waits for a boundary; the rest is for files
-PROGRESS_SECONDS = 0.2  # between two statuses of an agent that tell of nothing but progress, in jobs that are not large
-LARGE_JOB = 64  # nodes; above, progress and steps are told with the heartbeats
+NOTICE_SHARE = 0.5  # of Slurm's KillWait: an agent that will end waits so long for a boundary; the rest is for files
+PROGRESS_SECONDS = 0.2  # between two statuses of an agent that report only progress, in jobs that are not large
+LARGE_JOB = 64  # nodes; in larger jobs progress and steps come with the heartbeats
 
 
 @dataclass(frozen=True)
@@ -54,24 +56,24 @@ class Request:
     key: str
     """The CURVE public key of its connection."""
     asker: Asker
-    """Whoever made its credential, which is bound to what it says of itself and to the key."""
+    """The user of its credential, which is bound to the key and to the agent's claims about itself."""
     since: float
     """When it first came."""
 
     @property
     def name(self) -> tuple[str, int, str]:
-        """Job, element and agent."""
+        """Its job, element and agent."""
         return self.message.job, self.message.element, self.message.agent
 
 
 @dataclass
 class Case:
-    """A registration with what is known of its job, for the checks. info: its element as Slurm shows it, where Slurm
-    was asked and has answered."""
+    """A registration with the facts about its job, for the checks."""
 
     view: View
     request: Request
     info: ElementInfo | None = None
+    """Its element as Slurm shows it, if Slurm has answered."""
 
     def __post_init__(self) -> None:
         self.message = self.request.message
@@ -79,67 +81,68 @@ class Case:
 
     @cached_property
     def same(self) -> JobState | None:
-        """The job on record, unless Slurm uses its id again."""
+        """The job on record, unless Slurm has reused its id."""
         return None if self.job is None or self.job.id_reused(self.info) else self.job
 
     @cached_property
     def requeued(self) -> bool:
-        """Slurm has requeued the whole job, and its script is at another step, or at the same one after its end."""
+        """Whether Slurm has requeued the whole job, and its script is at another step, or at the same one after its
+        end."""
         job, message = self.job, self.message
         return job is not None and message.requeues > job.requeues and (message.step != job.step or job.over)
 
     @cached_property
     def takes_over(self) -> bool:
-        """Whether it begins the job again although the job's step is not over on record: after a requeue of the whole
-        job, or as a later step when the other one trains nothing, or has no agent left."""
+        """Whether the agent begins the job again although the job's step is not over on record: after a requeue of the
+        whole job, or as a later step if the present one trains nothing, or has no agent left."""
         job, message = self.job, self.message
         if job is None or self.requeued:
             return self.requeued
-        # Killed, as by `scancel JOB.STEP`: all agents are gone, and that of this element is more than silent.
+        # The step was killed, as by `scancel JOB.STEP`: all agents are gone, and this element's is not merely silent.
         ended = self.known is not None and self.known.gone not in ("", "silent")
         free = (message.trains and not job.trains) or (ended and all(agent.gone for agent in job.agents.values()))
         return free and not job.over and message.step > job.step
 
     @cached_property
     def begins(self) -> bool:
-        """The job starts with this agent: for the first time, with its next step, or under an id that is used again."""
+        """Whether the job starts with this agent: for the first time, with its next step, or under a reused id."""
         job = self.same
         return job is None or self.takes_over or (job.over and self.message.step > job.step)
 
     @cached_property
     def known(self) -> AgentRecord | None:
-        """The agent that its element had last."""
+        """The last agent of its element."""
         return self.job.agents.get(self.message.element) if self.job is not None else None
 
     @cached_property
     def is_back(self) -> bool:
-        """The agent is on record already."""
+        """Whether the agent is on record already."""
         return self.known is not None and self.known.agent == self.message.agent
 
     @property
     def has_mates(self) -> bool:
-        """Other elements of the job have agents that live."""
+        """Whether other elements of the job have living agents."""
         job = self.view.live.jobs.get(self.message.job)
         return job is not None and any(agent.element != self.message.element for agent in job.alive())
 
     def final(self, reason: str, alone: bool = False) -> wire.Refusal:
-        """The refusal of an agent that does not fit the others of its job."""
+        """The final refusal of an agent that does not fit the others of its job."""
         return wire.Refusal(reason=reason, final=True, alone=alone, apart=self.has_mates)
 
 
-# ---------------------------------------------------------------- why an agent is not taken in
+# ---------------------------------------------------------------- why an agent is not accepted
 Check = Callable[[Case], wire.Message | None]
 
 
 def refusal(case: Case) -> wire.Message | None:
-    """The message to an agent that is not taken in now; None for one that is."""
+    """The message to an agent that is not accepted now; None for one that is."""
     if case.job is not None and case.same is None:
         return None
-    return next((found for check in CHECKS if (found := check(case)) is not None), None)
+    return next((answer for check in CHECKS if (answer := check(case)) is not None), None)
 
 
 def _turned_off(case: Case) -> wire.Message | None:
-    """A job of a partition whose mode is "off" is to run unprotected; which partition it is in Slurm has to say."""
+    """Refuses a job of a partition whose mode is "off": it runs unprotected. Slurm shows the partition."""
     view, name = case.view, case.message.job
     modes = {view.config.rules(partition).mode for partition in ("", *view.config.partitions)}
     if case.job is not None or OFF not in modes:
@@ -153,9 +156,9 @@ def _turned_off(case: Case) -> wire.Message | None:
 
 
 def _not_the_owner(case: Case) -> wire.Message | None:
-    """An agent may speak for a job only with its owner's credential, or an admin's. Nothing is final while the name
-    service is away, for nobody is an admin then but root; nor while Slurm has not said whose the job is: whoever began
-    it may have named another's, even an admin's."""
+    """Refuses a credential that is neither the owner's nor an admin's. The refusal is not final while the name service
+    is away, because then only root counts as an admin; nor before Slurm has shown the owner, because the agent that
+    began the job may have named another user's, even an admin's."""
     job, asker = case.job, case.request.asker
     if job is None:
         return None
@@ -169,20 +172,20 @@ def _not_the_owner(case: Case) -> wire.Message | None:
 
 
 def _another_self(case: Case) -> wire.Message | None:
-    """An agent keeps its key, its node and its slots for life: Slurm is asked about them once."""
+    """Refuses an agent with another key, node or slots than before: Slurm confirmed them only once."""
     known, message = case.known, case.message
     if known is None or not case.is_back:
         return None
-    was = {"key": known.key, "node": known.node, "slots": known.slots}
-    is_now = {"key": case.request.key, "node": message.node, "slots": list(message.slots)}
-    name = next((name for name in was if was[name] != is_now[name]), "")
-    who = f"agent {message.agent} of job {message.job}"
-    reason = f"{who} has another {name} than before: each agent needs an id of its own"
+    before = {"key": known.key, "node": known.node, "slots": known.slots}
+    now = {"key": case.request.key, "node": message.node, "slots": list(message.slots)}
+    name = next((name for name in before if before[name] != now[name]), "")
+    agent = f"agent {message.agent} of job {message.job}"
+    reason = f"{agent} has another {name} than before: each agent needs an id of its own"
     return wire.Refusal(reason=reason, final=True) if name else None
 
 
 def _other_step(case: Case) -> wire.Message | None:
-    """The agent is of a step that is not the job's turn."""
+    """Refuses an agent of another step than the job's."""
     job, message = case.job, case.message
     if job is None or message.step == job.step or case.takes_over:
         return None
@@ -195,8 +198,8 @@ def _other_step(case: Case) -> wire.Message | None:
     if not message.trains and job.trains:
         return wire.Refusal(reason=f"{which} trains nothing, and {at} is the job", final=True, alone=True)
     if message.step > job.step:
-        said = f"{which} came while {at} runs, and one step at a time is protected: if {at} trains nothing, "
-        return wire.Refusal(reason=f"{said}write `UNICRON=0 srun ...` for it")
+        reason = f"{which} came while {at} runs, and one step at a time is protected: if {at} trains nothing, "
+        return wire.Refusal(reason=f"{reason}write `UNICRON=0 srun ...` for it")
     if beside:
         reason = f"{which} came after {at} had begun, and one step at a time is protected"
     else:
@@ -205,7 +208,7 @@ def _other_step(case: Case) -> wire.Message | None:
 
 
 def _has_successor(case: Case) -> wire.Message | None:
-    """Another agent has come for the element since."""
+    """Refuses an agent whose element another agent has taken since."""
     if case.job is None or case.message.agent not in case.job.superseded or case.begins:
         return None
     return replaced_by_another(case.message.job, case.message.element)
@@ -213,12 +216,11 @@ def _has_successor(case: Case) -> wire.Message | None:
 
 def replaced_by_another(job: str, element: int) -> wire.Refusal:
     """The message to an agent whose element another agent has taken."""
-    reason = f"another agent has taken element {element} of job {job}"
-    return wire.Refusal(reason=reason, final=True, replaced=True)
+    return wire.Refusal(reason=f"another agent has taken element {element} of job {job}", final=True, replaced=True)
 
 
 def _left_alone(case: Case) -> wire.Message | None:
-    """The job is set aside: its agents go on, and no other comes in."""
+    """Refuses newcomers of a job that is set aside; its own agents go on."""
     job = case.job
     if job is None or not job.set_aside or job.ended or case.begins or (case.is_back and not released(job)):
         return None
@@ -227,7 +229,7 @@ def _left_alone(case: Case) -> wire.Message | None:
 
 
 def _unlike_the_others(case: Case) -> wire.Message | None:
-    """The agent cannot train with the others. A next step may be in another mode."""
+    """Refuses an agent that cannot train with the others. The next step may differ."""
     job, mine = case.job, case.message.settings
     if wrong := job_layouts.problem(mine):
         return case.final(f"job {case.message.job}: {wrong}")
@@ -245,36 +247,36 @@ def _unlike_the_others(case: Case) -> wire.Message | None:
 
 
 def _differences(name: str, mine: Settings, its: Settings) -> Iterator[str]:
-    """Each difference between an agent's settings and those of its job that keeps them apart."""
+    """Each difference between an agent's settings and its job's that prevents training together."""
     if mine.ranks_per_node != its.ranks_per_node:
-        had = plural(its.ranks_per_node, "rank")
-        yield f"job {name} has {had} per node, this agent {mine.ranks_per_node}: they must be the same"
+        ranks = plural(its.ranks_per_node, "rank")
+        yield f"job {name} has {ranks} per node, this agent {mine.ranks_per_node}: they must be the same"
     if mine.block != its.block:
-        had = plural(its.block, "node")
-        yield f"job {name} has elements of {had}, this one {mine.block}: give sbatch --nodes={its.block}"
+        nodes = plural(its.block, "node")
+        yield f"job {name} has elements of {nodes}, this one {mine.block}: give sbatch --nodes={its.block}"
     if mine.mode != its.mode:
         why = f"this agent would be in {mine.mode} mode ({mine.mode_reason})"
         ways = f"submit with --unicron-mode={its.mode} or --unicron-mode={mine.mode}, so that all are the same"
         yield f"job {name} is healed in {its.mode} mode, {why}: {ways}"
     if mine.layouts != its.layouts:
-        had, others = (", ".join(one.layouts) or "none" for one in (its, mine))
-        yield f"job {name} has the layouts {had}, this agent {others}: UNICRON_LAYOUTS must be the same"
+        job, agent = (", ".join(settings.layouts) or "none" for settings in (its, mine))
+        yield f"job {name} has the layouts {job}, this agent {agent}: UNICRON_LAYOUTS must be the same"
 
 
 def _has_ended(case: Case) -> wire.Message | None:
-    """The job has ended. Slurm uses numbers again: an agent that is not on record may be of another job, which would
-    end untrained with 0, so it waits for Slurm's word."""
+    """Ends an agent of a job that has ended. Slurm reuses ids: an agent that is not on record may be of another job,
+    which would end untrained with 0; so it waits until Slurm shows the job."""
     job = case.job
     if job is None or job.ended is None or case.message.step > job.step or case.requeued:
         return None
     if case.view.slurm.used and case.info is None and not case.is_back:
-        said = f"a job {job.job} has ended, and Slurm has not said yet whether this is another one: it waits"
-        return wire.Refusal(reason=said)
+        reason = f"a job {job.job} has ended, and Slurm has not said yet whether this is another one: it waits"
+        return wire.Refusal(reason=reason)
     return ending(job.ended)
 
 
 def _too_many(case: Case) -> wire.Message | None:
-    """Jobs and agents that Slurm does not show may be made up: they are bounded, for each user and for all."""
+    """Refuses more unconfirmed jobs or agents than the limits of a user, and of all: they may be made up."""
     job, asker = case.job, case.request.asker
     if not case.view.slurm.used or case.info is not None or case.is_back:
         return None
@@ -284,8 +286,8 @@ def _too_many(case: Case) -> wire.Message | None:
     for jobs, (most_jobs, most_agents) in ((of_user, OF_A_USER), (unconfirmed, OF_ALL)):
         agents = sum(len(one.agents) for one in jobs) + mine
         if len(jobs) + new > most_jobs or agents >= most_agents:
-            said = f"Slurm has not confirmed {plural(len(jobs), 'job')} with {plural(agents, 'agent')}"
-            return wire.Refusal(reason=f"{said}: job {case.message.job} waits for its word")
+            reason = f"Slurm has not confirmed {plural(len(jobs), 'job')} with {plural(agents, 'agent')}"
+            return wire.Refusal(reason=f"{reason}: job {case.message.job} waits for its word")
     return None
 
 
@@ -300,11 +302,11 @@ CHECKS: tuple[Check, ...] = (
     _has_ended,
     _too_many,
 )
-"""The first that says something answers."""
+"""The first check with a message decides."""
 
 
 def released(job: JobState) -> bool:
-    """The job was set aside while no rank has a world: its agents are to make a plain one."""
+    """Whether the job was set aside before any rank had a world: its agents make a plain one."""
     return bool(job.set_aside) and _unformed(job)
 
 
@@ -313,8 +315,8 @@ def _unformed(job: JobState) -> bool:
 
 
 def turn_away(case: Case, answer: wire.Message) -> Outcome:
-    """Sends `answer` to an agent that is not taken in. An agent that does not fit the others of a job that nobody
-    trains yet takes the protection from all: without each other neither part has a world."""
+    """Sends `answer` to an agent that is not accepted. If the agent does not fit the others of a job that does not
+    train yet, the whole job loses its protection: without each other neither part has a world."""
     out, job, message = Outcome(), case.job, case.message
     if isinstance(answer, wire.Refusal) and answer.apart and job is not None and _unformed(job) and not job.over:
         reason = f"element {message.element} on {message.node}: {answer.reason}. Until then nothing protects the job"
@@ -325,9 +327,9 @@ def turn_away(case: Case, answer: wire.Message) -> Outcome:
     return out
 
 
-# ---------------------------------------------------------------- what is recorded of one that is taken in
+# ---------------------------------------------------------------- the records of an accepted agent
 def admission(case: Case, confirmed: bool) -> Outcome:
-    """Records the agent as one of the job's, a new one or one that comes back; and its job, where that begins."""
+    """Records an agent that is new or comes back, and its job if that begins with it."""
     out, message, job, info = Outcome(), case.message, case.job, case.info
     news: list[records.Record] = []
     known = None if case.begins else case.known
@@ -347,7 +349,7 @@ def admission(case: Case, confirmed: bool) -> Outcome:
 
 
 def _as_record(case: Case, confirmed: bool) -> records.AgentRegistered:
-    """The agent as it is recorded. Others reach it where it has a key."""
+    """The record of the agent. Others can reach it if it has a key."""
     message, key = case.message, case.request.key or case.message.key
     return records.AgentRegistered(
         element=message.element,
@@ -367,9 +369,9 @@ def _as_record(case: Case, confirmed: bool) -> records.AgentRegistered:
 
 
 def _beginning(case: Case) -> Iterator[records.Record]:
-    """Records a new job, of which Slurm's word counts and not the agent's."""
+    """Records a new job, with Slurm's facts rather than the agent's."""
     message, asker, info, before = case.message, case.request.asker, case.info, case.same
-    own = not asker.admin or asker.user == message.settings.user  # an admin may begin it for somebody else
+    own = not asker.admin or asker.user == message.settings.user  # an admin may begin it for another user
     uid, settings, submitted = asker.uid if own else None, message.settings, 0.0
     nodes, restarts, runs, seen = list[str](), 0, dict[int, float](), case.view.slurm.seen
     if before is not None:
@@ -411,7 +413,7 @@ def nodes_of(seen: Listing | None, job: str) -> tuple[list[str], int]:
 
 
 def welcome(view: View, job: JobState) -> wire.Welcome:
-    """The answer to an agent that is taken in."""
+    """The answer to an agent that is accepted."""
     config = view.config
     return wire.Welcome(
         heartbeat_period=config.heartbeat_period,
@@ -426,15 +428,15 @@ def welcome(view: View, job: JobState) -> wire.Welcome:
 
 
 def progress_seconds(view: View, job: JobState) -> float:
-    """Seconds for which an agent of the job may keep news of mere progress to itself."""
+    """Seconds for which an agent of the job may hold back reports of mere progress."""
     return max(PROGRESS_SECONDS, view.config.heartbeat_period * (job.settings.max_nodes > LARGE_JOB))
 
 
-# ---------------------------------------------------------------- Slurm's word
+# ---------------------------------------------------------------- confirmation by Slurm
 def compare(view: View, place: tuple[str, int, str], asker: Asker, since: float) -> ElementInfo | wire.Refusal | None:
-    """The element as Slurm shows it; why the agent is refused; or None while Slurm has not said. Pure.
+    """The element as Slurm shows it; the refusal of the agent; or None while Slurm has not answered. Pure.
 
-    place: job, element and node that the agent names. Only a listing that was asked for after the agent came can refuse
+    place: job, element and node that the agent names. Only a listing that was requested after the agent came can refuse
     it, and finally only by showing another owner or another node.
     """
     (job, element, node), seen = place, view.slurm.seen
@@ -463,7 +465,7 @@ def confirmed_jobs(view: View, jobs: Sequence[JobState]) -> list[JobState]:
 
 
 def confirm_agents(view: View, listing: Listing, job: JobState) -> Outcome:
-    """Records what the listing says of a job, or of its agents, that were taken in unconfirmed."""
+    """Confirms a job, or agents of it, that were accepted unconfirmed."""
     out = Outcome()
     unsure = [element for element, agent in job.agents.items() if not agent.confirmed]
     if job.submitted and not unsure:

@@ -1,4 +1,4 @@
-"""Everything that the controller knows about one job and that is lost with the process, in named parts."""
+"""The volatile knowledge about one job, in named parts; a restart loses it. `JobState` has the durable part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unicron_ctl.controller.job.orders import StandingOrders
 from unicron_ctl.controller.job.spares import LoggedSpares
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_ledger import Account, JobLedger, PlainSteps
-from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
+from unicron_ctl.controller.model.job_state import Failure, Identity, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import READY
 from unicron_ctl.controller.model.view import Outcome
@@ -23,19 +23,15 @@ from unicron_ctl.shared.protocol import structs, wire
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_ctl.shared.system.throttle import Throttle
 
-VIOLATIONS = 1 / 60, 100.0  # records of them a minute, and at once
+VIOLATIONS = 1 / 60, 100.0  # records a second, and at once
 TIMINGS_KEPT = 8  # of one generation: the parts of a recovery take about as long in every rank
 COLD_REASONS = 20  # on record, of one job
-LATE_SECONDS = 5.0  # after an iteration, for its report: beyond what clocks differ
+LATE_SECONDS = 5.0  # from an iteration to its report; more than clocks differ
 
 
 @dataclass
 class JobRuntime:
-    """Everything about one job that is lost with the process; what is durable is in `JobState`.
-
-    disturbed_until: the last iteration around which ranks were lost, so that reports may be missing.
-    unheard_until: the last iteration of which an agent's report was lost on its way, or with the controller before.
-    """
+    """The volatile knowledge about one job."""
 
     sensors: SensorMemory
     ledger: JobLedger | PlainSteps
@@ -43,15 +39,17 @@ class JobRuntime:
     spares: LoggedSpares = field(default_factory=LoggedSpares)
     cuts: Cuts = field(default_factory=Cuts)
     standing_orders: StandingOrders | None = None
-    """What all agents were told last."""
+    """The last orders that are the same for all agents."""
     disturbed_until: int = -1
+    """The last iteration around which ranks were lost, so that reports may be missing."""
     unheard_until: int = -1
+    """The last iteration of which an agent's report was lost on its way, or with the previous controller."""
     outsiders: set[int] = field(default_factory=set)
-    """Slots whose process was left behind by a plan and may have to be started again."""
+    """Slots whose process a plan left out, and that may have to be started again."""
     state_awaited: int = -1
     """The generation whose state is awaited, by the log."""
     injected: set[int] = field(default_factory=set)
-    """Slots that a fault was sent to and whose agent has not refused it."""
+    """Slots that got a fault which their agent has not refused."""
     cold: set[str] = field(default_factory=set)
     """Reasons for cold starts that are on record."""
     violations: Throttle = field(default_factory=lambda: Throttle(*VIOLATIONS))
@@ -65,7 +63,7 @@ class JobRuntime:
         return cls(memory, ledger(closed=job.state.iteration))
 
     def on_phase_changed(self, record: records.Record) -> None:
-        """A record changed the job's phase or members."""
+        """Takes in a record that changed the job's phase or members."""
         if isinstance(record, records.PlanMade):
             again = record.plan.source is None and isinstance(self.ledger, JobLedger)
             self.disturbed_until = -1 if not again or record.plan.iteration is None else record.plan.iteration
@@ -80,7 +78,7 @@ class JobRuntime:
             self.outsiders.add(slot)
 
     def is_outsider(self, job: JobView, slot: int) -> bool:
-        """The process is one that a plan went on without, and no new one is ordered yet."""
+        """Whether a plan went on without the slot's process, and no new one is ordered yet."""
         agent, status = job.agent(slot), job.status(slot)
         if agent is None or status is None or job.state.slot(slot).wanted > status.incarnation:
             return False
@@ -89,20 +87,20 @@ class JobRuntime:
         return status.state == "left" and slot not in job.state.members
 
     def note_cold_starts(self, job: JobState, agent: AgentView) -> Outcome:
-        """Records reasons for which ranks of the agent did not start warm, each once."""
+        """Records why ranks of the agent did not start warm, each reason once."""
         out = Outcome()
         for slot, reason in agent.status.cold.items():
             if reason not in self.cold and len(self.cold) < COLD_REASONS:
                 self.cold.add(reason)
-                said = f"slot {slot} on {agent.node} started cold: {reason[:400]}"
-                out.record(job, records.StartedCold(element=agent.element, reason=said), 0)
+                text = f"slot {slot} on {agent.node} started cold: {reason[:400]}"
+                out.record(job, records.StartedCold(element=agent.element, reason=text), 0)
         return out
 
     # ------------------------------------------------------------ steps
     def on_steps(self, job: JobView, message: structs.StepReport, now: float, whole: bool = True) -> Outcome:
-        """A node's ranks have stepped: the ledger and the speed of the iterations that are complete with it.
+        """Takes in the steps of a node's ranks, and records the iterations that are complete with them.
 
-        whole: nothing was lost between its agent's report before and this one.
+        whole: no report was lost between the agent's previous report and this one.
         """
         out, state = Outcome(), job.state
         if not whole:
@@ -139,7 +137,7 @@ class JobRuntime:
         return out
 
     def _reporters(self, job: JobState) -> Collection[int]:
-        """The slots that are to report; worked out once per membership and loss."""
+        """The slots that have to report; computed once per membership and loss."""
         if not job.lost:
             return job.members
         key = id(job.members), len(job.lost)
@@ -148,20 +146,18 @@ class JobRuntime:
         return self.expected[1]
 
     def on_timing(self, job: JobState, message: wire.Timing) -> Outcome:
-        """Record how long a recovery took in one rank, for the first few ranks."""
+        """Records how long a recovery took in one rank, for the first few ranks."""
         out = Outcome()
         if not 0 <= job.generation - message.generation <= 1:
             return out
-        seen = self.timings.get(message.generation, 0)
-        self.timings[message.generation] = seen + 1
-        if seen < TIMINGS_KEPT:
+        count = self.timings[message.generation] = self.timings.get(message.generation, 0) + 1
+        if count <= TIMINGS_KEPT:
             out.record(job, records.Timing(slot=message.slot, seconds=message.seconds), message.generation)
         return out
 
 
 def ready_ranks(job: JobState, agent: AgentView, slots: Iterable[int]) -> Outcome:
-    """Records processes of the agent that can enter a generation for the first time. A plain program says nothing of
-    it."""
+    """Records processes of the agent that can enter a generation for the first time. Plain programs do not tell."""
     out, found = Outcome(), {}
     for slot in slots if job.mode.reports else ():
         rank = agent.ranks.get(slot)
@@ -178,3 +174,46 @@ def ready_ranks(job: JobState, agent: AgentView, slots: Iterable[int]) -> Outcom
 def _violation(account: Account) -> records.LedgerViolation:
     reason = f"iteration {account.iteration}: {'; '.join(account.problems[:5])}"
     return records.LedgerViolation(iteration=account.iteration, problems=account.problems[:50], reason=reason)
+
+
+def report_healed(job: JobView) -> Outcome:
+    """Records once for all failures that one recovery mended that the job trains again, and the cost."""
+    out, state = Outcome(), job.state
+    mended = {failure.id: at for failure in state.failures if (at := _mended_at(state, failure)) is not None}
+    if not mended:
+        return out
+    failures = [failure for failure in state.failures if failure.id in mended]
+    first = failures[0]
+    seconds = max(0.0, max(mended.values()) - first.detected_at)
+    lost = state.lost_seconds - state.lost_before if state.stepped else seconds
+    elements = state.inside | set(state.elements(slot for failure in failures for slot in failure.record.slots))
+    many = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
+    where = f" on {first.record.node}" if first.record.node else ""
+    healed = records.JobHealed(
+        failures=list(mended),
+        cause=first.record.cause,
+        node=first.record.node,
+        seconds=seconds,
+        lost_seconds=max(0.0, lost),
+        nodes=len(elements),
+        reason=f"trains again {seconds:.1f} s after {first.record.cause}{where}{many}; {max(0.0, lost):.1f} s are lost",
+    )
+    out.record(state, healed)
+    count = len([failure for failure in state.failures if failure.healed or failure.id in mended])
+    out.note_at_end(
+        job.agents,
+        f"{count} failure{'s were' if count != 1 else ' was'} healed, {state.lost_seconds:.1f} s lost; the last: "
+        f"{first.record.cause}{where}{many}, {seconds:.1f} s; `unicronctl explain {state.job}` has all",
+    )
+    return out
+
+
+def _mended_at(job: JobState, failure: Failure) -> float | None:
+    """When the job trained again after the failure; None if that is on record, or has not happened. Plain programs do
+    not report iterations: their world counts once it has proved itself."""
+    if failure.healed or failure.resumed_at is None:
+        return None
+    if failure.stepped_at is not None:
+        return failure.stepped_at
+    steady = not job.mode.reports and failure.generation is not None and job.steady > failure.generation
+    return failure.resumed_at if steady else None

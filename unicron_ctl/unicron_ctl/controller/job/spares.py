@@ -1,7 +1,7 @@
-"""Hot spares: elements that are ready to train and are no members (docs/design/hot-spares.md). Pure.
+"""Hot spares: elements that are ready to train and are not members (docs/design/hot-spares.md). Pure.
 
-Nobody is a spare by number: an element that comes when enough train waits. So a spare takes the place of a lost
-element by the same offer as any newcomer, and the lost one is the spare when it comes back.
+No element is a spare by its number: an element that comes when enough train waits. So a spare takes the place of a lost
+element by the same offer as any newcomer, and the lost one becomes the spare when it comes back.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.shared.log import records
 from unicron_transition.generations import layout
 
-OWN_SECONDS = 1.0  # for a lost process to be there again before a spare takes its place: about what that takes
-STANDING_SECONDS = 1.0  # between two looks at who waits as a spare
+OWN_SECONDS = 1.0  # a spare takes a process's place after this; joining takes it about as long
+STANDING_SECONDS = 1.0  # between two checks of the spares
 MOST_NAMED = 20  # elements in a text
 HERE = (Phase.RUNNING, Phase.OFFERING)
 
@@ -32,9 +32,8 @@ def pick(
     inside: Collection[int] = (),
     order: Callable[[int], tuple[object, ...]] = lambda element: (element,),
 ) -> set[int]:
-    """At most `room` elements of those in `found` (element -> its slots that can enter), those first that `order` puts
-    first; elements `inside` take no room. Where a replica or a block spans several elements, only such as make whole
-    ones."""
+    """At most `room` elements of those in `found` (element -> its slots that can enter), sorted by `order`; elements
+    `inside` take no room. If a replica or a block spans several elements, only those that make whole ones."""
     taken = set(found).intersection(inside)
     if job.state.unit(job.replica) == 1:
         return taken | set(sorted(set(found) - taken, key=order)[: max(0, room)])
@@ -50,21 +49,20 @@ def pick(
 
 
 def entrants(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> set[int]:
-    """The elements that come in, of those that can: as many as there is room for. An element that has trained, and
-    whose processes were started again in place, comes first; so does one whose processes may be there before a
-    spare would have joined."""
+    """The elements that come in, of those that can: as many as there is room for. Elements that have trained, and whose
+    processes were started again in place, come first, even if these will only soon be ready."""
     if not job.state.settings.spares:
         return set(found)
     inside = job.state.inside
     whole = {element for element, slots in found.items() if element in inside or len(slots) == job.per_node}
     room = job.room - sum(not late(view, job, element) for element in _returning(view, job, whole))
-    again = {element for element in whole if _restarted(job, element, found[element])}
+    again = {e for e in whole if any(job.agents[e].ranks[slot].incarnation > 0 for slot in found[e])}
     return pick(job, found, room, inside, lambda e: (e not in whole, e not in again, e))
 
 
 def formers(job: JobView, slots: Iterable[int]) -> list[int]:
-    """The slots that form the job, of those that can: all of as many elements as are wanted. Who has kept a training
-    state is never left out."""
+    """The slots that form the job, of those that can: all of as many elements as wanted. Ranks that have kept a
+    training state are never left out."""
     found = job.by_element(slots)
     wanted = job.wanted
     if not job.state.settings.spares or len(found) <= wanted:
@@ -78,23 +76,19 @@ def formers(job: JobView, slots: Iterable[int]) -> list[int]:
     return [slot for element, own in found.items() if element in chosen for slot in own]
 
 
-def _restarted(job: JobView, element: int, slots: Iterable[int]) -> bool:
-    return any(job.agents[element].ranks[slot].incarnation > 0 for slot in slots)
-
-
 def _returning(view: View, job: JobView, found: Collection[int]) -> list[int]:
     """Elements that were lost while their agents live on, and cannot enter yet: their processes start again."""
-    gone = {slot // job.per_node: who.agent for slot, who in job.state.banished.items()}
-    return [element for element, agent in sorted(gone.items()) if _lives(view, job, element, agent, found)]
-
-
-def _lives(view: View, job: JobView, element: int, name: str, found: Collection[int]) -> bool:
-    agent, state = job.agents.get(element), job.state
-    if agent is None or not agent.alive or agent.agent != name or element in job.state.inside or element in found:
-        return False
-    allotted = state.allotted is None or element in state.allotted
-    stays = element not in state.parted and not view.unfit(agent.node) and not state.moves(element)
-    return allotted and stays and not state.torn(element)
+    state, returning = job.state, []
+    gone = {slot // job.per_node: who.agent for slot, who in state.banished.items()}
+    for element, name in sorted(gone.items()):
+        agent = job.agents.get(element)
+        if agent is None or not agent.alive or agent.agent != name or element in state.inside or element in found:
+            continue
+        allotted = state.allotted is None or element in state.allotted
+        stays = element not in state.parted and not view.unfit(agent.node) and not state.moves(element)
+        if allotted and stays and not state.torn(element):
+            returning.append(element)
+    return returning
 
 
 def late(view: View, job: JobView, element: int) -> str:
@@ -119,7 +113,7 @@ class Swap:
 
 
 def swaps(view: View, job: JobView, joiners: Collection[int]) -> list[Swap]:
-    """The elements of failures after which the job is not whole yet, each with the element that comes in its place.
+    """The failures after which the job is not whole yet, each with the element that takes the lost one's place.
     joiners: slots that come in."""
     state, inside = job.state, job.state.inside
     if not state.settings.spares:
@@ -145,7 +139,7 @@ def _words(view: View, job: JobView, element: int, failure: Failure) -> str:
 
 
 def standing(job: JobView) -> dict[int, str]:
-    """The spares, each "ready" or "starting": elements with living agents for which there is no room, while the job
+    """The spares, each "ready" or "starting": elements with living agents for which there is no room while the job
     trains."""
     state = job.state
     if not state.settings.spares or state.phase not in HERE:
@@ -164,47 +158,45 @@ def _ready(job: JobView, element: int) -> bool:
 
 
 def misfit(job: JobView) -> str:
-    """Say what is wrong with the number of spares, and what is done instead; empty where it fits."""
+    """Why the number of spares does not fit, and the number instead; empty if it fits."""
     settings, unit = job.state.settings, job.state.unit(job.replica)
-    asked, given = settings.spares, settings.max_nodes - job.wanted
-    if not asked or asked == given:
+    asked, waiting = settings.spares, settings.max_nodes - job.wanted
+    if not asked or asked == waiting:
         return ""
     spares = f"{asked} spare{'s were' if asked > 1 else ' was'} asked for"
     if unit > 1:
         return f"{spares}, and they come and go {unit} at a time: {job.wanted} of {settings.max_nodes} train"
     least = f"at least {settings.min_nodes} of {settings.max_nodes} elements have to train"
-    return f"{spares}, but {least}: {given or 'none'} wait{'s' if given == 1 else ''}"
+    return f"{spares}, but {least}: {waiting or 'none'} wait{'s' if waiting == 1 else ''}"
 
 
 @dataclass
 class LoggedSpares:
-    """The spares as the log has them. look_at: when they are looked at next."""
+    """The spares as the log has them."""
 
-    said: tuple[tuple[int, str], ...] = ()
+    spares: tuple[tuple[int, str], ...] = ()
     misfit: str = ""
-    look_at: float = 0.0
+    check_at: float = 0.0
+    """When to check them next."""
 
     @property
     def ready(self) -> list[int]:
         """Elements that wait, and could enter."""
-        return [element for element, how in self.said if how == "ready"]
+        return [element for element, how in self.spares if how == "ready"]
 
 
 def report_spares(view: View, job: JobView, last: LoggedSpares) -> Outcome:
-    """Records who waits as a spare when that changes, and once that their number does not fit."""
+    """Records the waiting spares when they change, and once that their number does not fit."""
     out, state = Outcome(), job.state
-    if not state.settings.spares or state.phase not in HERE or view.now < last.look_at:
+    if not state.settings.spares or state.phase not in HERE or view.now < last.check_at:
         return out
-    last.look_at = view.now + STANDING_SECONDS
-    found = standing(job)
-    wrong = misfit(job)
+    last.check_at = view.now + STANDING_SECONDS
+    spares, wrong = tuple(standing(job).items()), misfit(job)
     news = [wrong] if wrong != last.misfit and wrong else []
-    said = tuple(found.items())
-    if said == last.said and not news:
+    if spares == last.spares and not news:
         return out
-    last.said, last.misfit = said, wrong
-    ready = [element for element, how in said if how == "ready"]
-    starting = [element for element, how in said if how != "ready"]
+    last.spares, last.misfit = spares, wrong
+    ready, starting = ([element for element, how in spares if (how == "ready") is want] for want in (True, False))
     words = [f"elements {some[:MOST_NAMED]} {how}" for some, how in ((ready, "are ready"), (starting, "start")) if some]
     news.append(f"spares: {', '.join(words)}" if words else "no spare is left")
     out.record(state, records.Spares(ready=ready, starting=starting, reason="; ".join(news)))
@@ -212,7 +204,7 @@ def report_spares(view: View, job: JobView, last: LoggedSpares) -> Outcome:
 
 
 def note_swaps(job: JobState, found: Iterable[Swap], out: Outcome) -> None:
-    """Adds what the spares do to the stories of the failures."""
+    """Adds the swaps to the stories of the failures."""
     for swap in found:
         if swap.text not in swap.failure.actions:
             out.record(job, records.FailureAction(failure=swap.failure.id, text=swap.text))

@@ -1,15 +1,15 @@
 """The actions of a job's state machine: each records one decision; orders to the agents follow from the state.
 
-The invariant that every one of them keeps (`tests/unit/unicron_ctl/controller/job/test_generations.py` checks it):
+All of them keep this invariant (`tests/unit/unicron_ctl/controller/job/test_generations.py` checks it):
 
-FORMING    no plan and no offer; nobody is a member, lost or joining
+FORMING    no plan and no offer; no process is a member, lost or joining
 ENTERING   plan = generation > broken: the members' processes are those of the plan
 RUNNING    generation >= plan > broken: a number that was offered, or only begun, is never used again
 OFFERING   offer = generation > plan > broken: joining has the processes that only the offer names
-BREAKING   generation = broken >= plan: whoever is lost is a member, and nobody joins
+BREAKING   generation = broken >= plan: every lost process is a member, and none joins
 
-`plan`, `offer` and `broken` stand for their numbers. So a rank obeys whatever has the highest number, a message of an
-older generation harms nobody, and any loss, in any step, is just another Break.
+`plan`, `offer` and `broken` stand for their numbers. So a rank obeys the message with the highest number, a message of
+an older generation does no harm, and any loss, in any step, is just another Break.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from unicron_ctl.shared.protocol.wire import Plan
 from unicron_detector.words import plural
 from unicron_transition.generations import layout
 
-SAVE_SECONDS = 600.0  # for ranks that are to end, to write what a checkpoint needs
+SAVE_SECONDS = 600.0  # for ranks that will end, to write a checkpoint
 
 
 def form_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
-    """Plans the first generation, or one after which nobody could go on.
+    """Plans the first generation, or one after a generation without survivors.
 
-    A replica whose ranks stand where most has been trained hands its state to all others. Ranks that have no state in
-    common start again if they have been in a generation, from the script's newest checkpoint if there is one.
+    The replica that has trained furthest gives its state to all others. Ranks that have no state in common start again
+    if they have been in a generation, from the script's newest checkpoint if there is one.
     """
     reports = {slot: status for slot in trigger.joiners if (status := job.status(slot)) is not None}
     found, out = formable(reports, job.replica), Outcome()
@@ -87,7 +87,7 @@ def form_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
 
 
 def _cause(job: JobState) -> str:
-    """Why the last generation broke. Where it lost nodes the ends of other ranks only followed from that."""
+    """Why the last generation broke. If it lost nodes, the ends of other ranks were consequences."""
     broken = [failure.record for failure in job.failures if failure.generation == job.broken]
     nodes = sorted({record.node for record in broken if record.kind_of_failure == "node" and record.node})
     if nodes:
@@ -96,9 +96,9 @@ def _cause(job: JobState) -> str:
 
 
 def break_generations(view: View, job: JobView, trigger: Trigger) -> Outcome:
-    """Ends all generations so far, and names who is lost."""
+    """Ends all generations so far, and names the lost processes."""
     out, state = Outcome(), job.state
-    number = state.generation  # the highest ever used: an outstanding offer is over, too
+    number = state.generation  # the highest ever used, so that an outstanding offer is over, too
     inside = {**state.members, **state.joining}
     lost = [
         records.LostProcess(slot, inside[slot].agent, inside[slot].incarnation)
@@ -114,13 +114,13 @@ def break_generations(view: View, job: JobView, trigger: Trigger) -> Outcome:
 
 
 def _iterations_again(job: JobView) -> int:
-    """Iterations that a world of plain programs has made since its last checkpoint; 0 where none was seen."""
+    """Iterations that a world of plain programs has made since its last checkpoint; 0 if none was seen."""
     saved = max((s.saved for slot in job.state.members if (s := job.status(slot)) is not None), default=-1)
     return max(0, job.state.iteration + 1 - saved) if saved >= 0 and not job.state.mode.reports else 0
 
 
 def resume_training(view: View, job: JobView, trigger: Trigger) -> Outcome:
-    """Plans how the survivors, who have stopped, go on."""
+    """Plans how the survivors, which have stopped, go on."""
     out, state, decision = Outcome(), job.state, decide(job)
     unusable = decision.unusable if decision else dict.fromkeys(job.reports(), "its report cannot be worked with")
     if unusable:
@@ -153,7 +153,7 @@ def resume_training(view: View, job: JobView, trigger: Trigger) -> Outcome:
 
 
 def reform_job(view: View, job: JobView, trigger: Trigger) -> Outcome:
-    """Waits for fresh ranks: nobody knows the training state any more."""
+    """Waits for new ranks, because no rank has the training state any more."""
     out = Outcome()
     reason = f"{trigger.reason}: formed anew from the newest state in memory, a checkpoint, or the script"
     out.record(job.state, records.Reform(reason=reason))
@@ -162,15 +162,15 @@ def reform_job(view: View, job: JobView, trigger: Trigger) -> Outcome:
 
 def change_layout(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Ends all ranks and starts them in the planned layout, from the newest checkpoint. Ranks that have the training
-    state save it before."""
+    state save it first."""
     out, state = Outcome(), job.state
     seconds = SAVE_SECONDS if any(status.state == "stopped" for _, _, status in job.all_ranks()) else 0.0
     out.record(state, records.LayoutChosen(layout=state.relayout, save_seconds=seconds, reason=trigger.reason))
     out.record(state, records.Reform(reason=f"formed anew as {state.relayout}, from the newest checkpoint"))
-    for slot in sorted(slot for agent in state.agents.values() for slot in agent.slots):  # of those who come back, too
+    for slot in sorted(slot for agent in state.agents.values() for slot in agent.slots):  # also of absent agents
         status, member = job.status(slot), state.members.get(slot)
-        known = (state.slot(slot).wanted, status.incarnation if status else 0, member.incarnation if member else 0)
-        start_rank(view, state, slot, max(known) + 1, view.now, f"the job goes on as {state.relayout}", out)
+        last = (state.slot(slot).wanted, status.incarnation if status else 0, member.incarnation if member else 0)
+        start_rank(view, state, slot, max(last) + 1, view.now, f"the job goes on as {state.relayout}", out)
     return out
 
 
@@ -205,8 +205,8 @@ def offer_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
 
 
 def withdraw_offer(view: View, job: JobView, trigger: Trigger) -> Outcome:
-    """Withdraws what was offered. Members that hold the offer still can only take it together, which their statuses
-    show, so telling them once is enough."""
+    """Withdraws the offer. Members that still have it can only take it together, which their statuses show, so one
+    message to each is enough."""
     out, state = Outcome(), job.state
     assert state.offer is not None
     number = state.offer.generation
@@ -219,7 +219,7 @@ def withdraw_offer(view: View, job: JobView, trigger: Trigger) -> Outcome:
 
 
 def enter_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
-    """Records that everyone is in: training goes on."""
+    """Records that all members are in: training goes on."""
     out, state = Outcome(hurry=True), job.state
     plan = state.offer or state.plan
     assert plan is not None
@@ -231,7 +231,7 @@ def enter_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
 
 
 def end_job(view: View, job: JobView, trigger: Trigger) -> Outcome:
-    """Ends the job; its agents are told the exit code."""
+    """Ends the job; its agents get the exit code."""
     out = Outcome(hurry=True)
     reason = "; ".join(filter(None, (trigger.reason, _account(job.state))))
     out.record(job.state, records.JobEnded(code=trigger.code, reason=reason))
@@ -263,16 +263,16 @@ PERFORM: dict[Action, Callable[[View, JobView, Trigger], Outcome]] = {
 
 # ---------------------------------------------------------------- helpers
 def store_of(job: JobView, preferred: Iterable[int]) -> str:
-    """The rendezvous store of the first living member's agent that has one, else of any living agent of the job."""
+    """The rendezvous store of the first living agent that has one, agents of `preferred` slots first."""
     for element in (*job.state.elements(preferred), *sorted(job.agents)):
         agent = job.agents.get(element)
         if agent is not None and agent.alive and agent.status.store:
             return agent.status.store
-    raise LookupError(f"no living agent of job {job.state.job} keeps a store")  # nobody forms or reports without one
+    raise LookupError(f"no living agent of job {job.state.job} keeps a store")  # without one no job forms or reports
 
 
 def prefix(job: JobState, generation: int) -> str:
-    """The key prefix of a generation in the store: keys of two generations never meet."""
+    """The key prefix of a generation in the store, so that keys of two generations never collide."""
     return f"{job.job}.g{generation}"
 
 
@@ -280,10 +280,8 @@ def crews(job: JobView, slots: Iterable[int]) -> list[records.Crew]:
     """The processes that are in these slots now, by agent."""
     wanted, found = set(slots), []
     for _, agent in sorted(job.agents.items()):
-        present = agent.ranks
-        inside = [slot for slot in agent.slots if slot in wanted and slot in present]
-        if inside:
-            found.append(records.Crew(agent.agent, inside, [present[slot].incarnation for slot in inside]))
+        if inside := [slot for slot in agent.slots if slot in wanted and slot in agent.ranks]:
+            found.append(records.Crew(agent.agent, inside, [agent.ranks[slot].incarnation for slot in inside]))
     return found
 
 

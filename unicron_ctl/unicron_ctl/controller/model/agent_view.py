@@ -1,4 +1,4 @@
-"""One agent as the controller knows it for now: what it says of its ranks and its node."""
+"""The controller's volatile view of one agent: its reports about its ranks and its node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Route = tuple[bytes, ...]
 
 
 def keeps(status: RankStatus) -> bool:
-    """A rank of this kind keeps its state when the job goes on without it, or is formed anew."""
+    """Whether the rank keeps its state when the job goes on without it, or is formed anew."""
     return status.replica > 1 or bool(status.shards)
 
 
@@ -30,56 +30,57 @@ class AgentView:
     key: str = ""
     """Its CURVE public key; empty where nothing is encrypted."""
     door: str = ""
-    """host:port at which others see that it lives."""
+    """host:port at which other agents check that it lives."""
     status: Status = field(init=False)
-    """The last that was taken in; an empty one before the first."""
+    """The last accepted one; an empty one before the first."""
     number: int = 0
-    """Of that status; 0 when the agent has registered, for whatever it sends from then on is newer."""
+    """The number of that status; 0 when the agent has registered: any status after that is newer."""
     steps: int = 0
-    """Number of the last report of a step that was taken in."""
+    """Number of the last accepted step report."""
     ranks: dict[int, RankStatus] = field(default_factory=dict)
     progress: dict[int, float] = field(default_factory=dict)
     """slot -> when its status last changed."""
     came: dict[int, float] = field(default_factory=dict)
-    """slot -> since when its process can enter a generation."""
+    """slot -> when its process became able to enter a generation."""
     began: dict[int, float] = field(default_factory=dict)
-    """slot -> when its process was first heard of, until it can enter one."""
+    """slot -> when its process was first reported, until it can enter a generation."""
     start_seconds: float = 0.0
-    """From a process's start to when it could enter one, of the last that was started again here; 0 before."""
+    """From start to readiness, of the process restarted last on this agent; 0 before the first restart."""
     longest_start: float = 0.0
-    """The longest of all, the first start included."""
+    """The longest of all starts, the first ones included."""
     expired: bool = False
-    """Its lease ran out."""
+    """Whether its lease ran out."""
     suspect_since: float | None = None
-    """Since when Slurm says that it ended."""
+    """When Slurm first reported that it ended."""
     task_status: int | None = None
-    """What a hint says of its task: a wait status (wait(2)). Anybody can send one, so it names no cause."""
+    """The wait status (wait(2)) of its task by a hint. Anyone can send a hint, so it names no cause."""
     last_registered: float = 0.0
     repeated: dict[str, float] = field(default_factory=dict)
     """order -> when it was last sent."""
     newest: int = 0
-    """The highest generation that one of its ranks is in, or enters."""
+    """The highest generation among its ranks, entered or being entered."""
     broken: int = 0
-    """The highest Break that all of its ranks know of."""
+    """The highest Break that has reached all of its ranks."""
     before: dict[int, RankStatus] = field(default_factory=dict)
-    """slot -> the last word of the process that was in it before the present one."""
+    """slot -> the last status of the process before the present one."""
     waits: bool = False
-    """One of its ranks waits to enter, or would."""
+    """Whether one of its ranks waits to enter, or would."""
     fresh: bool = False
-    """Its last status told of a process that is not on record as ready."""
+    """Whether its last status showed a process not yet recorded as ready."""
     announced: dict[int, int] = field(default_factory=dict)
-    """slot -> the incarnation that is on record as ready."""
+    """slot -> the incarnation recorded as ready."""
     noticed_at: float | None = None
-    """Since when its element is to end."""
+    """When its element was asked to end."""
     shown: str = ""
-    """The state in which Slurm has shown the element since then."""
+    """The element's state in Slurm's listing since then."""
     restarts: int = 0
-    """How often Slurm had requeued it then."""
+    """Slurm's requeues of it up to then."""
     grace: float = 0.0
-    """Seconds for which its partition lets it go on if that is a preemption."""
+    """Seconds that its partition grants it in a preemption."""
     images_at: str = ""
     token: str = ""
-    """host:port at which it takes and gives images of the training state, and what that takes."""
+    """`images_at`: host:port at which it stores and serves images of the training state, with the `token` to
+    present."""
 
     def __post_init__(self) -> None:
         self.status = Status(job=self.job, element=self.element, agent=self.agent, sent=0.0)
@@ -96,8 +97,8 @@ class AgentView:
         return f"cold: {cold[slot]}" if slot in cold else "warm"
 
     def on_status(self, status: Status, now: float) -> list[int]:
-        """Takes in a status of this agent; slots that are not its own are ignored. Returns the slots whose state has
-        changed, none for a status that a newer one has overtaken.
+        """Takes in a status of this agent, except for slots of others. Returns the slots whose state has changed, none
+        if a newer status came before it.
 
         An agent dates every change of a rank (`changed`), so nothing else is compared.
         """
@@ -105,24 +106,24 @@ class AgentView:
         if status.number and status.number <= self.number:
             return []
         self.status, self.number = status, status.number
-        changed, waits, known = [], False, self.ranks
+        changed, waits = [], False
         self.fresh = False
         for slot in self.slots:
             rank = status.ranks.get(slot)
             if rank is None:
                 continue
-            old = known.get(slot)
+            old = self.ranks.get(slot)
             if old is None or old.changed != rank.changed or old.incarnation != rank.incarnation:
                 changed.append(slot)
                 self._note_change(slot, old, rank, now)
             waits = waits or rank.state in CAN_ENTER or (rank.state == "stopped" and keeps(rank))
-            known[slot] = rank
+            self.ranks[slot] = rank
         self.waits = waits
-        self.broken = min([rank.broken for rank in known.values()], default=0)
+        self.broken = min([rank.broken for rank in self.ranks.values()], default=0)
         return changed
 
     def _note_change(self, slot: int, old: RankStatus | None, rank: RankStatus, now: float) -> None:
-        """Notes what is new of a slot since its `old` status."""
+        """Notes the changes of a slot since its `old` status."""
         self.progress[slot] = now
         self.newest = max(self.newest, rank.generation, rank.entering)
         self.fresh = self.fresh or self.announced.get(slot) != rank.incarnation
@@ -134,7 +135,7 @@ class AgentView:
             self._came(slot, rank.incarnation, now)
 
     def _came(self, slot: int, incarnation: int, now: float) -> None:
-        """The slot's process can enter a generation from now on."""
+        """Notes that the slot's process can enter a generation from now on."""
         self.came[slot] = now
         began = self.began.pop(slot, None)
         if began is not None:

@@ -1,8 +1,8 @@
 """Elements of several nodes: a job that is one allocation (`sbatch -N 8`), and the blocks of an array (`sbatch
 --array=0-3 -N 4`). Slurm shows each as one row; here each of their nodes has a number of its own.
 
-In an allocation that is the node's place in it, as Slurm first gave it. A node that Slurm takes out of it later
-(`--no-kill`) leaves its number empty; when Slurm requeues the whole job, its nodes are counted anew. In an array whose
+In an allocation that is the node's place in it, as Slurm first gave it. A node that Slurm takes out later (`--no-kill`)
+leaves its number empty; when Slurm requeues the whole job, its nodes are numbered anew. In an array whose
 elements have k nodes it is k times the element's number, and the node's place in the element.
 """
 
@@ -30,13 +30,12 @@ def by_node(rows: Sequence[ElementInfo], jobs: Mapping[str, JobState]) -> Iterat
 
 
 def _blocks(rows: Iterable[ElementInfo], jobs: Mapping[str, JobState]) -> dict[str, int]:
-    """Nodes of an element, by array: as is known of the job, else the most that one of its elements has."""
+    """Nodes of an element, by array: as in the job's settings, else the most of any of its elements."""
     found: dict[str, int] = {}
     for info in rows:
         if info.array and not info.brief:
             job = jobs.get(info.job)
-            known = job is not None and not job.id_reused(info)
-            count = job.settings.block if job is not None and known else len(nodes_of(info))
+            count = job.settings.block if job is not None and not job.id_reused(info) else len(nodes_of(info))
             found[info.job] = max(found.get(info.job, 1), count)
     return found
 
@@ -64,6 +63,5 @@ def _order(info: ElementInfo, names: Sequence[str], job: JobState | None) -> Seq
     """The nodes of the allocation, those that it has lost included."""
     if job is None:
         return names
-    known = job.nodes
-    same = info.restarts == job.nodes_of_restart and set(names) <= set(known)
-    return known if same or not names else names
+    same = info.restarts == job.nodes_of_restart and set(names) <= set(job.nodes)
+    return job.nodes if same or not names else names

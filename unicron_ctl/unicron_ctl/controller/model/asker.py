@@ -1,4 +1,4 @@
-"""Users who speak to the controller, as far as it is proven (docs/design/trust.md)."""
+"""Users who speak to the controller, as far as their identity is proven (docs/design/trust.md)."""
 
 from __future__ import annotations
 
@@ -19,33 +19,31 @@ class Roles(NamedTuple):
 
 @dataclass(frozen=True)
 class Asker:
-    """Whoever asks, orders or registers.
-
-    uid: of a munge credential that is bound to the connection, None without one. user: its name, empty when the name
-    service does not know it, so it is for people and never compared where there is a uid. admin: root, the
-    controller's own user, or one of `[controller] admins`. reader: one of `[controller] readers`.
-    """
+    """The user who asks, orders or registers."""
 
     uid: int | None = None
+    """Of a munge credential that is bound to the connection; None without one."""
     user: str = ""
+    """The uid's name, empty if the name service does not know it; for people, and not compared if there is a uid."""
     admin: bool = False
+    """root, the controller's own user, or one of `[controller] admins`."""
     reader: bool = False
+    """One of `[controller] readers`."""
 
     def owns(self, job: JobState) -> bool:
-        """The job is this user's."""
         return is_owner(self.uid, self.user, job.uid, job.settings.user)
 
     @property
     def reads_all(self) -> bool:
-        """Whether this user is told all of every job and node: admins and readers are."""
+        """Whether this user may see everything of every job and node."""
         return self.admin or self.reader
 
     def may_read(self, job: JobState) -> bool:
-        """The job's owner, admins and readers are told all of it."""
+        """Whether this user may see everything of the job: its owner, admins and readers may."""
         return self.reads_all or self.owns(job)
 
     def may_order(self, job: JobState) -> bool:
-        """The job's owner and admins give orders about it."""
+        """Whether this user may give orders about the job: its owner and admins may."""
         return self.admin or self.owns(job)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Fold rules for the cluster: nodes, the plan, the escalation's memory, and what is forgotten with a job."""
+"""Fold rules for the cluster: nodes, the plan, the escalation's history, and what goes with a job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def on_job_registered(state: ClusterState, event: Event, record: records.JobRegi
 
 
 def on_started(state: ClusterState, event: Event, record: records.AgentRegistered) -> None:
-    """An element that runs is held no more, whoever released it."""
+    """An element that runs is held no more, even if an admin released it."""
     if (job := state.jobs.get(event.job)) is not None:
         state.held.discard((event.job, job.block_of(record.element)))
 
@@ -68,7 +68,7 @@ def on_replanned(state: ClusterState, event: Event, record: records.ClusterRepla
 
 
 def on_remember_fault(state: ClusterState, event: Event, record: records.FailureDetected) -> None:
-    """Keeps the escalation's memory: one fault per failure."""
+    """Keeps the escalation's history: one fault per failure."""
     e = record.escalation
     if e is None:
         return
@@ -94,7 +94,7 @@ def on_observed(state: ClusterState, event: Event, record: records.ActionObserve
 
 
 def on_observed_week(state: ClusterState, event: Event, record: records.ObservedWeek) -> None:
-    """The next week begins; with the next thing that is not done, if nothing is observed any more."""
+    """Begins the next week; if nothing is observed any more, it begins with the next action that is not done."""
     state.observed_week = record
     state.observed_since, state.observed_after = (event.time, event.id) if record.planned else (0.0, 0)
 
@@ -104,7 +104,7 @@ def on_paused(state: ClusterState, event: Event, record: records.ActionsPaused) 
 
 
 def on_unpaused(state: ClusterState, event: Event, record: records.ActionsResumed) -> None:
-    """Whoever ends it for all ends it for each."""
+    """Ending the pause for all partitions ends it for each."""
     if record.partition:
         state.paused.pop(record.partition, None)
     else:
@@ -123,8 +123,8 @@ def on_told(state: ClusterState, event: Event, record: records.NoticesSent) -> N
 
 
 def on_restored(state: ClusterState, event: Event, record: records.LogRestored) -> None:
-    """Drop what was asked of Slurm and not settled when the backup was taken, for it may be wrong by now. An admin
-    looks at the nodes first, and ends the pause."""
+    """Drops requests to Slurm that were open when the backup was taken: they may be wrong by now. An admin checks the
+    nodes first, and ends the pause."""
     state.intents.clear()
     state.pins.clear()
     state.deferred.clear()

@@ -1,4 +1,4 @@
-"""The whole of what the controller knows for good; changed by the rules of `model.fold` and by nothing else."""
+"""The controller's durable state; only the rules of `model.fold` change it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TAKES = (*GIVES_BACK, "hold")  # actions that take something from a job
 
 @dataclass(frozen=True)
 class Pin:
-    """An element that was told to start on a node."""
+    """A node to which an element was pinned, and when."""
 
     node: str
     at: float
@@ -28,7 +28,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Mark:
-    """When something was done, for which job, and why."""
+    """When an action happened, for which job, and why."""
 
     at: float
     job: str
@@ -37,7 +37,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Take:
-    """A request to Slurm that takes something from a job. preempted: Slurm was taking it already."""
+    """A request to Slurm that takes an element from a job. preempted: Slurm was taking it already."""
 
     at: float
     action: str
@@ -48,7 +48,7 @@ class Take:
 
 @dataclass(frozen=True)
 class Intent:
-    """A request to Slurm that is not known to be done. restarts: of the element before, -1 where not known."""
+    """A request to Slurm without an outcome yet. restarts: of the element before, -1 if unknown."""
 
     at: float
     reason: str
@@ -57,7 +57,7 @@ class Intent:
 
 @dataclass(frozen=True)
 class DeferredTake:
-    """A lost node that is not taken out of service yet: for which failure, and the reason that Slurm would be given."""
+    """A lost node that is not taken out of service yet: for which failure, and the reason for Slurm."""
 
     failure: int
     text: str
@@ -65,7 +65,7 @@ class DeferredTake:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The planner's last word."""
+    """The planner's last result."""
 
     time: float
     reasons: Mapping[str, str]
@@ -76,55 +76,54 @@ class PlanReport:
 
 @dataclass
 class ClusterState:
-    """All jobs and nodes, and the escalation's memory."""
+    """All jobs and nodes, and the history of the escalation."""
 
     jobs: dict[str, JobState] = field(default_factory=dict)
     nodes: dict[str, NodeState] = field(default_factory=dict)
     isolated: dict[str, Mark] = field(default_factory=dict)
-    """Nodes that were taken out of service, whoever has given them back since."""
+    """Nodes that were taken out of service, also those given back since."""
     withheld: dict[str, Mark] = field(default_factory=dict)
-    """Nodes that should have been, or that a job should have left, and were not."""
+    """Nodes that should have been taken out of service, or left by a job, and were not."""
     taken: deque[Take] = field(default_factory=lambda: deque(maxlen=TAKES_KEPT))
-    """Elements that were requeued or held, the last ones."""
+    """The elements requeued or held last."""
     withheld_takes: dict[str, Mark] = field(default_factory=dict)
-    """The same that a limit kept from being asked, by action and job; `Mark.reason` says which."""
+    """Requests that a limit prevented, by action and job; `Mark.reason` names the limit."""
     intents: dict[tuple[str, str, int, str], Intent] = field(default_factory=dict)
-    """What was asked of Slurm and is not known to be done, by (action, job, element, node)."""
+    """Requests to Slurm without an outcome yet, by (action, job, element, node)."""
     deferred: dict[tuple[str, str, int], DeferredTake] = field(default_factory=dict)
-    """Lost nodes that are taken once silence is to be believed again, by (node, job, element): each that was lost there
-    speaks for it."""
+    """Lost nodes that are taken out once silence counts again, by (node, job, element): each loss there is a reason."""
     pins: dict[tuple[str, int], Pin] = field(default_factory=dict)
     held: set[tuple[str, int]] = field(default_factory=set)
-    """(job, element) that were held here and not released since: nobody else's hold is touched."""
+    """(job, element) held by this controller and not released since: holds by others are never touched."""
     once_held: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Those that were ever held here, and when that, or their release, was asked for or done last."""
+    """All that were ever held, with the time of the last hold or release, as request or as outcome."""
     assignment: dict[str, int] = field(default_factory=dict)
     layouts: dict[str, str] = field(default_factory=dict)
-    """As planned, by job that has several."""
+    """The planned layout of each job with several."""
     plan_inputs: str = ""
     plan_report: PlanReport | None = None
     observed_since: float = 0.0
-    """Since when calls that are not made are summed up, and after which event; 0 when nothing is only observed."""
+    """Start of the summary of calls not made, as time and event; 0 when nothing is only observed."""
     observed_after: int = 0
     observed_week: ObservedWeek | None = None
     paused: dict[str, float] = field(default_factory=dict)
-    """Partitions ("" for all) in which an admin has nothing changed in Slurm, until when; 0 for no end."""
+    """Partitions ("" for all) that an admin has paused, and until when; 0 for no end."""
     attention: dict[str, float] = field(default_factory=dict)
-    """What needs an admin, by key, and since when that is on record."""
+    """Matters for an admin, by key, and when each was recorded."""
     told: dict[str, int] = field(default_factory=dict)
-    """Target of [notify] -> the last event of which it needs to hear no more."""
+    """Target of [notify] -> the last event that it has got."""
     history: History = field(default_factory=History)
     out_of_service: set[str] = field(default_factory=set)
-    """Nodes that must get no work of ours now, whatever Slurm says of them yet."""
+    """Nodes that get no work from this controller, even while Slurm does not show them so yet."""
     ended: list[str] = field(default_factory=list)
-    """The jobs that ended last, oldest first; those before them are forgotten."""
+    """The jobs that ended last, oldest first; earlier ones are forgotten."""
     last_event: int = 0
 
     def is_paused(self, partition: str, now: float) -> bool:
-        """An admin has nothing changed in Slurm for this partition now."""
+        """Whether an admin has paused this partition."""
         ends = [self.paused[name] for name in ("", partition) if name in self.paused]
         return any(not until or now < until for until in ends)
 
     def node(self, name: str) -> NodeState:
-        """Return the state of a node; reading adds nothing."""
+        """Return the state of a node, without adding one."""
         return self.nodes.get(name) or NodeState()

@@ -1,7 +1,7 @@
-"""Findings: a sensor reports what is wrong, with whom, since when, how that is known, and who said it.
+"""Findings: a sensor reports what is wrong, with which process or node, since when, the evidence and the source.
 
-Who said it decides later what may be done about it (docs/design/trust.md). What a user's process says concerns its own
-job only; so no judgement of a finding takes a living node out of service.
+The source decides what may be done about it (docs/design/trust.md). A user's process can only testify about its own
+job; so no judgement of a finding takes a living node out of service.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ class What(enum.StrEnum):
     """The kinds of finding."""
 
     EXIT = "exit"  # a process ended, or is about to by an exception that nothing catches
-    WANTED_END = "wanted end"  # ... and that was wanted
-    NODE_LOST = "node lost"  # an agent was not heard of for a lease, and somebody else says that its node is gone
-    AGENT_DIED = "agent died"  # ... and its node says that it is gone
-    NODE_ENDED = "node ended"  # and since then nobody reaches its node either
-    MISSED = "missed"  # agents went on without a member while nobody was here to see why
-    LEFT = "left"  # an agent says that it ends
-    REPLACED = "replaced"  # a member's process or agent is another one by now
+    WANTED_END = "wanted end"  # a process ended as intended
+    NODE_LOST = "node lost"  # an agent was silent for a lease, and another witness reports its node gone
+    AGENT_DIED = "agent died"  # an agent was silent for a lease, and its node reports it gone
+    NODE_ENDED = "node ended"  # an agent died, and since then its node is unreachable, too
+    MISSED = "missed"  # agents went on without a member while the controller was away
+    LEFT = "left"  # an agent reports that it ends
+    REPLACED = "replaced"  # a member's slot has another process or agent by now
     BROKEN = "broken"  # a stopped rank names its own fault
-    STOPPED = "stopped"  # members stopped by themselves although nobody is gone
+    STOPPED = "stopped"  # members stopped by themselves although no member is gone
     PARTED = "parted"  # a node and others of its job do not reach each other
     LATE = "late"  # a survivor did not stop, or a member did not enter, in time
-    UNUSABLE = "unusable"  # a survivor's report cannot be worked with
+    UNUSABLE = "unusable"  # a survivor's report cannot be used
     HANG = "hang"  # others wait for this rank
-    COLLECTIVE = "collective"  # all wait in a collective that nobody finishes
-    NOTE = "note"  # a rank has put something right by itself
-    NODE = "node"  # the job's agent says that the node's log calls it unfit for work
-    SLURM = "slurm"  # Slurm says more about the end of an element or its node
-    ACTION = "action"  # what was done about a failure did not come to its end
+    COLLECTIVE = "collective"  # all wait in a collective that does not finish
+    NOTE = "note"  # a rank has corrected something by itself
+    NODE = "node"  # the job's agent reports that by its log the node is unfit for work
+    SLURM = "slurm"  # Slurm shows more about the end of an element or its node
+    ACTION = "action"  # an action about a failure did not succeed
 
 
 class Source(enum.StrEnum):
@@ -44,7 +44,7 @@ class Source(enum.StrEnum):
     AGENT = "agent"
     RANK = "rank"
     PEER = "peer"
-    CLOCK = "clock"  # nobody: something did not happen in time
+    CLOCK = "clock"  # something did not happen in time
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Finding:
     element: int = -1
     node: str = ""
     by: str = ""
-    """How it was detected, in the words of `unicronctl`: lease, process exit, exception, statistics, ..."""
+    """The detection method, in the words of `unicronctl`: lease, process exit, exception, statistics, ..."""
     identity: Identity | None = None
     exit: Exit | None = None
     fault: Fault | None = None
@@ -75,6 +75,6 @@ class Finding:
     dead: bool = False
     """With NODE_LOST and AGENT_DIED: the evidence shows that nothing of the element lives."""
     answers: bool = False
-    """With AGENT_DIED: somebody reaches its node, or Slurm does."""
+    """With AGENT_DIED: its node can be reached."""
     spare: bool = False
     """With NODE_LOST: the job goes on without the node, which is left alone."""

@@ -1,8 +1,8 @@
 """The controller's state is a fold over its event log; a restart replays it.
 
-`fold(state, event)`, and :func:`set_job_aside` where it fails, are the only code that changes a
-:class:`ClusterState`: live and replayed events go through it
-alike. Each kind of record has one rule per part of the state that it changes; kinds without a rule are for people only.
+`fold(state, event)`, and :func:`set_job_aside` if it fails, are the only code that changes a :class:`ClusterState`, by
+live and replayed events alike. Each kind of record has one rule per part of the state that it changes; kinds without a
+rule are for people only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def replay(events: Iterable[Event], state: ClusterState | None = None) -> Cluste
 
 
 def set_job_aside(state: ClusterState, event: Event, reason: str) -> None:
-    """Sets the job of this event aside, where its record cannot be folded."""
+    """Sets aside the job of an event whose record cannot be folded."""
     state.last_event = event.id
     job = state.jobs.get(event.job)
     if job is not None and not job.set_aside:
@@ -45,7 +45,7 @@ def set_job_aside(state: ClusterState, event: Event, reason: str) -> None:
 
 
 def fold(state: ClusterState, event: Event) -> None:
-    """Takes one event into the state. Raises :class:`Unfoldable` for a record that stands for an unreadable one."""
+    """Takes one event into the state. Raises :class:`Unfoldable` for an unreadable record."""
     state.last_event = event.id
     kind = type(event.record)
     if kind is records.Unreadable:

@@ -1,7 +1,7 @@
-"""The proof that every iteration counted each micro-batch exactly once, from what the ranks report about their steps.
+"""The proof, from the ranks' step reports, that every iteration counted each micro-batch exactly once.
 
-A report costs as much as it has micro-batches, whatever the job's size and whatever it calls the iteration's: counts
-are kept per iteration, of those that were reported, and not recounted.
+The cost of a report grows with its micro-batches alone, not with the job or the stated size of the iteration: counts
+are kept per iteration, for reported micro-batches, and not recounted.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import islice
 
 from unicron_ctl.shared.protocol.structs import RankStep, StepReport
 
-OPEN_ITERATIONS = 8  # per job: what is still incomplete when so many newer ones are open is reported as it is
+OPEN_ITERATIONS = 8  # per job; with more open, the oldest is reported incomplete
 MOST_TOTAL = 1 << 22  # micro-batches of an iteration
 PROBLEMS_KEPT = 1000
-MOST_NAMED = 100  # of the micro-batches that nobody reported
+MOST_NAMED = 100  # of the micro-batches without a report
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Account:
     iteration: int
     generation: int
     loss: float | None
-    """None where it is not known."""
+    """None if unknown."""
     seconds: float
     """The ranks' median."""
     ranks: int
     total: int
     computed: int
-    """Micro-batches; those computed again are counted again."""
+    """Micro-batches, counted as often as they were computed."""
     unreported: list[int]
-    """Micro-batches in gradients of ranks that did not live to report; their reduce was complete, else nobody would
+    """Micro-batches in gradients of ranks that ended before they reported; their reduce was complete, or no rank would
     have stepped."""
     problems: list[str]
     """What breaks the exactly-once rule."""
@@ -42,11 +42,11 @@ class Account:
 
 @dataclass
 class OpenIteration:
-    """An iteration of which not all reports are there.
+    """An iteration with reports outstanding.
 
-    summed, computed: how often, by micro-batch. summed_again, computed_again: those that were counted more than once.
-    strangers: micro-batches that do not exist. dropped: a rank says that it has computed what is not in its gradient;
-    it had no copy to undo a reduce with.
+    summed, computed: how often, by micro-batch. summed_again, computed_again: those counted more than once. strangers:
+    micro-batches that do not exist. dropped: a rank computed micro-batches that are not in its gradient, as it had no
+    copy to undo a reduce with.
     """
 
     total: int
@@ -63,11 +63,11 @@ class OpenIteration:
     times_computed: int = 0
     dropped: bool = False
     missing: set[int] | None = None
-    """Those of the members it was last compared with who have not reported."""
+    """The members of the last comparison that have not reported."""
     members: Collection[int] = ()
 
     def all_in(self, members: Collection[int]) -> bool:
-        """Whether each of these has reported. Whoever asks again has the same collection as long as nothing changed."""
+        """Whether all members have reported. Callers pass the same collection until the members change."""
         if len(self.reporters) < len(members):
             return False
         if self.missing is None or self.members is not members:
@@ -103,8 +103,8 @@ class OpenIteration:
                 again.add(index)
 
     def account(self, iteration: int, unsure: bool, again: bool = False) -> Account:
-        """The iteration's account. unsure: reports on it may have been lost, with a rank or on their way. again: ranks
-        that lived on may have had to compute something again."""
+        """The iteration's account. unsure: reports on it may have been lost, with a rank or on their way. again:
+        surviving ranks may have had to compute micro-batches again."""
         missing = []
         if len(self.summed) < self.total + len(self.strangers):
             missing = list(islice((index for index in range(self.total) if index not in self.summed), MOST_NAMED))
@@ -145,9 +145,9 @@ class JobLedger:
     ) -> list[Account]:
         """Takes an agent's report; returns the iterations that are complete with it, oldest first.
 
-        members: who is in the job now (a set or the keys of a dict). disturbed: whether reports on an iteration may be
-        missing. drops: after a Break ranks may have to drop what is in their gradients: in a replica that is composed
-        anew, or where a step has to be done again.
+        members: the slots now in the job (a set or the keys of a dict). disturbed: whether reports on an iteration may
+        be missing. drops: after a Break ranks may have to drop their gradients, in a replica composed anew or to repeat
+        a step.
         """
         if step.iteration <= self.closed or not 0 < step.total <= MOST_TOTAL:
             return []
@@ -176,14 +176,14 @@ class JobLedger:
         return self._later(iteration, members)
 
     def _later(self, iteration: int, members: Collection[int]) -> bool:
-        """All members have reported a later iteration, so that what they said of this one has come or was lost."""
+        """Whether all members have reported a later iteration: their reports on this one have come or were lost."""
         return any(later > iteration and other.all_in(members) for later, other in self.open.items())
 
 
 @dataclass
 class PlainSteps:
-    """Takes the place of the ledger where ranks are plain programs: they say how many iterations they have made, and
-    nothing of what is in them. A job has made as many as each of its ranks."""
+    """Takes the place of the ledger for plain programs, which report their number of iterations and no contents. A job
+    has made as many as each of its ranks."""
 
     closed: int = -1
     last: dict[int, tuple[int, int, float]] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class PlainSteps:
     def add(
         self, step: StepReport, members: Collection[int], disturbed: Callable[[int], bool], drops: bool = False
     ) -> list[Account]:
-        """Takes an agent's report; returns the newest iteration if all members have made it by now."""
+        """Takes an agent's report; returns the newest iteration that all members have made."""
         for rank in step.ranks:
             self.last[rank.slot] = step.generation, step.iteration, rank.seconds
         present = [self.last[slot] for slot in members if slot in self.last]

@@ -86,8 +86,7 @@ def on_agent_back(job: JobState, event: Event, record: records.AgentBack) -> Non
 
 def on_ranks_ready(job: JobState, event: Event, record: records.RanksReady) -> None:
     for number, incarnation in record.incarnations.items():
-        slot = _slot(job, number)
-        slot.ready = Identity(record.agent, incarnation)
+        _slot(job, number).ready = Identity(record.agent, incarnation)
 
 
 def on_rank_start(job: JobState, event: Event, record: records.RankStart) -> None:
@@ -109,8 +108,7 @@ def on_failure_detected(job: JobState, event: Event, record: records.FailureDete
     if record.noted is not None:
         _slot(job, record.slots[0]).noted = record.noted
     for seen in record.exits:
-        slot = _slot(job, seen.slot)
-        slot.exit_seen = Identity(seen.agent, seen.incarnation)
+        _slot(job, seen.slot).exit_seen = Identity(seen.agent, seen.incarnation)
     _condemn(job, record.leave_out)
     job.regroup = job.regroup or record.regroup
     if record.action == escalation_table.END_JOB:
@@ -126,7 +124,7 @@ def _condemn(job: JobState, slots: dict[int, str]) -> None:
 
 
 def leave_with_block(job: JobState, element: int) -> None:
-    """Leaves out the other nodes of the element's block: a world takes or leaves a block as a whole."""
+    """Leaves out the other nodes of the element's block: a world has a block as a whole or not at all."""
     for mate in job.mates(element) if job.settings.block > 1 else ():
         if mate != element and (agent := job.agents.get(mate)) is not None:
             _condemn(job, dict.fromkeys(agent.slots, f"is on {agent.node}, whose block is not whole"))
@@ -147,13 +145,13 @@ def on_failure_verdict(job: JobState, event: Event, record: records.FailureVerdi
     if failure is None:
         return
     failure.slurm = failure.slurm if record.slurm is None else record.slurm
-    said = {
+    verdict = {
         "severity": record.severity,
         "cause": record.cause,
         "action": record.action,
         "reason": record.reason or None,
     }
-    news = {name: value for name, value in said.items() if value is not None}
+    news = {name: value for name, value in verdict.items() if value is not None}
     failure.record = msgspec.structs.replace(failure.record, **news)
 
 
@@ -188,7 +186,7 @@ def on_break(job: JobState, event: Event, record: records.Break) -> None:
 
 
 def _note_former_group(job: JobState) -> None:
-    """Notes that what follows the present generation is not entered by all yet: agents may go on in it."""
+    """Notes the present group, as the next generation is not entered by all yet: agents may go on in the old one."""
     group = job.agents_of(job.members)
     if group and job.mode.agents_agree and group not in job.former:
         job.former = [*job.former, group]
@@ -260,9 +258,9 @@ def on_offer_withdrawn(job: JobState, event: Event, record: records.OfferWithdra
         if job.joining.get(one.slot) == Identity(one.agent, one.incarnation):
             job.banished[one.slot] = job.joining[one.slot]
     for failure in job.failures:
-        known = failure.record
-        if known.member and failure.broken_at is None and not any(slot in job.members for slot in known.slots):
-            failure.record = msgspec.structs.replace(known, member=False)  # nobody stopped for it
+        found = failure.record
+        if found.member and failure.broken_at is None and not any(slot in job.members for slot in found.slots):
+            failure.record = msgspec.structs.replace(found, member=False)  # no rank stopped for it
     job.condemned = {slot: why for slot, why in job.condemned.items() if slot in job.members}
     job.offer, job.joining = None, {}
 
@@ -289,7 +287,7 @@ def on_entered(job: JobState, event: Event, record: records.GenerationEntered) -
 
 
 def _date_whole(job: JobState, event: Event) -> None:
-    """Dates failures after which as many train again as are wanted, whoever they are, or those that were lost."""
+    """Dates failures after which as many ranks as wanted train again, or exactly the lost ones."""
     all_here = len(job.members) >= job.elements_wanted(job.replica) * job.per_node
     for failure in job.failures:
         if failure.broken_at is not None and failure.whole_at is None:
@@ -298,7 +296,7 @@ def _date_whole(job: JobState, event: Event) -> None:
 
 
 def _date_restored(job: JobState, event: Event, came: set[int]) -> None:
-    """Dates failures all of whose slots are members again, some of them just now."""
+    """Dates failures whose slots are all members again, some of them just now."""
     for failure in job.failures:
         slots = failure.record.slots
         if failure.restored_at is None and slots and came & set(slots) and all(slot in job.members for slot in slots):
@@ -342,9 +340,9 @@ def on_step(job: JobState, event: Event, record: records.Step) -> None:
 
 
 def _note_time(job: JobState, event: Event, record: records.Step) -> None:
-    """All time between two steps of a generation counts as trained; between those of two, the iterations do that were
-    made. What comes before a job's first step counts from its first failure on. Nothing is summed up step by step: a
-    log without most of them gives the same."""
+    """Counts the time between two steps of a generation as trained; between steps of two generations, only that of the
+    iterations made. Time before a job's first step counts from its first failure on. Nothing is added up step by step:
+    a log without most steps gives the same."""
     at = max(job.stepped, event.time - record.ago)
     if job.stepped_in != event.generation:
         made = 1 if job.mode.reports else max(1, record.iteration - job.iteration)  # a session begins anywhere
@@ -357,7 +355,7 @@ def _note_time(job: JobState, event: Event, record: records.Step) -> None:
 
 
 def on_steady(job: JobState, event: Event, record: records.WorldProved) -> None:
-    """A plain program has got further than before."""
+    """Notes that a plain program got further than before."""
     job.steady, job.restarts, job.worked = event.generation, 0, job.members
 
 

@@ -1,4 +1,4 @@
-"""The durable record of one job; changed by the rules of `model.fold` and by nothing else."""
+"""The durable record of one job; only the rules of `model.fold` change it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from unicron_transition.generations.layout import replicas
 
 FAILURES_KEPT = 100
 DECISIONS_KEPT = 50
-AFTER_END_SECONDS = 30.0  # what Slurm starts again later than this after a job's end is wanted again
+AFTER_END_SECONDS = 30.0  # a later start after the job's end means that the job is wanted again
 WITH_BLOCK = "ended with its block"
-# How an agent is gone of which nothing more can be said; of one that left by itself `gone` is what it said.
-CERTAIN_ENDS = ("", "finished", "taken away", "put aside", "dead", "silent", "node ended", WITH_BLOCK)
-AGENT_DIED, NODE_ENDED = "agent died", "node ended"  # how an agent is gone: it died, and then its node ended, too
+AGENT_DIED, NODE_ENDED = "agent died", "node ended"  # values of `gone`: it died, and then its node ended, too
+# The values of `gone` that explain an agent's end; of an agent that left by itself it is the agent's own reason.
+CERTAIN_ENDS = ("", "finished", "taken away", "put aside", "dead", "silent", NODE_ENDED, WITH_BLOCK)
 
 
 class Phase(enum.StrEnum):
@@ -34,13 +34,13 @@ class Phase(enum.StrEnum):
     FORMING = "forming"  # no generation yet: its ranks prepare themselves
     ENTERING = "entering"  # a plan is out; not all of its members are in yet
     RUNNING = "running"
-    OFFERING = "offering"  # runs on; a boundary plan with other members is out
+    OFFERING = "offering"  # it trains on; a boundary plan with other members is out
     BREAKING = "breaking"  # its generations are over; survivors stop and report
     ENDED = "ended"
 
 
 class Identity(NamedTuple):
-    """Which process a slot is: its agent and the incarnation under that agent."""
+    """The process in a slot: its agent and the incarnation under that agent."""
 
     agent: str
     incarnation: int
@@ -51,23 +51,25 @@ class SlotState:
     """One slot's processes."""
 
     wanted: int = 0
-    """The incarnation that is to be alive, not started before `not_before`, and why."""
+    """The incarnation that should be alive."""
     not_before: float = 0.0
+    """When it may start."""
     why: str = ""
+    """Why it starts."""
     ready: Identity | None = None
     """The last process that could enter a generation."""
     exit_seen: Identity | None = None
-    """The last process whose end has been dealt with."""
+    """The last process whose end has been handled."""
     noted: float = 0.0
-    """The time of the last note that is on record."""
+    """The time of the last note on record."""
 
 
-NO_SLOT = SlotState()  # what is known of a slot of which nothing is on record; never changed
+NO_SLOT = SlotState()  # of a slot without records; never changed
 
 
 @dataclass
 class AgentRecord:
-    """The agent that an element had last."""
+    """The last agent of an element."""
 
     agent: str
     node: str
@@ -77,11 +79,11 @@ class AgentRecord:
     door: str = ""
     """host:port at which others see that it lives."""
     key: str = ""
-    """Its CURVE public key: by it, all that it says is known to be its own."""
+    """Its CURVE public key, which authenticates its messages."""
     peer: str = ""
-    """host:port where other agents of the job reach it, empty when they cannot."""
+    """host:port where other agents of the job reach it, empty if they cannot."""
     peer_key: str = ""
-    """By it the others know it: its key, also where nothing is encrypted."""
+    """Its key for other agents, which it has also without encryption."""
     confirmed: bool = True
     """Slurm has shown the element at work on this node."""
     tries: int = 0
@@ -89,16 +91,16 @@ class AgentRecord:
     noticed: bool = False
     """Slurm has asked its element to end."""
     restarts: int = -1
-    """How often Slurm had requeued its element when it came; -1 where Slurm has not said."""
+    """How often Slurm had requeued its element when it came; -1 if unknown."""
 
     @property
     def ended_early(self) -> bool:
-        """The agent died, or left before its ranks had finished, and nothing is known of its node."""
+        """Whether the agent died, or left before its ranks had finished, and its node's state is unknown."""
         return self.gone not in CERTAIN_ENDS
 
     @property
     def lost(self) -> bool:
-        """The agent was lost with its node: it fell silent, or it died and its node ended after it."""
+        """Whether the agent was lost with its node: it fell silent, or it died and its node ended after it."""
         return self.gone in ("dead", "silent", NODE_ENDED)
 
 
@@ -109,7 +111,7 @@ class AvoidedNode:
     at: float
     reason: str
     agent: str
-    """The one that was to go, empty when it need not any more."""
+    """The one that had to go, empty if it need not any more."""
     suspect: bool
     """The node may be at fault."""
 
@@ -126,15 +128,15 @@ class RefusedNode:
 
 @dataclass
 class Failure:
-    """One failure with its story. Times in seconds since the epoch, None for what has not happened."""
+    """One failure with its story. Times in seconds since the epoch, None if it has not happened."""
 
     id: int
     job: str
     detected_at: float
     record: FailureDetected
-    """What the log says of it, with what later verdicts have changed."""
+    """The record in the log, with the changes of later verdicts."""
     iteration: int | None = None
-    """With which the job went on."""
+    """The iteration with which the job went on."""
     generation: int | None = None
     broken_at: float | None = None
     planned_at: float | None = None
@@ -142,7 +144,7 @@ class Failure:
     stepped_at: float | None = None
     restored_at: float | None = None
     whole_at: float | None = None
-    """When as many elements trained again as are wanted, whoever they were."""
+    """When as many elements as wanted, any of them, trained again."""
     reused_micro_batches: int = 0
     recomputed_micro_batches: int = 0
     redistributed_micro_batches: int = 0
@@ -175,11 +177,11 @@ class Ending:
     reason: str
     time: float
     disowned: bool = False
-    """Slurm knows no such job, or another's; what is running goes on without the controller."""
+    """Slurm shows no such job, or another user's; its processes run on without the controller."""
 
 
 def owner(uid: int | None, user: str) -> str:
-    """A user's key, by the name only where nobody has proven the id."""
+    """A user's key: the id if it is proven, else the name."""
     return f"uid {uid}" if uid is not None else user
 
 
@@ -190,7 +192,7 @@ class JobState:
     job: str
     settings: Settings
     registered_at: float
-    """When its training began; a name for what it keeps in memory."""
+    """When its training began; it names the job's snapshots in memory."""
     phase: Phase = Phase.FORMING
     since: float = 0.0
     generation: int = 0
@@ -201,20 +203,20 @@ class JobState:
     """The boundary plan that is outstanding."""
     members: dict[int, Identity] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
-    """The members, replica-major (`generations.layout`); newcomers of an offer that broke come after the others."""
+    """The members, replica-major (`generations.layout`); newcomers of a broken offer come last."""
     joining: dict[int, Identity] = field(default_factory=dict)
     former: list[dict[int, str]] = field(default_factory=list)
-    """Agents by element, of generations that some may be in still: a plan after them has not been entered by all."""
+    """Agents by element, of generations in which some may still be, because not all have entered a later plan."""
     broken: int = 0
     why: str = ""
     lost: dict[int, Identity] = field(default_factory=dict)
-    """Members that the present Break goes on without."""
+    """Members that the present Break leaves out."""
     condemned: dict[int, str] = field(default_factory=dict)
-    """Members that a failure says must be left out, with the reason; the next Break names them."""
+    """Members that a failure leaves out, with the reason; the next Break names them."""
     regroup: str = ""
-    """Why a new generation is needed although nobody is lost."""
+    """Why a new generation is needed without a loss."""
     parted: dict[int, str] = field(default_factory=dict)
-    """Elements that take no part because they and others do not reach each other, with the agent that is there."""
+    """Elements that take no part because they and others do not reach each other -> their agents."""
     fatal: tuple[int, str] | None = None
     """A failure ends the job: exit code and reason."""
     banished: dict[int, Identity] = field(default_factory=dict)
@@ -226,14 +228,14 @@ class JobState:
     nodes_of_restart: int = 0
     """How often Slurm had requeued the job when it gave it these nodes."""
     shrunk: int = 0
-    """How often Slurm has taken nodes out of that allocation because the plan gave them back."""
+    """How often Slurm has taken nodes out of that allocation for the plan."""
     unshrinkable: str = ""
-    """Why Slurm refused that."""
+    """Why Slurm refused to do so."""
     unrequeueable: str = ""
     """Why Slurm refused to requeue that allocation."""
     agents: dict[int, AgentRecord] = field(default_factory=dict)
     avoid: dict[str, AvoidedNode] = field(default_factory=dict)
-    """node -> why the job's elements are not to start there."""
+    """node -> why the job's elements must not start there."""
     refused: dict[str, RefusedNode] = field(default_factory=dict)
     requeued: dict[int, float] = field(default_factory=dict)
     """Slurm's element -> when Slurm was asked to start it again; until its next agents are there."""
@@ -241,7 +243,7 @@ class JobState:
     allotted: list[int] | None = None
     leaving: list[int] = field(default_factory=list)
     noticed: dict[int, str] = field(default_factory=dict)
-    """Elements that are to end soon, as their agents said, with these: they leave at the next boundary."""
+    """Elements that will end soon by their agents' notice -> these agents: they leave at the next boundary."""
     failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=FAILURES_KEPT))
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
     iteration: int = -1
@@ -262,9 +264,9 @@ class JobState:
     """The same up to the last failure that was healed."""
     stepping_since: float = 0.0
     stepped: float = 0.0
-    """When the first iteration of the last generation that has stepped began, and when its last one ended; 0 before."""
+    """Of the last generation that has stepped: the begin of its first iteration, and the end of its last; 0 before."""
     stepped_in: int = 0
-    """The generation of that step."""
+    """That generation."""
     worked: dict[int, Identity] = field(default_factory=dict)
     """The processes that have finished an iteration."""
     tries: int = 0
@@ -282,35 +284,36 @@ class JobState:
     requeues: int = 0
     """How often Slurm had requeued the whole job when its agents were started."""
     runs: dict[int, float] = field(default_factory=dict)
-    """step -> when its training began, of those that a requeue broke off: what they keep in memory is theirs again."""
+    """step -> when its training began, of steps that a requeue broke off: their snapshots in memory are theirs
+    again."""
     trains: bool = True
-    """That step's command may train; else a later one takes its place."""
+    """The step's command may train; else a later one takes its place."""
     waits: str = ""
     """Why no time limit ends the present phase."""
     uid: int | None = None
-    """Its owner's user id, where it is proven."""
+    """Its owner's user id, if proven."""
     submitted: float = 0.0
     """When, as Slurm shows it; 0 while Slurm has not confirmed the job."""
     set_aside: str = ""
     """Why the controller leaves this job alone; its ranks train on."""
     sweep: bool = False
-    """It is left alone, for its elements are runs of their own."""
+    """It is set aside because its elements are separate runs."""
     layout: str = ""
-    """In which its ranks are started, where it has stated several."""
+    """The layout in which its ranks are started, if it has stated any."""
     relayout: str = ""
-    """The one in which all of them are to start again, and why."""
+    """The layout in which all of them will start again."""
     relayout_why: str = ""
     saving_until: float = 0.0
-    """Until when those that have to end for that may save their state."""
+    """Until when ranks that end for that may save their state."""
     measured_before: dict[str, dict[int, float]] = field(default_factory=dict)
-    """As `measured`, of the layouts that it ran in before."""
+    """`measured` in earlier layouts."""
     counted: tuple[dict[int, Identity], frozenset[int]] = field(
         default_factory=lambda: ({}, frozenset()), repr=False, compare=False
     )
-    """The members of which `inside` was worked out, and what came of it: members are replaced, never changed."""
+    """The members for which `inside` was computed, and the result: the dict is replaced, never changed."""
 
     def begin_phase(self, phase: Phase, now: float) -> None:
-        """Begins a phase; only the fold calls this. A Break that names more losses does not begin its phase anew."""
+        """Begins a phase; only the fold calls this. A Break with more losses does not begin its phase anew."""
         if not (phase is self.phase is Phase.BREAKING):
             self.phase, self.since, self.waits = phase, now, ""
 
@@ -321,7 +324,7 @@ class JobState:
 
     @property
     def mode(self) -> Mode:
-        """The way in which the job is healed."""
+        """The mode of healing."""
         return modes.RESTART if self.settings.mode == RESTART else modes.SESSION
 
     @property
@@ -335,13 +338,13 @@ class JobState:
         return max(1, self.settings.ranks_per_node)
 
     def unit(self, replica: int) -> int:
-        """The fewest nodes that hold whole replicas of so many ranks, and whole blocks."""
+        """The fewest nodes that hold whole replicas of `replica` ranks, and whole blocks."""
         return math.lcm(replica, self.per_node * self.settings.block) // self.per_node
 
     def elements_wanted(self, replica: int) -> int:
-        """Elements that are to train when all are there: all but the spares, in whole replicas of so many ranks.
+        """Elements that train when all are there: all but the spares, in whole replicas of `replica` ranks.
 
-        All elements where that would leave fewer than the job needs: a wrong number of spares ends no job.
+        All elements if these would be fewer than the job needs: a wrong number of spares ends no job.
         """
         settings, unit = self.settings, self.unit(replica)
         if not settings.spares:
@@ -353,31 +356,31 @@ class JobState:
 
     @property
     def least(self) -> int:
-        """The fewest nodes with which it may form when no more are to be had. A job that has trained goes on with
-        whatever is left, unless it is a plain script, which may be told no smaller world."""
+        """The fewest nodes with which the job may form if there are no more. A job that has trained goes on with any
+        number, unless it is a plain script, whose world must not be smaller."""
         if self.mode.keeps_state and self.generation:
             return 1
         return min(self.settings.min_nodes, self.settings.max_nodes)
 
     @property
     def owner(self) -> str:
-        """The key of its owner, as far as that is proven: what counts for a user counts for this."""
+        """The key of its owner, for limits of a user."""
         return owner(self.uid, self.settings.user)
 
     @property
     def disowned(self) -> bool:
-        """The job was never Slurm's job of this id."""
+        """Whether the job was never Slurm's job of this id."""
         return self.ended is not None and self.ended.disowned
 
     @property
     def over(self) -> bool:
-        """Nothing is decided about it any more."""
+        """Whether nothing is decided about it any more."""
         return self.ended is not None or bool(self.set_aside)
 
     def id_reused(self, info: ElementInfo | None) -> bool:
-        """Slurm shows another job under this id than this one; or the same one, wanted again after its end.
+        """Whether Slurm shows another job under this id, or the same one requeued after its end.
 
-        SubmitTime tells two jobs apart. Slurm sets it anew when it requeues an element, so only elements that were
+        SubmitTime distinguishes two jobs. Slurm sets it anew when it requeues an element, so only elements that were
         never requeued count.
         """
         if self.disowned or info is None:
@@ -388,18 +391,18 @@ class JobState:
         return others or later or again
 
     def slot(self, slot: int) -> SlotState:
-        """Return the state of a slot; reading adds nothing."""
+        """The state of a slot; reading adds nothing."""
         return self.slots.get(slot, NO_SLOT)
 
     def element(self, slot: int) -> int:
         return slot // max(1, self.settings.ranks_per_node)
 
     def block_of(self, element: int) -> int:
-        """Slurm's own number of what the element is a node of."""
+        """Slurm's own number of the block with this element."""
         return element // self.settings.block
 
     def label(self, element: int) -> str:
-        """Slurm's name for what the element is a node of."""
+        """Slurm's name of the block with this element."""
         return f"{self.job}_{self.block_of(element)}"
 
     def mates(self, element: int) -> range:
@@ -411,12 +414,12 @@ class JobState:
         return range(block * self.settings.block, (block + 1) * self.settings.block)
 
     def torn(self, element: int) -> bool:
-        """Its block has lost another of its nodes, or is to leave one: Slurm ends all of it."""
+        """Whether its block has lost or has to leave another of its nodes, so that Slurm ends all of it."""
         others = (self.agents.get(mate) for mate in self.mates(element) if mate != element)
         return any(one is not None and (one.gone not in ("", "finished") or self._leaves(one)) for one in others)
 
     def agents_of(self, members: Mapping[int, Identity]) -> dict[int, str]:
-        """By element."""
+        """The agents of these members, by element."""
         return {self.element(slot): who.agent for slot, who in members.items()}
 
     def elements(self, slots: Iterable[int]) -> list[int]:
@@ -425,7 +428,7 @@ class JobState:
 
     @property
     def inside(self) -> frozenset[int]:
-        """Elements with a member; worked out once per membership."""
+        """Elements with a member; computed once per membership."""
         if self.counted[0] is not self.members:
             self.counted = self.members, frozenset(self.elements(self.members))
         return self.counted[1]
@@ -436,21 +439,21 @@ class JobState:
 
     @property
     def departing(self) -> set[int]:
-        """Elements that leave at the next boundary: the plan takes them away, or they are to end."""
+        """Elements that leave at the next boundary: the plan takes them away, or they will end."""
         return {*self.leaving, *(mate for element in self.noticed for mate in self.mates(element))}
 
     def was_noticed(self, element: int) -> bool:
-        """The element, or another node of its block, was asked to end, and has no new agent since."""
+        """Whether the element, or another node of its block, was asked to end, and has no new agent since."""
         return any(mate in self.agents and self.agents[mate].noticed for mate in self.mates(element))
 
     def gives_back(self, element: int) -> bool:
-        """The plan takes the element's node out of the job's allocation, and the others have gone on without it."""
+        """Whether the plan takes the element's node out of the job's allocation, and the others go on without it."""
         if not self.settings.allocation or self.allotted is None or element in (*self.allotted, *self.leaving):
             return False
         return element not in self.inside and element not in self.elements(self.joining)
 
     def moves(self, element: int) -> bool:
-        """The element's agent was told to leave its node."""
+        """Whether the element's agent has to leave its node."""
         record = self.agents.get(element)
         return record is not None and self._leaves(record)
 
@@ -459,17 +462,17 @@ class JobState:
         return mark is not None and mark.agent == record.agent
 
     def survivors(self) -> list[int]:
-        """Members that the present Break does not go on without."""
+        """Members that the present Break does not leave out."""
         return [slot for slot in self.members if slot not in self.lost]
 
     def groups(self) -> list[list[int]]:
-        """The members by replicas; all together where these are not known."""
+        """The members by replicas; all in one group if these are unknown."""
         whole = len(self.order) % self.replica == 0
         return replicas(self.order, self.replica) if whole else [self.order]
 
     def hit(self, blocked: Collection[int] = ()) -> frozenset[int]:
         """Members whose replica has lost a rank: they stop at once, all others finish what they have begun. blocked:
-        ranks that have stopped where their replica cannot finish without them."""
+        ranks that have stopped at a point where their replica cannot finish without them."""
         gone = self.lost.keys() | set(blocked)
         if self.replica == 1 or not gone:
             return frozenset(gone)
@@ -480,7 +483,7 @@ class JobState:
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time from the first step, or an earlier failure, to the last step that was not lost; None
+        """The share that was not lost of the time from the first step, or an earlier failure, to the last step; None
         before the first step."""
         whole = self.trained_seconds + self.lost_seconds
         return self.trained_seconds / whole if whole > 0.0 else None

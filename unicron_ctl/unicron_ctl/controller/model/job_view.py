@@ -1,8 +1,8 @@
 """One job for the deciders.
 
-Nothing here is searched at every message. A status tells which of its slots changed; these are put on the job's lists
-of what sensors (`changed`) and orders (`touched`) have to look at, and the sets that the state machine waits on
-(`awaited`, `unfinished`, `ready`) are kept up slot by slot. So a message costs the same however large the job is.
+No message leads to a search through the job. The slots that a status changes go on the job's lists for sensors
+(`changed`) and orders (`touched`), and the sets on which the state machine waits (`awaited`, `unfinished`, `ready`) are
+updated slot by slot. So the cost of a message does not depend on the job's size.
 """
 
 from __future__ import annotations
@@ -23,73 +23,73 @@ PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then h
 
 @dataclass
 class JobView:
-    """One job as deciders get it: its durable record (`state`), and all that is lost with the process."""
+    """One job as deciders get it: its durable record (`state`), and its volatile part, which a restart loses."""
 
     state: JobState
     agents: dict[int, AgentView] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)
     """Slots whose status sensors have not seen yet."""
     touched: set[int] = field(default_factory=set)
-    """Elements that may have to be told something."""
+    """Elements that may lack an order."""
     told: list[tuple[float, int]] = field(default_factory=list)
-    """A heap of (when, element): who was told something, and when to see whether it was obeyed."""
+    """A heap of (when, element): elements that got an order, and when to check whether it was obeyed."""
     due: dict[int, float] = field(default_factory=dict)
     """element -> its next entry in that heap."""
     awaited: set[int] = field(default_factory=set)
-    """Slots for which the present phase waits: to be in the generation, or to have stopped."""
+    """Slots for which the present phase waits: to enter the generation, or to stop."""
     unfinished: set[int] = field(default_factory=set)
     """Members that have not trained to the end."""
     ready: set[int] = field(default_factory=set)
     """Elements with a rank that waits to enter."""
     restarts: set[int] = field(default_factory=set)
-    """Elements in which a process is to be ended or started."""
+    """Elements in which a process has to be ended or started."""
     fences: dict[str, Fence] = field(default_factory=dict)
     """Restart mode: agents that fell silent, whose processes may live (`sense.fencing`)."""
     fences_known: bool = False
-    """What the controller before this one knew of such agents is there, too."""
+    """Such agents of the previous controller are in `fences`."""
     stalled: float = 0.0
     """Seconds of the present phase in which this process stood still."""
     stepped: LastStep = field(default_factory=LastStep)
-    """Of the present phase."""
+    """The last step of the present phase."""
     last_arrival: float = 0.0
-    """When an agent registered last."""
+    """When an agent last registered."""
     ahead: set[int] = field(default_factory=set)
-    """Elements whose ranks show a generation that the log does not hold (`job.adoption`)."""
+    """Elements whose ranks show a generation that is not in the log (`job.adoption`)."""
     ahead_since: float = 0.0
-    """Since when that has been asked; 0 when it is not."""
+    """Since when; 0 if there are none."""
     asked: int = 0
-    """The number of the Ping that all of them are to answer before that is looked at."""
+    """The number of the Ping that all of them have to answer first."""
     held: Plan | None = None
-    """What such an agent says that its plan was."""
+    """Its plan, by one of these agents."""
     missed: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """Slots that agents went on without while the controller was away: their agent, which is to tell why, and since
-    when that is waited for."""
+    """Slots that agents left out while the controller was away -> the slot's agent, which may know why, and since when
+    its answer is awaited."""
     survey: Survey = field(default_factory=Survey)
-    """Who of its agents reaches whom."""
+    """Which of its agents reach each other."""
     stopped: dict[int, float] = field(default_factory=dict)
-    """Members that stopped without a Break, and when that was heard."""
+    """Members that stopped without a Break -> when that was heard."""
     strayed: set[int] = field(default_factory=set)
     """Members that are in a generation, or enter one, whose offer was withdrawn."""
     progress: ProgressWatch = field(default_factory=ProgressWatch)
     ready_look_at: float = 0.0
-    """When those that wait to come in are looked through next."""
+    """When to check the waiting elements next."""
     rank_replica: int = 1
+    """Ranks of a replica, by the job's ranks; `rank_layout` is its shape."""
     rank_layout: str = ""
-    """Ranks of a replica, and its shape, as the job's ranks say."""
     saves: bool = False
+    """Ranks still save their state before all start again; `saves_look_at`: when to check next."""
     saves_look_at: float = 0.0
-    """Whether ranks still save their state before all start again, and when that is looked at again."""
     unlike: bool = False
+    """Ranks wait that can never train with the others; `unlike_look_at`: when to check next."""
     unlike_look_at: float = 0.0
-    """Whether ranks wait that can never train with the others; likewise."""
     nobody_until: float = 0.0
     """Until when it counts as known that no survivors make a complete replica."""
     remembers: bool = False
-    """Its ranks keep the states of their places whole, and in memory."""
+    """Its ranks keep the whole states of their places in memory."""
     sharded: bool = False
     """Its ranks have a distributed optimizer's state in shards."""
     fetching: Fetching = field(default_factory=Fetching)
-    """What the job waits for while it is formed."""
+    """Images for which the job waits while it forms."""
     per_node: int = field(init=False)
     planned: tuple[list[int], frozenset[int]] = field(default_factory=lambda: ([], frozenset()))
 
@@ -104,7 +104,7 @@ class JobView:
         return agent.ranks.get(slot) if agent else None
 
     def last_word(self, slot: int, process: Identity) -> RankStatus | None:
-        """The last status of that process, which may have been replaced since."""
+        """The last status of that process, which may have a successor by now."""
         agent = self.agent(slot)
         if agent is None or agent.agent != process.agent:
             return None
@@ -117,7 +117,7 @@ class JobView:
         return Identity(agent.agent, status.incarnation) if agent and status else None
 
     def cold(self) -> dict[str, list[int]]:
-        """reason -> slots whose processes were not started warm for it."""
+        """reason -> slots whose processes were started cold for it."""
         found: dict[str, list[int]] = {}
         for _, agent in sorted(self.agents.items()):
             for slot, reason in sorted(agent.status.cold.items()):
@@ -151,32 +151,32 @@ class JobView:
 
     @property
     def replica(self) -> int:
-        """Ranks of a replica, as planned; before there is a plan, of the layout in which they are started, or as the
-        ranks say it."""
+        """Ranks of a replica, as planned; before there is a plan, by the layout in which they start, or by the
+        ranks."""
         if self.state.plan is not None:
             return self.state.plan.replica
         return parse_layout(self.state.layout).layout.size if self.state.layout else self.rank_replica
 
     @property
     def wanted(self) -> int:
-        """Elements that are to train when all are there."""
+        """Elements that train when all are there."""
         return self.state.elements_wanted(self.replica)
 
     @property
     def room(self) -> int:
-        """The number of elements that may still come in. Without spares whoever comes is wanted."""
+        """The number of elements that may still come in. Without spares all are wanted."""
         settings = self.state.settings
         return self.wanted - len(self.state.inside) if settings.spares else settings.max_nodes
 
     @property
     def complete(self) -> bool:
-        """Every element with a member has all of its ranks inside."""
+        """Whether every element with a member has all of its ranks inside."""
         return len(self.state.members) == len(self.state.inside) * self.per_node
 
     def reports(self) -> dict[int, RankStatus]:
         """The statuses of survivors that have stopped, by slot."""
         members, lost, plan = self.state.members, self.state.lost, self.state.plan
-        came: set[int] = set()  # with a state of their own, which is not that of the present plan until they are in
+        came: set[int] = set()  # newcomers, whose state is not the present plan's until they are in
         if plan is not None and plan.replica > 1:
             came = {*plan.joiners, *(members.keys() - self._plan_members(plan.members))}
         return {
@@ -190,13 +190,13 @@ class JobView:
         }
 
     def anybody_stopped(self) -> bool:
-        """Whether there is a report to go on from."""
+        """Whether any survivor has stopped with a state."""
         slots = (slot for slot in self.state.members if slot not in self.state.lost)
         found = (self.status(slot) for slot in slots)
         return any(status is not None and status.state in ("stopped", "standby") for status in found)
 
     def seconds_in_phase(self, now: float) -> float:
-        """Seconds in the present phase, without those in which this process stood still."""
+        """Seconds in the present phase, without stalls of this process."""
         return now - self.state.since - self.stalled
 
     def has_store(self) -> bool:
@@ -204,10 +204,10 @@ class JobView:
 
     # ------------------------------------------------------------ one slot
     def finished(self, slot: int) -> bool:
-        """The slot's present process trained to the end (or its script ended without an error).
+        """Whether the slot's present process trained to the end (or its script ended without an error).
 
-        Where ranks do not finish alone nobody has while a world is breaking: all start again, until all end well
-        together.
+        In a mode in which ranks do not finish alone, none has finished while a world breaks: all start again, until all
+        end well together.
         """
         status = self.status(slot)
         if status is not None and status.state not in ("finished", "exited"):
@@ -223,17 +223,17 @@ class JobView:
         return status.state == "finished" or (status.exit is not None and status.exit.code == 0)
 
     def inside(self, slot: int, generation: int) -> bool:
-        """The slot runs in that generation, or has trained to the end."""
+        """Whether the slot runs in that generation, or has trained to the end."""
         status = self.status(slot)
         if status is not None and status.state == "running" and status.generation == generation:
             return True
         return self.finished(slot)
 
     def at_rest(self, slot: int, now: float) -> bool:
-        """The rank has left its collectives for good and waits for a plan above the Break.
+        """Whether the rank has left its collectives for good and waits for a plan above the Break.
 
-        A stopped rank can't enter an offer, so a report counts if it is newer than every plan that the rank could still
-        enter.
+        A stopped rank can't enter an offer, so its report counts if it is newer than every plan that the rank could
+        still enter.
         """
         state, status = self.state, self.status(slot)
         if status is None or status.state not in AT_REST:
@@ -250,7 +250,7 @@ class JobView:
 
     # ------------------------------------------------------------ keeping the sets up
     def note_shape(self, agent: AgentView, slots: Iterable[int]) -> None:
-        """Note what new processes say of the job's replicas once they are ready."""
+        """Notes the facts about the job's replicas that new processes report once they are ready."""
         for slot in slots:
             rank = agent.ranks.get(slot)
             if rank is not None and rank.state in READY:
@@ -259,8 +259,8 @@ class JobView:
                 self.sharded = self.sharded or rank.sharded
 
     def begin_phase(self, now: float) -> None:
-        """The job's phase, members or plan changed: every member is looked at once, closely those that are further than
-        the phase begins with."""
+        """Takes in that the job's phase, members or plan changed: every member is checked once, closely those that are
+        further than the start of the phase."""
         state, phase = self.state, self.state.phase
         self.stopped.clear()
         self.strayed.clear()
@@ -272,7 +272,7 @@ class JobView:
         if phase is Phase.BREAKING:
             self.awaited = set(self.unfinished)
             self.changed.update(self._members_but("running", -1))
-            if state.replica > 1:  # those whose replica is hit only now have to stop at once
+            if state.replica > 1:  # members whose replica is newly hit have to stop at once
                 self.touched.update(state.elements(state.hit()))
         elif phase in (Phase.ENTERING, Phase.OFFERING) and plan is not None:
             self.awaited = set(plan.members)
@@ -283,7 +283,7 @@ class JobView:
             self.touched.update(self.agents)
 
     def _members_but(self, usual: str, generation: int) -> list[int]:
-        """Members and joiners that are not in the usual state any more, or are in that generation already."""
+        """Members and joiners that are no longer in the usual state, or are in that generation already."""
         members, joining, agents = self.state.members, self.state.joining, self.agents
         found = [
             slot
@@ -295,13 +295,13 @@ class JobView:
         return found + [slot for slot in (*members, *joining) if slot // self.per_node not in agents]
 
     def notice(self, slot: int, now: float) -> None:
-        """The slot's status or its agent changed."""
+        """Takes in that the slot's status or its agent changed."""
         phase = self.state.phase
         if slot in self.unfinished and self.finished(slot):
             self.unfinished.discard(slot)
         status = self.status(slot)
         if status is not None and status.incarnation < self.state.slot(slot).wanted:
-            self.restarts.add(self.state.element(slot))  # ordered before this controller started, perhaps
+            self.restarts.add(self.state.element(slot))  # perhaps ordered before this controller started
         if phase is Phase.BREAKING:
             waits = slot in self.state.members and slot not in self.state.lost
             waits = waits and not (self.finished(slot) or self.at_rest(slot, now))
@@ -323,7 +323,7 @@ class JobView:
         self._note_stop(slot)
 
     def _strays(self, slot: int, status: RankStatus) -> bool:
-        """The member took an offer while it was being withdrawn; the others wait there for whoever did not come."""
+        """Whether the member took an offer while it was being withdrawn; in it, it waits for members that did not."""
         state = self.state
         if slot not in state.members or state.plan is None or state.phase not in (Phase.RUNNING, Phase.OFFERING):
             return False
@@ -332,7 +332,7 @@ class JobView:
         return state.plan.generation < within <= state.generation and within != offered
 
     def _plan_members(self, members: list[int]) -> frozenset[int]:
-        """The plan's members as a set, made once per plan."""
+        """The plan's members as a set; computed once per plan."""
         if self.planned[0] is not members:
             self.planned = members, frozenset(members)
         return self.planned[1]
@@ -355,7 +355,7 @@ class JobView:
             self.stopped.pop(slot, None)
 
     def notice_agent(self, agent: AgentView) -> None:
-        """One of the agent's ranks, or its being alive, changed."""
+        """Takes in that one of the agent's ranks changed, or whether it lives."""
         if agent.waits and agent.alive:
             self.ready.add(agent.element)
         else:

@@ -1,4 +1,4 @@
-"""The durable record of one node; changed by the fold rules below and by nothing else."""
+"""The durable record of one node; only the fold rules below change it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HealthReport:
 
 @dataclass
 class SeenEvent:
-    """A node event as it is kept: its id, when it was recorded, and the record with what was done about it since."""
+    """A node event: its id, when it was recorded, and its record with the action taken since."""
 
     id: int
     time: float
@@ -46,39 +46,39 @@ class NodeState:
     """One node. Times in seconds since the epoch, the controller's clock."""
 
     lost_at: float = 0.0
-    """When it was last taken for lost."""
+    """When it last counted as lost."""
     lost_slurmd: float = 0.0
-    """When its slurmd had begun that was lost with it, by Slurm's clock; 0 if that is not known."""
+    """When the slurmd lost with it had started, by Slurm's clock; 0 if unknown."""
     slurmd: str = ""
     """"host:port" at which a controller has reached its slurmd, if it has been asked about since."""
     events: deque[SeenEvent] = field(default_factory=lambda: deque(maxlen=NODE_EVENTS_KEPT))
     heard: deque[str] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
-    """Marks (agent:number) of events that were taken in."""
+    """Marks (agent:number) of accepted events."""
     downed: bool = False
-    """Taken out of service by us, with this `reason`, at `downed_at`."""
+    """Whether this controller took it out of service; with `reason`, at `downed_at`."""
     reason: str = ""
     downed_at: float = 0.0
     drained: bool = False
-    """It was drained: it is proven bad, or lost while other jobs ran there. Else it was dead and set down."""
+    """Whether it was drained, as proven bad or lost while other jobs ran there; otherwise it was dead and set down."""
     going_down: bool = False
-    """Asked of Slurm, which has not done it yet."""
+    """Whether Slurm has not done it yet."""
     out_at: float = 0.0
-    """When Slurm had done it, as far as is known."""
+    """When Slurm was seen to have done it."""
     refused: str = ""
-    """Why Slurm does not do it, with what an admin can do; `refused_at`, `refused_for`: when, for which job."""
+    """Why Slurm refuses, with a remedy for the admin; `refused_at`, `refused_for`: when, for which job."""
     refused_at: float = 0.0
     refused_for: str = ""
     resumed_at: float = 0.0
     health: HealthReport | None = None
     paired: HealthReport | None = None
     unverified: bool = False
-    """It came back without passing checks."""
+    """Whether it came back without passing checks."""
     suspicion: str = ""
     suspected_at: float = 0.0
 
     @property
     def proven_bad(self) -> bool:
-        """Its checks speak against it; all else that is taken out of service was lost."""
+        """Whether its checks failed; any other node taken out of service was lost."""
         return self.drained and not self.reason.startswith(LOST_NODE)
 
     def event(self, number: int) -> SeenEvent | None:
@@ -98,7 +98,7 @@ def on_slurm_action(node: NodeState, event: Event, record: records.SlurmAction) 
 
 
 def on_slurm_done(node: NodeState, event: Event, record: records.SlurmDone) -> None:
-    if record.action == ("drain" if node.drained else "down"):  # what was asked for last, not what came before it
+    if record.action == ("drain" if node.drained else "down"):  # the last request, not an earlier one
         node.going_down, node.refused, node.out_at = False, "", event.time
 
 

@@ -1,8 +1,8 @@
 """The admin's permission for a job, a node and a call of Slurm: the configuration's partitions applied to what Slurm
 shows. Pure.
 
-Only what touches Slurm needs permission. A job is healed within the nodes that it has in every mode: its owner asks for
-that, and no other job and no node is touched by it. Whoever asks Slurm for something asks :func:`withheld` before.
+Only requests to Slurm need permission. A job is healed within its own nodes in every mode: its owner wants that, and it
+affects no other job and no node. Call :func:`withheld` before any request to Slurm.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from unicron_ctl.shared.settings.partitions import ACT, Rules, strictest
 
 
 def of_job(view: View, job: str) -> Rules:
-    """The rules for a job by the partitions that Slurm shows for its elements; those of [partition.default] while
-    Slurm shows none. With several partitions it is what all of them allow."""
+    """The rules for a job: what all partitions allow that Slurm shows for its elements; those of [partition.default]
+    while Slurm shows none."""
     seen = view.slurm.seen
     names = (seen.partitions(job) if seen else ()) or {""}
     return strictest(view.rules(name) for name in sorted(names))
 
 
 def of_action(view: View, action: Action) -> Rules:
-    """The rules for a call of Slurm: its job's; for a node alone those of the partition of its own that allows most."""
+    """The rules for a call of Slurm: its job's, or for a node those of its partition that allows the action."""
     if action.job:
         return of_job(view, action.job)
     info = view.slurm.node(action.node)
@@ -32,7 +32,7 @@ def of_action(view: View, action: Action) -> Rules:
 
 
 def withheld(view: View, action: Action, out: Outcome) -> str:
-    """Why Slurm must not be asked for it, and the outcome records what would be done; empty when it may be asked."""
+    """Why Slurm must not be asked for the action, which is then recorded as observed; empty if it may be."""
     why = of_action(view, action).refusal(action.action)
     if why:
         reason = f"would {action.label}: {action.reason}; not done, for {why}"
@@ -44,5 +44,5 @@ def withheld(view: View, action: Action, out: Outcome) -> str:
 
 
 def acts(view: View, job: JobState) -> bool:
-    """The plan may give the job nodes and take them."""
+    """Whether the plan may give the job nodes and take them."""
     return of_job(view, job.job).mode == ACT

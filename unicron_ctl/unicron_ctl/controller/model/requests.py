@@ -7,37 +7,27 @@ from dataclasses import dataclass
 
 from unicron_ctl.shared.slurm.squeue import names_of
 
-OURS = "unicron"  # how comments that this tool wrote begin
+OURS = "unicron"  # the beginning of comments that this tool wrote
 RELEASE_COMMENT = f"{OURS}: released"
 ON_NODES = ("down", "drain", "resume")  # actions that change a node
-OF_ELEMENTS = (
-    "requeue",
-    "requeue_hold",
-    "hold",
-    "release",
-    "pin",
-    "start_now",
-    "cancel",
-    "shrink",
-    "comment",
-)  # of an element
+# actions that change an element
+OF_ELEMENTS = tuple("requeue requeue_hold hold release pin start_now cancel shrink comment".split())
 
 
 @dataclass(frozen=True)
 class Action:
-    """A call of the SlurmClient: down, drain, resume, requeue, requeue_hold, hold, release, pin, start_now, cancel,
-    shrink, comment.
-
-    element: Slurm's own number of it. node: of several nodes, their names with commas; of a shrink, those that leave;
-    empty for a pin that is taken back.
-    text: the comment or node reason that Slurm is given; of a shrink, the nodes that stay."""
+    """A call of the SlurmClient."""
 
     action: str
+    """One of ON_NODES or OF_ELEMENTS."""
     job: str
     element: int
+    """Slurm's own number of the element."""
     node: str
+    """The names of the nodes, with commas; of a shrink, those that leave; empty for a pin that is taken back."""
     reason: str
     text: str = ""
+    """The comment or node reason for Slurm; of a shrink, the nodes that stay."""
 
     @property
     def label(self) -> str:
@@ -50,23 +40,21 @@ class Action:
 
     @property
     def target(self) -> tuple[str, int]:
-        """The element or node that it changes: actions on the same keep their order."""
+        """The element or node that it changes; actions on the same target keep their order."""
         return (self.node, -1) if self.action in ON_NODES else (self.job, self.element)
 
     @property
     def nodes(self) -> Sequence[str]:
-        """The names of its nodes."""
         return names_of(self.node)
 
     @property
     def key(self) -> tuple[str, str, int, str]:
-        """Two actions with the same key are the same."""
         return self.action, self.job, self.element, self.node
 
 
 @dataclass(frozen=True)
 class Poll:
-    """List the nodes, the elements of these jobs, and now and then the whole queue; rather now with `all`."""
+    """Lists the nodes, the elements of these jobs, and now and then the whole queue; with `all` always."""
 
     jobs: frozenset[str] = frozenset()
     all: bool = False
@@ -74,30 +62,30 @@ class Poll:
 
 @dataclass(frozen=True)
 class Run:
-    """Carry out actions in order; the first that fails for an element or node skips the rest of its own. urgent: it
-    overtakes what waits, but for what changes the same element or node."""
+    """Carries out actions in order. After a failed action the others on the same element or node are skipped."""
 
     actions: tuple[Action, ...]
     urgent: bool = False
+    """It overtakes waiting requests, except those that change the same element or node."""
 
 
 @dataclass(frozen=True)
 class Knock:
-    """Try whether the node's slurmd answers. address: host:port."""
+    """Tries whether the node's slurmd answers."""
 
     node: str
     address: str
+    """host:port."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Try to reach a silent agent's door, its node's slurmd and, as a control, another node's slurmd from here.
-
-    targets: host:port each, empty when unknown or not asked for. number: the round of probes.
-    """
+    """Tries to reach a silent agent's door, its node's slurmd and, as a control, another node's slurmd from here."""
 
     job: str
     element: int
     node: str
     targets: tuple[str, ...]
+    """host:port each, empty if unknown or not asked for."""
     number: int
+    """The round of probes."""

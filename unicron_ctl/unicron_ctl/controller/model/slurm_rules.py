@@ -1,4 +1,4 @@
-"""Fold rules for what is asked of Slurm: intents and outcomes, what was taken, where elements must not start."""
+"""Fold rules for requests to Slurm: intents and outcomes, takes, and nodes where elements must not start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def on_done(state: ClusterState, event: Event, record: records.SlurmDone) -> Non
     settle_intents(state, event.job, record.action, record.element, record.node)
     pin = state.pins.get((event.job, record.element))
     if record.action == "pin" and pin is not None and pin.node == record.node:
-        state.pins[event.job, record.element] = Pin(pin.node, event.time)  # what Slurm said before is not about it
+        state.pins[event.job, record.element] = Pin(pin.node, event.time)  # earlier answers of Slurm are not about it
     if (event.job, record.element) in state.once_held:
         state.once_held[event.job, record.element] = event.time
 
@@ -56,7 +56,7 @@ def on_failed(state: ClusterState, event: Event, record: records.SlurmFailed) ->
 
 
 def settle_intents(state: ClusterState, job: str, action: str, element: int, node: str) -> None:
-    """Drop requests to Slurm that are done, or will not be. Where a node is concerned, whoever made them."""
+    """Drops requests to Slurm that are done, or never will be; those about a node for all jobs."""
     done = [
         key
         for key in state.intents

@@ -2,10 +2,10 @@
 record of a decision leads to. The fold alone sets the phase.
 
 FORMING -> ENTERING -> RUNNING -> OFFERING -> RUNNING     membership grows and shrinks at iteration boundaries
-OFFERING -> RUNNING                                       a newcomer failed before the boundary: nobody stops for it
+OFFERING -> RUNNING                                       a newcomer failed before the boundary: no rank stops for it
 RUNNING, OFFERING, ENTERING -> BREAKING -> ENTERING       any loss, in any step, is just another Break
-BREAKING -> FORMING                                       nobody is left who knows the training state, or all ranks
-                                                          start again in another layout
+BREAKING -> FORMING                                       no rank with the training state is left, or all ranks start
+                                                          again in another layout
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Event(enum.StrEnum):
     """Events of a job's state machine, from the statuses of its ranks or the clock."""
 
     READY = "ready"  # forming: enough ranks wait
-    LOSS = "loss"  # a failure says that members must be left out
-    FAULT = "fault"  # a new generation is needed although nobody is lost
+    LOSS = "loss"  # a failure: members must be left out
+    FAULT = "fault"  # a new generation is needed although no rank is lost
     CHANGE = "change"  # newcomers wait, or the plan takes an element away
-    WITHDRAW = "withdraw"  # what is offered will not come about, and nobody has taken it
+    WITHDRAW = "withdraw"  # the offer cannot come about, and no rank has taken it
     ENTERED = "entered"  # all members of the plan, or of the offer, run in it
     TIMEOUT = "timeout"  # they did not enter in time
     REPORTED = "reported"  # every survivor has stopped
@@ -34,7 +34,7 @@ class Event(enum.StrEnum):
 
 
 class Action(enum.StrEnum):
-    """The controller's answer to an event, with the record that comes of it where all goes well."""
+    """The controller's answer to an event, each with the record of its success."""
 
     FORM = "form"  # PlanMade
     BREAK = "break"  # Break
@@ -70,7 +70,7 @@ ACTIONS: dict[Phase, dict[Event, Action]] = {
     },
     Phase.ENDED: {},
 }
-"""An event that a phase does not name changes nothing in it."""
+"""The answers to the events in each phase; an event without one changes nothing."""
 
 PHASES: dict[type[records.Record], Phase] = {
     records.PlanMade: Phase.ENTERING,

@@ -25,15 +25,15 @@ from unicron_detector.failures.classify import Classifier
 SUSPECT_SECONDS = (
     86400.0  # as long as a flapping node is remembered (unicron_detector.failures.fault_history.Policy.flap_window)
 )
-WAITS_FOR_NODES = frozenset({"", "None", "Priority", "Resources"})  # other reasons are no matter of nodes
+WAITS_FOR_NODES = frozenset({"", "None", "Priority", "Resources"})  # other reasons have nothing to do with nodes
 
 
 @dataclass
 class Listing:
     """Slurm's nodes and elements, and when it was asked (seconds since the epoch).
 
-    elements: one for each node of an element that has several. rows: each element as Slurm gives and takes it; the same
-    where none has several nodes.
+    elements: an entry for each node of an element with several. rows: each element as Slurm allocates it; the same
+    where no element has several nodes.
     """
 
     asked_at: float
@@ -47,10 +47,10 @@ class Listing:
         self.by_job, self.rows_by_job = (_by_job(listed) for listed in (self.elements, self.rows))
         self._names: dict[str, Mapping[str, int]] = {}
         self._partitions: dict[str, frozenset[str]] = {}
-        self.grounds: dict[frozenset[str], Any] = {}  # what `plan.reach` has worked out, by the jobs that it is for
+        self.grounds: dict[frozenset[str], Any] = {}  # results of `plan.reach`, by the jobs they hold for
 
     def nodes_of(self, element: ElementInfo) -> Mapping[str, int]:
-        """The names of the element's nodes, each with its place; read once for all who ask."""
+        """The names of the element's nodes, each with its place; parsed once."""
         text = element.node or ""
         found = self._names.get(text)
         if found is None:
@@ -58,7 +58,7 @@ class Listing:
         return found
 
     def partitions(self, job: str) -> frozenset[str]:
-        """The partitions of the job's elements; read once for all who ask."""
+        """The partitions of the job's elements; parsed once."""
         found = self._partitions.get(job)
         if found is None:
             listed = {element.partition for element in self.of(job).values()}
@@ -67,7 +67,7 @@ class Listing:
 
     @cached_property
     def sorts(self) -> list[list[NodeInfo]]:
-        """The nodes, those together that Slurm's scheduler cannot tell apart."""
+        """The nodes, grouped so that Slurm's scheduler cannot tell those of a group apart."""
         found: dict[tuple[object, ...], list[NodeInfo]] = {}
         for node in self.nodes:
             key = (node.partitions, node.features, node.gres, node.reservations, node.size, node.limits)
@@ -76,13 +76,13 @@ class Listing:
 
     @cached_property
     def waiting(self) -> list[ElementInfo]:
-        """Elements that wait for nodes and for nothing else, those first that come first."""
+        """Elements that wait for nodes and for nothing else, in the order in which Slurm starts them."""
         found = [e for e in self.rows if e.state == "PENDING" and not e.held and e.reason in WAITS_FOR_NODES]
         return sorted(found, key=lambda e: (-e.priority, e.job, e.element))
 
     @cached_property
     def by_node(self) -> dict[str, list[ElementInfo]]:
-        """The elements that have each node, by its name; those that are over included while Slurm shows their nodes."""
+        """The elements on each node, by its name; elements that ended too, while Slurm shows their nodes."""
         found: dict[str, list[ElementInfo]] = {}
         for element in self.elements:
             for name in self.nodes_of(element) if element.node else ():
@@ -100,34 +100,34 @@ class Listing:
 
 def _by_job(listed: Sequence[ElementInfo]) -> dict[str, dict[int, ElementInfo]]:
     found: dict[str, dict[int, ElementInfo]] = {}
-    for element in (element for element in listed if not element.brief):  # these say nothing of a job
+    for element in (element for element in listed if not element.brief):  # brief ones carry no details of a job
         found.setdefault(element.job, {})[element.element] = element
     return found
 
 
 @dataclass
 class SlurmView:
-    """Slurm as it last showed itself. "No answer" is never read as "clean": without a listing nothing is decided."""
+    """Slurm's last answers. "No answer" is never read as "clean": without a listing nothing is decided."""
 
     used: bool = False
     seen: Listing | None = None
     error: str = ""
-    """Why it has not answered since `error_since`."""
+    """Why Slurm has not answered since `error_since`."""
     error_since: float = 0.0
     error_told: float = 0.0
-    """When a reason went into the log last."""
+    """When a reason was last logged."""
     private: frozenset[str] = frozenset()
-    """Slurm's PrivateData: kinds of things that users see of their own only."""
+    """Slurm's PrivateData: the kinds of entries of which a user sees only their own."""
     domains: Mapping[str, str] = field(default_factory=dict)
     """node -> the leaf switch or block with which it fails; empty where Slurm knows no topology."""
     kill_wait: float = 30.0
     """Seconds from SIGTERM to SIGKILL when an element is to end."""
     grace: Mapping[str, float] = field(default_factory=dict)
-    """partition -> seconds from the first SIGTERM to that, when an element is preempted."""
+    """partition -> seconds from the first SIGTERM to the end, when an element is preempted."""
     shrinks: int = 0
-    """How often Slurm takes nodes from a running job when it is asked to."""
+    """How often Slurm can take nodes from a running job on request."""
     expected: dict[str, list[int]] = field(default_factory=dict)
-    """job -> elements that run or are about to, by the last placement."""
+    """job -> elements that run or are about to start, by the last placement."""
 
     def node(self, name: str) -> NodeInfo | None:
         return self.seen.by_name.get(name) if self.seen else None
@@ -139,18 +139,18 @@ class Live:
 
     jobs: dict[str, JobView] = field(default_factory=dict)
     leases: OrderedDict[tuple[str, int], AgentView] = field(default_factory=OrderedDict)
-    """Living agents, the one that has been silent for longest first."""
+    """Living agents, the longest silent one first."""
     suspects: dict[tuple[str, int], AgentView] = field(default_factory=dict)
-    """Living agents of which Slurm says that they ended."""
+    """Living agents that have ended according to Slurm."""
     greet_at: OrderedDict[str, float] = field(default_factory=OrderedDict)
-    """node -> when its slurmd is to be tried next, the soonest first."""
+    """node -> when its slurmd is tried next, the soonest first."""
     greeted: set[str] = field(default_factory=set)
     """Nodes whose slurmds are being tried."""
     slurmds: dict[str, str] = field(default_factory=dict)
     """node -> "host:port" at which this controller has reached its slurmd."""
     by_node: dict[str, set[tuple[str, int]]] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
-    """Public keys of agents that are registered."""
+    """Public keys of registered agents."""
 
     def agent(self, job: str, element: int) -> AgentView | None:
         live = self.jobs.get(job)
@@ -194,13 +194,13 @@ class Live:
             self.greet_at.pop(agent.node, None)
 
     def forget(self, job: str) -> None:
-        """Drop a job that is over."""
+        """Drop a job that has ended."""
         for element in list(self.jobs[job].agents) if job in self.jobs else ():
             self.remove(job, element)
         self.jobs.pop(job, None)
 
     def note_word(self, agent: AgentView, now: float) -> None:
-        """The agent has spoken: its lease begins again."""
+        """Renews the lease of an agent that was heard."""
         agent.last_heard = now
         key = agent.job, agent.element
         if agent.alive:
@@ -211,22 +211,22 @@ class Live:
             self.suspects.pop(key, None)
 
     def drop_lease(self, agent: AgentView) -> None:
-        """The agent's lease ran out, or it has left: nobody waits for its next word."""
+        """Ends the lease of an agent that has expired or left."""
         self.leases.pop((agent.job, agent.element), None)
         self.suspects.pop((agent.job, agent.element), None)
 
     def suspect(self, agent: AgentView, now: float) -> None:
-        """Slurm says that the agent has ended."""
+        """Marks an agent that has ended according to Slurm."""
         agent.suspect_since = now
         self.suspects[agent.job, agent.element] = agent
 
     def renew(self, now: float) -> None:
-        """Everybody has a whole lease again: nobody could be heard."""
+        """Renews all leases: no agent could be heard."""
         for agent in self.agents():
             agent.last_heard = now
 
     def shift(self, seconds: float) -> None:
-        """This process stood still for so long: nobody else was late."""
+        """Moves all times by as long as this process stood still: no agent was late meanwhile."""
         for live in self.jobs.values():
             live.stalled += seconds
             live.stopped = {slot: at + seconds for slot, at in live.stopped.items()}
@@ -242,7 +242,7 @@ class Live:
 
 @dataclass
 class View:
-    """Everything that a decider may look at. It changes nothing in it."""
+    """Everything that a decider may read; it changes nothing here."""
 
     config: ControllerConfig
     classifier: Classifier
@@ -253,45 +253,45 @@ class View:
     started_at: float
     """When this controller started; later by as long as it stood still."""
     suspicions: Suspicions = field(default_factory=Suspicions)
-    """What is asked about silent agents and their nodes; only the failure detector changes it."""
+    """Open questions about silent agents and their nodes; only the failure detector changes them."""
     unread: Callable[[Route], bool] = lambda route: False
-    """Whether messages of this connection wait to be heard: then its agent is not silent, this controller is behind."""
+    """Whether messages of this connection wait to be read: then its agent is not silent, this controller is behind."""
 
     def rules(self, partition: str) -> Rules:
-        """The rules of this partition now ("" for one that is not known)."""
+        """The rules of this partition now ("" for an unknown one)."""
         rules = self.config.rules(partition)
         return rules.as_paused() if self.state.is_paused(partition, self.now) else rules
 
     def job(self, state: JobState) -> JobView:
-        """The job with what its agents say."""
+        """The job together with its agents' reports."""
         found = self.live.jobs.get(state.job)
         if found is None or found.state is not state:
             found = self.live.jobs[state.job] = JobView(state)
         return found
 
     def managed_jobs(self) -> list[JobState]:
-        """The jobs that are planned for, by id."""
+        """The jobs of the plan, by id."""
         return [job for _, job in sorted(self.state.jobs.items()) if not job.over]
 
     def shown_node(self, job: JobState, element: int) -> NodeInfo | None:
-        """The node on which Slurm has shown this element of the job at work. Where it has not, or Slurm is not used,
-        None: nothing may be done to a node on an agent's word alone."""
+        """The node on which Slurm has shown this element of the job running; None if it has not, or is not used: an
+        agent's word alone never justifies an action on a node."""
         agent = job.agents.get(element)
         sure = self.slurm.used and job.submitted and agent is not None and agent.confirmed
         return self.slurm.node(agent.node) if sure and agent is not None else None
 
     def unfit(self, node: str) -> bool:
-        """The node must get no work of ours now."""
+        """Whether the node may get no work from this controller now."""
         return node in self.state.out_of_service
 
     @property
     def alone(self) -> bool:
-        """No agent at all is heard: nothing is judged and nothing is done."""
+        """Whether no agent at all is heard: then nothing is judged and nothing is done."""
         return self.suspicions.alone_since is not None
 
     def avoided_nodes(self, job: JobState) -> frozenset[str]:
-        """Nodes on which no element of the job is to start: one that may be at fault until a pair test has cleared it,
-        for a day at most; any other for as long as the same fault escalates."""
+        """Nodes on which no element of the job may start: a suspect until a pair test clears it, a day at most; any
+        other as long as the same fault escalates."""
         found = []
         for node, mark in job.avoid.items():
             paired = self.state.node(node).paired
@@ -302,12 +302,12 @@ class View:
         return frozenset(found)
 
     def refused_nodes(self, job: JobState) -> dict[str, str]:
-        """Nodes on which Slurm did not start an element of the job that was told to start there, and why."""
+        """Nodes on which Slurm did not start an element of the job that was pinned there, and why."""
         return {node: one.said for node, one in job.refused.items() if self.now < one.until}
 
     def expected_elements(self, job: JobState) -> list[int] | None:
-        """Elements that run or are about to; None while that is not known freshly enough. Not those that were asked to
-        end: Slurm may have given their nodes away, and they may wait long for others."""
+        """Elements that run or are about to start; None while the listing is too old to say. Elements that were asked
+        to end are left out: Slurm may have given their nodes away, and they may wait long for others."""
         seen = self.slurm.seen
         if not self.slurm.used or seen is None or job.job not in self.slurm.expected:
             return None
@@ -324,7 +324,7 @@ class Send:
 
 
 class Order(NamedTuple):
-    """A message that is repeated until it is obeyed, but not more often than `repeat_seconds`. key: its name."""
+    """A message that is repeated until it takes effect, every `repeat_seconds` at most. key: its name."""
 
     agent: AgentView
     key: str
@@ -333,7 +333,7 @@ class Order(NamedTuple):
 
 @dataclass
 class Outcome:
-    """The result of a sensor or a decider. Empty means that there is nothing to do."""
+    """The result of a sensor or a decider; empty if nothing needs doing."""
 
     records: list[tuple[str, int, Record]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -342,7 +342,7 @@ class Outcome:
     """Sent by the job's turn; only sensors return them."""
     requests: list[Any] = field(default_factory=list)
     suspects: list[AgentView] = field(default_factory=list)
-    """Agents of which somebody says that they have ended: they are asked (`failure_detector.leases`)."""
+    """Agents reported to have ended: `failure_detector.leases` asks them."""
     hurry: bool = False
     """Slurm should be asked soon."""
 
@@ -350,7 +350,7 @@ class Outcome:
         return bool(self.records or self.findings or self.sends or self.requests or self.suspects)
 
     def record(self, job: JobState | None, record: Record, generation: int | None = None) -> None:
-        """Adds a record; its generation is the job's present one unless another is named."""
+        """Adds a record, by default of the job's present generation."""
         number = generation if generation is not None else job.generation if job else 0
         self.records.append((job.job if job else "", number, record))
 
@@ -358,13 +358,13 @@ class Outcome:
         self.sends.append(Send(agent.route, message))
 
     def note(self, agents: Mapping[int, AgentView], text: str) -> None:
-        """Has the first agent that lives write a line into the job's log."""
+        """Has the first living agent write a line into the job's log."""
         first = min((element for element, agent in agents.items() if agent.alive), default=None)
         if first is not None:
             self.send(agents[first], wire.Note(text=text))
 
     def note_at_end(self, agents: Mapping[int, AgentView], text: str) -> None:
-        """Has the first agent that lives, and no other, write a line at the end of the job's log."""
+        """Has the first living agent, and no other, write a line at the end of the job's log."""
         alive = [agents[element] for element in sorted(agents) if agents[element].alive]
         none = wire.Note(text="", at_end=True)
         for agent in alive[:1]:
@@ -373,7 +373,7 @@ class Outcome:
             self.send(agent, none)
 
     def merge(self, others: Iterable[Outcome]) -> Outcome:
-        """This with the others after it."""
+        """Appends the others to this one."""
         for other in others:
             self.records += other.records
             self.findings += other.findings

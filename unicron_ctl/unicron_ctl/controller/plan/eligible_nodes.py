@@ -1,7 +1,7 @@
-"""Which nodes a job's elements may be given: those on which Slurm itself would start them. Pure.
+"""The nodes that a job's elements may get: those on which Slurm itself would start them. Pure.
 
-Slurm decides in the end, but an element that is pinned to a node that it cannot have waits for ever, and one that takes
-a node from under a pending job of higher priority jumps the queue. Sources: sbatch(1): --partition, --constraint,
+Slurm decides in the end, but an element pinned to a node that it cannot have waits for ever, and one that takes a node
+before a pending job of higher priority jumps the queue. Sources: sbatch(1): --partition, --constraint,
 --gres, --exclude, --reservation, --time; squeue(1): the scheduler's estimates.
 """
 
@@ -19,10 +19,10 @@ from unicron_planner.problem.gpus import node_peak
 
 @dataclass(frozen=True)
 class Reach:
-    """The nodes that a job can be given.
+    """The nodes that a job can get.
 
-    nodes: where the job's elements may go, and those that they are on. asks: what Slurm looks at, in words. barred:
-    how many other nodes are out of reach, by the reason. peak: FLOP/s that one of the nodes can do at most."""
+    nodes: where the job's elements may go, and those that they are on. asks: the job's requests of Slurm, in words.
+    barred: the number of other nodes by the reason that they are out of reach. peak: the highest FLOP/s of a node."""
 
     nodes: frozenset[str]
     asks: str = ""
@@ -30,23 +30,23 @@ class Reach:
     peak: float = float("inf")
 
 
-RIVALS = 200  # kinds of pending elements that are looked at closely
-COMPONENTS = 16  # of a heterogeneous job that are, and choices of features in brackets
+RIVALS = 200  # kinds of pending elements examined closely
+COMPONENTS = 16  # of a heterogeneous job examined closely; also choices of features in brackets
 ALWAYS = float("-inf")  # a rival may get the node at any time
 
 
 class Ground:
-    """A listing of Slurm, for jobs that are planned for: `managed`, by id. now: seconds since the epoch.
+    """A listing of Slurm, for the jobs of the plan: `managed`, by id. now: seconds since the epoch.
 
-    What anybody has pending costs a bounded time: of so many kinds
-    (RIVALS) it is looked at where they fit, the most urgent first; of the others all nodes of their partitions count.
+    Pending jobs of others cost a bounded time: the most urgent kinds (RIVALS) are examined for where they fit; of the
+    others all nodes of their partitions count.
     """
 
     def __init__(self, listing: Listing, managed: Collection[str], now: float) -> None:
         self._now, self._sorts, self._names = now, listing.sorts, listing.by_name.keys()
         self._wanted: dict[str, list[tuple[float, ElementInfo]]] = {}
-        """node -> (when, pending element of others that may get it then). Each is less urgent than those before it,
-        and comes sooner; after one that may come at any time no other counts."""
+        """node -> (when, pending element of others that may get it then). Each is less urgent than those before it, and
+        comes sooner; after one that may come at any time no other counts."""
         self._open = [{node.name for node in sort} for sort in self._sorts]
         asked: set[tuple[object, ...]] = set()
         self._whole: dict[str, list[ElementInfo]] = {}  # the components of each heterogeneous job
@@ -64,10 +64,10 @@ class Ground:
                 asked.add(asks)
                 self._want(e, roughly)
                 if not any(self._open):
-                    break  # none is left for those that come later
+                    break  # none is left for the rest
 
     def _want(self, rival: ElementInfo, roughly: bool) -> None:
-        """Notes what a rival may get. roughly: any node of its partitions."""
+        """Notes the nodes that a rival may get. roughly: any node of its partitions."""
         planned = frozenset() if roughly else rival.planned_nodes
         if planned and rival.starts is not None:
             for name in planned & self._names:
@@ -76,7 +76,7 @@ class Ground:
                     first.append((rival.starts, rival))
             return
         if rival.hetero and not (planned or roughly or self._may_start(rival.hetero)):
-            return  # Slurm itself keeps no more for such a job than it has planned
+            return  # Slurm itself keeps for such a job only planned nodes
         if len(rival.required_nodes) >= rival.asked.nodes and not roughly:
             planned = planned or rival.required_nodes  # it can get no others
         for k in self._sorts_for(rival, planned, roughly):
@@ -87,7 +87,7 @@ class Ground:
             names -= taken
 
     def _sorts_for(self, rival: ElementInfo, planned: frozenset[str], roughly: bool) -> list[int]:
-        """The sorts of nodes, of those of which some may still go to anybody, among which the rival's may be."""
+        """The sorts of nodes, among those still open, that may have the rival's nodes."""
         left = [k for k, names in enumerate(self._open) if names]
         if planned:
             return left
@@ -96,8 +96,8 @@ class Ground:
         return sorted(self._where(rival, left).intersection(left))
 
     def _may_start(self, hetero: str) -> bool:
-        """Whether there are as many nodes as each component of a heterogeneous job asks for, and all together. Slurm
-        gives no node to two of them."""
+        """Whether there are enough nodes for each component of a heterogeneous job, and for all together. Slurm gives
+        no node to two of them."""
         parts = self._whole[hetero]
         if len(parts) > COMPONENTS:
             return True
@@ -107,8 +107,8 @@ class Ground:
         return all(count <= sum(len(self._sorts[k]) for k in where) for count, where in wants)
 
     def _where(self, ask: ElementInfo, among: Collection[int] | None = None) -> set[int]:
-        """The sorts of nodes on which the element may start. Of features in brackets all its nodes must have the same,
-        so each choice must be on enough nodes. among: which sorts are asked about; any other may be found, too."""
+        """The sorts of nodes on which the element may start. All its nodes must have the same of the features in
+        brackets, so each choice must be on enough nodes. among: the sorts in question; others may be found, too."""
         choices = one_for_all(ask.features) if ask.asked.cpus_in_all and ask.asked.nodes > 1 else []
         chosen = 0 < len(choices) <= COMPONENTS
         numbers = range(len(self._sorts)) if chosen or among is None else among
@@ -129,8 +129,8 @@ class Ground:
         occupied: Collection[str],
         refused: Mapping[str, str] = {},
     ) -> Reach:
-        """elements: the job's. good: nodes in service that no job of others uses. occupied: those it has now. refused:
-        nodes on which Slurm has not started it when it was told to, and why."""
+        """The reach of a job. elements: the job's. good: nodes in service without jobs of others. occupied: the job's
+        present nodes. refused: nodes on which Slurm did not start it although pinned there, and why."""
         listed = list(elements)
         if not listed:
             return Reach(frozenset())
@@ -144,7 +144,7 @@ class Ground:
         return Reach(nodes, _words(ask), dict(why), max(peaks, default=float("inf")))
 
     def _bar_for_rivals(self, barred: dict[str, str], ask: ElementInfo, priority: int) -> None:
-        """Adds the nodes that go to an element of others, with a higher priority, before this one would end."""
+        """Adds nodes that go to an element of others with a higher priority before this one would end."""
         ends = self._now + ask.time_limit if ask.time_limit is not None else float("inf")
         for name, wanted in self._wanted.items():
             if name not in barred:
@@ -172,7 +172,7 @@ def misfit(ask: ElementInfo, node: NodeInfo, now: float) -> str:
         return f"beyond the limits of partition {ask.partition}"
     if not has_gres(ask.gres, node.gres):
         return f"without {ask.gres}"
-    nodes = ask.asked.nodes if ask.asked.cpus_in_all else float("inf")  # Slurm did not say
+    nodes = ask.asked.nodes if ask.asked.cpus_in_all else float("inf")  # unknown
     if ask.features and not has_features(ask.features, node.features, nodes):
         return f"without the features {ask.features}"
     if why := too_small(ask.asked, node.size):
@@ -186,21 +186,21 @@ def misfit(ask: ElementInfo, node: NodeInfo, now: float) -> str:
 
 
 def in_partition(ask: ElementInfo, node: NodeInfo) -> bool:
-    """One of the partitions that are asked for has the node."""
+    """Whether one of the requested partitions has the node."""
     partitions = {name for name in ask.partition.split(",") if name}
     return not partitions or not node.partitions or not partitions.isdisjoint(node.partitions)
 
 
 def _limits(ask: ElementInfo, node: NodeInfo) -> list[PartitionInfo]:
-    """The limits of each partition by which the element may come to the node."""
+    """The limits of each partition through which the element may get the node."""
     asked = {name for name in ask.partition.split(",") if name} & set(node.partitions)
     limits = {limit.name: limit for limit in node.limits}
     return [limits.get(name, PartitionInfo(name, 0, "")) for name in sorted(asked)] or [PartitionInfo("", 0, "")]
 
 
 def _allows(partition: PartitionInfo, ask: ElementInfo) -> bool:
-    """Whether what is asked for is within the partition's limits. Of a single partition Slurm itself says that it is
-    not, and there may be a QOS that allows it; only for CPUs of a node it has no reason of its own."""
+    """Whether the request is within the partition's limits. For a single partition Slurm itself reports it, and a QOS
+    may lift the limit; only for CPUs of a node Slurm has no reason of its own."""
     if ask.asked.nodes == 1 and ask.asked.cpus_in_all > partition.max_cpus:
         return False
     seconds = ask.time_limit if ask.time_limit is not None else 0.0
@@ -212,11 +212,11 @@ def _allows(partition: PartitionInfo, ask: ElementInfo) -> bool:
 
 
 def too_small(ask: Needs, size: Size) -> str:
-    """Say what a node of this size lacks; empty when it is large enough, or Slurm did not say how large it is."""
+    """Say what a node of this size lacks; empty if it is large enough, or its size is unknown."""
     if not size.cpus:
         return ""
-    cores = -(-size.cpus // size.threads)  # without those that are kept for the system
-    fewer = 0 < ask.threads < size.threads  # so many threads of each core are used
+    cores = -(-size.cpus // size.threads)  # without those reserved for the system
+    fewer = 0 < ask.threads < size.threads  # only so many threads of each core are used
     usable = cores * ask.threads if fewer else size.cpus
     per_socket = cores // size.sockets if ask.sockets == size.sockets else -(-cores // size.sockets)
     memory, given = ask.memory, size.memory
@@ -225,7 +225,7 @@ def too_small(ask: Needs, size: Size) -> str:
         if ask.tasks_per_core == ask.cpus_per_task == 1:
             cpus = ask.cpus * size.threads  # a core for each
         memory, given = max(ask.memory, ask.in_all, ask.per_cpu * cpus), size.to_give
-    # Slurm 22.05 gives the tasks of a socket whole cores, and what is left of these to others.
+    # Slurm 22.05 gives the tasks of a socket whole cores, and the rest of these to others.
     a_socket = -(-ask.tasks_per_socket * ask.cpus_per_task // size.threads) * size.threads
     for_sockets = -(-ask.tasks * ask.cpus_per_task // a_socket) if a_socket else 0
     for_cores = -(-ask.tasks // ask.tasks_per_core) if ask.tasks_per_core else 0
@@ -269,7 +269,7 @@ def _gres(text: str) -> list[tuple[str, str, int]]:
 def has_features(constraint: str, features: Collection[str], nodes: float = float("inf")) -> bool:
     """Whether one node of an element with so many meets a constraint of sbatch(1): names with & and |, taken from the
     left, brackets of any kind. Of names with counts ("[a*2&b*1]") a node needs one, and the counts are of different
-    nodes. False for what cannot be understood: such an element stays where Slurm puts it."""
+    nodes. False for an unintelligible constraint: such an element stays where Slurm puts it."""
     if sum(map(int, re.findall(r"\*(\d+)", constraint))) > nodes:
         return False
     tokens = re.findall(r"[\[\]()&|,]|[^\[\]()&|,]+", constraint.replace(" ", ""))
@@ -281,8 +281,8 @@ def has_features(constraint: str, features: Collection[str], nodes: float = floa
 
 
 def one_for_all(constraint: str) -> list[str]:
-    """Finds what a constraint comes to with each of the features in its brackets: `x&[a|b]` is `x&(a)` or `x&(b)`.
-    Empty where it leaves no such choice."""
+    """The constraint with each of the choices in its brackets: `x&[a|b]` is `x&(a)` or `x&(b)`. Empty without such a
+    choice."""
     found = re.fullmatch(r"([^\[\]*]*)\[([^\[\]*]*)\]([^\[\]*]*)", constraint.replace(" ", ""))
     if found is None or "|" not in found[2]:
         return []

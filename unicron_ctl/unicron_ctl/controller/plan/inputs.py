@@ -1,4 +1,4 @@
-"""When a new plan is made, and what the planner is told: jobs and nodes as Slurm and the agents show them."""
+"""When a new plan is made, and the planner's input: jobs and nodes as Slurm and the agents show them."""
 
 from __future__ import annotations
 
@@ -25,23 +25,19 @@ from unicron_planner.problem.gpus import BEST
 from unicron_planner.solver.plan import flops_text
 from unicron_planner.solver.solve import Plan
 
-EVERYBODY = "all users"  # the one owner where the FLOP/s of all jobs are compared
-MOST_TRIES = 4  # of starting an element again of which no agent comes: its script may fail at once everywhere
+EVERYBODY = "all users"  # the only owner, if the FLOP/s of all jobs are compared
+MOST_TRIES = 4  # to start an element again that never gets an agent: its script may fail everywhere at once
 
 
 def replan(view: View, jobs: Sequence[JobState], aheads: Aheads) -> Outcome:
-    """A new plan when what it depends on has changed: the nodes that are there, the jobs, what they can take."""
+    """Makes a new plan if its input has changed: the nodes that are there, the jobs, the nodes that they can use."""
     out, state = Outcome(), view.state
     found = pools(inputs(view, jobs))
-    key = key_of(found)
-    if key == state.plan_inputs:
-        _prepare(view, found, state.assignment, aheads)
-        return out
-    plan, looked_up = plan_for(view, found, aheads)
-    trigger = f"was: {state.plan_inputs}; is: {key}" if state.plan_inputs else f"first plan: {key}"
-    out.record(
-        None,
-        records.ClusterReplanned(
+    key, assignment = key_of(found), state.assignment
+    if key != state.plan_inputs:
+        plan, looked_up = plan_for(view, found, aheads)
+        trigger = f"was: {state.plan_inputs}; is: {key}" if state.plan_inputs else f"first plan: {key}"
+        record = records.ClusterReplanned(
             assignment=dict(plan.assignment),
             reasons=dict(plan.reasons),
             objective=plan.objective,
@@ -52,41 +48,30 @@ def replan(view: View, jobs: Sequence[JobState], aheads: Aheads) -> Outcome:
             looked_up=looked_up,
             layouts=dict(plan.layouts),
             reason=trigger,
-        ),
-    )
-    _prepare(view, found, plan.assignment, aheads)
+        )
+        out.record(None, record)
+        assignment = plan.assignment
+    config = view.config
+    for pool in found:
+        ahead = aheads.of(pool.jobs)
+        ahead.prepare(pool.jobs, assignment, pool.count, config.mtbf_node_hours, config.transition_seconds)
+    aheads.close_others([pool.jobs for pool in found])
     return out
 
 
 def key_of(found: Sequence[Pool]) -> str:
-    """All that a plan depends on, in words; the plan is made anew when it changes."""
-    return "; ".join(
-        f"{pool.count} nodes: "
-        + ", ".join(
-            f"{i.job} w{i.weight:g} {i.min_nodes}-{i.max_nodes}{_spares(i)}{_part(i, pool)}{_by(i)}{_as(i)}"
-            f"{' measured' if i.rate else ''} of {i.whose}"
-            for i in pool.jobs
-        )
-        for pool in found
-    )
+    """All that a plan depends on, in words. A new plan is made when it changes."""
+    return "; ".join(f"{pool.count} nodes: {', '.join(_words(job, pool) for job in pool.jobs)}" for pool in found)
 
 
-def _part(job: JobInput, pool: Pool) -> str:
-    return f" of {len(job.reach)}" if len(job.reach) < len(pool.nodes) else ""
-
-
-def _spares(job: JobInput) -> str:
-    """Say how many train at most, and how long a place stays empty without a spare."""
-    return f" of which {job.trains} train, else {job.wait_seconds:g} s" if job.spares else ""
-
-
-def _by(job: JobInput) -> str:
-    return f" by {job.unit}" if job.unit > 1 else ""
-
-
-def _as(job: JobInput) -> str:
-    """The layout that the job is in, and those in which it can go on."""
-    return f" as {job.layout} of {', '.join(job.layouts)}" if job.layouts else ""
+def _words(job: JobInput, pool: Pool) -> str:
+    """One job's part of the key."""
+    spares = f" of which {job.trains} train, else {job.wait_seconds:g} s" if job.spares else ""
+    part = f" of {len(job.reach)}" if len(job.reach) < len(pool.nodes) else ""
+    unit = f" by {job.unit}" if job.unit > 1 else ""
+    layouts = f" as {job.layout} of {', '.join(job.layouts)}" if job.layouts else ""
+    facts = f"{spares}{part}{unit}{layouts}{' measured' if job.rate else ''}"
+    return f"{job.job} w{job.weight:g} {job.min_nodes}-{job.max_nodes}{facts} of {job.whose}"
 
 
 def unit_of(view: View, job: JobState) -> int:
@@ -111,17 +96,9 @@ def plan_for(view: View, found: Sequence[Pool], aheads: Aheads) -> tuple[Plan, b
     return join_plans(parts, sum(len(pool.nodes) for pool in found)), all(looked)
 
 
-def _prepare(view: View, found: Sequence[Pool], assignment: dict[str, int], aheads: Aheads) -> None:
-    config = view.config
-    for pool in found:
-        ahead = aheads.of(pool.jobs)
-        ahead.prepare(pool.jobs, assignment, pool.count, config.mtbf_node_hours, config.transition_seconds)
-    aheads.close_others([pool.jobs for pool in found])
-
-
 def why_fixed(view: View, job: JobState) -> str:
-    """Why the plan leaves the nodes of a job that is one allocation as they are; empty for one that may shrink, and for
-    an array."""
+    """Why the plan does not change the nodes of a job that is one allocation; empty for one that may shrink, and for an
+    array."""
     settings, rules = job.settings, permission.of_job(view, job.job)
     if not settings.allocation:
         return ""
@@ -132,7 +109,8 @@ def why_fixed(view: View, job: JobState) -> str:
     if job.unshrinkable:
         return f"Slurm refused to shrink it: {job.unshrinkable}"
     if job.shrunk >= view.slurm.shrinks:
-        return f"Slurm {_often(view.slurm.shrinks)}"
+        never = "never lets it shrink (disable_job_shrink in SchedulerParameters)"
+        return f"Slurm {'lets it shrink only once without slurmdbd' if view.slurm.shrinks else never}"
     if rules.mode == ACT and not rules.may("shrink"):
         return rules.refusal("shrink")
     listed = view.slurm.seen.of(job.job) if view.slurm.seen is not None else {}
@@ -141,15 +119,9 @@ def why_fixed(view: View, job: JobState) -> str:
     return "" if job.generation else "it has not begun to train"
 
 
-def _often(count: int) -> str:
-    if count:
-        return "lets it shrink only once without slurmdbd"
-    return "never lets it shrink (disable_job_shrink in SchedulerParameters)"
-
-
 def ended_in_allocation(job: JobState) -> dict[int, AgentRecord]:
-    """Agents of an allocation that have ended, by element: nothing trains there again. Not those whose ranks have
-    trained to the end: they stay members, and the batch script may go on with their nodes."""
+    """Agents of an allocation that have ended, by element: nothing trains there again. Agents whose ranks have trained
+    to the end do not count: they stay members, and the batch script may go on with their nodes."""
     return {element: agent for element, agent in job.agents.items() if agent.gone and element not in job.inside}
 
 
@@ -166,14 +138,15 @@ def usable_nodes(view: View, listing: Listing, jobs: Sequence[JobState]) -> list
 
 @dataclass(frozen=True)
 class Around:
-    """The nodes for jobs that are planned for together. good: those that can be given to them."""
+    """The nodes for jobs that are planned together."""
 
     good: frozenset[str]
+    """Those that can be given to the jobs."""
     ground: Ground
 
 
 def around(view: View, listing: Listing, jobs: Sequence[JobState]) -> Around:
-    """Work out what these jobs have in common, once a listing: the wants of others are much of the work."""
+    """The nodes around these jobs; the demand of other jobs, the costly part, is computed once a listing."""
     names = frozenset(job.job for job in jobs)
     ground = listing.grounds.get(names)
     if ground is None:
@@ -182,7 +155,7 @@ def around(view: View, listing: Listing, jobs: Sequence[JobState]) -> Around:
 
 
 def reaches(view: View, jobs: Sequence[JobState], among: Around | None = None) -> dict[str, Reach]:
-    """The nodes that each of the jobs may be given; {} without Slurm. among: what there is for them and others."""
+    """The nodes that each of the jobs may be given; {} without Slurm. among: computed before, for them and others."""
     listing = view.slurm.seen
     if listing is None or not jobs:
         return {}
@@ -198,7 +171,7 @@ def reaches(view: View, jobs: Sequence[JobState], among: Around | None = None) -
 
 
 def inputs(view: View, jobs: Sequence[JobState], among: Around | None = None) -> list[JobInput]:
-    """The jobs as the planner sees them; without Slurm, as they are. among: what there is for them and others."""
+    """The jobs as the planner sees them; without Slurm, as they are. among: see :func:`reaches`."""
     listing = view.slurm.seen
     if listing is None:
         return [_without_slurm(view, job) for job in jobs]
@@ -207,14 +180,19 @@ def inputs(view: View, jobs: Sequence[JobState], among: Around | None = None) ->
 
 
 def _without_slurm(view: View, job: JobState) -> JobInput:
-    """Never more nodes than the job has agents: what else it says of its size nobody has confirmed."""
-    count, s = len(job.inside), job.settings
-    rate = job.measured.get(count, 0.0)
-    most = max(1, min(s.max_nodes, max(count, len(job.agents))))
-    least = min(s.min_nodes, most)
-    found = JobInput(job.job, weight(view, job), least, most, count, count, rate, count, unit=unit_of(view, job))
-    found = replace(
-        found,
+    """The input without Slurm: never more nodes than the job has agents, because its stated size is unconfirmed."""
+    count, settings = len(job.inside), job.settings
+    most = max(1, min(settings.max_nodes, max(count, len(job.agents))))
+    found = JobInput(
+        job.job,
+        weight(view, job),
+        min(settings.min_nodes, most),
+        most,
+        count,
+        count,
+        job.measured.get(count, 0.0),
+        count,
+        unit=unit_of(view, job),
         working=min(most, view.job(job).wanted),
         wait_seconds=view.config.replacement_seconds,
         owner=owner(view, job, None),
@@ -223,8 +201,8 @@ def _without_slurm(view: View, job: JobState) -> JobInput:
 
 
 def dead_elements(job: JobState, now: float) -> frozenset[int]:
-    """Elements whose agent died, while nobody has found its node gone. In a block also those whose agent has left and
-    does not come back: Slurm ends a block only with the last of its agents."""
+    """Elements whose agent died while its node is not known to be gone. In a block also those whose agent left for
+    good, because Slurm ends a block only with the last of its agents."""
     dead = {element for element, agent in job.agents.items() if agent.gone == AGENT_DIED}
     if job.settings.block > 1:
         lately = {failure.record.element for failure in job.failures if now - failure.detected_at < REQUEUE_SECONDS}
@@ -233,11 +211,12 @@ def dead_elements(job: JobState, now: float) -> frozenset[int]:
 
 
 def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
-    """The element is to be started again, and Slurm shows that it has ended. After the loss of its node Slurm starts it
-    again by itself; then it ended before its agent came, by what still lived on the lost node, for one. Where the node
-    asked its processes to end first, as at a shutdown, Slurm only saw the script fail. An element that Slurm may not
-    requeue is NODE_FAIL and has not been started again; one that never comes to have an agent is given up. Nobody
-    starts an allocation again that has ended."""
+    """Whether the element has to be started again, because Slurm shows that it ended before an agent came.
+
+    After the loss of a node Slurm starts the element again by itself; it may end at once, for example because of
+    processes that still live on the lost node. If the node ended its processes first, as at a shutdown, Slurm only saw
+    the script fail. An element that Slurm may not requeue is NODE_FAIL and was not started again; one that never gets
+    an agent is given up. An allocation that has ended is not started again."""
     if e.state not in ENDED_BADLY or job.settings.allocation:
         return False
     again = e.restarts > 0 or e.state == "FAILED"
@@ -246,9 +225,10 @@ def came_to_nothing(job: JobState, e: ElementInfo) -> bool:
 
 
 def _ends_for_good(job: JobState, e: ElementInfo) -> bool:
-    """Slurm ends the element, as after scancel, and does not start it again: a requeue would have been counted at once,
-    while the element still completes. Its agents were asked to end, or have left by themselves. Those of a node that
-    is lost, or that died, do not count: such an element may be started again."""
+    """Whether Slurm ends the element, as after scancel, and does not start it again.
+
+    A requeue is counted at once, while the element still completes. Its agents were asked to end, or have left by
+    themselves; if one died, or was lost with its node, the element may be started again."""
     agents = agents_of(job, e)
     return e.state == "COMPLETING" and bool(agents) and all(_left(agent, e) for agent in agents)
 
@@ -259,7 +239,7 @@ def _left(agent: AgentRecord, e: ElementInfo) -> bool:
 
 
 def _count_claims(view: View, job: JobState, elements: Iterable[ElementInfo]) -> int:
-    """Count the elements that have nodes, or could start on some: nothing else is a claim to any."""
+    """The number of elements that have nodes, or could start on some; others claim none."""
     return sum(
         (e.state in OCCUPIES and not _ends_for_good(job, e))
         or _startable(view, e)
@@ -270,7 +250,7 @@ def _count_claims(view: View, job: JobState, elements: Iterable[ElementInfo]) ->
 
 
 def ending(job: JobState, e: ElementInfo) -> bool:
-    """Slurm shows that the element has ended, and its agent's end has not been judged: that says what becomes of it."""
+    """Whether Slurm shows that the element has ended, and its agent's end is not judged yet."""
     return e.state in ENDED_BADLY and any(not agent.gone for agent in agents_of(job, e))
 
 
@@ -280,7 +260,7 @@ def agents_of(job: JobState, row: ElementInfo) -> list[AgentRecord]:
 
 
 def weight(view: View, job: JobState) -> float:
-    """The job's weight, but no more than the admin lets its account and QOS claim."""
+    """The job's weight, at most the limit of its account and QOS."""
     listed = view.slurm.seen.of(job.job).values() if view.slurm.seen else ()
     first = next(iter(listed), None)
     most = permission.of_job(view, job.job).most_weight(first.account if first else "", first.qos if first else "")
@@ -288,7 +268,7 @@ def weight(view: View, job: JobState) -> float:
 
 
 def owner(view: View, job: JobState, element: ElementInfo | None) -> str:
-    """With whose jobs the job's FLOP/s are compared. element: one of its own, as Slurm shows it."""
+    """The owner with whose other jobs the job's FLOP/s are compared. element: one of the job's, as Slurm shows it."""
     compare = view.config.planner.compare
     if compare == "flops":
         return EVERYBODY
@@ -298,7 +278,7 @@ def owner(view: View, job: JobState, element: ElementInfo | None) -> str:
 
 
 def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInput:
-    """Never more nodes than the job has in elements that could run; one without any is given none."""
+    """The input with Slurm: never more nodes than the job has in elements that could run; none without such."""
     elements, block = elements_of(listing, job).values(), job.settings.block
     possible = block * _count_claims(view, job, elements)
     alive = block * sum(1 for e in elements if e.state == "RUNNING" and whole(e, within.nodes, block))
@@ -313,7 +293,7 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
     before = min(view.state.assignment.get(job.job, alive), most)
     measured_nodes = len(job.inside)
     rate = job.measured.get(measured_nodes, 0.0)
-    if not rate and job.measured:  # not yet at this size: the last size that was measured
+    if not rate and job.measured:  # this size is not measured yet: take the last one that is
         measured_nodes, rate = list(job.measured.items())[-1]
     found = JobInput(
         job.job,
@@ -338,7 +318,7 @@ def _input(view: View, listing: Listing, job: JobState, within: Reach) -> JobInp
 
 
 def _startable(view: View, e: ElementInfo) -> bool:
-    """True if the element waits, and nothing but nodes keeps it from starting."""
+    """Whether the element waits for nothing but nodes."""
     if e.state != "PENDING" or held_by_others(e, view.state.held):
         return False
     if (e.job, e.element) in view.state.pins and pending_reasons.refusal_seconds(e.reason):
@@ -347,8 +327,8 @@ def _startable(view: View, e: ElementInfo) -> bool:
 
 
 def _wait_seconds(view: View, listing: Listing, within: Reach) -> float:
-    """Seconds that a lost node's place stays empty without a hot spare: until processes have started on a free node, or
-    where there is none until a node is repaired."""
+    """Seconds that a lost node's place stays empty without a hot spare: until processes have started on a free node or,
+    if there is none, until a node is repaired."""
     config = view.config
     taken = {name for e in listing.elements if e.state in OCCUPIES for name in listing.nodes_of(e)}
     return config.repair_seconds if within.nodes <= taken else config.replacement_seconds
@@ -360,7 +340,7 @@ def _gres(listing: Listing, within: Reach) -> str:
 
 
 def _rates(view: View, job: JobState) -> dict[int, float]:
-    """Measured rates by node count; sizes at which only an earlier run of the same name has been seen count too."""
+    """Measured rates by node count, including those of earlier runs of the same name."""
     if view.config.throughput != "measured":
         return {}
     rates: dict[int, float] = {}
@@ -372,42 +352,43 @@ def _rates(view: View, job: JobState) -> dict[int, float]:
 
 
 def bounds(view: View, job: JobState, jobs: Sequence[JobState]) -> str:
-    """Say what limits a job's part of the plan, in one line; empty without Slurm."""
+    """The limits of a job's part of the plan, in one line; empty without Slurm."""
     within, seen = reaches(view, jobs).get(job.job), view.slurm.seen
     if within is None or seen is None:
         return ""
-    said = [f"{len(within.nodes)} of {len(seen.nodes)} nodes are in reach ({within.asks})"]
+    limits = [f"{len(within.nodes)} of {len(seen.nodes)} nodes are in reach ({within.asks})"]
     for one in waiting(view, job):
         if not one.starts:
             count = len(one.elements)
-            said.append(f"{plural(count, 'element')} cannot start: {one.reason} ({one.words})")
+            limits.append(f"{plural(count, 'element')} cannot start: {one.reason} ({one.words})")
     if within.barred:
         barred = sorted(within.barred.items(), key=lambda item: (-item[1], item[0]))
-        said.append("out of reach: " + ", ".join(f"{count} {why}" for why, count in barred[:5]))
+        limits.append("out of reach: " + ", ".join(f"{count} {why}" for why, count in barred[:5]))
     rules, counts = permission.of_job(view, job.job), weight(view, job)
     if counts < job.settings.weight:
-        said.append(f"weight {counts:g} of the {job.settings.weight:g} asked for: partition {rules.partition}")
+        limits.append(f"weight {counts:g} of the {job.settings.weight:g} asked for: partition {rules.partition}")
     if rules.spare_nodes:
-        said.append(f"{rules.spare_nodes} spare nodes are kept")
+        limits.append(f"{rules.spare_nodes} spare nodes are kept")
     if within.peak < BEST * 1e6:
-        said.append(f"at most {flops_text(within.peak)} a node")
+        limits.append(f"at most {flops_text(within.peak)} a node")
     refused = [name for name in ("move", "pin", "requeue", "down") if name not in rules.actions]
     if rules.mode != ACT:
-        said.append(f'partition {rules.partition} is in mode "{rules.mode}": the plan is not carried out')
+        limits.append(f'partition {rules.partition} is in mode "{rules.mode}": the plan is not carried out')
     elif refused:
-        said.append(f"partition {rules.partition} does not allow {', '.join(refused)}")
-    return "; ".join(said)
+        limits.append(f"partition {rules.partition} does not allow {', '.join(refused)}")
+    return "; ".join(limits)
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Pending elements of a job for which Slurm gives the same reason. starts: they can start once there are nodes;
-    else `words` names what has to happen first."""
+    """Pending elements of a job for which Slurm gives the same reason."""
 
     elements: list[int]
     reason: str
     words: str
+    """The reason, for people."""
     starts: bool
+    """They can start once there are nodes."""
 
 
 def waiting(view: View, job: JobState) -> list[Waiting]:

@@ -1,7 +1,7 @@
 """The story of a job in its AdminComment, for `squeue`, `sacct` and the site's own tools.
 
-Everybody may read a comment. So it says what `squeue` and `unicronctl jobs` tell everybody: how many failures, how much
-time, and since when; neither a cause nor a node.
+Everybody may read a comment. So it says only what `squeue` and `unicronctl jobs` show to everybody: the number of
+failures, the lost time, and the date of the last one; neither a cause nor a node.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from unicron_ctl.shared.slurm.slurm_client import ElementInfo
 from unicron_ctl.shared.slurm.states import OCCUPIES
 
 AGAIN_SECONDS = 60.0  # between two comments on one job
-REPEAT_SECONDS = 600.0  # before the same is written again where Slurm does not show it
-MOST_AT_ONCE = 10  # jobs; the others wait for the next listing
+REPEAT_SECONDS = 600.0  # before the same comment is written again that Slurm does not show
+MOST_AT_ONCE = 10  # jobs; more wait for the next listing
 
 
 @dataclass
 class Comments:
-    """The comments of late: job -> the text, and when. Lost with the process; Slurm shows them."""
+    """Recent comments. A restart loses them, but Slurm shows them."""
 
     written: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """job -> text and time."""
 
 
 def comment_on_jobs(view: View, memory: Comments, listing: Listing, out: Outcome) -> None:
-    """Asks for the comments that are due, of jobs that were healed. One that is not allowed is recorded once."""
+    """Asks for the comments that are due, on jobs that were healed. A comment that is not allowed is recorded once."""
     memory.written = {job: last for job, last in memory.written.items() if job in view.state.jobs}
     actions = list[Action]()
     for job in view.state.jobs.values():
@@ -49,7 +50,7 @@ def comment_on_jobs(view: View, memory: Comments, listing: Listing, out: Outcome
 
 
 def story(job: JobState) -> str:
-    """The comment; empty for a job that nothing was done for."""
+    """The comment; empty for a job without healed failures."""
     healed = [failure for failure in job.failures if failure.healed]
     if not healed or job.disowned or job.set_aside or not job.submitted:
         return ""
@@ -61,7 +62,7 @@ def story(job: JobState) -> str:
 
 
 def _first(job: JobState, listing: Listing) -> ElementInfo | None:
-    """The first element that occupies a node: one comment is enough, however many elements there are. Where a hold came
-    as the element started, its comment alone will say at the next requeue whose hold that is, and stays."""
+    """The first element that occupies a node; one comment is enough. An element that was held as it started keeps its
+    comment, which shows at the next requeue that the hold is ours."""
     there = (e for _, e in sorted(listing.rows_of(job.job).items()) if e.state in OCCUPIES)
     return next((e for e in there if not own_part(e.admin_comment).startswith(HOLD_PREFIX)), None)

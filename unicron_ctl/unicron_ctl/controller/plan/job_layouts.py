@@ -1,6 +1,6 @@
-"""The layouts in which a job can run: how fast each is, what a change costs, and when the plan's is asked for.
+"""The layouts in which a job can run: how fast each is, the cost of a change, and when the job changes to the plan's.
 
-Another layout is a start of all ranks from a checkpoint, which the planner weighs as such (docs/design/planning.md).
+For another layout all ranks start again from a checkpoint; the planner charges that (docs/design/planning.md).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from unicron_planner.problem.megatron_costs import Gpt, Hardware
 from unicron_transition.generations.layout import parse_layout
 
 NEVER_SAVES = -1  # `structs.RankStatus.saved` of a script without checkpoints
-WHOLE = (Phase.RUNNING, Phase.OFFERING, Phase.ENTERING)  # phases in which the ranks that stop can save all of the state
+WHOLE = (Phase.RUNNING, Phase.OFFERING, Phase.ENTERING)  # phases in which ranks that stop can save the whole state
 Table = Mapping[int, float]  # FLOP/s by number of nodes
 
 
-# ------------------------------------------------------------ what the planner is told
+# ------------------------------------------------------------ the planner's input
 def with_layouts(view: View, job: JobState, found: JobInput, gres: str, peak: float) -> JobInput:
-    """Adds what the job can do in each of its layouts; unchanged where it has stated none. gres: of a node
-    that it may be given; peak: FLOP/s of a node at most."""
+    """Adds the job's throughput in each of its layouts, if it has stated any. gres: of a node that it may be given;
+    peak: the most FLOP/s of a node."""
     if not job.layout:
         return found
     live, every = view.job(job), tables(view, job.settings, job.settings.max_nodes, gres, job)
@@ -50,8 +50,8 @@ def with_layouts(view: View, job: JobState, found: JobInput, gres: str, peak: fl
 
 
 def _restart_seconds(view: View, job: JobView, nodes: int, now: Table) -> float:
-    """D_transition of a start in another layout. The planner charges it at what `nodes` nodes bring: where the job has
-    just lost some, what it had before them brought more."""
+    """D_transition of a start in another layout. The planner charges it at the rate of `nodes` nodes; if the job has
+    just lost some, its rate before was higher, which this corrects."""
     seconds = view.config.transition_seconds + lost_seconds(view, job)
     before, after = now.get(view.state.assignment.get(job.state.job, 0), 0.0), now.get(nodes, 0.0)
     return seconds * before / after if before > after > 0 else seconds
@@ -60,7 +60,7 @@ def _restart_seconds(view: View, job: JobView, nodes: int, now: Table) -> float:
 def tables(
     view: View, settings: Settings, most: int, gres: str, job: JobState | None = None
 ) -> dict[str, dict[int, float]]:
-    """T by layout and number of nodes, 1 to `most`, of those that fit. job: none before it has begun."""
+    """T by layout and number of nodes, 1 to `most`, of the layouts that fit. job: None before it has begun."""
     seen = _measurements(view, settings, job)
     rates = [rate / nodes for one in view.state.jobs.values() for nodes, rate in one.measured.items() if not one.over]
     usual = _round(sum(rates) / len(rates)) if rates else NOMINAL_RATE
@@ -72,7 +72,7 @@ def tables(
 def _rates(
     ways: tuple[Split, ...], known: JobFacts, seen: tuple[tuple[str, tuple[tuple[int, float], ...]], ...], most: int
 ) -> dict[str, dict[int, float]]:
-    """Asked for at each look at Slurm, and much work for a large job: the same again, as long as nothing changes."""
+    """The planner's rates, cached: each listing asks for them, and they are costly for a large job."""
     return planner.rates(ways, known, {name: dict(table) for name, table in seen}, range(1, most + 1))
 
 
@@ -82,8 +82,8 @@ def _round(rate: float) -> float:
 
 
 def problem(settings: Settings) -> str:
-    """Why a job with these layouts and this model cannot be planned for; empty when it can. Agents have looked at
-    their own; this is for what anybody sends."""
+    """Why a job with these layouts and this model cannot be planned for; empty if it can. Agents check their own
+    settings; this is for hostile messages."""
     try:
         _planner_facts(settings, "", NOMINAL_RATE)
         found = [split.name for split in splits(settings)]
@@ -125,20 +125,20 @@ def _measurements(view: View, settings: Settings, job: JobState | None) -> dict[
 
 
 def possible(job: JobView, found: Mapping[str, Table]) -> dict[str, Table]:
-    """The layouts in which the job can go on: a script without checkpoints would start over, so it stays as it is."""
+    """The layouts in which the job can go on. A script without checkpoints would start over, so it keeps its layout."""
     if job.state.iteration < 0 or newest_saved(job) > NEVER_SAVES:
         return dict(found)
     return {name: table for name, table in found.items() if name == job.state.layout}
 
 
 def newest_saved(job: JobView) -> int:
-    """The iteration with which the newest checkpoint goes on of which a rank knows; -1 where none is made."""
+    """The next iteration of the newest checkpoint that any rank reports; -1 if the script makes none."""
     return max((status.saved for _, _, status in job.all_ranks()), default=NEVER_SAVES)
 
 
 def lost_seconds(view: View, job: JobView) -> float:
-    """The work that is done again after a start in another layout: an iteration where the ranks can save, else all
-    since the newest checkpoint."""
+    """The work to repeat after a start in another layout: an iteration if the ranks can save, else all since the newest
+    checkpoint."""
     state = job.state
     times = [seconds for _, seconds, _ in state.recent]
     usual = sum(times) / len(times) if times else 0.0
@@ -147,13 +147,12 @@ def lost_seconds(view: View, job: JobView) -> float:
     return usual * max(1, state.iteration + 1 - max(0, newest_saved(job)))
 
 
-# ------------------------------------------------------------ what becomes of it
+# ------------------------------------------------------------ the layout of a job
 def first(view: View, settings: Settings, node: str) -> tuple[str, str]:
     """(layout, reason) with which a job begins: the best on all the nodes that it may have. node: of its first
     agent."""
-    seen = view.slurm.node(node)
-    most = settings.max_nodes
-    found = tables(view, settings, most, seen.gres if seen is not None else "")
+    info, most = view.slurm.node(node), settings.max_nodes
+    found = tables(view, settings, most, info.gres if info is not None else "")
     if not found:
         name = settings.layouts[0]
         return name, f"{name}, the first that it states: by the model, none fits into the GPUs' memory"
@@ -163,7 +162,7 @@ def first(view: View, settings: Settings, node: str) -> tuple[str, str]:
 
 
 def wishes(view: View, jobs: Sequence[JobState]) -> Outcome:
-    """Puts on record which jobs are to go on in another layout, once the nodes are there for which the plan is."""
+    """Records which jobs will change to another layout, once the nodes of the plan are there."""
     out, report = Outcome(), view.state.plan_report
     for job in jobs:
         planned = view.state.layouts.get(job.job, "")
@@ -178,6 +177,6 @@ def wishes(view: View, jobs: Sequence[JobState]) -> Outcome:
 
 
 def _there(view: View, job: JobState) -> bool:
-    """Nobody trains, or as many nodes have agents as the plan gives."""
+    """Whether the job does not train, or as many nodes have agents as the plan gives."""
     here = [agent for agent in view.job(job).alive() if job.allotted is None or agent.element in job.allotted]
     return job.phase is Phase.FORMING or len(here) >= view.state.assignment.get(job.job, 0)

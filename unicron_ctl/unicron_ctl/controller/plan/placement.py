@@ -1,8 +1,8 @@
-"""From the plan (nodes per job) and what Slurm shows to Slurm actions in order, each with its reason. Pure and
+"""From the plan (nodes per job) and Slurm's listing to Slurm actions in order, each with its reason. Pure and
 idempotent.
 
-Nothing is remembered but the pins, which Slurm's listing does not show: every poll compares what is wanted with what
-is. The calls and their order are those measured in a private cluster: pin and release first, then take the node away.
+Only the pins are kept, as Slurm's listing does not show them: every poll compares the plan with the listing. The calls
+and their order are those measured in a private cluster: pin and release first, then take the node away.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unicron_ctl.shared.slurm.states import OCCUPIES, WORKS
 from unicron_detector.words import plural
 
 REQUEUE_SECONDS = 30.0  # between two requeues of an element that ended before its agent came
-KICK_SECONDS = 3.0  # a pinned element that still waits is told to start again
+KICK_SECONDS = 3.0  # a pinned element that still waits is started again
 PIN_SECONDS = 30.0  # then another node is tried
 _STAYS = OCCUPIES - {"COMPLETING"}
 MOST_HOLDS = 100  # of one job at once: each is two calls of Slurm; the others follow with the next listings
@@ -32,56 +32,56 @@ MOST_HOLDS = 100  # of one job at once: each is two calls of Slurm; the others f
 
 @dataclass(frozen=True)
 class Need:
-    """The elements that a job is to have, of `block` nodes each."""
+    """The elements that the plan gives a job, of `block` nodes each."""
 
     job: str
     desired: int
     members: frozenset[int] = frozenset()
-    """Those that train."""
+    """Elements that train."""
     dead: frozenset[int] = frozenset()
-    """Those whose agent died while the node lives."""
+    """Elements whose agent died while the node lives."""
     ended: frozenset[int] = frozenset()
-    """Those that ended before their agent came again."""
+    """Elements that ended before their agent came again."""
     ending: frozenset[int] = frozenset()
-    """Those that Slurm shows ended, of which nothing is decided yet."""
+    """Elements that ended according to Slurm, without a decision yet."""
     leaving: tuple[int, ...] = ()
-    """Those chosen before to leave."""
+    """Elements chosen earlier to leave."""
     home: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """The nodes that an element ran on last."""
+    """The last nodes of each element."""
     lives: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """Where an element's agents are heard; also those that Slurm counts as ended and has not reached yet, so that it
+    """The nodes of each element's living agents, even if Slurm counts them as ended without having reached them: it
     would launch no second copy there, and drain the node."""
     requeued: Mapping[int, float] = field(default_factory=dict)
-    """When Slurm was asked to start an element again whose agents have not come yet."""
+    """Times of the requeue requests for elements whose agents have not come yet."""
     avoid: frozenset[str] = frozenset()
-    """Nodes where none is to start."""
+    """Nodes that the job avoids."""
     refused: frozenset[str] = frozenset()
-    """Nodes on which Slurm starts none, and which nobody avoids."""
+    """Nodes on which Slurm starts none of its elements."""
     why: str = ""
     reach: frozenset[str] | None = None
-    """The nodes that its elements may be given; None for all."""
+    """Nodes that its elements may get; None for all."""
     unit: int = 1
-    """So many elements in a row hold whole replicas."""
+    """Elements in a row that hold whole replicas."""
     least: int = 1
-    """With fewer elements it does not train."""
+    """Elements without which it does not train."""
     block: int = 1
     allocation: tuple[str, ...] = ()
     """The nodes of a job that is one allocation, in Slurm's order."""
     stays: frozenset[int] = frozenset()
-    """Elements whose nodes it does not give back."""
+    """Elements whose nodes are never given back."""
     empty: frozenset[int] = frozenset()
-    """Those on whose nodes nothing of it runs any more."""
+    """Elements on whose nodes nothing of the job runs any more."""
 
     @property
     def size(self) -> int:
-        """Nodes that it is to have."""
+        """Nodes that the plan gives it."""
         return self.desired * self.block
 
     def may_have(self, node: str) -> bool:
         return node not in self.avoid | self.refused and (self.reach is None or node in self.reach)
 
     def why_not(self, node: str) -> str:
-        """Why the job may not have this node, which it may not."""
+        """Why the job may not have a node that `may_have` denies it."""
         return f"{self.job} avoids {node}" if node in self.avoid else f"{self.job} may not be given {node}"
 
 
@@ -98,20 +98,21 @@ class Placement:
 def usable(
     nodes: Sequence[NodeInfo], elements: Sequence[ElementInfo], managed: Collection[str], put_aside: Collection[str]
 ) -> list[str]:
-    """The nodes that the plan may give out: in service, and not used by jobs that are not managed here. A node that
-    such a job leaves counts: it is free in a moment, and nothing needs to be taken from anybody in its place."""
+    """The nodes that the plan may give out: in service, and not used by unmanaged jobs. A node that such a job is
+    leaving counts: it is free in a moment, and no job has to lose another in its place."""
     foreign = {name for e in elements if e.state in _STAYS and e.job not in managed for name in nodes_of(e)}
     return sorted(n.name for n in nodes if n.healthy and n.name not in put_aside and n.name not in foreign)
 
 
 def whole(element: ElementInfo, nodes: Collection[str], block: int) -> bool:
-    """All of its nodes are there, and are among these."""
+    """Whether all of its nodes are there, and are among these."""
     names = nodes_of(element)
     return len(names) == block and all(name in nodes for name in names)
 
 
 def held_by_others(element: ElementInfo, ours: Collection[tuple[str, int]]) -> bool:
-    """A user or an admin holds it: it is not ours to release. ours: what the log says was held here."""
+    """Whether a user or an admin holds it, so that only they may release it. ours: this controller's holds by the
+    log."""
     return element.held and (element.job, element.element) not in ours
 
 
@@ -140,10 +141,10 @@ class _Place:
         self.queues: dict[str, list[ElementInfo]] = {}
         self.leavers: dict[str, list[int]] = {}
         self.started: dict[str, set[int]] = {}
-        self.loose: list[tuple[str, int]] = []  # elements whose pins hold no longer
+        self.loose: list[tuple[str, int]] = []  # elements with outdated pins
 
     def choose_leavers(self, needs: Sequence[Need]) -> None:
-        """Surveys what each job has, and chooses who leaves."""
+        """Surveys the elements of each job, and chooses those that leave."""
         self.groups = {need.job: self.survey(need) for need in needs}
         self.leavers = {need.job: [] for need in needs}
         self.started = {need.job: set() for need in needs}
@@ -151,7 +152,7 @@ class _Place:
 
     def survey(self, need: Need) -> dict[str, list[int]]:
         """A job's elements by what they do: working, limbo (on a node that is out of service), coming (pinned),
-        waiting, barred (Slurm gives a reason why they cannot start; `limited` are those that may at any moment).
+        waiting, barred (they cannot start for a reason of Slurm's; the `limited` among them may start at any moment).
         """
         names = ("working", "limbo", "coming", "waiting", "barred", "limited")
         groups: dict[str, list[int]] = {name: [] for name in names}
@@ -175,11 +176,11 @@ class _Place:
         return groups
 
     def _survey_pending(self, need: Need, e: ElementInfo) -> tuple[str, ...]:
-        """The groups of an element that waits."""
+        """The groups of a waiting element."""
         pin = self.pins.get((need.job, e.element))
-        told = names_of(pin.node) if pin is not None else ()
-        refused = not need.refused.isdisjoint(told)
-        of_others = pin is not None and not pending_reasons.is_told(e, told)  # the reason is of nodes before these
+        pinned = names_of(pin.node) if pin is not None else ()
+        refused = not need.refused.isdisjoint(pinned)
+        of_others = pin is not None and not pending_reasons.is_told(e, pinned)  # the reason is about earlier nodes
         bar = Bar.NOTHING if e.held or refused or of_others else pending_reasons.bar_of(e, self.now)
         if pin is not None and not refused and bar is Bar.NOTHING and self._pin_holds(e):
             return ("coming",)
@@ -190,7 +191,7 @@ class _Place:
         return ("barred", "limited") if bar is Bar.LIMIT else ("barred",)
 
     def _why_again(self, need: Need, e: ElementInfo) -> str:
-        """Why the element is to be started again; empty where it is not."""
+        """Why the element must start again; empty if it need not."""
         if e.element in need.dead and e.state in WORKS:
             return "its agent died"
         if e.element in need.ended:
@@ -199,7 +200,7 @@ class _Place:
         return f"it has {len(nodes_of(e))} of its {need.block} nodes" if short else ""
 
     def _begins(self, need: Need, e: ElementInfo) -> bool:
-        """Slurm has begun it again since its agent died: what is starting is not ended once more."""
+        """Whether Slurm has begun it again since its agent died: a starting element is not ended once more."""
         asked = need.requeued.get(e.element)
         here = frozenset(nodes_of(e))
         if e.state in WORKS and len(here) == need.block:
@@ -229,9 +230,9 @@ class _Place:
         self.taken.update(names_of(node))
 
     def choose(self, need: Need, e: ElementInfo, free: Sequence[str], needs: Sequence[Need]) -> str:
-        """The nodes on which the element is to start, of those that are free, with commas; empty where they are too
-        few. First those that it had, if all are free. Else those that fail together, with as many that it had as there
-        can be, and of a domain that they fill; of these what the fewest others can use, who may have no choice."""
+        """The free nodes on which the element starts, with commas; empty if they are too few. Its last ones come first,
+        if all are free. Otherwise nodes of one failure domain, with the most of its last ones, and of the smallest such
+        domain; among these the ones that fewest other jobs can use, which may have no choice."""
         lives, home = need.lives.get(e.element, ()), need.home.get(e.element, frozenset())
         fit = [name for name in free if need.may_have(name) and name not in lives]
         if len(fit) < need.block:
@@ -262,8 +263,8 @@ def place(
     held: Collection[tuple[str, int]] = (),
     domains: Mapping[str, str] = {},
 ) -> Placement:
-    """Return what to do now so that every job gets its nodes. `needs` are the managed jobs; other jobs' elements only
-    occupy nodes. held: elements that were held here. domains: node -> the switch or the block with which it fails."""
+    """Return the actions by which every job gets its nodes. `needs` are the managed jobs; other jobs' elements only
+    occupy nodes. held: this controller's holds. domains: node -> the switch or the block with which it fails."""
     work = _Place(elements, nodes, pins, put_aside, now, held, domains)
     work.choose_leavers(needs)
     _give_free_nodes(work, needs)
@@ -282,7 +283,7 @@ def place(
         work.out.allotted[need.job] = sorted(wanted)
         staying = {number for number in work.leavers[need.job] if number in need.members}
         work.out.leaving[need.job] = sorted(staying)
-        # What still trains stays allotted to nobody: it leaves at an iteration boundary.
+        # A leaver that still trains is allotted to no job: it leaves at an iteration boundary.
     for job, number in work.loose:
         if number not in work.started[job]:  # another pin takes the place of the first
             work.act("pin", work.by_job[job][number], "", f"it is not to wait for {pins[job, number].node} any more")
@@ -290,8 +291,8 @@ def place(
 
 
 def _hold(work: _Place, need: Need, wanted: Collection[int]) -> None:
-    """Holds what waits and is not to start: as many as the job is still short of may wait unheld, for a node for them
-    is on its way. Not where the job avoids nodes: Slurm knows nothing of that, and could start it there.
+    """Holds waiting elements that must not start. As many as the job still lacks wait unheld, as nodes for them are on
+    their way; none if the job avoids nodes: Slurm could start it there.
     """
     soon = max(0, _missing(work, need)) if not need.avoid else 0
     kept = {*wanted, *(e.element for e in _candidates(work, need, soon))}
@@ -300,8 +301,8 @@ def _hold(work: _Place, need: Need, wanted: Collection[int]) -> None:
 
 
 def _hold_limited(work: _Place, needs: Sequence[Need]) -> None:
-    """Elements that a limit keeps from starting are let alone, so that its end is seen; but where the job gives up
-    nodes, one of them would start on the first of these."""
+    """Holds elements that a limit keeps from starting, of jobs that give up nodes: one would start on the first of
+    these. Those of other jobs are left alone, so that the end of the limit shows."""
     for need in needs:
         if work.leavers[need.job]:
             why = f"the plan takes nodes from {need.job}, and it would start on one of them"
@@ -315,7 +316,7 @@ def _hold_some(work: _Place, need: Need, numbers: Iterable[int], why: str) -> No
 
 
 def _leavers(work: _Place, need: Need, needs: Sequence[Need]) -> list[int]:
-    """The elements that a job has too many: those chosen before, then those whose nodes others can use."""
+    """The surplus elements of a job: those chosen earlier, then those whose nodes others can use."""
     working = work.groups[need.job]["working"]
     extra = len(working) - need.desired
     if extra <= 0:
@@ -326,7 +327,7 @@ def _leavers(work: _Place, need: Need, needs: Sequence[Need]) -> list[int]:
     def order(number: int) -> tuple[bool, bool, bool, bool, int]:
         names = nodes_of(work.by_job[need.job][number])
         useless = bool(short) and not any(other.may_have(name) for other in short for name in names)
-        complete = unit[number // need.unit] == need.unit  # those that make no whole replicas go first
+        complete = unit[number // need.unit] == need.unit  # parts of replicas go first
         return number not in need.leaving, useless, number in need.members, complete, -number
 
     return sorted(sorted((number for number in working if number not in need.stays), key=order)[:extra])
@@ -344,8 +345,8 @@ def _missing(work: _Place, need: Need) -> int:
 
 
 def _candidates(work: _Place, need: Need, most: int | None = None) -> Iterator[ElementInfo]:
-    """Pending elements, those that ran before first: they go on under their old ids. Then those beside elements that
-    are there, whose replicas they complete. No more than `most`."""
+    """Pending elements, no more than `most`. Those that ran before come first, and go on under their old ids; then
+    those that complete a replica beside elements already there."""
     queue = work.queues.get(need.job)
     if queue is None:
         queue = work.queues[need.job] = _queue(work, need)
@@ -354,7 +355,7 @@ def _candidates(work: _Place, need: Need, most: int | None = None) -> Iterator[E
 
 
 def _queue(work: _Place, need: Need) -> list[ElementInfo]:
-    """The first ones of those that wait, as many as the job could use at all: an array may have 100,000."""
+    """The first waiting elements, as many as the job could use at all: an array may have 100,000."""
     group, job = work.groups[need.job], work.by_job.get(need.job, {})
     there = Counter(number // need.unit for part in ("working", "coming", "limbo") for number in group[part])
 
@@ -383,9 +384,9 @@ def _give_free_nodes(work: _Place, needs: Sequence[Need]) -> None:
 
 
 def _change_nodes(work: _Place, needs: Sequence[Need]) -> None:
-    """A free node that a job may not have still helps it: another job takes that node, and leaves one of its own for
-    it. One of its elements that wait is started there first; where none waits, one leaves first. A job with no more
-    elements than it needs at least is let alone."""
+    """Exchanges nodes: if a job may not have a free node, another job takes that, and leaves one of its own for it. One
+    of the other job's waiting elements starts there first; if none waits, one leaves first. A job at its minimum of
+    elements is left alone."""
     for need in needs:
         short = min(_missing(work, need), sum(1 for _ in _candidates(work, need)))
         for node in sorted(work.good - work.taken):
@@ -395,11 +396,11 @@ def _change_nodes(work: _Place, needs: Sequence[Need]) -> None:
 
 
 def _changed(work: _Place, need: Need, node: str, needs: Sequence[Need]) -> bool:
-    """Whether some other job takes the free node, and leaves another for `need`."""
+    """Whether another job takes the free node, and leaves one for `need`."""
     for other in needs:
         own = _to_leave_for(work, need, other, node)
         extra = _missing(work, other)
-        if own is None or extra or work.leavers[other.job]:  # it is changing already, or has its own wants
+        if own is None or extra or work.leavers[other.job]:  # it changes already, or lacks nodes itself
             continue
         taker = next((e for e in _candidates(work, other) if node not in other.lives.get(e.element, ())), None)
         if taker is None:
@@ -413,10 +414,10 @@ def _changed(work: _Place, need: Need, node: str, needs: Sequence[Need]) -> bool
 
 
 def _to_leave_for(work: _Place, need: Need, other: Need, node: str) -> int | None:
-    """Which of its elements the other job could leave to `need` for that free node; None where it could not.
+    """The element that the other job could give up to `need` for that free node, or None.
 
-    One that does not train goes first. One that trains may leave before the newcomer has joined, so that as many as the
-    job needs at least have to train without it.
+    An idle one goes first. One that trains may leave before the newcomer has joined, so the job's minimum must train
+    without it.
     """
     larger = max(other.unit, need.unit, other.block, need.block) > 1
     if other.job == need.job or larger or not other.may_have(node) or need.may_have(node):
@@ -429,8 +430,8 @@ def _to_leave_for(work: _Place, need: Need, other: Need, node: str) -> int | Non
 
 
 def _take_nodes(work: _Place, needs: Sequence[Need]) -> None:
-    """Elements that have left (or never got in) give up their nodes, to whom the plan wants there first. Whoever needs
-    the nodes of several waits for the last of these."""
+    """Takes the nodes of elements that have left (or never got in), and gives them to the jobs that come first. An
+    element that needs the nodes of several waits for the last of these."""
     free = sorted(work.good - work.taken)
     donors: list[tuple[Need, list[ElementInfo]]] = []
     for need in needs:
@@ -449,8 +450,8 @@ def _take_nodes(work: _Place, needs: Sequence[Need]) -> None:
 
 
 def _gifts(work: _Place, need: Need) -> list[list[ElementInfo]]:
-    """The elements that the job can give up now, those together that one call of Slurm takes: all that are to leave an
-    allocation, once nothing runs on their nodes any more."""
+    """The elements that the job can give up now, grouped by the call of Slurm that takes them: from an allocation all
+    leavers at once, when nothing runs on their nodes any more."""
     job, leavers = work.by_job.get(need.job, {}), work.leavers[need.job]
     if not need.allocation:
         return [[job[number]] for number in leavers if number not in need.members]
@@ -460,7 +461,7 @@ def _gifts(work: _Place, need: Need) -> list[list[ElementInfo]]:
 def _taker(
     work: _Place, other: Need, donor: Need, free: Sequence[str], needs: Sequence[Need]
 ) -> tuple[ElementInfo, str] | None:
-    """An element of the other job that is started on nodes that are free, or will be, and on which."""
+    """Starts an element of the other job on free nodes, or nodes about to be free, and returns both."""
     if other.job == donor.job or _missing(work, other) <= 0:
         return None
     taker = next(_candidates(work, other), None)
@@ -475,7 +476,7 @@ def _taker(
 def _hand_over(
     work: _Place, donors: Sequence[tuple[Need, Sequence[ElementInfo]]], takers: Sequence[tuple[ElementInfo, str]]
 ) -> None:
-    """The donors' nodes are taken, and the takers start on them."""
+    """Takes the donors' nodes, and starts the takers on them."""
     jobs = ", ".join(dict.fromkeys(taker.job for taker, _ in takers))
     for need, gifts in donors:
         donor, names = gifts[0], [name for e in gifts for name in nodes_of(e)]

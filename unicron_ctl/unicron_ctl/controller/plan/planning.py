@@ -1,9 +1,9 @@
-"""The one place where the controller meets the planner (docs/design/planning.md): nodes for each job, and the plan for
+"""The only place where the controller meets the planner (docs/design/planning.md): nodes for each job, and the plan for
 the next event before it happens, so that at a failure it is one look-up.
 
-The planner's look-ahead table is kept fresh in the background for the situation after the last plan. When the next
-situation differs from that one by exactly one event of the table, its plan is taken from there; otherwise it is solved
-as usual. So it is where a job can run in several layouts: what another one costs is known only when something happened.
+The planner's look-ahead table is kept fresh in the background for the situation after the last plan. If the next
+situation differs from that one by exactly one event of the table, its plan is taken from there; otherwise it is solved.
+It is always solved if a job can run in several layouts, because the cost of a change is known only after the event.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from unicron_planner.solver.solve import Plan, best, by_owner, plan_of
 from unicron_planner.solver.spares import worth
 
 NOWHERE: Mapping[str, int] = {}
-REFRESH_RATIO = 0.05  # a table is made anew when a measured rate has moved by more than this
-NOMINAL_RATE = 1e9  # FLOP/s per node of a job when nothing at all has been measured: only ratios matter then
+REFRESH_RATIO = 0.05  # a larger change of a measured rate needs a new table
+NOMINAL_RATE = 1e9  # FLOP/s per node of a job before anything has been measured: only ratios matter then
 
 
 @dataclass(frozen=True)
@@ -32,40 +32,40 @@ class JobInput:
     min_nodes: int
     max_nodes: int
     nodes: int
-    """How many it had before the event."""
+    """Nodes before the event."""
     alive: int
-    """How many of them are left."""
+    """Nodes that are left."""
     rate: float = 0.0
     """Measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration."""
     measured_nodes: int = 0
     rates: Mapping[int, float] = field(default_factory=dict)
-    """The same by node count, for every size that is to be trusted."""
+    """The same by node count, for every size with a reliable measurement."""
     reach: frozenset[str] = frozenset()
     """The nodes that it may be given."""
     spare_nodes: int = 0
     """Nodes that growth leaves free."""
     unit: int = 1
-    """Nodes of whole replicas; others count as the next smaller multiple of it."""
+    """Nodes of whole replicas; other counts are worth the next smaller multiple."""
     layouts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """Aggregate FLOP/s by layout and node count, in place of the rates, for a job that can run in several."""
     layout: str = ""
-    """The one that it is in."""
+    """The present one."""
     restart_seconds: float = 0.0
-    """What it costs to start it in another one."""
+    """The cost of a start in another one."""
     working: int = 0
-    """How many of max_nodes train at most, 0 for all; those above are hot spares."""
+    """The most of max_nodes that train, 0 for all; the others are hot spares."""
     wait_seconds: float = 0.0
-    """Without a spare a lost node's place stays empty for so long."""
+    """For how long a lost node's place stays empty without a spare."""
     owner: str = ""
-    """With whose FLOP/s its own are compared; a job without one is compared with itself only."""
+    """FLOP/s are compared among the jobs of one owner; a job without one is compared only with itself."""
     trained: bool = True
-    """It has begun, so that it may have a state to lose. Otherwise it gives up nodes that are too few to begin with."""
+    """It has begun, so that it may have a state to lose. Before, it gives up nodes that are too few to begin with."""
     block: int = 1
     """Nodes of an element, which it gets and gives up together."""
 
     @property
     def holds_state(self) -> bool:
-        """Its nodes may hold a training state that is nowhere else."""
+        """Whether its nodes may hold the only copy of a training state."""
         return self.trained and self.alive > 0
 
     @property
@@ -85,21 +85,19 @@ class JobInput:
 
 
 def throughput(job: JobInput, per_node: float) -> dict[int, float]:
-    """T(t,x) for every size the job can be given: measured sizes as they are and the others by a fit through them,
-    where at least two are known; linear in x through one; `per_node` where nothing is. A node that completes no replica
-    brings nothing.
-    """
+    """T(t,x) for every size that the job can be given: a fit through the measured sizes if there are at least two,
+    linear in x through one, `per_node` before any. A node that completes no replica brings nothing."""
     found = _by_nodes(job, per_node)
     return {count: found.get(count - count % job.unit, 0.0) for count in found} if job.unit > 1 else found
 
 
 def in_blocks(job: JobInput, found: Mapping[int, float]) -> dict[int, float]:
-    """The sizes that it can be given: whole blocks."""
+    """The sizes that the job can be given: whole blocks."""
     return {count: rate for count, rate in found.items() if count % job.block == 0}
 
 
 def _by_nodes(job: JobInput, per_node: float) -> dict[int, float]:
-    """Throughput by number of nodes where any number can train."""
+    """Throughput by number of nodes, if any number could train."""
     sizes = range(1, job.trains + 1)
     if len(job.rates) >= 2:
         fitted = Throughput(flops_per_iteration=1.0)
@@ -114,7 +112,7 @@ def _by_nodes(job: JobInput, per_node: float) -> dict[int, float]:
 
 
 def spares(job: JobInput, per_node: float, mtbf_node_hours: float) -> dict[int, float]:
-    """FLOP/s that its hot spares save, by the number of nodes that it has with them."""
+    """FLOP/s that the job's hot spares save, by its number of nodes with them."""
     if not job.spares:
         return {}
     flops = job.layouts[job.layout] if job.layouts else throughput(job, per_node)
@@ -129,8 +127,8 @@ def scenario(
     transition_seconds: float,
     elsewhere: Mapping[str, int] = NOWHERE,
 ) -> Scenario:
-    """The planner's scenario (docs/design/planning.md). `jobs` must not be empty. elsewhere: nodes that owners are
-    given beside these."""
+    """The planner's scenario (docs/design/planning.md). `jobs` must not be empty. elsewhere: other nodes of the
+    owners."""
     rates = [job.rate / job.measured_nodes for job in jobs if job.rate > 0 and job.measured_nodes > 0]
     usual = sum(rates) / len(rates) if rates else NOMINAL_RATE
     return Scenario(
@@ -169,22 +167,22 @@ def plan(
 ) -> Plan:
     """The assignment of at most `nodes` nodes.
 
-    Unlike the plain program it never takes a running job's last nodes: they hold its training state. Such a job keeps
-    what lives, at most its minimum where its owner's share has that, and the others share the rest.
+    Unlike the plain program it never takes a running job's last nodes, because they hold its training state. Such a job
+    keeps its living nodes, at most its minimum if its owner's share has that, and the others share the rest.
     """
     whole = scenario(jobs, nodes, mtbf_node_hours, transition_seconds, elsewhere)
     by_name = {job.job: job for job in jobs}
     fixed: dict[str, int] = {}
 
     def assign(own: Sequence[Job], room: int) -> dict[str, int]:
-        """The best for one owner's jobs; those that would stop get what they keep first."""
+        """The best for one owner's jobs; jobs that would stop first get the nodes that they keep."""
         free, kept = list(own), dict[str, int]()
         while free:
             found = best(whole, free, max(0, room - sum(kept.values())))
             starved = [by_name[job.name] for job in free if by_name[job.name].holds_state and not found[job.name]]
             if not starved:
                 return kept | found
-            # The job that weighs most keeps its place first: with too few nodes for all, the others are asked again.
+            # The heaviest job keeps its place first; with too few nodes for all, the others are considered again.
             keep = max(starved, key=lambda job: (job.weight, -job.min_nodes, job.job))
             free = [job for job in free if job.name != keep.job]
             states = sum(job.keep for job in free)
@@ -195,19 +193,18 @@ def plan(
     assignment, shares = by_owner(whole, assign)
     free = tuple(job for job in whole.jobs if job.name not in fixed)
     found = plan_of(replace(whole, jobs=free), assignment, shares) if free else Plan({}, 0.0, 0.0, {}, shares=shares)
-    return _with_fixed(found, {name: assignment[name] for name in fixed}, jobs, nodes)
-
-
-def _with_fixed(found: Plan, fixed: Mapping[str, int], jobs: Sequence[JobInput], nodes: int) -> Plan:
-    assignment = {**found.assignment, **fixed}
-    reasons = {**found.reasons, **{job: _keep_reason(count) for job, count in fixed.items()}}
-    layouts = {**found.layouts, **{job.job: job.layout for job in jobs if job.job in fixed and job.layout}}
-    spares = max(0, nodes - sum(assignment.values()))
-    return replace(found, assignment=assignment, reasons=reasons, layouts=layouts, spares=spares)
-
-
-def _keep_reason(count: int) -> str:
-    return f"keeps {plural(count, 'node')}: its training state lives there and nowhere else"
+    kept = {name: assignment[name] for name in fixed}
+    why = {
+        job: f"keeps {plural(n, 'node')}: its training state lives there and nowhere else" for job, n in kept.items()
+    }
+    layouts = {job.job: job.layout for job in jobs if job.job in fixed and job.layout}
+    return replace(
+        found,
+        assignment=found.assignment | kept,
+        reasons=found.reasons | why,
+        layouts=found.layouts | layouts,
+        spares=max(0, nodes - sum(found.assignment.values()) - sum(kept.values())),
+    )
 
 
 # ---------------------------------------------------------------- the plan for the next event
@@ -218,7 +215,7 @@ class Aheads:
         self._known: dict[frozenset[str], Ahead] = {}
 
     def of(self, jobs: Sequence[JobInput]) -> Ahead:
-        """The look-ahead that has planned for most of these jobs; a new one when none has."""
+        """The look-ahead that has planned for most of these jobs; a new one if none has."""
         names = frozenset(job.job for job in jobs)
         nearest = max(self._known, key=lambda known: (len(known & names), sorted(known)), default=frozenset())
         found = self._known.pop(nearest) if nearest & names else Ahead()
@@ -226,14 +223,14 @@ class Aheads:
         return found
 
     def close_others(self, pools: Sequence[Sequence[JobInput]]) -> None:
-        """Closes the tables of pools that are no more."""
+        """Closes the tables of pools that no longer exist."""
         names = {frozenset(job.job for job in jobs) for jobs in pools}
         for gone in self._known.keys() - names:
             self._known.pop(gone).close()
 
 
 class Ahead:
-    """Plans, from the table where it can. Not thread-safe; its table is made in a thread of its own."""
+    """Plans, from the table if possible. Not thread-safe; its table is made in a thread of its own."""
 
     def __init__(self) -> None:
         self._keeper: Keeper | None = None  # no thread before there is anything to plan
@@ -257,7 +254,7 @@ class Ahead:
         mtbf_node_hours: float,
         transition_seconds: float,
     ) -> None:
-        """Prepares the table for what may come once `assignment` is carried out."""
+        """Prepares the table for the events after `assignment` is carried out."""
         settled = {
             job.job: replace(job, nodes=assignment.get(job.job, 0), alive=assignment.get(job.job, 0)) for job in jobs
         }
@@ -277,7 +274,7 @@ class Ahead:
             self._keeper.stop()
 
     def _close_to(self, settled: dict[str, JobInput]) -> bool:
-        """The table's situation still holds: the same but for small changes of measured rates."""
+        """Whether the table's situation still holds, except for small changes of measured rates."""
         if settled.keys() != self._base.keys():
             return False
         for name, job in settled.items():
@@ -299,7 +296,7 @@ class Ahead:
 def event_between(
     base: dict[str, JobInput], base_nodes: int, now: dict[str, JobInput], nodes: int
 ) -> tuple[str, ...] | None:
-    """The one event that leads from the settled situation to the present one; None when it is none or more than one."""
+    """The single event that leads from the settled situation to the present one; None if there is none, or several."""
     gone = base.keys() - now.keys()
     if now.keys() - base.keys() or not now:
         return None

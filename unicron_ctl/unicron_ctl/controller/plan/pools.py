@@ -152,7 +152,7 @@ def _shift(
     reached_from: Mapping[str, tuple[str, frozenset[str]] | None],
     given: dict[tuple[str, frozenset[str]], int],
 ) -> None:
-    """Gives `current` a node of this kind; each job before it on the path takes the node that the next one gave up."""
+    """Gives `current` a node of this kind; each earlier job on the path takes the node that the next one gave up."""
     step: tuple[str, frozenset[str]] | None = (current, users)
     while step is not None:
         taker, kind = step

@@ -1,6 +1,6 @@
-"""The plan against what Slurm shows: the actions that bring one to the other.
+"""The plan compared with Slurm's listing: the actions that bring Slurm to the plan.
 
-Nothing here waits: polls, actions and probes are requests that a thread carries out, and their results come back as
+Nothing here blocks: polls, actions and probes are requests that a thread carries out, and their results come back as
 inputs. Without a fresh listing nothing is decided.
 """
 
@@ -44,29 +44,29 @@ from unicron_ctl.shared.slurm.squeue import names_of, nodes_of
 from unicron_ctl.shared.slurm.states import ENDED_BADLY, OCCUPIES, OVER, WORKS
 from unicron_detector.words import plural
 
-# How the elements of a job may end that has not trained to its end, the most telling first
+# End states of the elements of a job that has not trained to its end, the most telling first
 ENDS_BEFORE_FINISH = (*sorted(OVER - ENDED_BADLY - {"COMPLETED"}), *sorted(ENDED_BADLY))
 STOP_EXIT_CODE = 128 + signal.SIGTERM  # exit code of a job that was stopped, as a shell shows it
-# After the last word of an agent that has left, where nobody says that its task has ended: it may still write files
-# for a minute (agent.loop.agent.FILES_SECONDS)
+# After the last message of an agent that has left, without news of its task's end: the task may still write files for
+# a minute (agent.loop.agent.FILES_SECONDS)
 ENDS_SECONDS = 75.0
-SILENT_SECONDS = 600.0  # for which a node is not tried again on which an element has not started, for no reason given
-REFUSED_BLOCK_SECONDS = 300.0  # for which a block is given none of the nodes that Slurm refused it: one may be at fault
-QUIET_SECONDS = 120.0  # after its agent's last word, a node that was judged lost does not come back
-REFUSED_SECONDS = 600.0  # a job without a world ends after that, where Slurm does not requeue it for a passing reason
+SILENT_SECONDS = 600.0  # no new try on a node where an element did not start for no stated reason
+REFUSED_BLOCK_SECONDS = 300.0  # a block gets none of the nodes that Slurm refused it: one may be at fault
+QUIET_SECONDS = 120.0  # after its agent's last message, a node judged lost does not come back
+REFUSED_SECONDS = 600.0  # then a job without a world ends that Slurm does not requeue for a passing reason
 FOR_GOOD = ("disabled", "batch")  # in Slurm's refusal to requeue: --no-requeue; a job without a batch script
-GONE_SECONDS = 10.0  # a job of which Slurm shows no element for so long is over
+GONE_SECONDS = 10.0  # a job without an element in Slurm for so long is over
 
 
 # ---------------------------------------------------------------- allocations with too few nodes left for a world
 @dataclass(frozen=True)
 class Shortage:
-    """An allocation has too few nodes for a world, and gets no other."""
+    """A lack of nodes in an allocation, which gets no others."""
 
     reason: str
-    """How many it needs, and has."""
+    """How many nodes it needs, and has."""
     final: bool
-    """What it lacks does not come back."""
+    """Whether the lost nodes never come back."""
 
 
 def shortage(view: View, job: JobState) -> Shortage | None:
@@ -90,32 +90,33 @@ def shortage(view: View, job: JobState) -> Shortage | None:
 
 
 def _stays_away(view: View, job: JobState, element: int) -> bool:
-    """Nothing trains again on the node of an agent that is gone."""
+    """Whether nothing trains again on the node of a gone agent."""
     node, agent = view.slurm.node(job.agents[element].node), view.live.agent(job.job, element)
     heard = agent.last_heard if agent is not None else view.started_at
     return (node is not None and "DOWN" in node.states) or view.now - heard > QUIET_SECONDS
 
 
 def requeue(job: JobState, short: Shortage) -> Action:
-    """Slurm runs the batch script again, on as many nodes as it was submitted for."""
+    """Returns the action by which Slurm runs the batch script again, on as many nodes as it was submitted for."""
     return Action("requeue", job.job, 0, "", short.reason)
 
 
 def must_end(view: View, job: JobState) -> str:
-    """Why the job ends: it can form no world again, and Slurm does not requeue it. Empty for any other."""
+    """Why the job ends, as it can form no world again and Slurm does not requeue it; empty for any other job."""
     short = shortage(view, job)
     if short is None or not short.final or view.suspicions.doubt:
         return ""
     refused = permission.of_action(view, requeue(job, short)).refusal("requeue")
-    said = job.unrequeueable
-    if said and (any(word in said for word in FOR_GOOD) or view.now - job.since > REFUSED_SECONDS):
-        refused = refused or f"Slurm does not requeue it: {said}"
+    why = job.unrequeueable
+    if why and (any(word in why for word in FOR_GOOD) or view.now - job.since > REFUSED_SECONDS):
+        refused = refused or f"Slurm does not requeue it: {why}"
     return f"{short.reason}; {refused}" if refused else ""
 
 
 # ---------------------------------------------------------------- a fresh listing
 def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
-    """Nodes that come back or have to go down, jobs that Slurm no longer runs, elements of jobs that are over."""
+    """Handles nodes that come back or must go down, jobs that Slurm no longer runs, and elements of jobs that are
+    over."""
     out = Outcome()
     desk.prune(view)
     isolation.gone_down(view, out)
@@ -131,8 +132,8 @@ def before_planning(view: View, desk: Desk, listing: Listing) -> Outcome:
 
 
 def _requeue_preempted(view: View, listing: Listing) -> list[Action]:
-    """Elements that Slurm preempts and that have left their jobs: requeued, their nodes are free before the grace time
-    is over. Slurm starts them again when it can. Their agents may have ended all ranks and wait for that."""
+    """Requeues elements that Slurm preempts and that have left their jobs, to free their nodes before the grace time is
+    over. Slurm starts them again when it can. Their agents may have ended all ranks and wait for that."""
     found = {}
     for job in view.managed_jobs():
         for element, agent in view.job(job).agents.items() if not job.settings.allocation else ():
@@ -141,15 +142,15 @@ def _requeue_preempted(view: View, listing: Listing) -> list[Action]:
                 continue
             block = job.block_of(element)
             e = listing.rows_of(job.job).get(block)
-            if e is not None and e.state == "RUNNING" and e.restarts == agent.restarts:  # it has not been requeued yet
+            if e is not None and e.state == "RUNNING" and e.restarts == agent.restarts:  # not requeued yet
                 why = "Slurm preempts it, and its ranks have left"
                 found[job.job, block] = Action("requeue", job.job, block, ",".join(nodes_of(e)), why)
     return list(found.values())
 
 
 def _requeue_stranded(view: View, out: Outcome) -> list[Action]:
-    """Jobs that are one allocation and can form no world again are requeued, for they would keep their nodes in vain.
-    Their logs say so. `job_events` ends those that cannot be requeued."""
+    """Requeues jobs that are one allocation and can form no world again, as they would keep their nodes in vain, and
+    notes it in their logs. `job_events` ends those that cannot be requeued."""
     found = []
     for job in view.managed_jobs():
         short = shortage(view, job)
@@ -161,10 +162,9 @@ def _requeue_stranded(view: View, out: Outcome) -> list[Action]:
 
 
 def _held_again(view: View, listing: Listing, out: Outcome) -> None:
-    """Holds of ours that the log does not know: slurmctld was killed before it had saved the release, or the element
-    had started before its hold came, which Slurm then remembers for its next requeue. Both would be held for ever, as
-    if somebody else did it. AdminComment tells them from an admin's hold: users cannot write it, and a release changes
-    it."""
+    """Records this controller's holds that are not in the log: slurmctld was killed before it had saved the release, or
+    the element had started before its hold came, which Slurm then applies at its next requeue. Both would be held for
+    ever, as if by an admin. AdminComment distinguishes them: users cannot write it, and a release changes it."""
     busy = {(job, element) for _, job, element, _ in view.state.intents}
     for key, at in view.state.once_held.items():
         job, e = view.state.jobs.get(key[0]), listing.rows_of(key[0]).get(key[1])
@@ -176,7 +176,7 @@ def _held_again(view: View, listing: Listing, out: Outcome) -> None:
 
 
 def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome) -> list[Action]:
-    """Ends what Slurm has of a job that is over, and a job of which Slurm has nothing."""
+    """Ends Slurm's elements of a job that is over, and a job without elements in Slurm."""
     elements = listing.rows_of(job.job).values()
     if job.ended:
         return _after_end(view, desk, listing, job) if job.submitted else []
@@ -194,13 +194,13 @@ def _over(view: View, desk: Desk, listing: Listing, job: JobState, out: Outcome)
 
 
 def _may_go_on(job: JobState, e: ElementInfo) -> bool:
-    """The element runs, or it has ended, and that says nothing yet or is mended."""
+    """Whether the element runs, or has ended in a way that is not final."""
     return e.state in OCCUPIES or came_to_nothing(job, e) or ending(job, e)
 
 
 def _after_end(view: View, desk: Desk, listing: Listing, job: JobState) -> list[Action]:
-    """Cancels elements of a job that has ended and that wait again. Another job than an array that waits again was
-    requeued, and runs its batch script from the start."""
+    """Cancels waiting elements of an array that has ended. Any other job that waits again was requeued, and runs its
+    batch script from the start."""
     why = f"job {job.job} has ended: {job.ended.reason if job.ended else ''}"[:200]
     if _without_script(job, listing):
         return [_script_again(desk, job, why)]
@@ -211,7 +211,7 @@ def _after_end(view: View, desk: Desk, listing: Listing, job: JobState) -> list[
 
 
 def _how_it_ended(elements: Iterable[ElementInfo]) -> tuple[int, str]:
-    """(exit code, reason) of a job of which Slurm runs nothing any more."""
+    """(exit code, reason) of a job of which no element runs any more."""
     reason = "Slurm no longer runs any of its elements"
     bad = min(
         (e for e in elements if e.state in ENDS_BEFORE_FINISH),
@@ -224,16 +224,16 @@ def _how_it_ended(elements: Iterable[ElementInfo]) -> tuple[int, str]:
 
 
 def _without_script(job: JobState, listing: Listing) -> bool:
-    """Whether Slurm runs on what is left of an allocation whose first node, with the batch script on it, it has taken
-    out: it ends such a job at its time limit only (seen with 22.05)."""
+    """Whether the rest of an allocation runs on after Slurm took out its first node, with the batch script: Slurm ends
+    such a job only at its time limit (seen with 22.05)."""
     elements = listing.of(job.job)
     running = [e for e in elements.values() if e.state == "RUNNING" and not job.id_reused(e)]
     return bool(job.nodes) and 0 not in elements and bool(running)
 
 
 def _script_again(desk: Desk, job: JobState, why: str) -> Action:
-    """End, or begin again, a job whose batch script went with its host: Slurm runs the script again, in which the
-    training finds its last checkpoint. A job that has failed, or that Slurm does not requeue, is ended."""
+    """Requeues or ends a job whose batch script was lost with its host: Slurm runs the script again, and the training
+    finds its last checkpoint. A job that has failed, or that Slurm does not requeue, is ended."""
     why = f"{why}; its batch host {job.nodes[0]} is gone, and its script with it"
     again = Action("requeue", job.job, 0, "", why)
     if job.ended is None or job.ended.code or desk.retries.is_refused(again):
@@ -242,7 +242,7 @@ def _script_again(desk: Desk, job: JobState, why: str) -> Action:
 
 
 def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) -> Outcome:
-    """Every job gets the nodes that the plan gives it."""
+    """Gives every job its nodes by the plan."""
     out, state = Outcome(), view.state
     reasons = state.plan_report.reasons if state.plan_report else {}
     refused = _refused_pins(view, listing, jobs, out)
@@ -256,8 +256,8 @@ def placing(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) 
 
 
 def _refused_pins(view: View, listing: Listing, jobs: Sequence[JobState], out: Outcome) -> dict[str, set[str]]:
-    """Nodes by job on which Slurm does not start an element that was told to start there: it would wait for ever. Each
-    is remembered."""
+    """Nodes by job on which Slurm does not start an element that is pinned there, which would wait for ever. Each is
+    recorded."""
     found: dict[str, set[str]] = {}
     names = {job.job for job in jobs}
     for (name, number), pin in view.state.pins.items():
@@ -266,22 +266,24 @@ def _refused_pins(view: View, listing: Listing, jobs: Sequence[JobState], out: O
         if e is None or job is None or e.state != "PENDING":
             continue
         if not pending_reasons.is_told(e, nodes):
-            continue  # Slurm still speaks of the node before
-        seconds, said = pending_reasons.refusal_seconds(e.reason), e.reason
+            continue  # Slurm's reason is still about the node before
+        seconds, refusal = pending_reasons.refusal_seconds(e.reason), e.reason
         # Of several partitions Slurm gives no reason, and where memory for a CPU is not enough it calls the node busy.
         idle = all(node.states == {"IDLE"} for node in map(listing.by_name.get, nodes) if node)
-        silent = (said == "Resources" and idle) or ("," in e.partition and not said)
+        silent = (refusal == "Resources" and idle) or ("," in e.partition and not refusal)
         if silent and view.now - pin.at > PIN_SECONDS:
-            seconds, said = SILENT_SECONDS, said or "no reason"
+            seconds, refusal = SILENT_SECONDS, refusal or "no reason"
         if not seconds:
             continue
-        known = found.setdefault(name, set(view.refused_nodes(job)))
-        if known.issuperset(nodes):
+        refused = found.setdefault(name, set(view.refused_nodes(job)))
+        if refused.issuperset(nodes):
             continue
-        known.update(nodes)
+        refused.update(nodes)
         seconds = seconds if len(nodes) == 1 else min(seconds, REFUSED_BLOCK_SECONDS)
-        why = f"Slurm does not start {e.label} on {pin.node}, where it was told to: {said}"
-        record = records.ElementUnpinned(element=number, node=pin.node, said=said, until=view.now + seconds, reason=why)
+        why = f"Slurm does not start {e.label} on {pin.node}, where it was told to: {refusal}"
+        record = records.ElementUnpinned(
+            element=number, node=pin.node, said=refusal, until=view.now + seconds, reason=why
+        )
         out.record(job, record)
     return found
 
@@ -327,7 +329,7 @@ def _place(
 
 
 def _rows(listing: Listing, jobs: Sequence[JobState]) -> Sequence[ElementInfo]:
-    """Slurm's elements, and the nodes of those jobs that are one allocation."""
+    """Slurm's elements, with an entry for each node of the jobs that are one allocation."""
     split = {job.job: listing.of(job.job).values() for job in jobs if job.settings.allocation}
     whole = [e for e in listing.rows if e.job not in split] if split else listing.rows
     return [*whole, *(e for nodes in split.values() for e in nodes)]
@@ -341,10 +343,9 @@ def _need_of_allocation(
     reasons: Mapping[str, str],
     reach: frozenset[str],
 ) -> Need:
-    """The need of a job that is one allocation: it gives nodes back, but never that of its batch script, and gets
-    none."""
+    """The need of a job that is one allocation: it gets no nodes, and gives back any but that of its batch script."""
     listed = listing.of(job.job)
-    idle = 0 in ended_in_allocation(job)  # its node stays all the same, and counts for nothing
+    idle = 0 in ended_in_allocation(job)  # its node stays all the same, without counting
     return Need(
         job=job.job,
         desired=assignment.get(job.job, 0),
@@ -362,8 +363,8 @@ def _need_of_allocation(
 
 
 def _has_ended(view: View, job: JobState, element: int) -> bool:
-    """Nothing of an allocation's element runs any more: its agent has gone, and its task with it. A task that Slurm
-    kills would make srun fail."""
+    """Whether an allocation's element has ended: its agent is gone, and its task with it. A task that Slurm kills would
+    make srun fail."""
     record, agent = ended_in_allocation(job).get(element), view.live.agent(job.job, element)
     if record is None:
         return False
@@ -383,21 +384,20 @@ def _by_block(job: JobState, agents: Iterable[tuple[int, AgentRecord | AgentView
 
 
 def keeping(view: View, listing: Listing, jobs: Sequence[JobState], why: str = "") -> Outcome:
-    """Jobs that the plan leaves as they are: they use all nodes that Slurm leaves them. why: in place of each job's
-    own."""
+    """Leaves all their nodes to jobs that the plan does not change. why: in place of each job's own reason."""
     out = Outcome()
     for job in jobs:
         elements = listing.of(job.job)
         view.slurm.expected[job.job] = sorted(n for n, e in elements.items() if e.state in WORKS)
-        if job.allotted is not None and set(job.allotted) != set(elements):  # it was planned for before
+        if job.allotted is not None and set(job.allotted) != set(elements):  # planned before
             reason = f"{why or why_fixed(view, job)}: all elements may work"
             out.record(job, records.ElementsAllotted(elements=sorted(elements), leaving=[], reason=reason))
     return out
 
 
 def watching(view: View, desk: Desk, listing: Listing, jobs: Sequence[JobState]) -> Outcome:
-    """Jobs whose partition the plan may not touch: they use what Slurm gives them, and what the plan would do with
-    them is said when it changes."""
+    """Leaves all their nodes to jobs whose partition the plan may not touch, and records what the plan would do with
+    them, whenever that changes."""
     out = keeping(view, listing, jobs, "the plan is not carried out in its partition")
     found = pools(inputs(view, jobs))
     if (key := key_of(found) if jobs else "") == desk.watched:

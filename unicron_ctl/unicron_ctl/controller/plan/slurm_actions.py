@@ -1,7 +1,7 @@
-"""The actions that are asked of Slurm: when each is asked for, and again, and what their outcomes change.
+"""Requests to Slurm: when each is made and repeated, and the effects of its outcome.
 
-Slurm's programs are called once for each request (:mod:`unicron_ctl.shared.slurm`): what was refused, or had no effect,
-is asked for again here, later each time.
+Slurm's programs are called once for each request (:mod:`unicron_ctl.shared.slurm`): a request that was refused, or had
+no effect, is repeated here, later each time.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from unicron_ctl.controller.plan.planning import Aheads
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.system.throttle import Throttle
 
-RETRY_SECONDS = 5.0  # an action that Slurm refused is not asked for again before; after two such, twice as long each
-NO_EFFECT_SECONDS = 2.0  # the same where Slurm took it, and nothing has come of it
+RETRY_SECONDS = 5.0  # before a refused action is requested again; after two refusals, twice as long each time
+NO_EFFECT_SECONDS = 2.0  # the same for an accepted action without effect
 LONGEST_RETRY = 300.0
 HURRY_SECONDS = 0.1
-EARLY = 1.0, 3.0  # early listings a second, and at once: whatever happens, Slurm has other work
-SHARE = 0.1  # of the time that the usual listings may take, where each takes long; early ones as much again
+EARLY = 1.0, 3.0  # early listings a second, and at once: Slurm has other work
+SHARE = 0.1  # of the time, for usual listings that take long; early ones as much again
 LONGEST_PAUSE = 60.0  # between two listings
-MOST_FAILURES = 2  # failed listings in a row that make the pause longer: one more period each
-ASKED_SECONDS = 60.0  # for which Slurm is still asked about a job that has ended
+MOST_FAILURES = 2  # failed listings in a row that lengthen the pause, by one more period each
+ASKED_SECONDS = 60.0  # of further polls for a job that has ended
 LATELY_SECONDS = 3600.0  # the same at the controller's start
-STARTS = ("pin", "release", "start_now")  # steps of one thing that is wanted: the element's start
-STOPS = (*GIVES_BACK, *OUT)  # actions that end what runs, or keep a node from what would
+STARTS = ("pin", "release", "start_now")  # steps of one aim: the element's start
+STOPS = (*GIVES_BACK, *OUT)  # actions that end work, or keep a node from it
 
 Target = tuple[str, int]  # (job, element), or (node, -1)
 
 
 @dataclass
 class RetryState:
-    """One thing that was asked of Slurm for one element or node, while Slurm shows the same of it.
+    """The requests with one aim for one element or node, as long as its state in Slurm stays the same.
 
-    shown: what Slurm showed of it when it was asked. at: when it was last asked. refused: Slurm refused it.
+    shown: that state. at: the time of the last request. refused: whether Slurm refused one.
     """
 
     shown: tuple[object, ...] = ()
@@ -51,19 +51,19 @@ class RetryState:
 
     @property
     def until(self) -> float:
-        """When it may be asked for again."""
+        """When the next request may be made."""
         first = RETRY_SECONDS if self.refused else NO_EFFECT_SECONDS
         return self.at + min(LONGEST_RETRY, first * 2.0 ** min(30, max(0, self.times - 2)))
 
 
 @dataclass
 class Retries:
-    """The requests to Slurm of late. states: (element or node, what is wanted of it) -> how that went."""
+    """The recent requests to Slurm. states: by (element or node, aim)."""
 
     states: dict[tuple[Target, str], RetryState] = field(default_factory=dict)
 
     def prune(self, view: View) -> None:
-        """Forgets what delays nothing any more."""
+        """Drops states that delay nothing any more."""
         self.states = {
             key: one
             for key, one in self.states.items()
@@ -72,13 +72,13 @@ class Retries:
         }
 
     def without_delayed(self, actions: Sequence[Action], now: float) -> list[Action]:
-        """The actions but those for elements and nodes of which something has to wait before it is asked again."""
+        """The actions without those for elements and nodes with a request that has to wait."""
         asked = ((action.target, self.states.get(_aim(action))) for action in actions)
         wait = {target for target, before in asked if before is not None and now < before.until}
         return [action for action in actions if action.target not in wait]
 
     def note_requests(self, view: View, actions: Sequence[Action]) -> None:
-        """Notes that these actions are asked for now."""
+        """Notes that these actions are requested now."""
         for key in dict.fromkeys(map(_aim, actions)):
             before = self.states.get(key)
             self.states[key] = RetryState(
@@ -92,16 +92,15 @@ class Retries:
             before.refused = before.refused or bool(error)
 
     def is_refused(self, action: Action) -> bool:
-        """Whether Slurm has refused this action of late."""
+        """Whether Slurm has refused this action recently."""
         before = self.states.get(_aim(action))
         return before is not None and before.refused
 
 
 def request_actions(view: View, retries: Retries, actions: Sequence[Action], out: Outcome) -> None:
-    """Asks for the actions. Those that have to wait before they are asked again, or that a limit forbids, are left out.
+    """Requests the actions, except for those that have to wait or that a limit forbids.
 
-    While the controller does not trust the silence that it hears, nothing is stopped or taken, and nothing is started
-    in place of what would have been.
+    While the controller doubts the silence of agents, nothing is stopped or taken, and nothing is started in its place.
     """
     if view.suspicions.doubt:
         kept = {name for action in actions if action.action in STOPS for name in action.nodes}
@@ -114,12 +113,12 @@ def request_actions(view: View, retries: Retries, actions: Sequence[Action], out
 
 
 def _aim(action: Action) -> tuple[Target, str]:
-    """The element or node, and what is wanted of it: its start on certain nodes, for one."""
+    """The element or node, and the aim of the action: its start on certain nodes, for one."""
     return action.target, f"start {action.node}" if action.action in STARTS else action.action
 
 
 def _state_shown(view: View, target: Target) -> tuple[object, ...]:
-    """The element or the node as Slurm shows it: while that stays, what is wanted has not come about."""
+    """The state of the element or node in Slurm: while it stays the same, the action has had no effect."""
     name, element = target
     if element < 0:
         info = view.slurm.node(name)
@@ -129,18 +128,18 @@ def _state_shown(view: View, target: Target) -> tuple[object, ...]:
 
 
 def record_intents(view: View, run: Run) -> Outcome:
-    """Records what is going to be asked of Slurm, before the actions are carried out."""
+    """Records the actions before they are carried out."""
     out = Outcome()
     listing = view.slurm.seen
     for action in run.actions:
         job = view.state.jobs.get(action.job)
-        known = listing.rows_of(action.job).get(action.element) if listing is not None else None
+        e = listing.rows_of(action.job).get(action.element) if listing is not None else None
         record = records.SlurmAction(
             action=action.action,
             element=action.element,
             node=action.node,
             slurm_reason=action.text,
-            restarts=known.restarts if known is not None else -1,
+            restarts=e.restarts if e is not None else -1,
             reason=f"{action.label}: {action.reason}",
         )
         out.records.append((action.job, job.generation if job else 0, record))
@@ -150,7 +149,7 @@ def record_intents(view: View, run: Run) -> Outcome:
 
 
 def _for_failures(job: JobState, action: Action, out: Outcome) -> None:
-    """Record what is done for an element whose failure is not mended yet in that failure's story."""
+    """Adds an action for an element to the story of its failures that are not mended yet."""
     element = f"{action.job}_{action.element}"
     text = f"start element {element} on {action.node}" if action.action == "pin" else f"requeue {element}"
     for failure in job.failures:
@@ -160,7 +159,7 @@ def _for_failures(job: JobState, action: Action, out: Outcome) -> None:
 
 
 def on_outcome(view: View, retries: Retries, gate: readmission.Gate, action: Action, error: str) -> Outcome:
-    """Records that Slurm carried out an action, or refused it. error: why it refused, or empty."""
+    """Records that Slurm carried out an action, or refused it for the reason in `error`."""
     out, job = Outcome(), view.state.jobs.get(action.job)
     generation = job.generation if job else 0
     retries.note_outcome(action, error)
@@ -185,7 +184,7 @@ def on_outcome(view: View, retries: Retries, gate: readmission.Gate, action: Act
     return out
 
 
-# ---------------------------------------------------------------- what is under way
+# ---------------------------------------------------------------- requests under way
 @dataclass
 class Desk:
     """The requests under way with Slurm; lost with the process. Times in seconds on the controller's clock."""
@@ -198,19 +197,19 @@ class Desk:
     failures: int = 0
     """Listings in a row that failed."""
     under_way: set[tuple[str, str, int, str]] = field(default_factory=set)
-    """Actions of which this process waits to hear the outcome."""
+    """Actions without an outcome yet."""
     retries: Retries = field(default_factory=Retries)
     missing_since: dict[str, float] = field(default_factory=dict)
-    """job -> since when Slurm shows none of its elements; only of jobs that have not ended."""
+    """job -> since when Slurm shows none of its elements; only for jobs that have not ended."""
     gate: readmission.Gate = field(default_factory=readmission.Gate)
     comments: Comments = field(default_factory=Comments)
     aheads: Aheads = field(default_factory=Aheads)
     watched: str = ""
-    """What the last plan depended on for jobs that are only watched."""
+    """The inputs of the last plan for jobs that are only watched."""
     early: Throttle = field(default_factory=lambda: Throttle(*EARLY))
 
     def hurry(self, now: float, delay: float = HURRY_SECONDS) -> None:
-        """Something changed: asks Slurm soon, or as soon as there may be another early listing."""
+        """Asks Slurm soon after a change, or as soon as another early listing is allowed."""
         price = max(1.0, self.took / SHARE * EARLY[0])
         soon = max(now + delay, self.early.allowed_at("", now, min(price, EARLY[1])))
         if not self.busy and self.next_poll > soon:
@@ -218,26 +217,26 @@ class Desk:
             self.next_poll = soon
 
     def on_listing(self, now: float, usual: float, took: float, failed: bool = False) -> None:
-        """Slurm has answered, or has not: says when it is asked again. usual: the seconds between two listings. took:
-        those that this one took."""
+        """Sets the time of the next listing after this one, or its failure. usual: seconds between two listings. took:
+        seconds that this one took."""
         self.busy, self.took = False, took
         self.failures = self.failures + 1 if failed else 0
         pause = max(self.took, usual * min(MOST_FAILURES, self.failures)) if failed else self.took / SHARE
         self.next_poll = now + max(usual, min(LONGEST_PAUSE, pause))
 
     def on_actions_done(self, now: float, urgent: bool) -> None:
-        """All actions of a request are through: what became of them is looked at soon."""
+        """Asks for a listing soon, as all actions of a request are done."""
         self.busy = self.busy and urgent
         self.hurry(now, 0.0)
 
     def prune(self, view: View) -> None:
-        """Forgets what says nothing any more."""
+        """Drops entries of no further use."""
         self.retries.prune(view)
         jobs = {job.job for job in view.managed_jobs()}
         self.missing_since = {name: at for name, at in self.missing_since.items() if name in jobs}
 
     def tick(self, view: View, asked_for: Iterable[str]) -> Outcome:
-        """Asks Slurm when it is time. asked_for: jobs that are not known yet."""
+        """Asks Slurm when it is time. asked_for: jobs that are not registered yet."""
         out = Outcome()
         if view.slurm.used and not self.busy and view.now >= self.next_poll:
             self.busy, self.asked_at = True, view.now
@@ -248,7 +247,7 @@ class Desk:
 
 
 def _in_slurm(view: View, job: JobState) -> bool:
-    """Slurm may have elements of it that matter: of an ended one, those that are pending still have to go."""
+    """Whether Slurm may have relevant elements of the job: pending ones of an ended job still have to go."""
     if not job.ended:
         return True
     seen = view.slurm.seen

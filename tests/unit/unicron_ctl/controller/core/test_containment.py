@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.training import events
 from tests.support.world import FakeAgent, FakeSlurm, World
-from unicron_ctl.controller.core import listings
+from unicron_ctl.controller.core import core
 from unicron_ctl.controller.core.state_snapshot import freeze, read_state, thaw
 from unicron_ctl.controller.job import transitions
 from unicron_ctl.controller.judge import judge
@@ -282,14 +282,14 @@ def test_a_job_that_cannot_be_planned_for_does_not_keep_the_others_waiting(monke
     for agent in second:
         agent.register()
         agent.ready()
-    real = listings.inputs
+    real = core.inputs
 
     def fails(view: Any, jobs: list[Any], *among: Any) -> Any:
         if any(job.job == "1" for job in jobs):
             raise ZeroDivisionError(BROKEN)
         return real(view, jobs, *among)
 
-    monkeypatch.setattr(listings, "inputs", fails)
+    monkeypatch.setattr(core, "inputs", fails)
     world.run(3.0)
     assert [event.job for event in events(world, "job_set_aside")] == ["1"] and first and second
     assert any(event.kind == "replanned" and "2 w1" in event.record.inputs for event in world.log)

@@ -18,6 +18,12 @@ from unicron_ctl.shared.log.thinning import redundant
 from unicron_ctl.shared.protocol import datagrams, structs, wire
 
 
+def started(nodes: int, **settings) -> tuple[World, list[FakeAgent]]:
+    """A job trains on so many nodes, without Slurm."""
+    world = World(**settings)
+    return world, world.start_job(nodes=nodes)
+
+
 def messages(world: World, kind: type) -> list:
     return [message for _, message in world.sent if isinstance(message, kind)]
 
@@ -53,8 +59,7 @@ def test_fewer_nodes_than_the_most_start_after_a_while():
 
 def test_a_restart_needs_few_of_the_steps():
     """Healthy and disturbed stretches: the thinned log is short, and gives the same state."""
-    world = World()
-    agents = world.start_job(nodes=3)
+    world, agents = started(3)
     for iteration in range(40):
         world.run(0.1)
         world.iterate("1", iteration)
@@ -88,8 +93,7 @@ def test_the_rank_with_the_latest_checkpoint_is_the_source():
 
 
 def test_a_dead_rank_breaks_the_generation_and_survivors_go_on_with_the_iteration():
-    world = World()
-    agents = world.start_job(nodes=3)
+    world, agents = started(3)
     world.iterate("1", 0)
     for agent, done in zip(agents, ([0, 3], [1], [2]), strict=True):
         agent.set(agent.slots[0], done=done, iteration=1)
@@ -111,8 +115,7 @@ def test_a_dead_rank_breaks_the_generation_and_survivors_go_on_with_the_iteratio
 
 
 def test_the_dead_rank_is_started_again_and_rejoins_at_a_boundary():
-    world = World()
-    agents = world.start_job(nodes=2)
+    world, agents = started(2)
     agents[1].die(1)
     start = messages(world, wire.StartRank)[0]
     assert (start.slot, start.incarnation) == (1, 1)
@@ -136,8 +139,7 @@ def test_the_dead_rank_is_started_again_and_rejoins_at_a_boundary():
 
 
 def test_all_synced_survivors_step_and_recompute_nothing():
-    world = World()
-    agents = world.start_job(nodes=3)
+    world, agents = started(3)
     for agent in agents:
         agent.set(agent.slots[0], phase="synced", iteration=4, done=[agent.element])
     agents[2].die(2)
@@ -146,8 +148,7 @@ def test_all_synced_survivors_step_and_recompute_nothing():
 
 
 def test_a_second_loss_while_survivors_stop_only_extends_the_break():
-    world = World()
-    agents = world.start_job(nodes=4)
+    world, agents = started(4)
     for agent in agents:
         agent.obedient = False
     agents[3].die(3)
@@ -166,8 +167,7 @@ def test_a_second_loss_while_survivors_stop_only_extends_the_break():
 
 
 def test_a_loss_while_entering_takes_the_next_generation():
-    world = World()
-    agents = world.start_job(nodes=4)
+    world, agents = started(4)
     for agent in agents:
         agent.obedient = False
     agents[3].die(3)
@@ -183,8 +183,7 @@ def test_a_loss_while_entering_takes_the_next_generation():
 
 
 def test_a_stopped_rank_that_heard_no_plan_yet_need_not_report_again():
-    world = World()
-    agents = world.start_job(nodes=3)
+    world, agents = started(3)
     agents[2].die(2)
     agents[2].ready()
     world.run(0.5)
@@ -196,8 +195,7 @@ def test_a_stopped_rank_that_heard_no_plan_yet_need_not_report_again():
 
 
 def test_an_offer_broken_by_its_joiners_death_puts_the_other_joiner_back():
-    world = World()
-    agents = world.start_job(nodes=4)
+    world, agents = started(4)
     agents[2].die(2)
     agents[3].die(3)
     agents[2].ready()
@@ -227,8 +225,7 @@ def test_a_survivor_that_does_not_stop_is_left_out_and_started_anew():
 
 
 def test_a_fault_that_nobody_died_of_is_tried_again_in_place():
-    world = World()
-    agents = world.start_job(nodes=2)
+    world, agents = started(2)
     fault = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
     agents[1].set(1, state="stopped", broken=1, fault=fault)
     assert world.job().phase == "running"
@@ -245,8 +242,7 @@ def test_a_fault_that_nobody_died_of_is_tried_again_in_place():
 
 
 def test_the_cause_that_shows_within_the_grace_is_the_one_that_counts():
-    world = World()
-    agents = world.start_job(nodes=3)
+    world, agents = started(3)
     fault = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
     agents[0].set(0, state="stopped", broken=1, fault=fault)
     world.run(0.05, heartbeats=False)
@@ -257,8 +253,7 @@ def test_the_cause_that_shows_within_the_grace_is_the_one_that_counts():
 
 
 def test_a_silent_node_is_lost_within_two_heartbeat_periods():
-    world = World()
-    agents = world.start_job(nodes=3)
+    world, agents = started(3)
     world.run(2.0)
     agents[2].silent = True
     silent_since = world.now
@@ -284,8 +279,7 @@ def test_a_stall_of_the_controller_expires_nobody():
 
 
 def test_a_hint_proves_nothing_and_leads_to_a_question_that_does():
-    world = World()
-    agents = world.start_job(nodes=2)
+    world, agents = started(2)
     hint = datagrams.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9)
     world.core.hint(hint, world.now)
     world.deliver()
@@ -365,8 +359,7 @@ def test_a_script_that_dies_at_once_ends_the_job_with_its_last_line():
 
 
 def test_all_finished_ends_the_job_and_one_finished_alone_is_no_loss():
-    world = World()
-    agents = world.start_job(nodes=2)
+    world, agents = started(2)
     agents[0].set(0, state="finished", iteration=99, phase="stepped")
     agents[0].status(leaving="finished")
     agents[0].silent = True
@@ -379,8 +372,7 @@ def test_all_finished_ends_the_job_and_one_finished_alone_is_no_loss():
 
 
 def test_an_element_that_starts_elsewhere_replaces_its_old_agent_for_good():
-    world = World()
-    agents = world.start_job(nodes=2)
+    world, agents = started(2)
     fresh = FakeAgent(world, "1", 1, "n9", nodes=2)
     fresh.register()
     fresh.ready()
@@ -394,8 +386,7 @@ def test_an_element_that_starts_elsewhere_replaces_its_old_agent_for_good():
 
 
 def test_a_restarted_controller_finishes_the_recovery():
-    world = World()
-    agents = world.start_job(nodes=3)
+    world, agents = started(3)
     for agent in agents:
         agent.obedient = False
     agents[2].die(2)
@@ -410,8 +401,7 @@ def test_a_restarted_controller_finishes_the_recovery():
 
 
 def test_an_agent_that_does_not_come_back_after_a_restart_is_lost():
-    world = World()
-    agents = world.start_job(nodes=2)
+    world, agents = started(2)
     world.restart()
     agents[1].silent = True
     agents[0].status()
@@ -513,8 +503,7 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
 
 
 def test_a_process_that_is_to_start_later_starts_under_the_next_controller():
-    world = World()
-    agents = world.start_job(nodes=3)
+    world, agents = started(3)
     fault = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
     agents[1].set(1, state="stopped", broken=1, fault=fault)
     world.run(1.0)

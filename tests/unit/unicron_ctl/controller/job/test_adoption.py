@@ -14,6 +14,13 @@ from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.shared.protocol import structs, wire
 
 
+def on_slurm(nodes: int, count: int, **settings) -> tuple[World, list[FakeAgent]]:
+    """Job 1 has `count` of the nodes of a Slurm."""
+    world = World(FakeSlurm(nodes), **settings)
+    world.slurm.submit("1", count)
+    return world, world.start_job(nodes=count)
+
+
 def train(world: World, agents: list[FakeAgent], iterations: range) -> None:
     for iteration in iterations:
         for agent in agents:
@@ -106,9 +113,7 @@ def test_a_generation_whose_plan_nobody_holds_is_broken_in_the_end():
 
 
 def test_a_smaller_part_does_not_break_off_what_a_majority_may_go_on_with(snapshot):
-    world = World(FakeSlurm(6), state_wait_seconds=30.0)
-    world.slurm.submit("1", 5)
-    agents = world.start_job(nodes=5)
+    world, agents = on_slurm(6, 5, state_wait_seconds=30.0)
     world.run(2.0)
     for agent in agents[:3]:
         agent.silent = agent.cut = True
@@ -122,9 +127,7 @@ def test_a_smaller_part_does_not_break_off_what_a_majority_may_go_on_with(snapsh
 
 
 def test_a_smaller_part_that_holds_the_plan_does_not_either():
-    world = World(FakeSlurm(6), state_wait_seconds=30.0)
-    world.slurm.submit("1", 5)
-    agents = world.start_job(nodes=5)
+    world, agents = on_slurm(6, 5, state_wait_seconds=30.0)
     world.run(2.0)
     train(world, agents, range(2))
     for agent in agents[:3]:
@@ -151,9 +154,7 @@ def test_agents_that_never_answer_do_not_keep_what_was_agreed_from_being_taken_o
 
 
 def test_an_element_that_slurm_no_longer_runs_is_not_waited_for():
-    world = World(FakeSlurm(4))
-    world.slurm.submit("1", 3)
-    agents = world.start_job(nodes=3)
+    world, agents = on_slurm(4, 3)
     train(world, agents, range(2))
     agents[2].silent = True
     world.slurm.queue["1", 2].update(state="PENDING", node=None, reason="JobHeldAdmin")
@@ -203,9 +204,7 @@ def test_a_job_is_not_formed_anew_while_its_state_may_live_and_its_rank_is_a_mem
 
 def test_ranks_whose_agent_died_may_hold_the_state_until_slurm_shows_their_end():
     """Nobody listens at the agent's port. That says nothing of its ranks."""
-    world = World(FakeSlurm(4), state_wait_seconds=60.0)
-    world.slurm.submit("1", 2)
-    agents = world.start_job(nodes=2)
+    world, agents = on_slurm(4, 2, state_wait_seconds=60.0)
     train(world, agents, range(5))
     agents[0].obedient = False  # it does not get to stop
     agents[1].silent = agents[1].killed = True
@@ -290,6 +289,14 @@ def agree(world: World, agents: list[FakeAgent], lost: int, chosen: tuple[bool, 
     return plan
 
 
+def agreed(chosen: tuple[bool, ...] = ()) -> tuple[World, list[FakeAgent]]:
+    """Without a controller, four agents lose one rank and agree on a plan (:func:`agree`)."""
+    world, agents = trained(4, seconds=0.3)
+    away(world, agents)
+    agree(world, agents, lost=3, chosen=chosen)
+    return world, agents
+
+
 def back(world: World, agents: list[FakeAgent]) -> None:
     for agent in agents:
         agent.silent = agent.cut = False
@@ -298,9 +305,7 @@ def back(world: World, agents: list[FakeAgent]) -> None:
 
 
 def test_a_plan_that_the_agents_agreed_on_is_taken_over():
-    world, agents = trained(4, seconds=0.3)
-    away(world, agents)
-    agree(world, agents, lost=3)
+    world, agents = agreed()
     back(world, agents)
     job = world.job()
     assert sorted(job.members) == [0, 1, 2] and job.plan.prefix == "1.g2.0.1"
@@ -318,9 +323,7 @@ def test_a_plan_that_the_agents_agreed_on_is_taken_over():
 @pytest.mark.parametrize("how", ["its node died", "its agent died", "it was started again", "the log is lost"])
 def test_who_died_while_the_controller_was_away_is_on_record(how: str, snapshot: SnapshotAssertion) -> None:
     """Defect: where Slurm had started the element again meanwhile, nothing told that anybody had died."""
-    world = World(FakeSlurm(5))
-    world.slurm.submit("1", 4)
-    agents = world.start_job(nodes=4)
+    world, agents = on_slurm(5, 4)
     world.run(2.0)
     away(world, agents)
     agree(world, agents, lost=3)
@@ -351,9 +354,7 @@ def test_who_died_while_the_controller_was_away_is_on_record(how: str, snapshot:
 
 def test_a_restarted_and_an_emptied_controller_take_it_over():
     for records in (0, None):
-        world, agents = trained(4, seconds=0.3)
-        away(world, agents)
-        agree(world, agents, lost=3)
+        world, agents = agreed()
         if records is None:
             world.log.clear()
         world.restart()
@@ -363,18 +364,14 @@ def test_a_restarted_and_an_emptied_controller_take_it_over():
 
 
 def test_one_that_knows_of_the_choice_is_enough_and_those_behind_are_told_the_plan():
-    world, agents = trained(4, seconds=0.3)
-    away(world, agents)
-    agree(world, agents, lost=3, chosen=(False, True, False))
+    world, agents = agreed(chosen=(False, True, False))
     back(world, agents)
     assert sorted(world.job().members) == [0, 1, 2] and world.job().plan.prefix == "1.g2.0.1"
     assert all(agents[slot].ranks[slot].generation == 2 for slot in range(3)) and world.job().phase == "running"
 
 
 def test_it_is_not_looked_at_before_all_living_agents_have_spoken():
-    world, agents = trained(4, seconds=0.3)
-    away(world, agents)
-    agree(world, agents, lost=3, chosen=(False, True, False))
+    world, agents = agreed(chosen=(False, True, False))
     agents[0].silent = agents[0].cut = False
     agents[0].status()
     world.run(0.2)
@@ -384,9 +381,7 @@ def test_it_is_not_looked_at_before_all_living_agents_have_spoken():
 
 
 def test_a_number_that_was_begun_is_used_up():
-    world, agents = trained(4, seconds=0.3)
-    away(world, agents)
-    agree(world, agents, lost=3, chosen=(False, False, False))
+    world, agents = agreed(chosen=(False, False, False))
     back(world, agents)
     job = world.job()
     assert sorted(job.members) == [0, 1, 2] and job.plan.generation == 3 and "number_used" in world.kinds()
@@ -412,9 +407,7 @@ def test_the_agents_choice_counts_against_a_plan_of_the_controller_with_its_numb
 @pytest.mark.parametrize(("count", "ends"), [(4, "heard"), (5, "heard"), (4, "dead"), (5, "dead")])
 def test_a_number_is_not_used_up_while_the_members_of_its_plan_are_silent(count: int, ends: str):
     """One agent has accepted a plan of two that are cut off: they may know that it was chosen, and be in it."""
-    world = World(FakeSlurm(8))
-    world.slurm.submit("1", count)
-    agents = world.start_job(nodes=count)
+    world, agents = on_slurm(8, count)
     world.run(2.0)
     train(world, agents, range(2))
     far, voter = agents[:2], agents[2]
@@ -447,9 +440,7 @@ def test_a_number_is_not_used_up_while_the_members_of_its_plan_are_silent(count:
 
 def test_a_number_is_used_up_once_one_member_of_its_plan_is_heard_and_not_in_it():
     """The leader's node was lost before it could tell anybody that its plan was chosen."""
-    world = World(FakeSlurm(6))
-    world.slurm.submit("1", 4)
-    agents = world.start_job(nodes=4)
+    world, agents = on_slurm(6, 4)
     world.run(2.0)
     train(world, agents, range(2))
     away(world, agents)

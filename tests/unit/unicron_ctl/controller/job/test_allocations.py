@@ -28,15 +28,34 @@ def by_node(info: ElementInfo, world: World | None = None) -> dict[int, str | No
     return {each.element: each.node for each in allocation.by_node([info], jobs)}
 
 
+def training(nodes: int = 3, free: int = 1) -> tuple[World, list[FakeAgent]]:
+    """A job that is one allocation trains on all of its nodes."""
+    world, agents = allocation_job(nodes, free)
+    world.run(1.5)
+    trains(world, agents)
+    return world, agents
+
+
+def gone(agents: list[FakeAgent]) -> None:
+    """The agents are killed; their nodes live."""
+    for agent in agents:
+        agent.silent = agent.killed = True
+
+
+def finish(agents: list[FakeAgent]) -> None:
+    """All of their ranks train to the end."""
+    for agent in agents:
+        for slot in agent.slots:
+            agent.set(slot, state="finished")
+
+
 def test_each_node_is_an_element_in_the_order_in_which_slurm_gave_it():
     assert by_node(listed("n[1-2],m3")) == {0: "n1", 1: "n2", 2: "m3"}
     assert by_node(listed("n1")) == {0: "n1"} and by_node(listed(None, "PENDING")) == {0: None}
 
 
 def test_the_job_has_as_many_elements_as_nodes_and_all_of_them_train():
-    world, agents = allocation_job()
-    world.run(1.5)
-    trains(world, agents)
+    world, _ = training()
     job = world.job()
     assert job.nodes == ["n1", "n2", "n3"] and job.settings.max_nodes == 3 and job.settings.allocation
     assert "1" not in world.core.state.assignment, "the plan leaves it as it is"
@@ -49,10 +68,7 @@ def test_the_first_world_waits_for_the_slowest_node(stated, seconds, monkeypatch
     monkeypatch.setattr(job_events, "BEGIN_SECONDS", 100.0)
     for comes in (True, False):
         world, agents = allocation_job(stated=stated)
-        world.run(1.5)
-        for agent in agents[:2]:
-            agent.ready()
-        world.run(seconds - 10.0)
+        ready(world, agents[:2], 1.5, seconds - 10.0)
         assert world.job().phase == "forming"
         if comes:
             agents[2].ready()
@@ -62,9 +78,7 @@ def test_the_first_world_waits_for_the_slowest_node(stated, seconds, monkeypatch
 
 def test_the_first_world_waits_for_no_node_that_is_lost():
     world, agents = allocation_job()
-    world.run(1.5)
-    for agent in agents[:2]:
-        agent.ready()
+    ready(world, agents[:2], 1.5, 0.0)
     power_off(world, "n3")
     world.slurm.queue["1", 0]["node"] = "n[1-2]"
     world.run(START_SECONDS)
@@ -72,9 +86,7 @@ def test_the_first_world_waits_for_no_node_that_is_lost():
 
 
 def test_a_lost_node_is_drained_and_never_set_down_and_the_others_go_on(snapshot):
-    world, agents = allocation_job()
-    world.run(1.5)
-    trains(world, agents)
+    world, _ = training()
     power_off(world, "n3")
     world.run(8.0)
     assert set(world.job().members) == {0, 1}
@@ -90,9 +102,7 @@ def test_a_lost_node_is_drained_and_never_set_down_and_the_others_go_on(snapshot
 
 
 def test_the_first_node_that_is_lost_leaves_the_others_their_numbers():
-    world, agents = allocation_job()
-    world.run(1.5)
-    trains(world, agents)
+    world, _ = training()
     power_off(world, "n1")
     world.slurm.queue["1", 0]["node"] = "n[2-3]"
     world.run(8.0)
@@ -101,10 +111,8 @@ def test_the_first_node_that_is_lost_leaves_the_others_their_numbers():
 
 
 def test_an_agent_that_dies_does_not_come_back_and_nothing_waits_for_it(snapshot):
-    world, agents = allocation_job()
-    world.run(1.5)
-    trains(world, agents)
-    agents[1].silent = agents[1].killed = True
+    world, agents = training()
+    gone(agents[1:2])
     world.run(8.0)
     assert set(world.job().members) == {0, 2}
     failure = world.job().failures[-1]
@@ -125,9 +133,7 @@ def fail(world: World, agents: list[FakeAgent], code: int, text: str = "", times
 
 def test_a_program_that_crashes_again_and_again_ends_the_job_and_takes_no_node_out_of_it():
     """Defect: the second crash took its node out, and the job went on with half of its world."""
-    world, agents = allocation_job(nodes=2, free=2)
-    world.run(1.5)
-    trains(world, agents)
+    world, agents = training(nodes=2, free=2)
     fail(world, agents, -6)
     job = world.job()
     assert job.ended is not None and job.ended.code == 1
@@ -137,9 +143,7 @@ def test_a_program_that_crashes_again_and_again_ends_the_job_and_takes_no_node_o
 
 
 def test_a_node_with_a_fault_of_its_hardware_is_left_out():
-    world, agents = allocation_job(nodes=4, free=0)
-    world.run(1.5)
-    trains(world, agents)
+    world, agents = training(nodes=4, free=0)
     world.iterate("1", 0)
     fail(world, agents[1:2], 1, ECC, times=2)
     assert set(world.job().members) == {0, 2, 3} and "n2" in world.job().avoid
@@ -160,11 +164,8 @@ def test_a_plain_job_on_one_node_is_requeued_for_a_fault_of_its_node_only(text, 
 
 
 def test_a_job_that_slurm_requeues_begins_on_its_new_nodes_under_the_same_id():
-    world, agents = allocation_job()
-    world.run(1.5)
-    trains(world, agents)
-    for agent in agents:
-        agent.silent = agent.killed = True
+    world, agents = training()
+    gone(agents)
     world.slurm.queue["1", 0] = allocation_row(None, "PENDING", restarts=1)
     world.run(3.0)
     world.slurm.queue["1", 0] = allocation_row("n[1,3-4]", restarts=1)
@@ -196,30 +197,27 @@ def test_the_steps_of_a_job_that_slurm_requeues_are_counted_anew():
     def welcome(agent: FakeAgent) -> str:
         return next(message.run for message in agent.heard if isinstance(message, wire.Welcome))
 
-    def finish(agent: FakeAgent) -> None:
-        agent.set(0, state="finished")
+    def end(agent: FakeAgent) -> None:
+        finish([agent])
         world.run(1.5)
         assert world.job().ended
 
-    finish(begin(0, 0))
+    end(begin(0, 0))
     broken_off = begin(1, 0)
     world.slurm.queue["1", 0]["restarts"] = 1
     world.run(1.5)
     again = begin(0, 1)
-    finish(again)
+    end(again)
     resumed = begin(1, 1)
     assert welcome(resumed) == welcome(broken_off) != welcome(again), "what it kept in memory is its own"
-    finish(resumed)
-    finish(begin(0, 2))
+    end(resumed)
+    end(begin(0, 2))
     world.check_replay()
 
 
 def test_a_job_that_slurm_requeues_with_fewer_nodes_counts_them_anew():
-    world, agents = allocation_job()
-    world.run(1.5)
-    trains(world, agents)
-    for agent in agents:
-        agent.silent = agent.killed = True
+    world, agents = training()
+    gone(agents)
     world.slurm.queue["1", 0] = allocation_row("n[1,3]", restarts=1)
     world.run(8.0)
     again = [allocation_comes(world, element, node, nodes=2) for element, node in enumerate(("n1", "n3"))]
@@ -240,13 +238,9 @@ def test_the_script_of_an_allocation_without_its_batch_host_runs_again_once_the_
     left, refused, asked
 ):
     """Defect: the job was cancelled, and what its script has behind the training never ran."""
-    world, agents = allocation_job()
-    world.run(1.5)
-    trains(world, agents)
+    world, agents = training()
     world.slurm.queue["1", 0]["node"], world.slurm.refuse_requeue = left, refused
-    for agent in agents:
-        for slot in agent.slots:
-            agent.set(slot, state="finished")
+    finish(agents)
     world.run(9.0)
     assert world.job().ended is not None
     assert [call[0] for call in world.slurm.calls if call[1] == "1"] == asked
@@ -256,9 +250,7 @@ def test_the_script_of_an_allocation_without_its_batch_host_runs_again_once_the_
 
 
 def test_other_jobs_do_not_get_the_nodes_of_an_allocation():
-    world, agents = allocation_job()
-    world.run(1.5)
-    trains(world, agents)
+    world, _ = training()
     world.slurm.submit("2", 4, state="PENDING", reason="JobHeldUser")
     world.slurm.queue["2", 0] |= {"state": "RUNNING", "node": "n4", "reason": ""}
     world.run(1.5)
@@ -269,12 +261,8 @@ def test_other_jobs_do_not_get_the_nodes_of_an_allocation():
 
 def test_another_job_of_the_same_id_is_not_ended_for_the_one_before():
     """Defect: a new cluster counted its jobs from 1 again, and the second of them was cancelled at once."""
-    world, agents = allocation_job()
-    world.run(1.5)
-    trains(world, agents)
-    for agent in agents:
-        for slot in agent.slots:
-            agent.set(slot, state="finished")
+    world, agents = training()
+    finish(agents)
     world.run(3.0)
     world.slurm.queue["1", 0] = allocation_row("n[2-4]") | {"submitted": world.now + 60.0}
     world.run(5.0)
@@ -289,8 +277,7 @@ def test_a_step_that_comes_after_a_later_one_has_begun_goes_on_unprotected(over,
         world.to_core(agent, agent.registration(step=LAUNCHES))
     world.run(1.5)
     trains(world, agents)
-    for agent in agents if over else ():
-        agent.set(agent.slots[0], state="finished")
+    finish(agents if over else [])
     world.run(1.5)
     assert bool(world.job().ended) is over
     world.agents.clear()
@@ -305,11 +292,8 @@ def test_a_step_that_comes_after_a_later_one_has_begun_goes_on_unprotected(over,
 @pytest.mark.parametrize("lives", [False, True])
 def test_a_step_that_was_killed_holds_the_job_no_longer_than_its_agents(lives):
     """Defect: after `timeout 8h srun ...` the next srun of the script ran unprotected, "while step 0 runs"."""
-    world, agents = allocation_job()
-    world.run(1.5)
-    trains(world, agents)
-    for agent in agents[lives:]:
-        agent.silent = agent.killed = True
+    world, agents = training()
+    gone(agents[lives:])
     world.run(3.0)
 
     def came(element: int) -> FakeAgent:
@@ -334,11 +318,8 @@ def test_a_step_that_was_killed_holds_the_job_no_longer_than_its_agents(lives):
 @pytest.mark.parametrize("state", ["COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL"])
 def test_a_job_that_ended_while_the_controller_was_away_is_over(state):
     """Defect: it was forming until Slurm had forgotten it, for its end might have been that of an array's element."""
-    world, agents = allocation_job(nodes=2, free=2)
-    world.run(1.5)
-    trains(world, agents)
-    for agent in agents:
-        agent.silent = agent.killed = True
+    world, agents = training(nodes=2, free=2)
+    gone(agents)
     world.slurm.queue["1", 0] = allocation_row("n[1-2]", state)
     world.restart()
     world.run(60.0)

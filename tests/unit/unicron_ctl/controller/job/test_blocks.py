@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scenarios import block_comes, blocks, boundary, calls, failures, power_off
+from tests.support.scenarios import block_comes, blocks, boundary, calls, failures, power_off, ready
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.model import allocation
 from unicron_ctl.shared.log import records
@@ -17,12 +17,12 @@ def row(element: int, node: str | None, state: str = "RUNNING") -> ElementInfo:
     return ElementInfo("1", element, f"1{element}", state, node, "", "job1", "ann", "", 0, array=True)
 
 
-def trains(world: World, agents: dict[int, FakeAgent]) -> None:
-    world.run(1.5)
-    for agent in agents.values():
-        agent.ready()
-    world.run(2.0)
+def training(**settings) -> tuple[World, dict[int, FakeAgent]]:
+    """A job of three elements with two nodes each trains on all of them."""
+    world, agents = blocks(**settings)
+    ready(world, agents.values(), 1.5)
     assert world.job().phase == "running" and len(world.job().members) == len(agents)
+    return world, agents
 
 
 def end(world: World, agents: dict[int, FakeAgent], *numbers: int) -> None:
@@ -49,8 +49,7 @@ def test_each_node_of_an_element_has_a_number():
 
 
 def test_all_nodes_train_and_the_plan_counts_nodes():
-    world, agents = blocks()
-    trains(world, agents)
+    world, _ = training()
     job = world.job()
     assert (job.settings.block, job.settings.max_nodes, job.allotted) == (2, 6, list(range(6)))
     assert world.core.state.assignment == {"1": 6}, "of seven nodes, for it has whole elements only"
@@ -60,8 +59,7 @@ def test_all_nodes_train_and_the_plan_counts_nodes():
 
 @pytest.mark.parametrize(("lost", "replica"), [(2, 1), (3, 1), (2, 2)])
 def test_an_element_leaves_with_its_lost_node_and_comes_back_whole(lost, replica):
-    world, agents = blocks(replica=replica)
-    trains(world, agents)
+    world, agents = training(replica=replica)
     power_off(world, agents[lost].node)
     world.run(8.0)
     assert set(world.job().members) == {0, 1, 4, 5} and world.job().phase == "running"
@@ -86,8 +84,7 @@ def test_an_element_leaves_with_its_lost_node_and_comes_back_whole(lost, replica
 
 
 def test_an_element_whose_agent_died_is_requeued_as_a_whole_and_once():
-    world, agents = blocks()
-    trains(world, agents)
+    world, agents = training()
     agents[4].silent = agents[4].killed = True
     world.run(8.0)
     assert set(world.job().members) == {0, 1, 2, 3}
@@ -106,10 +103,7 @@ def test_an_element_whose_agent_died_is_requeued_as_a_whole_and_once():
 
 def test_a_spare_element_takes_the_place_of_one_that_lost_a_node():
     world, agents = blocks(free=0, spares=1)
-    world.run(1.5)
-    for agent in agents.values():
-        agent.ready()
-    world.run(2.0)
+    ready(world, agents.values(), 1.5)
     assert set(world.job().members) == {0, 1, 2, 3}, "one spare was asked for, and they come two at a time"
     power_off(world, agents[0].node)
     boundary(world, 2.0, before=8.0)
@@ -119,8 +113,7 @@ def test_a_spare_element_takes_the_place_of_one_that_lost_a_node():
 
 def test_an_agent_that_leaves_alone_has_its_element_started_again():
     """Slurm lets the element run on as long as one of its agents does."""
-    world, agents = blocks()
-    trains(world, agents)
+    world, agents = training()
     end(world, agents, 4)
     world.run(20.0)
     assert set(world.job().members) == {0, 1, 2, 3} and not calls(world, "requeue")
@@ -130,8 +123,7 @@ def test_an_agent_that_leaves_alone_has_its_element_started_again():
 
 def test_an_element_that_slurm_ends_with_one_of_its_agents_is_started_again():
     """srun --kill-on-bad-exit: Slurm ends the other agent before anybody has missed the first."""
-    world, agents = blocks()
-    trains(world, agents)
+    world, agents = training()
     agents[4].silent = agents[4].killed = True
     end(world, agents, 5)
     world.slurm.queue["1", 2] |= {"state": "FAILED"}
@@ -141,8 +133,7 @@ def test_an_element_that_slurm_ends_with_one_of_its_agents_is_started_again():
 
 
 def test_both_nodes_of_an_element_that_are_lost_are_set_down():
-    world, agents = blocks()
-    trains(world, agents)
+    world, agents = training()
     power_off(world, agents[0].node)
     power_off(world, agents[1].node)
     world.run(10.0)
@@ -153,23 +144,19 @@ def test_both_nodes_of_an_element_that_are_lost_are_set_down():
 
 def test_an_element_that_has_too_few_nodes_is_started_again():
     """With --no-kill Slurm lets it run on without the node."""
-    world, agents = blocks()
-    trains(world, agents)
+    world, _ = training()
     world.slurm.queue["1", 1]["node"] = "n3"
     world.run(3.0)
     assert [call[:3] for call in calls(world, "requeue")] == [("requeue", "1", 1)]
 
 
 def test_a_job_that_must_shrink_gives_up_a_whole_element():
-    world, agents = blocks()
-    trains(world, agents)
+    world, _ = training()
     world.slurm.submit("2", 3)
     world.run(1.5)
     heavy = FakeAgent(world, "2", 0, "n7", nodes=3, weight=50.0)
     heavy.register()
-    world.run(2.0)
-    heavy.ready()
-    world.run(3.0)
+    ready(world, [heavy], 2.0, 3.0)
     assert world.core.state.assignment == {"1": 4, "2": 3}
     assert world.job().leaving == [4, 5]
     boundary(world, 2.0, before=8.0)
@@ -181,8 +168,7 @@ def test_a_job_that_must_shrink_gives_up_a_whole_element():
 
 
 def test_an_element_of_another_size_is_refused_in_one_line(snapshot):
-    world, agents = blocks()
-    trains(world, agents)
+    world, _ = training()
     world.slurm.submit("1", 4, 2)
     odd = FakeAgent(world, "1", 6, "n7", nodes=6)
     odd.settings.block = 3
@@ -194,8 +180,7 @@ def test_an_element_of_another_size_is_refused_in_one_line(snapshot):
 
 
 def test_a_datagram_is_of_the_agent_on_its_node():
-    world, agents = blocks()
-    trains(world, agents)
+    world, _ = training()
     hint = datagrams.Hint(v=1, kind="task_exit", job="1", element=1, node="n4", status=9)
     world.core.intake.on_hint(hint)
     assert [number for number, one in world.core.view.live.jobs["1"].agents.items() if one.task_status == 9] == [3]

@@ -45,11 +45,17 @@ def obstinate(world: World, *place, **more) -> FakeAgent:
     return agent
 
 
+def comes(world: World, *place, uid: int | None = ANN, after: float = 0.3, **more) -> FakeAgent:
+    """An obstinate agent registers, and some seconds pass."""
+    agent = obstinate(world, *place, **more)
+    register(world, agent, uid)
+    world.run(after, heartbeats=False)
+    return agent
+
+
 def test_an_agent_is_taken_in_as_slurm_shows_it():
     world = cluster()
-    agent = obstinate(world, "1", 0, "n1", nodes=2000)
-    register(world, agent)
-    world.run(0.3, heartbeats=False)
+    agent = comes(world, "1", 0, "n1", nodes=2000)
     job = world.job()
     assert told(agent, wire.Welcome) and (job.uid, job.settings.user, job.submitted) == (ANN, "ann", 1.0)
     assert job.settings.max_nodes == 2, "the array has two elements, whatever the agent says"
@@ -59,9 +65,7 @@ def test_an_agent_is_taken_in_as_slurm_shows_it():
 @pytest.mark.parametrize(("node", "uid", "says"), [("n1", BOB, "not its owner ann"), ("n4", ANN, "runs element 0")])
 def test_another_owner_or_node_is_refused_finally_and_nothing_happens(node, uid, says):
     world = cluster()
-    agent = obstinate(world, "1", 0, node)
-    register(world, agent, uid)
-    world.run(1.0, heartbeats=False)
+    agent = comes(world, "1", 0, node, uid=uid, after=1.0)
     (refused,) = told(agent, wire.Refusal)
     assert refused.final and says in refused.reason
     assert "1" not in world.core.state.jobs and not world.slurm.calls
@@ -73,9 +77,7 @@ def test_of_a_job_that_is_managed_nobody_else_takes_an_element():
     for agent in owners:
         register(world, agent)
     world.run(0.3, heartbeats=False)
-    thief = obstinate(world, "1", 1, "n2", name="thief")
-    register(world, thief, BOB)
-    world.run(0.3, heartbeats=False)
+    thief = comes(world, "1", 1, "n2", name="thief", uid=BOB)
     assert told(thief, wire.Refusal)[0].final
     assert world.job().agents[1].agent == owners[1].agent and not world.slurm.calls
 
@@ -134,24 +136,18 @@ def test_a_job_that_was_begun_in_an_outage_by_another_user_ends_when_slurm_is_ba
     world.slurm.refuse = ""
     world.run(3.0)
     assert world.job().ended and not world.slurm.calls
-    owner = obstinate(world, "1", 0, "n1", name="owner")
-    register(world, owner)
-    world.run(0.5, heartbeats=False)
+    owner = comes(world, "1", 0, "n1", name="owner", after=0.5)
     assert told(owner, wire.Welcome) and world.job().uid == ANN and not world.job().ended
 
 
 @pytest.mark.parametrize("over", [True, False], ids=["ended", "still on record"])
 def test_a_job_id_that_slurm_uses_again_begins_a_new_job(over):
     world = cluster()
-    first = obstinate(world, "1", 0, "n1", nodes=1)
-    register(world, first)
-    world.run(0.3, heartbeats=False)
+    comes(world, "1", 0, "n1", nodes=1)
     if over:
         world.core.append("1", 0, records.JobEnded(code=0, reason="done"))
     world.slurm.submit("1", 1, uid=BOB, user="bob", submitted=500.0)
-    second = obstinate(world, "1", 0, "n1", name="second")
-    register(world, second, BOB)
-    world.run(0.5, heartbeats=False)
+    second = comes(world, "1", 0, "n1", name="second", uid=BOB, after=0.5)
     assert told(second, wire.Welcome) and not told(second, wire.End)
     assert (world.job().uid, world.job().submitted, world.job().ended) == (BOB, 500.0, None)
 
@@ -159,9 +155,7 @@ def test_a_job_id_that_slurm_uses_again_begins_a_new_job(over):
 def test_while_slurm_is_silent_a_job_with_the_number_of_one_that_ended_waits(snapshot):
     """Defect: it was told that all members had trained to the end, and ended with status 0, untrained."""
     world = cluster()
-    first = obstinate(world, "1", 0, "n1", nodes=1)
-    register(world, first)
-    world.run(0.3, heartbeats=False)
+    first = comes(world, "1", 0, "n1", nodes=1)
     world.core.append("1", 0, records.JobEnded(code=0, reason="done"))
     world.slurm.queue.clear()
     world.run(3.0, heartbeats=False)
@@ -183,19 +177,13 @@ def test_while_slurm_is_silent_a_job_with_the_number_of_one_that_ended_waits(sna
 
 def test_a_finished_job_that_its_user_requeues_begins_again():
     world = cluster()
-    first = obstinate(world, "1", 0, "n1", nodes=2)
-    register(world, first)
-    world.run(0.3, heartbeats=False)
+    comes(world, "1", 0, "n1", nodes=2)
     world.core.append("1", 0, records.JobEnded(code=0, reason="done"))
-    late = obstinate(world, "1", 1, "n2", name="late")
-    register(world, late)
-    world.run(0.3, heartbeats=False)
+    late = comes(world, "1", 1, "n2", name="late")
     assert told(late, wire.End), "an element that only now comes to its start has nothing to do"
     world.now += AFTER_END_SECONDS + 5.0
     world.slurm.queue["1", 0].update(submitted=world.now, restarts=1)
-    again = obstinate(world, "1", 0, "n1", name="again")
-    register(world, again)
-    world.run(0.5, heartbeats=False)
+    again = comes(world, "1", 0, "n1", name="again", after=0.5)
     assert told(again, wire.Welcome) and not told(again, wire.End) and not world.job().ended
 
 

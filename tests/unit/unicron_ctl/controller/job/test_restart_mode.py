@@ -25,11 +25,16 @@ RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554
 FENCED = MINORITY_SECONDS + MARGIN_SECONDS  # for which a new world waits for what fell silent
 
 
+def comes(world: World, element: int, node: str, **settings) -> PlainAgent:
+    """An agent of plain programs registers."""
+    agent = PlainAgent(world, "1", element, node, **settings)
+    agent.register()
+    agent.status()
+    return agent
+
+
 def start(world: World, nodes: int = 3, **settings) -> list[PlainAgent]:
-    agents = [PlainAgent(world, "1", e, f"n{e + 1}", nodes=nodes, **settings) for e in range(nodes)]
-    for agent in agents:
-        agent.register()
-        agent.status()
+    agents = [comes(world, element, f"n{element + 1}", nodes=nodes, **settings) for element in range(nodes)]
     world.run(0.3)
     return agents
 
@@ -118,9 +123,7 @@ def test_a_lost_node_leads_to_a_smaller_world_and_its_return_to_the_whole_one(sn
     agents[2].silent = True
     world.run(FENCED + 8)
     assert sorted(world.job().members) == [0, 1] and world.job().phase == "running"
-    back = PlainAgent(world, "1", 2, "n3", nodes=3, min_nodes=2)
-    back.register()
-    back.status()
+    comes(world, 2, "n3", nodes=3, min_nodes=2)
     world.run(3)
     assert sorted(world.job().members) == [0, 1], "others may come in a moment"
     world.run(6)
@@ -200,9 +203,7 @@ def test_no_world_below_the_minimum():
     agents[2].silent = True
     world.run(FENCED + 30)
     assert world.job().phase == "forming" and len(plans(world)) == 1
-    back = PlainAgent(world, "1", 2, "n3", nodes=3, min_nodes=3)
-    back.register()
-    back.status()
+    comes(world, 2, "n3", nodes=3, min_nodes=3)
     world.run(1)
     assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 2]
 
@@ -214,9 +215,7 @@ def test_a_newcomer_that_is_not_worth_a_restart_waits_for_the_next_one(snapshot)
     world.run(FENCED + 8)
     assert len(world.job().members) == 3
     world.run(200)
-    back = PlainAgent(world, "1", 3, "n4", nodes=4)
-    back.register()
-    back.status()
+    comes(world, 3, "n4", nodes=4)
     world.run(30)
     assert len(world.job().members) == 3
     (said,) = [event for event in world.log if event.kind == "newcomers_wait"]
@@ -252,9 +251,7 @@ def test_peers_that_die_of_a_death_are_not_blamed():
             alive[element].die(element, code=1, lived=30.0, last_line=RESET)
         world.run(FENCED + 8)
         assert sorted(world.job().members) == [0, 1, 2]
-        back = PlainAgent(world, "1", 3, "n4", nodes=4, name=f"again{turn}")
-        back.register()
-        back.status()
+        comes(world, 3, "n4", nodes=4, name=f"again{turn}")
         world.run(10)
         assert world.job().phase == "running" and len(world.job().members) == 4
     blamed = [f for f in world.job().failures if f.record.kind_of_failure == "rank"]
@@ -395,14 +392,10 @@ def test_the_next_step_keeps_its_nodes():
 def test_a_newcomer_is_taken_in_also_where_the_admin_only_observes():
     world = World(observe=True, join_after_seconds=1.0)
     for element in range(2):
-        agent = PlainAgent(world, "1", element, f"n{element + 1}", nodes=3)
-        agent.register()
-        agent.status()
+        comes(world, element, f"n{element + 1}", nodes=3)
     world.run(3)
     assert len(world.job().members) == 2
-    late = PlainAgent(world, "1", 2, "n3", nodes=3)
-    late.register()
-    late.status()
+    comes(world, 2, "n3", nodes=3)
     world.run(20)
     assert len(world.job().members) == 3 and not world.job().ended
 

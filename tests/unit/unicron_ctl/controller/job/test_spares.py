@@ -35,6 +35,20 @@ def until_offered(world: World, limit: float = 30.0) -> wire.Plan:
     raise AssertionError(f"no offer within {limit} s: {world.kinds()}")
 
 
+def swap(world: World) -> None:
+    """The next offer comes, and all take it."""
+    until_offered(world)
+    boundary(world)
+
+
+def comes_back(world: World, element: int, node: str = "n9", nodes: int = 4, mode: str = "session") -> None:
+    """Another agent starts for the element, ready at once."""
+    agent = FakeAgent(world, "1", element, node, nodes=nodes, spares=1, name="back")
+    agent.settings.mode = mode
+    agent.register()
+    agent.ready()
+
+
 def test_a_job_begins_with_its_members_and_the_spare_waits_ready():
     world, agents = started()
     assert sorted(world.job().members) == [0, 1, 2] and agents[3].ranks[3].state == "waiting"
@@ -83,11 +97,8 @@ def test_a_lost_node_is_replaced_by_the_offer_that_follows_its_loss_at_once(snap
 def test_the_lost_element_comes_back_as_the_spare():
     world, _agents = started()
     power_off(world, "n2")
-    until_offered(world)
-    boundary(world)
-    back = FakeAgent(world, "1", 1, "n9", nodes=4, spares=1, name="back")
-    back.register()
-    back.ready()
+    swap(world)
+    comes_back(world, 1)
     world.run(5.0)
     assert sorted(world.job().members) == [0, 2, 3] and standing(world) == {1: "ready"} and world.job().offer is None
     power_off(world, "n4")
@@ -114,8 +125,7 @@ def test_two_lost_at_once_take_both_spares():
     power_off(world, "n1")
     power_off(world, "n2")
     while sorted(world.job().members) != [2, 3, 4, 5]:
-        until_offered(world)
-        boundary(world)
+        swap(world)
     assert all(failure.whole_at is not None for failure in world.job().failures)
     world.check_replay()
 
@@ -124,15 +134,11 @@ def test_more_are_lost_than_there_are_spares():
     world, _agents = started(nodes=5)
     power_off(world, "n1")
     power_off(world, "n2")
-    until_offered(world)
-    boundary(world)
+    swap(world)
     assert sorted(world.job().members) == [2, 3, 4]
     assert [failure.whole_at for failure in world.job().failures] == [None, None]
-    back = FakeAgent(world, "1", 0, "n9", nodes=5, spares=1, name="back")
-    back.register()
-    back.ready()
-    until_offered(world)
-    boundary(world)
+    comes_back(world, 0, nodes=5)
+    swap(world)
     assert sorted(world.job().members) == [0, 2, 3, 4] and world.job().failures[0].whole_at is not None
 
 
@@ -184,17 +190,13 @@ def test_a_process_that_is_not_soon_there_again_loses_its_place_and_becomes_the_
 def test_a_node_whose_processes_start_slowly_is_not_waited_for_again(snapshot):
     world, agents = started()
     agents[1].die(1)
-    until_offered(world)
-    boundary(world)
+    swap(world)
     world.run(7.0)
     agents[1].set(1, state="waiting")  # after 8 s
     world.run(600.0)
     power_off(world, "n1")
-    until_offered(world)
-    boundary(world)
-    spare = FakeAgent(world, "1", 0, "n9", nodes=4, spares=1, name="back")
-    spare.register()
-    spare.ready()
+    swap(world)
+    comes_back(world, 0)
     died = world.now
     agents[1].die(1)
     offer = until_offered(world)
@@ -252,8 +254,7 @@ def test_where_a_replica_spans_nodes_the_spares_make_a_whole_one():
     world, _agents = started(nodes=6, wanted=2, replica=2)
     assert sorted(world.job().members) == [0, 1, 2, 3] and standing(world) == {4: "ready", 5: "ready"}
     power_off(world, "n4")
-    until_offered(world)
-    boundary(world)
+    swap(world)
     assert len(world.job().members) == 4 and world.job().failures[0].whole_at is not None
     assert len(standing(world)) == 1
     world.check_replay()
@@ -285,10 +286,7 @@ def test_in_restart_mode_the_new_world_takes_the_spare_in_at_once():
         world.job().generation: [0, 2, 3],
     }
     assert sorted(world.job().members) == [0, 2, 3] and world.job().phase == "running"
-    back = FakeAgent(world, "1", 1, "n2", nodes=4, spares=1, name="back")
-    back.settings.mode = "restart"
-    back.register()
-    back.ready()
+    comes_back(world, 1, "n2", mode="restart")
     generation = world.job().generation
     world.run(100.0)
     assert world.job().generation == generation and standing(world) == {1: "ready"}

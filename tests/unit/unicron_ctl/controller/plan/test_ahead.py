@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -22,13 +23,19 @@ def job(
 SETTLED = [job("a", 3, weight=2.0), job("b", 2)]
 
 
+def prepared(jobs: list[JobInput]) -> Iterator[Ahead]:
+    made = Ahead()
+    try:
+        made.prepare(jobs, {"a": 3, "b": 2}, 6, *RECKONING)
+        wait_for(made._keeper._fresh, "the table")
+        yield made
+    finally:
+        made.close()
+
+
 @pytest.fixture
 def ahead():
-    made = Ahead()
-    made.prepare(SETTLED, {"a": 3, "b": 2}, 6, *RECKONING)
-    wait_for(made._keeper._fresh, "the table")
-    yield made
-    made.close()
+    yield from prepared(SETTLED)
 
 
 EVENTS = {
@@ -40,28 +47,18 @@ EVENTS = {
 }
 
 
+@pytest.mark.parametrize("owners", ["one", "several"])
 @pytest.mark.parametrize("event", EVENTS, ids=" ".join)
-def test_a_known_event_is_looked_up_and_equals_solving(ahead: Ahead, event: tuple[str, ...]) -> None:
-    jobs, nodes = EVENTS[event]
-    assert event_between({j.job: j for j in SETTLED}, 6, {j.job: j for j in jobs}, nodes) == event
-    plan, looked_up = ahead.plan(jobs, nodes, *RECKONING)
-    assert looked_up
-    assert plan.assignment == planning.plan(jobs, nodes, *RECKONING).assignment
+def test_a_known_event_is_looked_up_and_equals_solving(event: tuple[str, ...], owners: str) -> None:
+    def owned(jobs: list[JobInput]) -> list[JobInput]:
+        return [replace(job, owner=job.job) for job in jobs] if owners == "several" else jobs
 
-
-@pytest.mark.parametrize("event", EVENTS, ids=" ".join)
-def test_so_it_is_where_each_job_has_an_owner_of_its_own(event: tuple[str, ...]) -> None:
-    jobs, nodes = EVENTS[event]
-    made = Ahead()
-    made.prepare([replace(known, owner=known.job) for known in SETTLED], {"a": 3, "b": 2}, 6, *RECKONING)
-    try:
-        wait_for(made._keeper._fresh, "the table")
-        plan, looked_up = made.plan([replace(known, owner=known.job) for known in jobs], nodes, *RECKONING)
-        assert looked_up
-        expected = planning.plan([replace(known, owner=known.job) for known in jobs], nodes, *RECKONING)
-        assert plan.assignment == expected.assignment
-    finally:
-        made.close()
+    before, (now, nodes) = owned(SETTLED), EVENTS[event]
+    now = owned(now)
+    assert event_between({j.job: j for j in before}, 6, {j.job: j for j in now}, nodes) == event
+    for made in prepared(before):
+        plan, looked_up = made.plan(now, nodes, *RECKONING)
+        assert looked_up and plan.assignment == planning.plan(now, nodes, *RECKONING).assignment
 
 
 @pytest.mark.parametrize(

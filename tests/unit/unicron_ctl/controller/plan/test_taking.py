@@ -22,6 +22,12 @@ from unicron_ctl.shared.slurm.slurm_client import SlurmError
 from unicron_detector.failures.escalation_table import MOVE
 
 
+def store(world: World) -> None:
+    """The events are in the log before the controller ends."""
+    world.log += world.core.events
+    world.core.events = []
+
+
 def taken(slurm: FakeSlurm) -> list[str]:
     """Nodes that were taken out of service."""
     return asked(slurm, "down") + asked(slurm, "drain")
@@ -527,8 +533,7 @@ def test_what_a_controller_died_over_is_finished_or_undone(action, done):
     assert world.core.state.intents
     if done:
         CRASHES[action][0](slurm)
-    world.log += world.core.events
-    world.core.events = []
+    store(world)
     world.restart()
     for agent in world.agents:
         if not agent.silent:
@@ -556,8 +561,7 @@ def test_what_is_not_allowed_any_more_is_given_up(action):
     job, element, node = where
     intent = records.SlurmAction(action=action, element=element, node=node, restarts=0, reason="a test")
     world.core.append(job, 0, intent)
-    world.log += world.core.events
-    world.core.events = []
+    store(world)
     world.config.partitions = {}
     slurm.calls.clear()
     world.restart()
@@ -580,8 +584,7 @@ def test_a_node_that_was_being_given_back_is_given_back(done):
     world.core.append("", 0, records.SlurmAction(action="resume", element=-1, node="n4"))
     if done:
         slurm.resume("n4")
-    world.log += world.core.events
-    world.core.events = []
+    store(world)
     world.dead_nodes.clear()
     world.restart()
     world.run(2)
