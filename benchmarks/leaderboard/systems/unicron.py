@@ -1,5 +1,7 @@
-"""Unicron in both modes: a real unicrond, agents and ranks, without Slurm. The nodes come back by the benchmark's hand,
-where under Slurm the requeued element would start on them."""
+"""Unicron in both modes: a real unicrond, agents and ranks, without Slurm.
+
+The benchmark brings a node back; under Slurm the requeued element would start there.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.support.jobs import World
 
 
 class Shipped(World):
-    """unicrond with the values that it is shipped with, but for what there is no Slurm and no munge for."""
+    """A world whose unicrond has the product's defaults, without Slurm and munge."""
 
     usual = 'auth = "none"\nslurm = "none"\n'
 
@@ -25,10 +27,6 @@ class Session(System):
     """docs/user-guide.md, *Any PyTorch loop*."""
 
     name = "unicron"
-    settings = (
-        "session mode; unicrond with its shipped values but auth and slurm; no hot spare; a checkpoint file every 100 "
-        "iterations, the state in memory at each"
-    )
     script = "session.py"
 
     def __init__(self, folder: Path, **variables: str) -> None:
@@ -92,8 +90,4 @@ class Restart(Session):
     """docs/user-guide.md, *Restart mode*, with the two lines of `unicron.memory`."""
 
     name = "unicron-restart"
-    settings = (
-        "restart mode; unicrond with its shipped values but auth and slurm; at least 1 node; the state by "
-        "unicron.memory at each iteration, no file; the script of torchrun, gloo with the same time-out"
-    )
     script = "restarted.py"

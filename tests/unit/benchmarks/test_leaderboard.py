@@ -1,8 +1,7 @@
-"""The leaderboard's pure parts but for its notes: the stream's schedule, medians, the table; and its processes."""
+"""The leaderboard's stream, rows, command and processes."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -15,12 +14,12 @@ from typing import Any
 import pytest
 
 from benchmarks.leaderboard import failures, notes, play, processes, rows
-from benchmarks.leaderboard.__main__ import QUICK, Board, main, one, streams
+from benchmarks.leaderboard.__main__ import QUICK, Results, main, one, stream
 from benchmarks.leaderboard.notes import Note
 from benchmarks.leaderboard.ranks import core
 from benchmarks.leaderboard.rows import Row, Share
 from benchmarks.leaderboard.systems import SYSTEMS, System
-from tests.support.processes import ROOT, wait_for
+from tests.support.processes import wait_for
 from unicron_ctl.shared.system.errors import UserError
 
 RANKS = 4
@@ -41,10 +40,9 @@ def test_a_loss_that_is_no_number_is_infinitely_far(wrong, tmp_path, monkeypatch
     _, step = notes.parse(path.read_text(), path.name)
     assert step.loss == pytest.approx(wrong, nan_ok=True)
     assert notes.difference(notes.losses([step]), {7: 1.0}) == math.inf
-    board = Board(tmp_path / "results.json", append=False)
-    board.add(row("a", "hang", loss_difference=math.inf))
-    assert "Infinity" not in (tmp_path / "results.json").read_text()
-    assert Board(tmp_path / "results.json", append=True).rows == board.rows
+    results = tmp_path / "results.json"
+    Results(results).add(row("a", "hang", loss_difference=math.inf))
+    assert json.loads(results.read_text())[0]["loss_difference"] == "inf"
 
 
 def test_the_schedule_is_the_same_for_everybody_and_has_every_kind() -> None:
@@ -69,7 +67,11 @@ def test_the_useful_share_is_over_what_an_undisturbed_job_does_in_that_time() ->
 
 
 class Watched(System):
-    name, settings = "watched", ""
+    name = "watched"
+
+    @classmethod
+    def version(cls) -> str:
+        return "1"
 
 
 class Clock:
@@ -160,7 +162,7 @@ class Struck:
 )
 def test_a_failure_strikes_and_says_what_is_to_be_repaired(name: str, done: list, after: float | None) -> None:
     target = Struck()
-    repair = failures.FAILURES[name].strike(target, failures.NODE)
+    repair = failures.FAILURES[name](target, failures.NODE)
     if repair is not None:
         repair.action()
     assert target.done == done and (repair.after if repair else None) == after
@@ -176,11 +178,11 @@ def test_a_failure_of_two_strikes_whom_it_finds_and_says_when_it_finds_nobody() 
         gone = {2}
 
     target = Thin()
-    failures.FAILURES["two"].strike(target, failures.NODE)
+    failures.FAILURES["two"](target, failures.NODE)
     assert target.done == [(0, signal.SIGKILL)]
     target.gone = {0, 2}
     with pytest.raises(failures.Missed, match="node 2"):
-        failures.FAILURES["two"].strike(target, failures.NODE)
+        failures.FAILURES["two"](target, failures.NODE)
 
 
 def row(system: str, failure: str, survived: bool | None = True, **more: Any) -> Row:
@@ -202,57 +204,32 @@ def test_the_table_has_medians_ranges_and_what_did_not_happen() -> None:
     assert rows.markdown(["x", "y"], [["1", "2"]]) == "|x|y|\n|---|---|\n|1|2|"
 
 
-def test_rows_of_before_a_figure_was_noted_are_read_and_do_not_say_that_it_never_came() -> None:
-    old = json.loads((ROOT / "docs" / "leaderboard.json").read_text())
-    assert len(rows.decode(old)) == len(old)
-    new = {"longest_pause_seconds", "iterations_compared"}
-    before = {key: value for key, value in rows.encode(row("a", "hang")).items() if key not in new}
-    (line,) = rows.lines([row("a", "hang", longest_pause_seconds=0.5, iterations_compared=90), *rows.decode([before])])
-    said = dict(zip(rows.heads(), line, strict=True))
-    assert (said["longest pause, s"], said["of iterations"]) == ("0.50, not noted 1x", "90, not noted 1x")
-    (line,) = rows.lines(rows.decode([before]))
-    assert dict(zip(rows.heads(), line, strict=True))["longest pause, s"] == "-"
-
-
-def test_results_are_the_contract_and_are_read_again(tmp_path) -> None:
+def test_results_are_the_contract_of_the_documents(tmp_path) -> None:
     path = tmp_path / "results.json"
-    board = Board(path, append=False)
-    board.add(row("a", "hang", next_step_seconds=1.0))
-    board.add(Share("a", 0.9, "1", 20.0))
+    results = Results(path)
+    results.add(row("a", "hang", next_step_seconds=1.0))
+    results.add(Share("a", 0.9, "1", 20.0, undisturbed=[1.0], struck=3, missed=1))
     first, second = json.loads(path.read_text())
-    asked = "system version failure survived next_step_seconds full_strength_seconds iterations_lost"
+    asked = "system version failure survived next_step_seconds full_strength_seconds iterations_lost machine commit"
     assert set(asked.split()) | {"micro_batches_again", "loss_difference"} <= set(first)
     assert {"system", "useful_share"} <= set(second) and "failure" not in second
-    assert Board(path, append=True).rows == board.rows
-
-
-def test_each_row_says_at_which_commit_it_was_taken(snapshot) -> None:
-    some = [row("a", "hang", commit="abc", machine="m"), row("b", "hang", commit="def+", machine="m")]
-    assert rows.taken(some) == "m; commits abc, def+"
-    assert rows.taken([some[0], row("b", "hang", machine="m", commit="abc")]) == "m; commit abc"
-    assert rows.taken([row("a", "hang")]) == snapshot
-    struck = rows.SHARE_HEADS.index("failures that hit a rank")
-    told = rows.shares([Share("a", 0.9), Share("a", 0.9, struck=3, missed=1)])
-    assert [line[struck] for line in told] == ["-", "3 of 4"]
+    tables = results.tables()
+    assert "|hang|a|yes|1.00|" in tables and "|3 of 4|" in tables and "\na: 1" in tables
 
 
 def test_the_stream_is_compared_in_what_was_trained_and_not_in_shares_of_each_systems_own_rate() -> None:
-    """A system that is slow undisturbed keeps a larger share of its own rate, and is behind for all that. Another run's
-    rates are no measure for it."""
-    slow = Share("slow", 0.95, undisturbed=[80.0, 80.0], machine="m", commit="c")
-    quick = Share("quick", 0.80, undisturbed=[99.0, 101.0], machine="m", commit="c")
-    other = Share("other", 0.5, undisturbed=[1000.0], machine="n", commit="c")
-    none = Share("none", None, machine="m", commit="c")
-    told = [dict(zip(rows.SHARE_HEADS, line, strict=True)) for line in rows.shares([slow, quick, other, none])]
-    assert [line["useful micro-batches/s"] for line in told] == ["76.0", "80.0", "500.0", "-"]
-    assert [line["of the best undisturbed rate"] for line in told] == ["0.760", "0.800", "0.500", "-"]
-    assert [line["of its own"] for line in told] == ["0.950", "0.800", "0.500", "-"]
+    """A system that is slow undisturbed keeps a larger share of its own rate, and is behind for all that."""
+    slow = Share("slow", 0.95, undisturbed=[80.0, 80.0])
+    quick = Share("quick", 0.80, undisturbed=[99.0, 101.0])
+    lines = [dict(zip(rows.SHARE_HEADS, line, strict=True)) for line in rows.shares([slow, quick, Share("none", None)])]
+    assert [line["useful micro-batches/s"] for line in lines] == ["76.0", "80.0", "-"]
+    assert [line["of the best undisturbed rate"] for line in lines] == ["0.760", "0.800", "-"]
+    assert [line["of its own"] for line in lines] == ["0.950", "0.800", "-"]
 
 
 def test_all_systems_of_the_leaderboard_are_there() -> None:
     asked = "torchrun torchft nvrx-inprocess nvrx-launcher slurm-requeue unicron-restart unicron"
     assert set(SYSTEMS) == set(asked.split())
-    assert all(kind.settings for kind in SYSTEMS.values())
 
 
 def test_a_system_that_cannot_be_run_has_a_row_that_says_why(tmp_path, monkeypatch, snapshot) -> None:
@@ -288,7 +265,6 @@ def test_a_failure_that_strikes_nobody_is_told_from_one_that_was_survived(tmp_pa
         raise failures.Missed("no rank lives on node 2")
 
     monkeypatch.setattr("benchmarks.leaderboard.play.fail", nobody)
-    monkeypatch.setattr(Watched, "version", classmethod(lambda cls: "1"))
     made = one(Watched, "hang", tmp_path / "run", QUICK, {})
     assert made.survived is None and made.why == snapshot
 
@@ -306,21 +282,14 @@ def test_what_breaks_off_one_row_says_so_there_and_the_others_come(tmp_path, mon
     def broken(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(Watched, "version", classmethod(lambda cls: "1"))
     monkeypatch.setattr("benchmarks.leaderboard.play.fail", broken)
     made = one(Watched, "hang", tmp_path / "run", QUICK, {})
     assert (made.survived, made.version) == (None, "1") and made.why.startswith("did not train: ")
     assert str(error) in made.why and str(getattr(error, "stderr", None) or "").strip() in made.why
 
-    found = play.Stream(micro_batches=950, seconds=10.0, undisturbed=[100.0])
-    streamed = iter([broken, lambda *_: found])
-    monkeypatch.setattr("benchmarks.leaderboard.play.stream", lambda *words: next(streamed)(*words))
-    monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"first": Watched, "second": Watched})
-    board = Board(tmp_path / "results.json", append=False)
-    streams(board, argparse.Namespace(system=["first", "second"], stream_minutes=1.0, quick=True), tmp_path, {3: 97.0})
-    first, second = board.shares
-    assert first.useful_share is None and first.why == made.why and first.version == "1"
-    assert (second.useful_share, second.why) == (pytest.approx(0.95), "")
+    monkeypatch.setattr("benchmarks.leaderboard.play.stream", broken)
+    share = stream(Watched, tmp_path / "stream", 1.0, 20.0, {})
+    assert (share.useful_share, share.why, share.version) == (None, made.why, "1")
 
     monkeypatch.setattr(Watched, "version", classmethod(broken))
     assert one(Watched, "hang", tmp_path / "run", QUICK, {}).why == made.why
@@ -334,10 +303,6 @@ class Unending(Watched):
 
     def close(self) -> None:
         raise UserError("slurmd of n2 does not end")
-
-    @classmethod
-    def version(cls) -> str:
-        return "1"
 
 
 def test_what_was_measured_is_kept_where_the_jobs_end_fails(tmp_path, monkeypatch, snapshot) -> None:
@@ -353,15 +318,12 @@ def test_what_was_measured_is_kept_where_the_jobs_end_fails(tmp_path, monkeypatc
     losses = {3: [97.0, 97.97], 9: [91.0]}
     found = play.Stream(micro_batches=950, seconds=10.0, undisturbed=[100.0], struck=2, losses=losses)
     monkeypatch.setattr(play, "_all_pieces", lambda *_: found)
-    monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"unending": Unending})
-    board = Board(tmp_path / "results.json", append=False)
-    streams(board, argparse.Namespace(system=["unending"], stream_minutes=1.0, quick=True), tmp_path, {3: 97.0})
-    (share,) = board.shares
+    share = stream(Unending, tmp_path / "stream", 1.0, 20.0, {3: 97.0})
     assert (share.useful_share, share.struck, share.why) == (pytest.approx(0.95), 2, good.why)
     assert (share.loss_difference, share.iterations_compared) == (pytest.approx(0.01), 1)
     (line,) = rows.shares([share])
-    said = dict(zip(rows.SHARE_HEADS, line, strict=True))
-    assert (said["loss difference"], said["of iterations"]) == ("1.0e-02", "1")
+    shown = dict(zip(rows.SHARE_HEADS, line, strict=True))
+    assert (shown["loss difference"], shown["of iterations"]) == ("1.0e-02", "1")
 
 
 def test_a_job_that_did_not_train_says_so_before_it_says_that_its_end_failed(tmp_path, monkeypatch) -> None:
@@ -384,73 +346,39 @@ def test_a_cluster_that_does_not_go_down_leaves_no_process_to_the_next_row(tmp_p
     assert killed == [system.run]
 
 
-def test_results_that_are_there_are_not_written_over(tmp_path, monkeypatch, capsys) -> None:
-    path = tmp_path / "results.json"
-    words = ["leaderboard", "--json", str(path), *NO_RUN]
-    Board(path, append=False).add(row("torchft", "hang"))
-    before = path.read_text()
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as refused:
-        main()
-    assert refused.value.code == 2 and path.read_text() == before
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(path) in line and "--append" in line and "--json" in line
-    monkeypatch.setattr(sys, "argv", [*words, "--append"])
-    assert main() == 0 and "torchft" in capsys.readouterr().out
-    path.write_text("[]\n")
-    monkeypatch.setattr(sys, "argv", words)
-    assert main() == 0
-
-
 NO_RUN = ["--repetitions", "0", "--stream-minutes", "0"]
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, why",
     [
         (["--json", "none/results.json"], "none/results.json cannot be written (No such file or directory)"),
         (["--json", "."], ". cannot be written (Is a directory)"),
-        (["--json", "foreign.json/results.json"], "cannot be written (Not a directory)"),
-        (["--append", "--json", "broken.json"], "broken.json has no results of this benchmark"),
-        (["--append", "--json", "binary.json"], "binary.json has no results of this benchmark"),
-        (["--append", "--json", "object.json"], "object.json has no results of this benchmark"),
-        (["--append", "--json", "foreign.json"], "foreign.json has no results of this benchmark"),
+        (["--json", "used.json/results.json"], "cannot be written (Not a directory)"),
+        (["--json", "used.json"], "used.json has results: give another file with --json"),
         (["--json", "new.json", "--repetitions", "-1"], "--repetitions and --stream-minutes are at least 0"),
         (["--json", "new.json", "--stream-minutes", "-1"], "--repetitions and --stream-minutes are at least 0"),
         (["--json", "new.json", "--stream-minutes", "nan"], "--repetitions and --stream-minutes are at least 0"),
-        (["--json", "new.json", "--keep", "foreign.json"], "foreign.json cannot be made (File exists)"),
-        (["--json", "new.json", "--keep", "."], "has files: name another"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line_before_anything_runs(words, said, tmp_path, monkeypatch, capsys) -> None:
+def test_wrong_use_is_refused_before_anything_runs(words, why, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    contents = {
-        "broken": b'{"a":',
-        "binary": b"\xff\x00",
-        "object": b'{"system": "a"}',
-        "foreign": b'[{"system": "x"}]',
-    }
-    for name, content in contents.items():
-        (tmp_path / f"{name}.json").write_bytes(content)
-    monkeypatch.setattr(sys, "argv", ["leaderboard", *NO_RUN, *words])
-    with pytest.raises(SystemExit) as refused:
-        main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert refused.value.code == 2 and said in line
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json" for name in contents}
+    (tmp_path / "used.json").write_text('[{"system": "x"}]')
+    try:
+        status = main([*NO_RUN, *words])
+    except SystemExit as refused:
+        status = refused.code
+    assert status == 2 and why in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "used.json").read_text() == '[{"system": "x"}]' and len(list(tmp_path.iterdir())) == 1
 
 
-def test_only_this_runs_rows_say_that_a_system_did_not_train(tmp_path, monkeypatch, capsys) -> None:
-    """Those that the file had before are shown, of whatever system they are."""
-    path = tmp_path / "results.json"
-    Board(path, append=False).add(row("gone", "hang", None, why="did not train: it was another day"))
-    monkeypatch.setattr(sys, "argv", ["leaderboard", "--json", str(path), "--append", *NO_RUN])
-    assert main() == 0
-    assert "gone: 1" in capsys.readouterr().out.splitlines()
-    board = Board(path, append=True)
-    assert not board.untrained
-    board.add(Share("torchft", None, why="did not train: no port"))
-    assert board.untrained and len(board.rows) == 2
+def test_a_system_that_did_not_train_makes_the_exit_status(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"watched": Watched})
+    monkeypatch.setattr(play, "reference", lambda *_: {})
+    words = ["--failure", "hang", "--repetitions", "1", "--stream-minutes", "0"]
+    assert main(["--json", str(tmp_path / "none.json"), *NO_RUN]) == 0
+    monkeypatch.setattr(play, "fail", lambda *_: subprocess.run(["false"], check=True))
+    assert main(["--json", str(tmp_path / "untrained.json"), *words]) == 1
 
 
 def test_failures_and_streams_are_laid_over_one_undisturbed_run(tmp_path, monkeypatch) -> None:
@@ -465,16 +393,13 @@ def test_failures_and_streams_are_laid_over_one_undisturbed_run(tmp_path, monkey
     monkeypatch.setattr(play, "fail", lambda *_: play.Outcome(True, nothing, {0: [2.0]}))
     found = play.Stream(950, 10.0, [100.0], losses={0: [3.0]})
     monkeypatch.setattr(play, "stream", lambda *_: found)
-    monkeypatch.setattr(Watched, "version", classmethod(lambda cls: "1"))
     monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"watched": Watched})
     path = tmp_path / "results.json"
-    monkeypatch.setattr(sys, "argv", ["leaderboard", "--json", str(path), "--quick", "--failure", "hang"])
-    assert main() == 0 and lengths == [400]
-    failed, streamed = rows.decode(json.loads(path.read_text()))
-    assert (failed.loss_difference, failed.iterations_compared) == (0.0, 1)
-    assert (streamed.loss_difference, streamed.iterations_compared) == (0.5, 1)
-    monkeypatch.setattr(sys, "argv", ["leaderboard", "--json", str(path), "--append", "--repetitions", "0"])
-    assert main() == 0 and lengths == [400, 1200]
+    assert main(["--json", str(path), "--quick", "--failure", "hang"]) == 0 and lengths == [400]
+    failed, streamed = json.loads(path.read_text())
+    assert (failed["loss_difference"], failed["iterations_compared"]) == (0.0, 1)
+    assert (streamed["loss_difference"], streamed["iterations_compared"]) == (0.5, 1)
+    assert main(["--json", str(tmp_path / "full.json"), "--repetitions", "0"]) == 0 and lengths == [400, 1200]
 
 
 def test_a_micro_batch_depends_on_its_numbers_alone() -> None:
