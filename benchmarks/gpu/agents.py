@@ -22,7 +22,7 @@ LIMIT = 45.0 * patience()
 
 
 def tell(job: World) -> None:
-    """Print the state again and again, for the log."""
+    """Print the state every 8 seconds, for the log."""
     while True:
         time.sleep(8.0)
         logs = job.array.logs
