@@ -1,8 +1,8 @@
-"""Preemptions with a grace time, on a real Slurm: micro-batches that were computed again, failures, and pauses.
+"""Preemptions with a grace time on a real Slurm: repeated micro-batches, failures, and pauses.
 
-A job of three one-node elements trains in the partition `spot`. A job in `urgent` takes one of its nodes and gives it
-back, again and again. The figures are from the event log; a pause is the longest time between two steps around a
-preemption, in iterations of the job before it.
+A job of three one-node elements trains in the partition `spot`. Again and again a job in `urgent` takes one of its
+nodes. The figures come from the event log; a pause is the longest time between two steps around a preemption, in
+iterations of the job before it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Site:
     environment: dict[str, str]
 
     def slurm(self, *words: str) -> str:
-        """Return what a command of Slurm's prints."""
+        """Return the output of a command of Slurm's."""
         done = call(*words, environment=self.environment)
         assert not done.returncode, f"{' '.join(words)}: {done.stderr}"
         return done.stdout.strip()
@@ -106,7 +106,7 @@ def preempted_job(folder: Path, times: int) -> tuple[dict[str, Any], list[dict[s
         events = site.controller.events()
         for _ in range(times):
             site.preempt()
-            events += site.controller.events(after=events[-1]["id"])  # the log thins its steps out
+            events += site.controller.events(after=events[-1]["id"])  # before the log is thinned
         return site.controller.job(), events
     finally:
         site.controller.close()

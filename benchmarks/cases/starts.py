@@ -1,9 +1,8 @@
-"""Plugin and agent at the start of a job and of a step, on a real Slurm: with them and without, side by side.
+"""The start of a job and of a step on a real Slurm, with Unicron and without, by turns.
 
-By turns, inside one allocation each: `srun true` with the plugin and a job that asked for Unicron, and on a cluster
-without the plugin; then a training, from `srun` to its first step. Before that, pairs of launches as a user has them:
-`srun true` and a training of one step as jobs of their own, with plugin, agent, prolog and epilog and without any of
-them, until `srun` has ended and until the node is free again.
+First jobs of `srun true` and of a training's one step, with plugin, agent, prolog and epilog and on a cluster without
+them: until `srun` has ended, and until the node is free again. Then `srun true` and a training inside allocations: the
+training until its first step.
 """
 
 from __future__ import annotations
@@ -55,17 +54,18 @@ for step in range(int(sys.argv[1])):
 time.sleep(0.5)
 dist.destroy_process_group()
 """
-# torch's variables, which Unicron sets and a script without it needs itself.
+# torch's variables, which Unicron sets.
 ALONE = "env RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29555"
 OURS = ("--unicron", "--unicron-min-nodes=1")
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two clusters, and how a job is submitted there."""
+    """One of the two clusters."""
 
     environment: dict[str, str]
     options: tuple[str, ...] = ()
+    """Options of a job."""
     before: tuple[str, ...] = ()
     """Words before a training's command."""
 
@@ -109,7 +109,7 @@ def launches(folder: Path, sides: tuple[Side, Side], count: int, report: Report)
         commands = [words if words == ("true",) else (*side.before, *words) for side in sides]
         found: list[list[tuple[float, float]]] = [[], []]
         for index in (0, 1):
-            launch(sides[index], commands[index])  # the first one finds nothing in the caches
+            launch(sides[index], commands[index])  # fills the caches
         for turn in range(pairs):
             for index in turns(turn, 0, 1):
                 found[index].append(launch(sides[index], commands[index]))
@@ -163,7 +163,7 @@ def steps(folder: Path, sides: tuple[Side, Side], times: int, report: Report) ->
 
 
 def in_allocation(folder: Path, side: Side, script: str) -> str:
-    """Run a batch script to its end. Return what it prints."""
+    """Run a batch script to its end. Return its output."""
     file, out = folder / "job.sh", folder / "job.out"
     file.write_text(f"#!/bin/bash\n{script}")
     command = ["sbatch", "--wait", "-N1", "--exclusive", "--gres=gpu:1", "-o", str(out), *side.options, str(file)]
