@@ -131,8 +131,8 @@ def launch(side: Side, words: tuple[str, ...]) -> tuple[float, float]:
     look = ["sinfo", "-h", "-n", "n1", "-o", "%T"]
 
     def is_free() -> bool:
-        asked = subprocess.run(look, env=side.environment, capture_output=True, text=True, check=False)
-        return asked.stdout.strip() == "idle"
+        listed = subprocess.run(look, env=side.environment, capture_output=True, text=True, check=False)
+        return listed.stdout.strip() == "idle"
 
     wait_for(is_free, "the node is free again", LIMIT)
     return ended - began, time.monotonic() - began

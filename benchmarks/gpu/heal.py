@@ -184,13 +184,13 @@ def environment(backend: str) -> dict[str, str]:
 class TracedRanks(Ranks):
     """Ranks that print their stacks when they do not come to rest."""
 
-    asked = 0  # Breaks after which they were asked
+    traced = 0  # Breaks after which they were
 
     def _hear(self, milliseconds: int) -> None:
         super()._hear(milliseconds)
-        late = len(self.breaks) > self.asked and time.time() - self.breaks[-1][2] > LATE_SECONDS * patience()
+        late = len(self.breaks) > self.traced and time.time() - self.breaks[-1][2] > LATE_SECONDS * patience()
         if late and self.broken == self.generation:
-            self.asked = len(self.breaks)
+            self.traced = len(self.breaks)
             self._ask()
 
     def _where(self) -> dict[Any, Any]:

@@ -8,7 +8,6 @@ job goes on from the checkpoint, with the losses of the first one.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -18,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.agents import LIMIT, kill_and_rejoin
 from benchmarks.gpu.heal import LOSSES
-from benchmarks.gpu.rows import on_card, patience, row
+from benchmarks.gpu.rows import on_card, row
 from sbatch_templates import build_dataset
 from sbatch_templates.training_metrics import read_metrics
 from tests.support.jobs import World
@@ -27,7 +27,6 @@ from tests.support.processes import signal_step
 from unicron_transition.snapshot import folders
 from unicron_transition.snapshot.formats import opening
 
-LIMIT = 60.0 * patience()
 FOREVER = str(10**6)  # iterations
 LARGE = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512 --bf16".split()
 SMALL = "--num-layers 2 --hidden-size 64 --seq-length 64".split()
@@ -77,14 +76,7 @@ def first_job(folder: Path, made: World) -> dict[str, Any]:
     found["exported"] = time.monotonic() - asked
     saved = folders.whole(folder / "saves")[0].iteration
     made.wait(lambda: made.trains([0, 1], saved + MORE + 1), "iterations after it", LIMIT)
-    survivor, generation = made.rank(0)["pid"], made.job()["generation"]
-    killed = time.monotonic()
-    os.kill(made.rank(1)["pid"], signal.SIGKILL)
-    made.wait(lambda: made.trains([0, 1]) and made.job()["generation"] > generation, "both train again", LIMIT)
-    found["whole_again"] = time.monotonic() - killed
-    made.trains_on([0, 1], MORE, LIMIT)
-    assert made.rank(0)["pid"] == survivor, "the survivor has another process"
-    assert made.job()["ledger_violations"] == 0
+    found["whole_again"] = kill_and_rejoin(made)[1]
     return found
 
 

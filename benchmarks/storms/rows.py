@@ -215,8 +215,8 @@ def packets_lost(storm: Storm, seconds: float) -> None:
     """Lose 10 % of the packets on all links, then 30 % on one node's, and pause agents now and then."""
     storm.train()
     since = time.time()
-    everybody = ",".join(["head", *storm.site.cluster.spec.node_names])
-    storm.site.loss(everybody, 0.1)
+    everything = ",".join(["head", *storm.site.cluster.spec.node_names])
+    storm.site.loss(everything, 0.1)
     _pauses(storm, seconds / 2)
     storm.site.loss(storm.job.node(1), 0.3)
     _pauses(storm, seconds / 2)

@@ -25,60 +25,40 @@ from statistics import median
 from typing import Any
 
 from benchmarks.storms.stage import START_LIMIT, Storm
-from tests.support.controller import ACTS, COMMAND
+from tests.support.controller import COMMAND
+from tests.support.heads import Head
 from tests.support.links import PORT, HeadController, LinksCluster
-from tests.support.processes import ROOT, outside_slurm, wait_for
+from tests.support.processes import wait_for
 from unicron_ctl.shared.system.errors import UserError
 
 HOSTS = ("n4", "n5")  # of the two controllers; Slurm's own head has neither
 NODES, ELEMENTS = 5, 3
 LIMIT = 90.0  # seconds of each wait
 TAKES_OVER_SECONDS = 5.0
-SETTINGS = """auth = "munge"
-slurm = "command"
-slurm_poll_seconds = 0.5
-hang_floor_seconds = 5.0
-"""
 
 
-class Head:
+class HostHead(Head):
     """A unicrond on one of the hosts."""
 
+    usual = 'auth = "munge"\nslurm = "command"\nslurm_poll_seconds = 0.5\nhang_floor_seconds = 5.0\n'
+
     def __init__(self, site: LinksCluster, host: str, addresses: list[str]) -> None:
-        self.site, self.host = site, host
-        self.config = site.folder / f"{host}.toml"
-        self.config.write_text(f"[controller]\n{SETTINGS}address = {json.dumps(addresses)}\n{ACTS}")
-        self.out, self._log = site.folder / f"{host}.out", site.folder / f"{host}.log"
+        self.command = [*site.cluster.command_prefix(host), *COMMAND]
+        self._cluster_environment = site.cluster.env()
+        super().__init__(site.folder, host, addresses[HOSTS.index(host)], addresses, "shared")
 
     def start(self) -> None:
-        words = ["--config", str(self.config), "--state-dir", str(self.site.folder / "shared")]
-        with self.out.open("wb") as out, self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*self.site.cluster.command_prefix(self.host), *COMMAND, *words],
-                cwd=ROOT,
-                env=outside_slurm() | self.site.cluster.env(),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=log,
-            )
+        self.environment |= self._cluster_environment
+        super().start()
 
     @property
     def leads(self) -> bool:
-        return self.process.poll() is None and self.out.read_text().startswith("unicrond: listening")
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
+        return self.process.poll() is None and super().leads
 
     @property
     def waits(self) -> int:
         """How often it has begun to wait as a standby."""
         return self.log.count("standby: waits for")
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
 
 
 class Pair(HeadController):
@@ -86,26 +66,26 @@ class Pair(HeadController):
 
     def __init__(self, site: LinksCluster) -> None:
         site.controller.close()
-        addresses = [f"tcp://{site.cluster.address(host)}:{PORT}" for host in HOSTS]
-        self.heads = [Head(site, host, addresses) for host in HOSTS]
+        self._addresses = [f"tcp://{site.cluster.address(host)}:{PORT}" for host in HOSTS]
+        self.heads: list[HostHead] = []
         self.site = site
         super().__init__(site.folder, site.cluster)
-        self.address = self._reached = ",".join(addresses)
+        self.address = self._reached = ",".join(self._addresses)
 
     def start(self) -> None:
-        first, second = self.heads
-        first.start()
-        wait_for(lambda: first.leads, "one leads", LIMIT, self.told)
-        second.start()
-        self.await_standby(second, 0)
+        for host in HOSTS:
+            self.heads.append(HostHead(self.site, host, self._addresses))
+            if len(self.heads) == 1:
+                self.heads[0].await_lead(LIMIT)
+        self.await_standby(self.heads[1], 0)
 
     @property
     def alive(self) -> bool:
         return any(head.process.poll() is None for head in self.heads)
 
-    def await_standby(self, head: Head, before: int) -> None:
-        """Wait until a controller waits as a standby; it has done so `before` times before."""
-        wait_for(lambda: head.waits > before, f"{head.host} waits", LIMIT, self.told)
+    def await_standby(self, head: HostHead, before: int) -> None:
+        """Wait until a controller waits as a standby once more than `before`."""
+        wait_for(lambda: head.waits > before, f"{head.name} waits", LIMIT, self.told)
 
     def job(self, name: str = "") -> dict[str, Any]:
         try:
@@ -114,7 +94,7 @@ class Pair(HeadController):
             return {}
 
     def told(self) -> str:
-        return "\n".join(f"--- {head.host}\n{head.log[-1500:]}" for head in self.heads)
+        return "\n".join(f"--- {head.name}\n{head.log[-1500:]}" for head in self.heads)
 
     def close(self) -> None:
         self._gone()
@@ -132,35 +112,35 @@ class Pair(HeadController):
             return log.execute(text, (after,)).fetchall()
 
 
-def kill(pair: Pair, head: Head) -> Callable[[], object]:
+def kill(pair: Pair, head: HostHead) -> Callable[[], object]:
     """Kill the controller's processes, as when a host without power releases its locks."""
     head.close()
     return lambda: None
 
 
-def freeze(pair: Pair, head: Head) -> Callable[[], object]:
+def freeze(pair: Pair, head: HostHead) -> Callable[[], object]:
     """Stop the host with its locks held; later it goes on."""
     head.process.send_signal(signal.SIGSTOP)
     return lambda: head.process.send_signal(signal.SIGCONT)
 
 
-def freeze_and_cut(pair: Pair, head: Head) -> Callable[[], object]:
+def freeze_and_cut(pair: Pair, head: HostHead) -> Callable[[], object]:
     """Stop the host and cut it off; it wakes before its link is mended."""
-    pair.site.cut(head.host)
+    pair.site.cut(head.name)
     head.process.send_signal(signal.SIGSTOP)
 
     def undo() -> None:
         head.process.send_signal(signal.SIGCONT)
         time.sleep(1.0)
-        pair.site.heal(head.host)
+        pair.site.heal(head.name)
 
     return undo
 
 
-def cut(pair: Pair, head: Head) -> Callable[[], object]:
+def cut(pair: Pair, head: HostHead) -> Callable[[], object]:
     """Cut the link of a host that still reaches the folder: it has to step down by itself."""
-    pair.site.cut(head.host)
-    return lambda: pair.site.heal(head.host)
+    pair.site.cut(head.name)
+    return lambda: pair.site.heal(head.name)
 
 
 FAULTS = (kill, freeze, cut, freeze_and_cut)
@@ -169,7 +149,7 @@ FAULTS = (kill, freeze, cut, freeze_and_cut)
 class Round:
     """One fault and its consequences."""
 
-    def __init__(self, number: int, fault: Callable[[Pair, Head], Callable[[], object]]) -> None:
+    def __init__(self, number: int, fault: Callable[[Pair, HostHead], Callable[[], object]]) -> None:
         self.number, self.fault = number, fault
         self.leads = self.agents = self.heals = 0.0
         """Seconds from the fault until the other leads and has all agents; from a killed rank to the next step."""

@@ -179,14 +179,14 @@ class Torture:
                 steps = proof.steps_of(self.folder / f"leg{number}" / name)
                 last[name] = max([last[name], *(step["iteration"] for step in steps)])
         self.tell("the same trainings without a fault")
-        told = time.monotonic()
+        printed = time.monotonic()
 
         def look(done: int) -> None:
-            nonlocal told
+            nonlocal printed
             if self.stopping:
                 raise Stopped
-            if time.monotonic() > told + LOOK:
-                told = time.monotonic()
+            if time.monotonic() > printed + LOOK:
+                printed = time.monotonic()
                 self.tell(f"{done} of {sum(last.values()) + len(last)} undisturbed iterations")
 
         return proof.run_undisturbed(self.folder, last, look)

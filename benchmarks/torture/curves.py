@@ -25,7 +25,7 @@ def not_once(steps: Iterable[Step], reduced: Iterable[Step], first: int, last: i
         noted = by_iteration.get(iteration, [])
         slots = [step["slot"] for step in noted]
         if not slots:
-            found.append(f"iteration {iteration}: nobody noted it")
+            found.append(f"iteration {iteration}: no rank noted it")
             continue
         if len(slots) > len(set(slots)):
             found.append(f"iteration {iteration}: stepped twice by one of slots {sorted(slots)}")
@@ -38,7 +38,7 @@ def not_once(steps: Iterable[Step], reduced: Iterable[Step], first: int, last: i
             found.append(f"iteration {iteration}: micro-batches {twice} in two gradients")
         missing = sorted(set(range(micro_batches)) - counts.keys())
         if missing:
-            found.append(f"iteration {iteration}: micro-batches {missing} in nobody's gradient")
+            found.append(f"iteration {iteration}: micro-batches {missing} in no gradient")
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.report import relative_difference
 from benchmarks.torture import curves
 from benchmarks.torture.progress import Leg, Progress
-from benchmarks.torture.schedule import KINDS, NOBODY
+from benchmarks.torture.schedule import KINDS, NOTHING
 from benchmarks.torture.stage import CHECKPOINTS, MICRO_BATCHES, TRAININGS, Training, reads, wipe
 from tests.support.jobs import TINY, json_lines
 from tests.support.processes import of_a_world
@@ -150,7 +150,7 @@ def healing(progress: Progress) -> dict[str, Any]:
     for kind in progress.kinds:
         how = KINDS[kind]
         done = [one for one in progress.inflicted if one.kind == kind]
-        after = [one.sound_after for one in done if one.sound_after is not None and how.takes != NOBODY]
+        after = [one.sound_after for one in done if one.sound_after is not None and how.takes != NOTHING]
         found[kind] = {
             "count": len(done),
             "sound_after_median": median(after) if after else None,

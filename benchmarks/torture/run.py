@@ -12,7 +12,7 @@ from benchmarks.storms.stage import ITERATIONS_TO_LEARN
 from benchmarks.torture import leaks, schedule
 from benchmarks.torture.deeds import Admin, Agenda, inflict
 from benchmarks.torture.progress import Done, Progress
-from benchmarks.torture.schedule import NOBODY, Fault
+from benchmarks.torture.schedule import NOTHING, Fault
 from benchmarks.torture.sound import RUNNING, JobNow, Wound, sound, strikable, whole
 from benchmarks.torture.stage import ELEMENTS, TRAININGS, Site
 from unicron_ctl.controller.model.view import SUSPECT_SECONDS
@@ -280,7 +280,7 @@ class Run:
 
     def _note(self, fault: Fault, job: JobNow | None, slot: int, wound: Wound | None) -> None:
         name, node = (job.name, job.nodes.get(slot, "")) if job is not None else ("", "")
-        if wound is not None and (fault.how.takes != NOBODY or name not in self.wounds):
+        if wound is not None and (fault.how.takes != NOTHING or name not in self.wounds):
             self.wounds[name] = wound
         leg, iteration = len(self.progress.legs) - 1, self.site.iteration(name) if name else -1
         self.progress.done.append(Done(fault.index, fault.kind, name, slot, node, time.time(), iteration, leg))

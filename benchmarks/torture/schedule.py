@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-RANK, NODE, NOBODY = "rank", "node", "nobody"  # what a fault may take away from the job
+RANK, NODE, NOTHING = "rank", "node", "nothing"  # what a fault may take away from the job
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Kind:
     """A kind of fault."""
 
     takes: str
-    """RANK, NODE with all that is in its memory, or NOBODY."""
+    """RANK, NODE with all that is in its memory, or NOTHING."""
     breaks: bool = True
     """Whether it ends the job's generation."""
     seconds: tuple[float, float] = (0.0, 0.0)
@@ -34,20 +34,20 @@ KINDS: dict[str, Kind] = {
     "exception:disk-full": Kind(RANK),
     "hang-stop": Kind(RANK),
     "hang-gil": Kind(RANK),
-    "slow:1.5": Kind(NOBODY, breaks=False, seconds=(5.0, 10.0)),
+    "slow:1.5": Kind(NOTHING, breaks=False, seconds=(5.0, 10.0)),
     "oom": Kind(RANK),
     "oom-kill": Kind(RANK),
     "full-disk": Kind(RANK),
     "lost-network": Kind(NODE, seconds=(3.0, 12.0)),
     "black-hole": Kind(NODE, seconds=(3.0, 12.0)),
     "lost-node": Kind(NODE, seconds=(3.0, 12.0)),
-    "corrupt-message": Kind(NOBODY, breaks=False),
-    "corrupt-checkpoint": Kind(NOBODY, breaks=False),
+    "corrupt-message": Kind(NOTHING, breaks=False),
+    "corrupt-checkpoint": Kind(NOTHING, breaks=False),
     # Other faults.
     "agent-kill": Kind(NODE),
-    "unicrond-kill": Kind(NOBODY, breaks=False, seconds=(0.0, 6.0)),
+    "unicrond-kill": Kind(NOTHING, breaks=False, seconds=(0.0, 6.0)),
     "unicrond-kill+rank": Kind(RANK, seconds=(1.0, 6.0)),
-    "slurmctld-kill": Kind(NOBODY, breaks=False, seconds=(0.0, 6.0)),
+    "slurmctld-kill": Kind(NOTHING, breaks=False, seconds=(0.0, 6.0)),
     "slurmctld-kill+rank": Kind(RANK, seconds=(1.0, 6.0)),
 }
 

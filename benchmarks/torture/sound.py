@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.torture.schedule import NOBODY, Kind
+from benchmarks.torture.schedule import NOTHING, Kind
 
 RUNNING = "running"
 LEAST = 2  # members with the state: one may be lost
@@ -81,7 +81,7 @@ def sound(job: JobNow, stepped: Mapping[int, Stepped], wound: Wound | None) -> b
 def strikable(job: JobNow, stepped: Mapping[int, Stepped], wound: Wound | None, kind: Kind) -> list[int]:
     """Return the slots that this kind of fault may strike now: none if it could take the last copy."""
     stay = min(len(job.members), len(job.members) if job.planned is None else job.planned)  # the plan may take some
-    if not sound(job, stepped, wound) or (kind.takes != NOBODY and stay < LEAST):
+    if not sound(job, stepped, wound) or (kind.takes != NOTHING and stay < LEAST):
         return []
     return [slot for slot in job.members if slot in job.pids and slot in job.nodes]
 

@@ -29,7 +29,7 @@ PLACE = {
 }
 
 
-def test_hostile_messages_change_nothing_for_a_controller_and_its_job(tmp_path: Path):
+def test_hostile_messages_change_nothing(tmp_path: Path):
     settings = {"TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02"}
     with World(tmp_path, 1, **settings) as job:
         job.wait(lambda: job.trains([0], 3), "training")

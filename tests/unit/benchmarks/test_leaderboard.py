@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -123,66 +124,35 @@ def test_a_stream_has_the_losses_of_its_whole_run(tmp_path, monkeypatch) -> None
     assert found.micro_batches == 3 * play.MICRO_BATCHES and len(found.undisturbed) == 2
 
 
-class Struck:
-    """A system that notes what is done to it."""
-
-    def __init__(self) -> None:
-        self.done: list[Any] = []
-
-    def signal_rank(self, node: int, number: signal.Signals) -> None:
-        self.done.append((node, number))
-
-    def power_off(self, node: int) -> None:
-        self.done.append(("off", node))
-
-    def power_on(self, node: int) -> None:
-        self.done.append(("on", node))
-
-    def kill_coordinator(self) -> None:
-        self.done.append("killed")
-
-    def start_coordinator(self) -> None:
-        self.done.append("started")
-
-    def node_of_rank_0(self) -> int:
-        return 3
-
-
 @pytest.mark.parametrize(
     "name, done, after",
     [
-        ("rank-kill", [(2, signal.SIGKILL)], None),
-        ("exception", [(2, signal.SIGUSR2)], None),
-        ("hang", [(2, signal.SIGSTOP)], None),
-        ("two", [(2, signal.SIGKILL), (0, signal.SIGKILL)], None),
-        ("node", [("off", 2), ("on", 2)], failures.NODE_BACK),
-        ("rank0-node", [("off", 3), ("on", 3)], failures.NODE_BACK),
-        ("coordinator", ["killed", "started"], failures.COORDINATOR_BACK),
+        ("rank-kill", [call.signal_rank(2, signal.SIGKILL)], None),
+        ("exception", [call.signal_rank(2, signal.SIGUSR2)], None),
+        ("hang", [call.signal_rank(2, signal.SIGSTOP)], None),
+        ("two", [call.signal_rank(2, signal.SIGKILL), call.signal_rank(0, signal.SIGKILL)], None),
+        ("node", [call.power_off(2), call.power_on(2)], failures.NODE_BACK),
+        ("rank0-node", [call.node_of_rank_0(), call.power_off(3), call.power_on(3)], failures.NODE_BACK),
+        ("coordinator", [call.kill_coordinator(), call.start_coordinator()], failures.COORDINATOR_BACK),
     ],
 )
-def test_a_failure_strikes_and_says_what_is_to_be_repaired(name: str, done: list, after: float | None) -> None:
-    target = Struck()
-    repair = failures.FAILURES[name](target, failures.NODE)
+def test_a_failure_strikes_and_returns_its_repair(name: str, done: list, after: float | None) -> None:
+    system = Mock(spec=System)
+    system.node_of_rank_0.return_value = 3
+    repair = failures.FAILURES[name](system, failures.NODE)
     if repair is not None:
         repair.action()
-    assert target.done == done and (repair.after if repair else None) == after
+    assert system.mock_calls == done and (repair.after if repair else None) == after
 
 
-def test_a_failure_of_two_strikes_whom_it_finds_and_says_when_it_finds_nobody() -> None:
-    class Thin(Struck):
-        def signal_rank(self, node: int, number: signal.Signals) -> None:
-            if node in self.gone:
-                raise failures.Missed(f"no rank lives on node {node}")
-            super().signal_rank(node, number)
-
-        gone = {2}
-
-    target = Thin()
-    failures.FAILURES["two"](target, failures.NODE)
-    assert target.done == [(0, signal.SIGKILL)]
-    target.gone = {0, 2}
+def test_a_failure_of_two_strikes_any_of_them_and_is_missed_without_both() -> None:
+    system, missed = Mock(spec=System), failures.Missed("no rank lives on node 2")
+    system.signal_rank.side_effect = [missed, None]
+    failures.FAILURES["two"](system, failures.NODE)
+    assert [each.args[0] for each in system.signal_rank.mock_calls] == [2, 0]
+    system.signal_rank.side_effect = [missed, failures.Missed("no rank lives on node 0")]
     with pytest.raises(failures.Missed, match="node 2"):
-        failures.FAILURES["two"](target, failures.NODE)
+        failures.FAILURES["two"](system, failures.NODE)
 
 
 def row(system: str, failure: str, survived: bool | None = True, **more: Any) -> Row:

@@ -188,11 +188,11 @@ def test_every_micro_batch_is_in_one_gradient() -> None:
     (twice,) = curves.not_once([*good, step(1, 1, [3])], [], 0, 1, 4)
     assert "iteration 1: micro-batches [3] in two" in twice
     (lost,) = curves.not_once(good[1:], [], 0, 1, 4)
-    assert "micro-batches [0, 2] in nobody's" in lost
+    assert "micro-batches [0, 2] in no gradient" in lost
     (again,) = curves.not_once([*good, step(0, 1, [])], [], 0, 1, 4)
     assert "stepped twice" in again
     (absent,) = curves.not_once(good, [], 0, 2, 4)
-    assert "iteration 2: nobody noted it" in absent
+    assert "iteration 2: no rank noted it" in absent
 
 
 def note(slot: int, counted: list[int], generation: int = 1) -> dict[str, Any]:
@@ -203,9 +203,9 @@ def test_who_died_without_a_word_after_the_reduce_has_its_part_in_the_sum_and_no
     first = step(0, 0, [0, 2])
     assert curves.not_once([first], [note(0, [0, 2]), note(1, [1, 3])], 0, 0, 4) == []
     (lost,) = curves.not_once([first], [note(0, [0, 2])], 0, 0, 4)  # killed while it computed
-    assert "[1, 3] in nobody's" in lost
+    assert "[1, 3] in no gradient" in lost
     (lost,) = curves.not_once([first], [note(0, [0, 2]), note(1, [1])], 0, 0, 4)
-    assert "[3] in nobody's" in lost
+    assert "[3] in no gradient" in lost
     (twice,) = curves.not_once([step(0, 0, [0, 1, 2, 3])], [note(0, [0, 1, 2, 3]), note(1, [1, 3])], 0, 0, 4)
     assert "[1, 3] in two" in twice
 
@@ -213,7 +213,7 @@ def test_who_died_without_a_word_after_the_reduce_has_its_part_in_the_sum_and_no
 def test_a_part_in_a_sum_that_was_made_anew_counts_for_nothing() -> None:
     broken = [note(0, [0, 2]), note(1, [1, 3]), note(0, [0, 2], generation=2)]
     (lost,) = curves.not_once([step(0, 0, [0, 2], generation=2)], broken, 0, 0, 4)
-    assert "[1, 3] in nobody's" in lost
+    assert "[1, 3] in no gradient" in lost
     anew = [*broken[:2], note(0, [0, 1, 2, 3], generation=2)]
     assert curves.not_once([step(0, 0, [0, 1, 2, 3], generation=2)], anew, 0, 0, 4) == []
     kept = broken[:2]  # the sum of generation 1 was stepped by the plan of generation 2
