@@ -40,6 +40,7 @@ class Storm:
     """The checks that failed."""
     job: LinksJob = field(init=False)
     generation: int = field(init=False, default=0)
+    _pids: dict[int, int] = field(init=False, default_factory=dict)
 
     # ------------------------------------------------------------ the job
     def train(self, elements: int = ELEMENTS, **settings: str) -> None:
@@ -48,6 +49,7 @@ class Storm:
         self.job.whole(elements, START_LIMIT)
         self.job.reached(ITERATIONS_TO_LEARN)
         self.generation = self.job.steps()[-1]["generation"]
+        self.pid(0)
 
     def arm(self, slot: int, at: str, act: Callable[[], object] = lambda: None) -> None:
         """Stop the rank at the gate of `halted`, in its next iteration or after `act` has led it there."""
@@ -62,13 +64,14 @@ class Storm:
         (self.job.folder / "gate.1").touch()
 
     def pid(self, slot: int) -> int:
-        """Return the process of a rank, without asking the controller. Raises LookupError."""
-        mark = f"UNICRON_SLOT={slot}".encode()
-        tasks = [p for p in self.site.cluster.processes() if p.kind == "task"]
-        found = [p for p in tasks if mark in _words(p.pid, "environ")]
-        if not found:
+        """Return the process of a rank, by the last answer of a controller that may be gone. Raises LookupError."""
+        if self.site.controller.alive:
+            ranks = [rank for element in self.job.status().get("elements", []) for rank in element["ranks"]]
+            self._pids |= {rank["slot"]: rank["pid"] for rank in ranks if rank["pid"]}
+        tasks = [process.pid for process in self.site.cluster.processes() if process.kind == "task"]
+        if self._pids.get(slot) not in tasks:
             raise LookupError(f"no rank of slot {slot} runs")
-        return min(found, key=lambda p: p.started).pid
+        return self._pids[slot]
 
     def kill_rank(self, slot: int) -> float:
         """Kill a rank. Return the time."""
