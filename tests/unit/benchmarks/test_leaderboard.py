@@ -46,7 +46,7 @@ def test_a_loss_that_is_no_number_is_infinitely_far(wrong, tmp_path, monkeypatch
     assert json.loads(results.read_text())[0]["loss_difference"] == "inf"
 
 
-def test_the_schedule_is_the_same_for_everybody_and_has_every_kind() -> None:
+def test_the_schedule_is_the_same_for_all_systems_and_has_every_kind() -> None:
     plan = failures.schedule(1200.0, 1, RANKS)
     assert plan == failures.schedule(1200.0, 1, RANKS) != failures.schedule(1200.0, 2, RANKS)
     assert len(plan) == 40 and {name for _, name, _ in plan} == set(failures.FAILURES)
@@ -214,7 +214,7 @@ def test_a_stranger_that_has_a_dead_ranks_pid_is_left_alone(tmp_path) -> None:
     marks = [{}, {processes.RUN: "another"}, {processes.RUN: system.run}]
     made = [subprocess.Popen(["sleep", "60"], env=os.environ | mark) for mark in marks]
     try:
-        wait_for(lambda: processes.belongs(made[2].pid, system.run), "it is the program that it is to be")
+        wait_for(lambda: processes.belongs(made[2].pid, system.run), "its program runs")
         for process in made[:2]:
             system.notes = [Note("start", 1.0, "a", node=2, pid=process.pid)]
             with pytest.raises(failures.Missed, match="lives on node 2"):
@@ -230,11 +230,8 @@ def test_a_stranger_that_has_a_dead_ranks_pid_is_left_alone(tmp_path) -> None:
             process.wait()
 
 
-def test_a_failure_that_strikes_nobody_is_told_from_one_that_was_survived(tmp_path, monkeypatch, snapshot) -> None:
-    def nobody(*_: object) -> None:
-        raise failures.Missed("no rank lives on node 2")
-
-    monkeypatch.setattr("benchmarks.leaderboard.play.fail", nobody)
+def test_a_failure_that_strikes_no_rank_is_not_survived(tmp_path, monkeypatch, snapshot) -> None:
+    monkeypatch.setattr(play, "fail", Mock(side_effect=failures.Missed("no rank lives on node 2")))
     made = one(Watched, "hang", tmp_path / "run", QUICK, {})
     assert made.survived is None and made.why == snapshot
 
@@ -248,20 +245,18 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("error", BROKEN, ids=lambda error: type(error).__name__)
-def test_what_breaks_off_one_row_says_so_there_and_the_others_come(tmp_path, monkeypatch, error) -> None:
-    def broken(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("benchmarks.leaderboard.play.fail", broken)
+def test_an_error_ends_only_its_own_row_and_is_its_remark(tmp_path, monkeypatch, error) -> None:
+    broken = Mock(side_effect=error)
+    monkeypatch.setattr(play, "fail", broken)
     made = one(Watched, "hang", tmp_path / "run", QUICK, {})
     assert (made.survived, made.version) == (None, "1") and made.why.startswith("did not train: ")
     assert str(error) in made.why and str(getattr(error, "stderr", None) or "").strip() in made.why
 
-    monkeypatch.setattr("benchmarks.leaderboard.play.stream", broken)
+    monkeypatch.setattr(play, "stream", broken)
     share = stream(Watched, tmp_path / "stream", 1.0, 20.0, {})
     assert (share.useful_share, share.why, share.version) == (None, made.why, "1")
 
-    monkeypatch.setattr(Watched, "version", classmethod(broken))
+    monkeypatch.setattr(Watched, "version", broken)
     assert one(Watched, "hang", tmp_path / "run", QUICK, {}).why == made.why
 
 
@@ -275,7 +270,7 @@ class Unending(Watched):
         raise UserError("slurmd of n2 does not end")
 
 
-def test_what_was_measured_is_kept_where_the_jobs_end_fails(tmp_path, monkeypatch, snapshot) -> None:
+def test_figures_are_kept_if_the_jobs_end_fails(tmp_path, monkeypatch, snapshot) -> None:
     monkeypatch.setattr(play, "_in_an_iteration", lambda _: None)
     monkeypatch.setattr("benchmarks.leaderboard.systems.base.System.signal_rank", lambda *_: None)
     whole = iter([True, False])
@@ -304,10 +299,8 @@ def test_a_job_that_did_not_train_says_so_before_it_says_that_its_end_failed(tmp
 
 
 def test_a_cluster_that_does_not_go_down_leaves_no_process_to_the_next_row(tmp_path, monkeypatch) -> None:
-    def stays(_: object) -> None:
-        raise TimeoutError("slurmctld is still there")
-
     killed: list[str] = []
+    stays = Mock(side_effect=TimeoutError("slurmctld is still there"))
     monkeypatch.setattr("unicron_ctl.lab.cluster.local_cluster.LocalCluster.down", stays)
     monkeypatch.setattr(processes, "kill", killed.append)
     system = SYSTEMS["slurm-requeue"](tmp_path / "run")

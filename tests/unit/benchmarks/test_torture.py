@@ -48,7 +48,7 @@ def test_a_fault_lasts_as_long_as_its_kind_says() -> None:
         assert shortest <= fault.seconds <= longest
 
 
-# ------------------------------------------------------------ who may be struck
+# ------------------------------------------------------------ soundness
 def job(members: tuple[int, ...] = (0, 1, 2), state: str = "running", generation: int = 4, **more: Any) -> JobNow:
     place = {"nodes": {slot: f"n{slot + 1}" for slot in members}, "pids": {slot: 100 + slot for slot in members}}
     return JobNow("large", state, generation, members, **({"planned": len(members)} | place | more))
@@ -70,17 +70,17 @@ def test_a_job_is_sound_when_all_members_have_stepped_since_the_fault_in_a_later
     assert not sound(job(ended=True), stepped(11.0, 0, 1, 2), None)
 
 
-def test_nobody_is_struck_where_the_last_copy_could_be_taken() -> None:
-    rank, nobody = KINDS["rank-kill"], KINDS["slow:1.5"]
+def test_no_fault_may_take_the_last_copy() -> None:
+    rank, slow = KINDS["rank-kill"], KINDS["slow:1.5"]
     assert strikable(job(), stepped(1.0, 0, 1, 2), None, rank) == [0, 1, 2]
     assert strikable(job((1,)), stepped(1.0, 1), None, rank) == []
-    assert strikable(job((1,)), stepped(1.0, 1), None, nobody) == [1]
+    assert strikable(job((1,)), stepped(1.0, 1), None, slow) == [1]
     assert strikable(job((0, 1), planned=1), stepped(1.0, 0, 1), None, rank) == []  # one is about to leave
-    assert strikable(job(), stepped(1.0, 0, 1, 2), Wound(2.0, 3, True), nobody) == []
+    assert strikable(job(), stepped(1.0, 0, 1, 2), Wound(2.0, 3, True), slow) == []
     assert strikable(job(pids={0: 5}), stepped(1.0, 0, 1, 2), None, rank) == [0]
 
 
-def test_what_lacks_until_all_nodes_are_in_use_is_said(snapshot) -> None:
+def test_missing_nodes_are_named(snapshot) -> None:
     wanted = {"large": 3, "small": 3}
     jobs = {"large": job(), "small": job((0, 2))}
     nodes = ["n1", "n2", "n3", "n4", "n5"]
@@ -89,14 +89,14 @@ def test_what_lacks_until_all_nodes_are_in_use_is_said(snapshot) -> None:
     assert whole({"large": job()}, wanted, nodes, {}) == "small is unknown"
     short = jobs | {"large": job((0, 1), planned=3)}
     assert whole(short, wanted, nodes, {"large": ["n3"]}) == snapshot
-    assert whole(short, wanted, nodes, {"large": ["n3"], "small": ["n3", "n1"]}) == ""  # nobody may have it
+    assert whole(short, wanted, nodes, {"large": ["n3"], "small": ["n3", "n1"]}) == ""  # no job may use it
 
 
-def test_a_job_is_read_from_what_the_controller_tells() -> None:
+def test_a_job_is_read_from_the_controllers_answer() -> None:
     rank = {"slot": 1, "pid": 77}
     elements = [{"node": "n2", "gone": False, "ranks": [rank]}, {"node": "n9", "gone": True, "ranks": [{"slot": 0}]}]
-    told = {"name": "small", "state": "running", "generation": 2, "members": [1], "planned_nodes": 1, "ended": None}
-    read = JobNow.of(told | {"ledger_violations": 0, "elements": elements})
+    answer = {"name": "small", "state": "running", "generation": 2, "members": [1], "planned_nodes": 1, "ended": None}
+    read = JobNow.of(answer | {"ledger_violations": 0, "elements": elements})
     assert (read.nodes, read.pids, read.members, read.ended) == ({1: "n2"}, {1: 77}, (1,), False)
 
 
@@ -149,11 +149,11 @@ def test_a_refused_fault_is_no_failure() -> None:
     assert not late.refuse("large", "rank-kill") and late.done[0].refused
 
 
-def test_kinds_that_cannot_be_had_here_are_not_counted() -> None:
+def test_only_the_kinds_of_the_run_are_counted() -> None:
     assert list(proof.healing(Progress(3, 60, 5.0, ["rank-kill", "oom"]))) == ["rank-kill", "oom"]
 
 
-def test_what_was_left_running_and_cannot_be_ended_is_one_line(
+def test_leftovers_that_cannot_be_ended_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(folder: Path) -> None:
@@ -199,7 +199,7 @@ def note(slot: int, counted: list[int], generation: int = 1) -> dict[str, Any]:
     return {"slot": slot, "iteration": 0, "generation": generation, "micro_batches": counted}
 
 
-def test_who_died_without_a_word_after_the_reduce_has_its_part_in_the_sum_and_nobody_else() -> None:
+def test_only_a_rank_that_died_after_it_began_to_reduce_has_its_part_in_the_sum() -> None:
     first = step(0, 0, [0, 2])
     assert curves.not_once([first], [note(0, [0, 2]), note(1, [1, 3])], 0, 0, 4) == []
     (lost,) = curves.not_once([first], [note(0, [0, 2])], 0, 0, 4)  # killed while it computed
@@ -230,8 +230,8 @@ def test_the_loss_of_the_later_generation_counts_and_members_must_agree() -> Non
 @pytest.mark.parametrize("no_number", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_as_far_away_as_can_be(no_number: float) -> None:
     for mine, other in ((no_number, 1.0), (1.0, no_number), (no_number, no_number)):
-        told = curves.apart({0: 2.0, 1: mine, 2: 1.0}, {0: 2.0, 1: other, 2: 1.0}, 1e-3)
-        assert (told.where, told.over, told.largest) == (1, 1, math.inf)
+        found = curves.apart({0: 2.0, 1: mine, 2: 1.0}, {0: 2.0, 1: other, 2: 1.0}, 1e-3)
+        assert (found.where, found.over, found.largest) == (1, 1, math.inf)
 
 
 def test_what_a_leg_trains_again_counts_once() -> None:
@@ -240,9 +240,9 @@ def test_what_a_leg_trains_again_counts_once() -> None:
 
 
 def test_the_largest_difference_is_found_and_so_is_what_is_missing() -> None:
-    told = curves.apart({0: 2.0, 1: 1.0, 2: 1.0}, {0: 2.0, 1: 1.1, 2: 1.0}, 1e-3)
-    assert (told.iterations, told.where, told.over, told.missing) == (3, 1, 1, ())
-    assert told.largest == pytest.approx(1 / 11)
+    found = curves.apart({0: 2.0, 1: 1.0, 2: 1.0}, {0: 2.0, 1: 1.1, 2: 1.0}, 1e-3)
+    assert (found.iterations, found.where, found.over, found.missing) == (3, 1, 1, ())
+    assert found.largest == pytest.approx(1 / 11)
     assert curves.apart({0: 1.0, 3: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, 1e-3).missing == (1, 2)
     assert curves.named(range(9)) == "9: 0, 1, 2, 3, 4, ..."
 
@@ -265,7 +265,7 @@ def test_a_rising_trend_is_found_and_noise_is_none() -> None:
     assert leaks.growth(many) == leaks.Growth({}, ())  # other processes, not one that grows
 
 
-def test_how_many_lives_were_long_enough_is_told() -> None:
+def test_lives_that_were_long_enough_are_counted() -> None:
     young = int(leaks.YOUNG / 2)
     short, enough = life([40] * (young + leaks.FEWEST - 1)), life([40] * (young + leaks.FEWEST), pid=8)
     assert leaks.growth(short).lives == {} and leaks.growth([*short, *enough]).lives == {"agent": 1}
@@ -276,9 +276,9 @@ def test_a_daemon_of_short_lives_is_compared_with_those_before_it_at_the_same_ag
         born = enumerate(held)
         return [s for i, n in born for s in life([n] * 20 + [n + 90] * i, "unicrond", 7 + i, 60.0 * i)]
 
-    told = leaks.growth(lives([40 + 6 * i for i in range(9)]))
-    assert told.lives == {"unicrond": 9}
-    (rise,) = told.found
+    growth = leaks.growth(lives([40 + 6 * i for i in range(9)]))
+    assert growth.lives == {"unicrond": 9}
+    (rise,) = growth.found
     assert rise == snapshot
     assert leaks.growth(lives([40] * 9)).found == ()
     assert leaks.growth(lives([40 + 6 * i for i in range(leaks.LIVES - 1)])).found == ()
@@ -304,8 +304,8 @@ def test_what_is_there_afterwards_and_was_not_before_is_named(tmp_path: Path) ->
     assert image.startswith("1 files in memory") and "memory/inner/image" in image
 
 
-# ------------------------------------------------------------ what is done later
-def test_what_cannot_be_done_yet_is_tried_again_and_in_the_end_said() -> None:
+# ------------------------------------------------------------ later work
+def test_failed_work_is_repeated_and_at_last_an_error() -> None:
     calls: list[float] = []
 
     def fails() -> None:
