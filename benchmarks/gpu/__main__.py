@@ -1,6 +1,6 @@
 """Unicron on one card: a table of checks, made in under nine minutes (docs/gpu.md).
 
-    python -m benchmarks.gpu [--device cuda|cpu] [--nccl LIBRARY] [--only NAME]... [--seconds 520] [--out FOLDER]
+    python -m benchmarks.gpu [--device cuda|cpu] [--nccl LIBRARY] [--only NAME]... [--out FOLDER]
 
 Without a card it is a dry run: the same programs with small models and gloo on the CPU. --nccl: a libnccl.so.2 of 2.30
 or later, which allows several ranks on one card. Each check is a process of its own with a time limit; a check that
@@ -29,6 +29,7 @@ import psutil
 from benchmarks.gpu.rows import patience, say
 from unicron_detector.processes.supervise import adopt_orphans
 
+SECONDS = 520.0  # for all checks; a dry run may take six times that
 # By NCCL's sources these allow several ranks on one card.
 ONE_CARD = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
@@ -175,7 +176,6 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="by default what there is")
     parser.add_argument("--nccl", metavar="LIBRARY", help="libnccl.so.2 of 2.30 or later")
     parser.add_argument("--only", action="append", metavar="NAME", help="this check; may be given again; in this order")
-    parser.add_argument("--seconds", type=float, default=520.0, help="for all of it; a dry run may take six times that")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path(tempfile.gettempdir(), "unicron-gpu"))
     options = parser.parse_args()
     device = options.device or ("cuda" if Path("/dev/nvidiactl").exists() else "cpu")
@@ -193,7 +193,7 @@ def main() -> int:
     failed = rows_of(path, began)
     for name in options.only or [check.name for check in found.values() if not check.named_only]:
         next(failed)
-        left = began + options.seconds * patience() - time.time()
+        left = began + SECONDS * patience() - time.time()
         if left < 10:
             say(name, "not made: no time was left", ok=False)
         else:

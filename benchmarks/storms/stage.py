@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.support.links import LinksCluster, LinksJob
 from tests.support.processes import wait_for
 from unicron_detector.iterations.iteration_monitor import Limits
@@ -252,12 +254,8 @@ def halted(slot: int, at: str, count: int) -> str:
 
 
 def is_agent(pid: int) -> bool:
-    return any(word.endswith(b"/unicron-agent") for word in _words(pid, "cmdline")[:2])
-
-
-def _words(pid: int, file: str) -> list[bytes]:
-    """Return the words of /proc/PID/`file`; none if the process is gone."""
+    """Return whether a living process is an agent."""
     try:
-        return Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0")
-    except OSError:
-        return []
+        return any(word.endswith("/unicron-agent") for word in psutil.Process(pid).cmdline()[:2])
+    except psutil.Error:
+        return False

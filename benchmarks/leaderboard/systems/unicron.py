@@ -29,55 +29,46 @@ class Session(System):
     name = "unicron"
     script = "session.py"
 
+    world: Shipped
+
     def __init__(self, folder: Path, **variables: str) -> None:
         super().__init__(folder, **variables)
         self.memory = Path(tempfile.mkdtemp(prefix="leaderboard-", dir="/dev/shm"))
-        self.world: Shipped | None = None
 
     def start(self) -> None:
         place = self.folder / "unicron"
         place.mkdir()
         command = [sys.executable, str(RANKS / self.script)]
-        self.world = Shipped(place, 0, command=command, **self._settings())
+        self.world = Shipped(place, 0, command=command, SLURM_ARRAY_TASK_COUNT=str(NODES), **self.variables)
         for node in range(NODES):
             self.power_on(node)
-
-    def _settings(self) -> dict[str, str]:
-        return self.variables | {"SLURM_ARRAY_TASK_COUNT": str(NODES)}
 
     def power_on(self, node: int) -> None:
         memory = self.memory / str(node)
         memory.mkdir()
-        self._running.start_agent(node, **{processes.NODE: str(node), "UNICRON_MEMORY_DIR": str(memory)})
+        self.world.start_agent(node, **{processes.NODE: str(node), "UNICRON_MEMORY_DIR": str(memory)})
 
     def power_off(self, node: int) -> None:
         super().power_off(node)
-        shutil.rmtree(self.memory / str(node), ignore_errors=True)  # a node that lost its power has no memory
-        self._running.agents[node].process.wait()
+        shutil.rmtree(self.memory / str(node), ignore_errors=True)  # a node without power loses its memory
+        self.world.agents[node].process.wait()
 
     def kill_coordinator(self) -> None:
-        self._running.kill()
+        self.world.kill()
 
     def start_coordinator(self) -> None:
-        self._running.start()
-
-    @property
-    def _running(self) -> Shipped:
-        assert self.world is not None, "started before"
-        return self.world
+        self.world.start()
 
     def close(self) -> None:
         super().close()
         try:
-            if self.world is not None:
+            if hasattr(self, "world"):
                 self.world.kill()
                 self.world.close()
         finally:
             shutil.rmtree(self.memory, ignore_errors=True)
 
     def logs(self, most: int = 2000) -> str:
-        if self.world is None:
-            return ""
         ends = (f"--- agent {element}\n{agent.log[-most:]}" for element, agent in self.world.agents.items())
         return "\n".join([*ends, "--- unicrond", self.world.log[-most:]])
 
