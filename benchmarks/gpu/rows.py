@@ -25,7 +25,7 @@ def patience() -> float:
 def say(what: str, saw: str, /, *, ok: bool = True, **figures: Any) -> None:
     """Add a row to the table, of the check GPU_CHECK."""
     check, _, name = os.environ.get("GPU_CHECK", "").partition(" ")
-    row = {"check": check, "name": name, "what": what, "saw": saw, "ok": ok, "at": time.time(), **figures}
+    row = {**figures, "check": check, "name": name, "what": what, "saw": saw, "ok": ok, "at": time.time()}
     with open(os.environ.get("GPU_ROWS", "/dev/stdout"), "a") as file:
         file.write(json.dumps(row, default=str) + "\n")
 
